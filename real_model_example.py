@@ -1,0 +1,562 @@
+#!/usr/bin/env python3
+"""Fine-tune a real causal language model, with one flag choosing how the work is spread over processes.
+
+    python real_model_example.py                                        # embedded model and text, no network
+    python real_model_example.py --model gpt2 --num_samples 100         # one GPU (or the CPU)
+    torchrun --nproc_per_node=4 real_model_example.py --strategy zero2  # four GPUs (or four CPU processes)
+    deepspeed --num_gpus=4 real_model_example.py --strategy zero3
+    accelerate launch --multi_gpu --num_processes 4 real_model_example.py --strategy fsdp
+    srun --ntasks=8 --kill-on-bad-exit=1 python real_model_example.py --strategy zero3    # inside a Slurm job
+
+Strategies, by what each of N ranks keeps of parameters (P), gradients (G) and optimizer states (O):
+
+    dp        all of P, G, O         PyTorch's DistributedDataParallel
+    zero1     P, G,   O/N            DeepSpeed
+    zero2     P, G/N, O/N            DeepSpeed
+    zero3     P/N, G/N, O/N          DeepSpeed
+    offload   zero2, with O in host memory, updated by the CPU
+    infinity  zero3, with O and P on NVMe
+    fsdp      P/N, G/N, O/N          PyTorch's FSDP2
+
+Every strategy computes the same thing: for the same global batch the losses agree, whatever the number of ranks.
+Read main() first, then train_epoch_ddp() beside train_epoch_deepspeed(): what differs is what the strategy changes.
+Results are in <output_dir>/results.json and metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from support import preflight
+
+if __name__ == "__main__":
+    # Before torch is imported, which takes seconds: --help and wrong arguments answer at once, and the settings that
+    # libraries read while they are imported (threads, allocator, offline mode) are in place.
+    ARGS, LAUNCH = preflight.start(sys.argv[1:])
+
+# ruff: noqa: E402
+import contextlib
+import io
+import math
+import signal
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from support import data, memory, models, reporting
+from support.config import EMBEDDED_MODEL, STRATEGIES, complete_ds_config
+from support.distributed import Run, describe_difference, open_store
+from support.errors import TrainingError, UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# ============================================================================================ the process group
+
+
+def setup_distributed(args, launch) -> Run:
+    """Join the other ranks: NCCL between GPUs, gloo between CPU processes.
+
+    Every strategy and a single process, too, has a process group, so that there is one code path to read.
+    """
+    if torch.cuda.is_available():
+        device = torch.device("cuda", preflight.check_visible_gpus(launch, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.ddp_timeout))
+    run = Run(launch, device, backend, args.verbose)
+    if launch.world_size > 1:
+        run.store = open_store(launch)
+        run.watch_for_failures()
+
+    torch.set_float32_matmul_precision("high")  # TF32 tensor cores for fp32 on GPUs that have them
+    if args.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return run
+
+
+# ============================================================================================ model and data
+
+
+def load_model_and_tokenizer(args, run: Run, precision: str):
+    """Find the model and bring its weights to where the strategy wants them.
+
+    dp, zero1, zero2 and offload hold a whole copy per rank. zero3 and infinity split each weight among the ranks
+    while loading. For fsdp rank 0 alone loads, and `shard_with_fsdp` hands out the shards.
+    Returns:
+        The model, its tokenizer, and its blueprint (sizes, configuration).
+    """
+    blueprint = models.find_model(args, run)
+    limit = models.max_positions(blueprint.config)
+    if args.seq_length is None:
+        args.seq_length = min(256 if args.model == EMBEDDED_MODEL else 512, limit or 512)
+    if limit and args.seq_length > limit:
+        raise UserError(f"--seq_length {args.seq_length} is more than the {limit} positions of {args.model}.")
+    run.say(f"🚀 Fine-tuning {args.model} ({reporting.human_count(blueprint.parameters)} parameters)")
+    run.say(f"📋 Strategy: {args.strategy.upper()}")
+
+    if args.ds_config_dict:
+        configure_deepspeed(args, run, precision, blueprint)
+    if args.strategy == "fsdp" and not run.is_main:
+        model = blueprint.on_meta_device()
+    else:
+        model = blueprint.load(run)
+    dist.barrier()
+    run.clean_up(blueprint.weights)
+    torch.manual_seed(args.seed + run.rank)  # from here on only dropout draws, and each rank its own
+    run.say(f"✅ Model loaded: {blueprint.parameters:,} parameters ({blueprint.parameters / 1e6:.1f}M)")
+    return model, blueprint.tokenizer, blueprint
+
+
+def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Blueprint) -> None:
+    """Complete DeepSpeed's JSON for this model and device; under ZeRO-3 let transformers shard while it loads."""
+    if args.strategy == "infinity":
+        preflight.check_async_io()
+
+        def make_folder() -> str:
+            folder = preflight.make_nvme_folder(
+                args.nvme_path, blueprint.parameters, run.launch.local_world_size, run.world_size
+            )
+            run.temporary.append(folder)
+            return folder
+
+        args.nvme_folder = run.once_per_node("nvme folder", make_folder)
+    complete_ds_config(
+        args.ds_config_dict,
+        precision=precision,
+        hidden_size=blueprint.text_config.hidden_size,
+        parameters=blueprint.parameters,
+        largest_parameter=blueprint.largest_parameter,
+        nvme_folder=args.nvme_folder,
+    )
+    if args.ds_config_dict["zero_optimization"]["stage"] == 3:
+        from transformers.integrations import HfDeepSpeedConfig
+
+        # from_pretrained looks for this object, and finds it only while somebody holds it.
+        blueprint.sharding = HfDeepSpeedConfig(args.ds_config_dict)
+
+
+def prepare_dataset(args, run: Run, tokenizer) -> tuple[data.TokenFile, data.TokenFile, dict]:
+    """Read, tokenise and pack the corpus: once per node, by its first rank.
+
+    Returns:
+        Training blocks, validation blocks, and the facts for results.json.
+    """
+
+    def tokenize() -> dict:
+        source = data.open_source(args.dataset, args.dataset_config, args.text_column)
+        return data.tokenize_once(source, tokenizer, models.cache_folder(args.cache_dir))
+
+    prepared = run.once_per_node("dataset", tokenize)
+    describe_difference(run.gather((prepared["sha256"], prepared["splits"])), "The text of the dataset")
+    train, validation = data.split_blocks(prepared, args.seq_length, args.num_samples)
+    if args.num_samples and train.blocks < args.num_samples:
+        run.warn(f"--num_samples {args.num_samples:,} is more than the corpus has: using all {train.blocks:,} blocks.")
+    facts = {"name": args.dataset, "sha256": prepared["sha256"], "tokens": prepared["splits"]["train"], "blocks": train.blocks}
+    return train, validation, facts
+
+
+# ============================================================================================ one wrapper per strategy
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Decay for matrices and embeddings, none for biases and norms; the same for every strategy."""
+    # A parameter partitioned by ZeRO-3 keeps its true shape in ds_shape.
+    matrix = {p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in model.parameters() if p.requires_grad}
+    return [
+        {"params": [p for p in matrix if matrix[p]], "weight_decay": weight_decay},
+        {"params": [p for p in matrix if not matrix[p]], "weight_decay": 0.0},
+    ]
+
+
+def adamw(model: nn.Module, args) -> torch.optim.AdamW:
+    """The optimizer of dp and fsdp; the ds_config files ask DeepSpeed for the same one."""
+    return torch.optim.AdamW(
+        parameter_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, fused=True
+    )
+
+
+def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
+    """A whole model on every rank; gradients are averaged over the ranks while backward still runs."""
+    model.to(run.device)
+    if run.world_size == 1:
+        return model
+    return DistributedDataParallel(
+        model, device_ids=[run.device.index] if run.device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
+
+
+def shard_with_fsdp(model: nn.Module, run: Run, blueprint: models.Blueprint, args, precision: str) -> nn.Module:
+    """Split parameters, gradients and optimizer states over the ranks, one transformer block at a time.
+
+    The sharded model is built without memory (meta device); then rank 0's weights are broadcast tensor by tensor and
+    each rank keeps its part.
+    """
+    weights = model.state_dict() if run.is_main else {}
+    buffers = dict(model.named_buffers())
+    sharded = blueprint.on_meta_device()
+    if args.gradient_checkpointing:
+        sharded.gradient_checkpointing_enable({"use_reentrant": False})
+    # Compute in 16 bit, keep the shards and reduce the gradients in fp32. fp16 computes under autocast, see autocast().
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(run.device.type, (run.world_size,))
+    for block in models.transformer_blocks(sharded):
+        if args.compile:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(sharded, mesh=mesh, mp_policy=policy)
+    sharded.to_empty(device=run.device)
+
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(sharded, weights, options=whole)
+    for name, buffer in sharded.named_buffers():  # rotary frequencies and the like are in no state dict
+        if run.is_main:
+            buffer.copy_(buffers[name])
+        dist.broadcast(buffer, src=0)
+    return sharded
+
+
+def initialize_deepspeed(model: nn.Module, args, run: Run):
+    """Hand model and optimizer to DeepSpeed, configured by the JSON file."""
+    import deepspeed
+
+    groups = None if args.eval_only else parameter_groups(model, args.weight_decay)
+    config = dict(args.ds_config_dict)
+    if args.eval_only:
+        config.pop("optimizer")
+    with quiet(args.verbose):
+        engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    if args.compile:
+        engine.compile()
+    return engine
+
+
+@contextlib.contextmanager
+def quiet(verbose: bool):
+    """Hide what libraries print while they set up; on an error the caller still gets the exception."""
+    if verbose:
+        yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# ============================================================================================ training
+
+
+def learning_rate(step: int, total_steps: int, args) -> float:
+    """Linear warm-up to --lr, then --lr_scheduler down towards 0 at `total_steps`; `step` counts from 0."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / (args.warmup_steps + 1)
+    progress = (step - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
+    falling = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return args.lr * falling[args.lr_scheduler]
+
+
+def set_learning_rate(optimizer, lr: float) -> None:
+    """Torch's optimizers and DeepSpeed's wrappers both read it from their parameter groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of each next token, summed.
+
+    Args:
+        logits: [batch, length, vocabulary]; position t predicts token t + 1.
+        labels: [batch, length]; data.IGNORED where a token does not count.
+    Returns:
+        A scalar in fp32.
+    """
+    # Shifting the labels instead of the logits saves a copy of the largest tensor of the whole step.
+    targets = F.pad(labels[:, 1:], (0, 1), value=data.IGNORED)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=data.IGNORED, reduction="sum")
+
+
+def count_tokens(window, device: torch.device) -> torch.Tensor:
+    """Tokens that one optimizer step is the mean over: all micro-batches of all ranks. A tensor on the device."""
+    tokens = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in window).to(device, torch.float32)
+    dist.all_reduce(tokens)
+    return tokens
+
+
+def autocast(device: torch.device, precision: str, strategy: str):
+    """16-bit arithmetic for models whose weights are fp32; DeepSpeed and FSDP2's bf16 policy convert the weights."""
+    wanted = precision == "fp16" or (precision == "bf16" and strategy != "fsdp")
+    return torch.autocast(device.type, DTYPES[precision], enabled=wanted and not STRATEGIES[strategy])
+
+
+@contextlib.contextmanager
+def gradient_sync(model: nn.Module, needed: bool):
+    """Communicate gradients in this backward pass only if `needed`: on the last micro-batch of a step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(needed)
+    without = isinstance(model, DistributedDataParallel) and not needed
+    with model.no_sync() if without else contextlib.nullcontext():
+        yield
+
+
+def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tensor) -> None:
+    """Let the coming update do nothing if the loss is not finite, now or before, without asking the GPU.
+
+    `if not loss.isfinite()` would make the host wait for the GPU at every step. Torch's fused AdamW reads such a flag
+    on the device instead (GradScaler's way); the run then ends where the loss is next logged, its weights unharmed.
+    """
+    held_back.logical_or_(~torch.isfinite(loss))
+    base = getattr(optimizer, "optimizer", optimizer)  # inside DeepSpeed's wrapper
+    if isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused"):
+        base.found_inf = held_back.float()
+    elif held_back.item():
+        # DeepSpeed's CPU Adam has no such flag; its gradients have come to the host, so there is no wait to save.
+        raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a lower --lr.")
+
+
+def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, args, run, precision):
+    """One epoch of plain PyTorch, for dp and fsdp."""
+    model.train()
+    global_batch = args.batch_size * args.gradient_accumulation_steps * run.world_size
+    batches = data.steps_per_epoch(train.blocks, global_batch)
+    order = data.epoch_order(train.blocks, args.seed, epoch)
+    windows = data.windows(train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size)
+    held_back = torch.zeros((), dtype=torch.bool, device=run.device)
+
+    meter.timer.mark(None)
+    for batch, window in enumerate(data.prefetch(windows, run.device)):
+        lr = learning_rate(meter.step, meter.total_steps, args)
+        set_learning_rate(optimizer, lr)
+        tokens = count_tokens(window, run.device)
+        loss_of_step = torch.zeros((), device=run.device)
+        meter.timer.mark("data")
+
+        for micro_step, (inputs, labels) in enumerate(window):
+            with gradient_sync(model, needed=micro_step + 1 == len(window)):
+                with autocast(run.device, precision, args.strategy):
+                    loss = token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels) / tokens
+                meter.timer.mark("forward")
+                # DDP and FSDP divide the sum over the ranks by their number; `tokens` already counts all ranks.
+                scaler.scale(loss * run.world_size).backward()
+                meter.timer.mark("backward")
+            loss_of_step += loss.detach()
+
+        dist.all_reduce(loss_of_step)  # the parts of all ranks add up to the mean over all tokens
+        meter.after_backward(getattr(model, "module", model), optimizer)
+        scaler.unscale_(optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
+        if not scaler.is_enabled():
+            hold_back_if_not_finite(optimizer, loss_of_step, held_back)
+        scaler.step(optimizer)  # without loss scaling (fp32, bf16) just optimizer.step()
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        meter.timer.mark("update")
+
+        samples = min(global_batch, train.blocks - batch * global_batch)
+        meter.end_step(epoch=epoch, batch=batch, batches=batches, samples=samples, seq_length=train.seq_length,
+                       loss=loss_of_step, lr=lr, grad_norm=grad_norm)  # fmt: skip
+        if meter.finished:
+            break
+        meter.timer.mark(None)
+
+
+def train_epoch_deepspeed(engine, train, epoch, meter, args, run):
+    """One epoch under DeepSpeed: the engine clips, scales the loss (fp16), updates and clears the gradients."""
+    engine.train()
+    global_batch = args.batch_size * args.gradient_accumulation_steps * run.world_size
+    batches = data.steps_per_epoch(train.blocks, global_batch)
+    order = data.epoch_order(train.blocks, args.seed, epoch)
+    windows = data.windows(train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size)
+    held_back = torch.zeros((), dtype=torch.bool, device=run.device)
+
+    meter.timer.mark(None)
+    for batch, window in enumerate(data.prefetch(windows, run.device)):
+        if engine.lr_scheduler is None:  # a user's DeepSpeed file may bring its own
+            set_learning_rate(engine.optimizer, learning_rate(meter.step, meter.total_steps, args))
+        lr = engine.optimizer.param_groups[0]["lr"]
+        tokens = count_tokens(window, run.device)
+        loss_of_step = torch.zeros((), device=run.device)
+        meter.timer.mark("data")
+
+        for micro_step, (inputs, labels) in enumerate(window):
+            # The last window of an epoch may be short, so the engine is told where a step ends instead of counting.
+            engine.set_gradient_accumulation_boundary(micro_step + 1 == len(window))
+            loss = token_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels) / tokens
+            meter.timer.mark("forward")
+            # As in train_epoch_ddp the ranks are averaged; the accumulation steps are already in `tokens`.
+            engine.backward(loss * run.world_size, scale_wrt_gas=False)
+            meter.timer.mark("backward")
+            loss_of_step += loss.detach()
+
+        dist.all_reduce(loss_of_step)
+        meter.after_backward(engine.module, engine.optimizer)
+        hold_back_if_not_finite(engine.optimizer, loss_of_step, held_back)
+        engine.step()
+        grad_norm = engine.get_global_grad_norm()
+        meter.timer.mark("update")
+
+        samples = min(global_batch, train.blocks - batch * global_batch)
+        meter.end_step(epoch=epoch, batch=batch, batches=batches, samples=samples, seq_length=train.seq_length,
+                       loss=loss_of_step, lr=lr, grad_norm=grad_norm)  # fmt: skip
+        if meter.finished:
+            break
+        meter.timer.mark(None)
+
+
+# ============================================================================================ evaluation
+
+
+@torch.no_grad()
+def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) -> tuple[float, float]:
+    """Mean loss over every validation token, each counted once, and its perplexity exp(loss).
+
+    The blocks are dealt to the ranks; where they do not come out even, rows without labels fill up the batch.
+    """
+    model.eval()
+    limit = args.eval_samples or args.num_samples or validation.blocks
+    order = data.np.arange(min(limit, validation.blocks))
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
+    batches = data.windows(validation, order, args.batch_size, 1, run.rank, run.world_size)
+    for [(inputs, labels)] in data.prefetch(batches, run.device):
+        with autocast(run.device, precision, args.strategy):
+            total[0] += token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels)
+        total[1] += (labels[:, 1:] != data.IGNORED).sum()
+    dist.all_reduce(total)
+    loss = (total[0] / total[1]).item()
+    return loss, math.exp(loss) if loss < 700 else math.inf
+
+
+# ============================================================================================ the run
+
+
+def new_output_dir(args, run: Run) -> Path:
+    """The folder of results.json: as named, or a new one that rank 0 names for all."""
+    name = [args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"]
+    dist.broadcast_object_list(name, src=0)
+    folder = Path(name[0])
+    try:
+        if run.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output_dir {folder} cannot be created: {error.strerror}.") from error
+    return folder
+
+
+def wrap(model, args, run: Run, blueprint: models.Blueprint, precision: str):
+    """Apply the strategy.
+
+    Returns:
+        The wrapped model (DeepSpeed's engine for its strategies) and torch's optimizer (the engine has its own).
+    """
+    if args.gradient_checkpointing and args.strategy != "fsdp":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.ds_config_dict:
+        engine = initialize_deepspeed(model, args, run)
+        return engine, engine.optimizer
+    if args.strategy == "fsdp":
+        model = shard_with_fsdp(model, run, blueprint, args, precision)
+        return model, adamw(model, args)
+    if args.compile:
+        model.compile()
+    model = wrap_with_ddp(model, run)
+    return model, adamw(model, args)
+
+
+def train_and_evaluate(model, optimizer, train, validation, args, run: Run, precision: str, meter) -> tuple | None:
+    """All epochs; returns the last evaluation's (loss, perplexity), or None."""
+    scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16" and not args.ds_config_dict)
+    last = None
+
+    def evaluate_now():
+        if not validation.blocks:
+            run.warn("The corpus has one block only, so nothing is left to evaluate on.")
+            return None
+        loss, perplexity = evaluate(model, validation, args, run, precision)
+        meter.log_evaluation(loss, perplexity)
+        run.say(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
+        return loss, perplexity
+
+    if args.eval_first or args.eval_only:
+        last = evaluate_now()
+    epoch = 0
+    while not meter.finished and not args.eval_only:
+        epoch += 1
+        if args.ds_config_dict:
+            train_epoch_deepspeed(model, train, epoch, meter, args, run)
+        else:
+            train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, args, run, precision)
+        if args.eval:
+            last = evaluate_now()
+    return last
+
+
+def main(args, launch) -> None:
+    """Set up, load, wrap, train, evaluate, report."""
+    run = setup_distributed(args, launch)
+    try:
+        engine = train_one_model(args, run)
+    except BaseException as error:
+        run.end_failed(error)
+    run.end_completed(engine)
+
+
+def train_one_model(args, run: Run):
+    """The run from model to results; returns what must be taken down at the end."""
+    signal.signal(signal.SIGTERM, stop_on_signal)
+    reporting.say_setup(run)
+    precision = preflight.choose_precision(args.precision, run.device)
+    folder = new_output_dir(args, run)
+    world_batch = args.batch_size * args.gradient_accumulation_steps * run.world_size
+    results = reporting.Results(run, folder, {
+        "strategy": args.strategy, "model": args.model, "world_size": run.world_size, "simulated_world_size": None,
+        "device": str(run.device.type), "backend": run.backend, "launcher": run.launch.launcher, "precision": precision,
+        "batch_size": args.batch_size, "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "global_batch_size": world_batch, "seed": args.seed,
+    })  # fmt: skip
+    footprint = memory.Phases(run.device)
+
+    model, tokenizer, blueprint = load_model_and_tokenizer(args, run, precision)
+    footprint.note("model_loaded")
+    train, validation, dataset = prepare_dataset(args, run, tokenizer)
+    run.say(f"✅ Dataset ready: {train.blocks:,} samples")
+    results.update(
+        parameters=blueprint.parameters, trainable_parameters=blueprint.parameters, seq_length=args.seq_length, dataset=dataset
+    )
+    model, optimizer = wrap(model, args, run, blueprint, precision)
+    footprint.note("wrapped")
+
+    per_epoch = data.steps_per_epoch(train.blocks, world_batch)
+    epochs = args.epochs or (math.ceil(args.max_steps / per_epoch) if args.max_steps else 1)
+    total_steps = min(epochs * per_epoch, args.max_steps or epochs * per_epoch)
+    meter = reporting.Meter(run, folder, 0 if args.eval_only else total_steps, args.logging_steps)
+    evaluation = train_and_evaluate(model, optimizer, train, validation, args, run, precision, meter)
+    footprint.note("trained")
+
+    results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint, precision))
+    run.say("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
+    reporting.say_memory(run, results.facts["memory"])
+    reporting.say_throughput(run, results.facts)
+    results.complete()
+    run.say(f"📁 {results.path}")
+    return model
+
+
+def stop_on_signal(number: int, _frame) -> None:
+    """A scheduler or launcher ends the run: leave through the same door as any failure, so that nothing is left over."""
+    raise TrainingError(f"Stopped by {signal.Signals(number).name}; if another rank failed first, its message is above.")
+
+
+if __name__ == "__main__":
+    main(ARGS, LAUNCH)

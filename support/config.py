@@ -1,0 +1,411 @@
+"""The command line, and how it and a DeepSpeed JSON file become one configuration.
+
+Imports nothing heavy, so that --help and argument errors answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+from pathlib import Path
+
+from support.errors import UserError
+
+PROJECT = Path(__file__).resolve().parent.parent
+EMBEDDED_MODEL = "tiny-gpt2"
+AUTO = "auto"  # Hugging Face's convention for "take it from the command line"; DeepSpeed itself does not know it
+
+# Strategy -> DeepSpeed's configuration, or None for the strategies of plain PyTorch.
+STRATEGIES = {
+    "dp": None,
+    "zero1": "ds_config_stage1.json",
+    "zero2": "ds_config_stage2.json",
+    "zero3": "ds_config_stage3.json",
+    "offload": "ds_config_offload.json",
+    "infinity": "ds_config_infinity.json",
+    "fsdp": None,
+}
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3}
+
+# Value in a DeepSpeed file -> the flag that says the same.
+FLAG_OF_KEY = {
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "lr",
+    "optimizer.params.weight_decay": "weight_decay",
+    "zero_optimization.offload_optimizer.nvme_path": "nvme_path",
+    "zero_optimization.offload_param.nvme_path": "nvme_path",
+}
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def _number(convert, low, what, exclusive=False):
+    def parse(text: str):
+        try:
+            value = convert(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        if not value > low if exclusive else not value >= low:
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        if value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return value
+
+    return parse
+
+
+positive_int = _number(int, 1, "a whole number of 1 or more")
+natural_int = _number(int, 0, "a whole number of 0 or more")
+positive_float = _number(float, 0, "a number above 0", exclusive=True)
+natural_float = _number(float, 0, "a number of 0 or more")
+
+
+def probability(text: str) -> float:
+    """A dropout rate: 0 <= p < 1."""
+    value = natural_float(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a probability below 1")
+    return value
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with an error of one line."""
+
+    def error(self, message: str):
+        raise UserError(f"{message} (--help lists every flag)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every flag with its default and unit."""
+    parser = Parser(
+        prog="real_model_example.py",
+        description="Fine-tune a causal language model under one of seven data-parallel strategies.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=80),
+    )
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default=EMBEDDED_MODEL,
+        help="tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl, any causal language "
+             "model on the Hugging Face hub, or a local folder (default: %(default)s)")
+    add("--from_scratch", action="store_true", help="take the architecture only; random weights drawn from --seed")
+    add("--dropout", type=probability, help="dropout probability everywhere in the model (default: the model's own)")
+    add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward pass to save memory")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", help="pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .parquet), or a hub "
+                          "dataset (default: pydocs for tiny-gpt2, else wikitext)")
+    add("--dataset_config", help="configuration name of a hub dataset")
+    add("--text_column", default="text", help="column or key that holds the text (default: %(default)s)")
+    add("--seq_length", type=positive_int, help="tokens in a block (default: 256 for tiny-gpt2, else 512, or as many "
+                                                "as the model has positions)")
+    add("--num_samples", type=positive_int, help="train on this many blocks in total, over all ranks (default: all)")
+    add("--cache_dir", help="where tokenised data is kept (default: distributed_training under HF_HOME, else "
+                            "~/.cache/huggingface)")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--batch_size", type=positive_int, default=4, help="blocks per GPU in a micro-batch (default: %(default)s)")
+    add("--gradient_accumulation_steps", type=positive_int, default=1,
+        help="micro-batches per optimizer step (default: %(default)s)")
+    add("--epochs", type=positive_int, help="passes over the data (default: 1, or as many as --max_steps needs)")
+    add("--max_steps", type=positive_int, help="stop after this many optimizer steps")
+    add("--lr", type=positive_float, help="peak learning rate (default: 5e-5, or 1e-3 for random weights)")
+    add("--lr_scheduler", choices=("linear", "cosine", "constant"), default="linear",
+        help="how the rate falls after warm-up (default: %(default)s)")
+    add("--warmup_steps", type=natural_int, default=0, help="steps of linear warm-up (default: %(default)s)")
+    add("--weight_decay", type=natural_float, default=0.01, help="AdamW's; none on biases and norms (default: %(default)s)")
+    add("--max_grad_norm", type=natural_float, default=1.0, help="clip the gradient's norm; 0 = never (default: %(default)s)")
+    add("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto",
+        help="auto: bf16 where the device does it well, fp16 on older GPUs, else fp32 (default: %(default)s)")
+    add("--seed", type=natural_int, default=42, help="weights, order of the data, dropout (default: %(default)s)")
+    add("--deterministic", action="store_true", help="deterministic kernels where there are any (slower)")
+    add("--eval", action=argparse.BooleanOptionalAction, default=True, help=argparse.SUPPRESS)
+    add("--no_eval", action="store_false", dest="eval", default=argparse.SUPPRESS,
+        help="no evaluation (default: after each epoch)")
+    add("--eval_first", action="store_true", help="evaluate before training, too")
+    add("--eval_only", action="store_true", help="evaluate and do not train")
+    add("--eval_samples", type=positive_int, help="evaluate on this many blocks (default: --num_samples, else all)")
+
+    add = parser.add_argument_group("strategy").add_argument
+    add("--strategy", choices=tuple(STRATEGIES), default="dp",
+        help="dp, zero1, zero2, zero3, offload (optimizer on the CPU), infinity (optimizer and parameters on NVMe), "
+             "fsdp (default: %(default)s)")
+    add("--ds_config", metavar="FILE", help="your own DeepSpeed JSON instead of ds_config_*.json")
+    add("--nvme_path", metavar="DIR", help="where infinity keeps its files (default: the temporary folder, TMPDIR)")
+    add("--ddp_timeout", type=positive_int, default=1800, help="seconds until a collective gives up (default: %(default)s)")
+    add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher passes it; RANK is used
+    add("--local-rank", type=int, dest="local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+    add = parser.add_argument_group("output").add_argument
+    add("--output_dir", help="folder for results.json and metrics.jsonl (default: runs/<model>-<strategy>-<time>)")
+    add("--overwrite", action="store_true", help="replace the results of another run in --output_dir")
+    add("--logging_steps", type=positive_int, default=10, help="optimizer steps between two lines (default: %(default)s)")
+    add("--verbose", action="store_true", help="show third-party messages and tracebacks")
+    return parser
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Read the command line and settle what it alone can settle.
+
+    Returns:
+        The flags by name, plus `given` (names of the flags that were on the command line) and `ds_config_dict`
+        (DeepSpeed's configuration with its remaining "auto" values, or None).
+    Raises:
+        UserError: unknown or contradicting flags, or a broken DeepSpeed file.
+    """
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
+        parser.error(f"unknown argument {unknown[0]}" + (f": did you mean {near[0]}?" if near else ""))
+    args.given = _given_flags(parser, argv)
+    if args.eval_only and not args.eval:
+        raise UserError("--eval_only and --no_eval cannot both hold: leave one out.")
+    args.ds_config_dict = args.nvme_folder = None
+    if args.ds_config is not None:
+        config = read_ds_config(args.ds_config)
+        _adopt_strategy(args, config)
+    if STRATEGIES[args.strategy]:
+        file = args.ds_config or str(PROJECT / STRATEGIES[args.strategy])
+        args.ds_config_dict = reconcile(args, read_ds_config(file), file)
+    if args.dataset is None:
+        args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
+    if args.lr is None:
+        args.lr = 1e-3 if args.from_scratch or args.model == EMBEDDED_MODEL else 5e-5
+    return args
+
+
+def _given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
+    """Names of the flags present in `argv`: parsed again with no defaults, only what was given remains."""
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return set(vars(parser.parse_known_args(argv)[0]))
+
+
+def ignored_flags(args: argparse.Namespace) -> list[str]:
+    """One line for each given flag that the chosen strategy has no use for."""
+    lines = []
+    if "ds_config" in args.given and args.ds_config_dict is None:
+        lines.append(f"--ds_config is used by the DeepSpeed strategies only: ignored under {args.strategy}")
+    if "nvme_path" in args.given and args.strategy != "infinity":
+        lines.append(f"--nvme_path is used by infinity only: ignored under {args.strategy}")
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------- DeepSpeed's JSON
+
+
+def read_ds_config(path: str) -> dict:
+    """Read a DeepSpeed configuration: JSON, or JSON with comments and trailing commas (hjson), as DeepSpeed does.
+
+    Raises:
+        UserError: the file is missing, or broken (with line and column).
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--ds_config {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}.") from error
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as strict:
+        import hjson  # not needed for plain JSON
+
+        try:
+            config = json.loads(json.dumps(hjson.loads(text)))
+        except hjson.HjsonDecodeError as error:
+            raise UserError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
+        # hjson reads an unquoted value to the end of its line, so a forgotten comma gives a string like `4 "fp16": {`.
+        if _swallowed_a_line(config):
+            raise UserError(f"{path}, line {strict.lineno}, column {strict.colno}: {strict.msg}.") from strict
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: a DeepSpeed configuration is a JSON object, {{ … }}.")
+    return config
+
+
+def _swallowed_a_line(value) -> bool:
+    if isinstance(value, dict):
+        return any(_swallowed_a_line(item) for item in value.values())
+    if isinstance(value, list):
+        return any(_swallowed_a_line(item) for item in value)
+    return isinstance(value, str) and any(mark in value for mark in '"{}[]\n')
+
+
+def lookup(config: dict, key: str):
+    """The value at a dotted key ("optimizer.params.lr"), or None."""
+    for name in key.split("."):
+        if not isinstance(config, dict) or name not in config:
+            return None
+        config = config[name]
+    return config
+
+
+def _put(config: dict, key: str, value) -> None:
+    *parents, last = key.split(".")
+    for name in parents:
+        config = config.setdefault(name, {})
+    config[last] = value
+
+
+def _adopt_strategy(args, config: dict) -> None:
+    """Without --strategy, a DeepSpeed file decides it."""
+    if "strategy" in args.given:
+        return
+    stage = lookup(config, "zero_optimization.stage")
+    optimizer_on = lookup(config, "zero_optimization.offload_optimizer.device")
+    if stage == 3:
+        args.strategy = "infinity" if optimizer_on == "nvme" else "zero3"
+    elif stage in (1, 2):
+        args.strategy = "offload" if stage == 2 and optimizer_on == "cpu" else f"zero{stage}"
+    else:
+        raise UserError(f"{args.ds_config} has zero_optimization.stage {stage}: it must be 1, 2 or 3; stage 0 is --strategy dp.")
+
+
+def reconcile(args, config: dict, file: str) -> dict:
+    """Make the DeepSpeed file and the command line agree, before anything is loaded.
+
+    A value in the file that contradicts a given flag is an error; where the flag was left at its default, the file
+    wins and `args` follows; "auto" and missing values come from the flags. What depends on the model or the device
+    (precision, bucket sizes) stays "auto" until `complete_ds_config`.
+    """
+    stage = lookup(config, "zero_optimization.stage")
+    if stage != STAGES[args.strategy]:
+        raise UserError(f"{file} has zero_optimization.stage {stage}, but --strategy {args.strategy} is stage "
+                        f"{STAGES[args.strategy]}: change one of them.")  # fmt: skip
+    optimizer_on = lookup(config, "zero_optimization.offload_optimizer.device")
+    wanted = {"offload": "cpu", "infinity": "nvme"}.get(args.strategy)
+    if wanted and optimizer_on != wanted:
+        raise UserError(f"{file} has zero_optimization.offload_optimizer.device {optimizer_on}, but --strategy "
+                        f"{args.strategy} keeps the optimizer on {wanted}: change one of them.")  # fmt: skip
+    if not wanted and optimizer_on == "nvme":
+        raise UserError(f"{file} keeps the optimizer on nvme, but --strategy is {args.strategy}: write --strategy infinity.")
+
+    if "optimizer" not in config:
+        config["optimizer"] = {"type": "AdamW", "params": {"betas": [0.9, 0.999], "eps": 1e-8, "lr": AUTO, "weight_decay": AUTO}}
+        if not optimizer_on or optimizer_on == "none":
+            config["optimizer"]["params"].update(torch_adam=True, fused=True)
+    for key, flag in FLAG_OF_KEY.items():
+        value, given = lookup(config, key), flag in args.given
+        if flag == "nvme_path" and (value is None or lookup(config, key.rsplit(".", 1)[0] + ".device") != "nvme"):
+            continue
+        if value in (None, AUTO):
+            _put(config, key, getattr(args, flag))
+        elif given and value != getattr(args, flag):
+            raise UserError(f"--{flag} {getattr(args, flag)} contradicts {key} {value} in {file}: change one of them.")
+        else:
+            _adopt(args, flag, key, value, file)
+    _reconcile_total_batch(args, config, file)
+    _reconcile_precision(args, config, file)
+    _reconcile_scheduler(args, config, file)
+    return config
+
+
+def _adopt(args, flag: str, key: str, value, file: str) -> None:
+    """Give a flag the file's value, checked as the command line's would be."""
+    action = next(action for action in build_parser()._actions if action.dest == flag)
+    try:
+        setattr(args, flag, action.type(str(value)) if action.type else str(value))
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{file}: {key}: {error}.") from error
+
+
+def _reconcile_total_batch(args, config: dict, file: str) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    product = args.batch_size * args.gradient_accumulation_steps * world_size
+    total = config.get("train_batch_size", AUTO)
+    if total not in (AUTO, product):
+        raise UserError(
+            f"{file} has train_batch_size {total}, but --batch_size {args.batch_size} × "
+            f"--gradient_accumulation_steps {args.gradient_accumulation_steps} × {world_size} ranks = {product}: change one."
+        )
+    config["train_batch_size"] = product
+
+
+def _reconcile_precision(args, config: dict, file: str) -> None:
+    enabled = {name: lookup(config, f"{name}.enabled") for name in ("bf16", "fp16")}
+    if enabled["bf16"] is True and enabled["fp16"] is True:
+        raise UserError(f"{file} enables both bf16 and fp16: keep one.")
+    said = next((name for name, value in enabled.items() if value is True), None)
+    if said is None and False in enabled.values() and AUTO not in enabled.values():
+        said = "fp32"
+    if said is None:
+        return
+    if "precision" in args.given and args.precision not in (AUTO, said):
+        raise UserError(f"--precision {args.precision} contradicts {said} in {file}: change one of them.")
+    args.precision = said
+
+
+def _reconcile_scheduler(args, config: dict, file: str) -> None:
+    scheduler = config.get("scheduler")
+    if scheduler is None:
+        return
+    flag = next((name for name in ("lr_scheduler", "warmup_steps") if name in args.given), None)
+    if flag:
+        raise UserError(f"--{flag} contradicts the scheduler {lookup(scheduler, 'type')} in {file}: leave one out.")
+    if AUTO in (lookup(scheduler, "params") or {}).values():
+        raise UserError(f'{file}: give the scheduler its numbers instead of "auto", or leave it out and use --lr_scheduler.')
+
+
+def complete_ds_config(
+    config: dict, *, precision: str, hidden_size: int, parameters: int, largest_parameter: int, nvme_folder: str | None
+) -> dict:
+    """Fill in what depends on the device and the model.
+
+    DeepSpeed's default buckets hold 5e8 elements, more than the whole of GPT-2 medium. Ours hold one transformer
+    block, about 12 · hidden² parameters (4 · hidden² in attention, 8 · hidden² in the MLP), so that communication
+    overlaps with the computation of the next block and a bucket costs little beside the model.
+
+    Args:
+        config: the reconciled configuration; changed in place.
+        precision: "fp32", "bf16" or "fp16".
+        hidden_size: width of the model.
+        parameters: how many the model has.
+        largest_parameter: elements of its largest tensor (the embedding, as a rule).
+        nvme_folder: this job's own folder, for infinity.
+    Returns:
+        The configuration, without any "auto" left.
+    Raises:
+        UserError: an "auto" where none can be filled in.
+    """
+    block = min(max(12 * hidden_size**2, 1_000_000), max(parameters, 1))
+    for name in ("bf16", "fp16"):
+        if precision == name or name in config:
+            config.setdefault(name, {})["enabled"] = precision == name
+    zero = config["zero_optimization"]
+    automatic = {
+        "reduce_bucket_size": block,
+        "allgather_bucket_size": block,
+        "stage3_prefetch_bucket_size": block,
+        # Norms and biases stay whole on every rank: gathering them would cost more time than they cost memory.
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+        # A gathered parameter that is not needed again within one block is released at once.
+        "stage3_max_live_parameters": 2 * block,
+        "stage3_max_reuse_distance": block,
+        "sub_group_size": max(4 * block, 10_000_000),
+    }
+    for key, value in automatic.items():
+        if zero.get(key) == AUTO:
+            zero[key] = value
+    for part in ("offload_optimizer", "offload_param"):
+        if lookup(zero, f"{part}.device") == "nvme":
+            zero[part]["nvme_path"] = nvme_folder
+    if lookup(zero, "offload_param.buffer_size") == AUTO:
+        zero["offload_param"]["buffer_size"] = largest_parameter + 4096  # each parameter must fit one, with its padding
+    left = _find_auto(config)
+    if left:
+        raise UserError(f'DeepSpeed configuration: "auto" cannot be filled in for {left}: give a value.')
+    return config
+
+
+def _find_auto(config: dict, prefix: str = "") -> str | None:
+    for key, value in config.items():
+        if value == AUTO:
+            return prefix + key
+        if isinstance(value, dict) and (found := _find_auto(value, f"{prefix}{key}.")):
+            return found
+    return None

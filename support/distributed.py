@@ -1,0 +1,175 @@
+"""Agreement between ranks: who failed first, who prepares what, and an orderly end.
+
+A small key-value store (torch's TCPStore, hosted by rank 0 or by torchrun) carries what must not depend on a
+collective: a collective has a time limit, needs every rank, and hangs when one of them is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from support.errors import EXIT_FAILED, TrainingError, UserError, explain
+from support.launch import Launch
+
+GRACE_SECONDS = 5  # for a rank to end by itself after another one has failed
+
+
+@dataclass
+class Run:
+    """This process in the run: its place, its device, and what is shared with the other ranks."""
+
+    launch: Launch
+    device: torch.device
+    backend: str
+    verbose: bool
+    store: dist.Store | None = None
+    temporary: list[str] = field(default_factory=list)  # folders to remove, at the latest when the run ends
+    on_failure: list[Callable[[UserError], None]] = field(default_factory=list)
+    ending: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.launch.world_size
+
+    @property
+    def is_main(self) -> bool:
+        return self.launch.is_main
+
+    def say(self, text: str) -> None:
+        """Print on rank 0 only."""
+        if self.is_main:
+            print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        """Say something the user should know, on rank 0 only."""
+        self.say(f"ℹ️  {text}")
+
+    # -------------------------------------------------------------------------------- preparation, once per node
+
+    def once_per_node(self, what: str, prepare: Callable[[], Any]) -> Any:
+        """Let the first rank of each node prepare something while the others of that node wait.
+
+        The wait is no collective, so it may last as long as it must: an hour of tokenising hits no time limit.
+        Args:
+            what: name of the preparation, unique in the run.
+            prepare: called on the node's first rank; its result must be JSON.
+        Returns:
+            The result, on every rank.
+        """
+        if self.store is None:
+            return prepare()
+        key = f"prepared/{what}/{self.launch.node}"
+        if self.launch.is_node_leader:
+            result = prepare()
+            self.store.set(key, json.dumps(result))
+            return result
+        while not self.store.check([key]):
+            time.sleep(0.1)  # if the first rank fails instead, `_watch` ends this process
+        return json.loads(self.store.get(key))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in the order of the ranks, on every rank."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    # -------------------------------------------------------------------------------- failure and end
+
+    def watch_for_failures(self) -> None:
+        """Start the thread that ends this process when another rank has failed."""
+        if self.world_size > 1:
+            threading.Thread(target=self._watch, args=(open_store(self.launch),), daemon=True).start()
+
+    def _watch(self, store: dist.Store) -> None:
+        """The main thread may be stuck in a collective that will never end, so this thread ends the process."""
+        while not self.ending.wait(0.5):
+            try:
+                failed = store.check(["failure"])
+            except Exception:  # the store is gone, and with it rank 0 or the launcher
+                failed = True
+            if failed and not self.ending.wait(GRACE_SECONDS):
+                self.clean_up()
+                sys.stdout.flush()
+                os._exit(EXIT_FAILED)
+
+    def clean_up(self, *folders: str) -> None:
+        """Remove these of this process's temporary folders; all of them if none is named."""
+        for folder in [f for f in self.temporary if not folders or f in folders]:
+            self.temporary.remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def end_failed(self, error: BaseException) -> None:
+        """End this process. Only the rank that fails first speaks: the errors of the others follow from its own."""
+        shown = explain(error)
+        if self.ending.is_set():  # interrupted while ending
+            os._exit(shown.exit_code)
+        if self._failed_first(str(shown)):
+            where = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
+            if self.verbose:
+                traceback.print_exception(error)
+            print(f"❌ {shown}{where}", file=sys.stderr, flush=True)
+            for tell in self.on_failure:
+                tell(shown)
+        elif self.verbose:
+            traceback.print_exception(error)
+        self.ending.set()
+        self.clean_up()
+        sys.stdout.flush()
+        # Not sys.exit: a communicator with a broken peer can hang in its destructor.
+        os._exit(shown.exit_code)
+
+    def _failed_first(self, message: str) -> bool:
+        if self.store is None:
+            return True
+        try:
+            mine = f"{self.rank}: {message}".encode()
+            return self.store.compare_set("failure", "", mine.decode()) == mine
+        except Exception:  # the store's host has gone: it has spoken, or its launcher will
+            return self.is_main
+
+    def end_completed(self, engine: Any = None) -> None:
+        """Leave together: ranks that leave one by one make ZeRO-3 abort after a good run."""
+        dist.barrier()
+        self.ending.set()
+        if engine is not None and hasattr(engine, "destroy"):
+            engine.destroy()
+        dist.destroy_process_group()
+        self.clean_up()
+
+
+def open_store(launch: Launch, timeout: float = 60) -> dist.Store:
+    """A connection of its own to the store that rank 0 (or torchrun's agent) hosts."""
+    store = dist.TCPStore(
+        launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
+    # After an elastic restart the agent's store still holds the failure of the attempt before.
+    return dist.PrefixStore(f"run/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def describe_difference(values: list[Any], what: str) -> None:
+    """Raise if the ranks do not all have the same value.
+
+    Raises:
+        TrainingError: names the first rank that differs.
+    """
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise TrainingError(f"{what} differs between the nodes: rank 0 has {values[0]}, rank {rank} has {value}.")

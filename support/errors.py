@@ -1,0 +1,53 @@
+"""How a run ends when something is wrong: one clear line and an exit code that means something."""
+
+from __future__ import annotations
+
+EXIT_COMPLETED = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_OUT_OF_MEMORY = 3
+
+
+class UserError(Exception):
+    """Something the user can put right. Its text is the one line that says what to do."""
+
+    exit_code = EXIT_USAGE
+    status = "failed"
+
+
+class TrainingError(UserError):
+    """The run was set up rightly but cannot go on, for example because the loss is no longer finite."""
+
+    exit_code = EXIT_FAILED
+
+
+class OutOfMemory(UserError):
+    """The device or the host had no memory left."""
+
+    exit_code = EXIT_OUT_OF_MEMORY
+    status = "oom"
+
+
+def explain(error: BaseException) -> UserError:
+    """Turn any exception into the error that is shown: the library's first line, or what to do about it.
+
+    Args:
+        error: what was raised, by this project or by a library.
+    Returns:
+        The error itself if it is already one of ours, else one with a message of a single line.
+    """
+    if isinstance(error, UserError):
+        return error
+    name, lines = type(error).__name__, str(error).strip().splitlines()
+    text = lines[0].strip() if lines else ""
+    # CUDA raises torch.OutOfMemoryError; the CPU allocator raises a RuntimeError whose text is all there is to go by.
+    if name == "OutOfMemoryError" or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return OutOfMemory(
+            f"Out of memory: {text or name}. Try a smaller --batch_size with more --gradient_accumulation_steps, "
+            "--gradient_checkpointing, a shorter --seq_length, or a strategy that shards more (zero2, zero3, offload)."
+        )
+    if isinstance(error, KeyboardInterrupt):
+        return TrainingError("Interrupted: stopped before the end; nothing more was written.")
+    if isinstance(error, OSError) and error.errno == 28:
+        return TrainingError(f"No space left on the device while writing {error.filename or 'a file'}: free some space.")
+    return TrainingError(f"{name}: {text} (run again with --verbose to see where)")

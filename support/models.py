@@ -1,0 +1,307 @@
+"""Find a model: its architecture, its tokenizer and a local folder with its weights.
+
+Whatever --model names ends as a local folder, and every strategy loads that folder in its own way. Random weights,
+too: they are drawn once per node from the seed and saved to a temporary folder, because ZeRO-3 would draw other
+numbers than an unsharded model, and then the strategies could not be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+
+from support.config import EMBEDDED_MODEL
+from support.distributed import Run
+from support.errors import UserError
+from support.preflight import GPT2_NAMES, is_local_model
+
+END_OF_TEXT = "<|endoftext|>"
+EMBEDDED_VOCABULARY = 4096
+
+# Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M parameters).
+GPT2_SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
+
+
+@dataclass
+class Blueprint:
+    """Everything about a model but its weights in memory.
+
+    Attributes:
+        config: a transformers configuration, with the run's changes (dropout, vocabulary) made.
+        tokenizer: its tokenizer.
+        weights: local folder that `load` reads.
+        parameters: how many it has; tied weights count once.
+        matmul_parameters: those that take part in matrix multiplications.
+        largest_parameter: elements of the largest one.
+        sharding: DeepSpeed's ZeRO-3 configuration while it must stay alive, else None.
+    """
+
+    config: transformers.PretrainedConfig
+    tokenizer: transformers.PreTrainedTokenizerBase
+    weights: str
+    parameters: int = 0
+    matmul_parameters: int = 0
+    largest_parameter: int = 0
+    sharding: object = None
+
+    def __post_init__(self):
+        model = self.on_meta_device()
+        sizes = {parameter: parameter.numel() for parameter in model.parameters()}
+        self.parameters, self.largest_parameter = sum(sizes.values()), max(sizes.values())
+        # Looking a row up is no multiplication, unless the same table is the output layer.
+        lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        head = model.get_output_embeddings()
+        lookups -= {head.weight} if head is not None else set()
+        self.matmul_parameters = self.parameters - sum(sizes[weight] for weight in lookups)
+
+    @property
+    def text_config(self) -> transformers.PretrainedConfig:
+        """The part that describes the language model, where there are others."""
+        return self.config.get_text_config()
+
+    def on_meta_device(self) -> nn.Module:
+        """The model with shapes and no memory."""
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.config)
+
+    def load(self, run: Run) -> nn.Module:
+        """The model with its weights, in fp32; split among the ranks while loading if `sharding` is set."""
+        model, info = from_folder(self.weights, self.config)
+        if info["missing_keys"] and self.sharding is None:
+            names = ", ".join(sorted(info["missing_keys"])[:3])
+            run.warn(f"The checkpoint has no weights for {names}{' …' if len(info['missing_keys']) > 3 else ''}: they start random.")
+        return model
+
+
+def from_folder(folder: str, config) -> tuple[nn.Module, dict]:
+    """`from_pretrained` in fp32, with errors of one line. Attention is SDPA wherever the model has it."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, config=config, output_loading_info=True, local_files_only=True, **in_fp32()
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--model: the weights in {folder} cannot be loaded: {first_line(error)}") from error
+
+
+def in_fp32() -> dict:
+    """The keyword argument that asks for fp32 weights; its name changed in transformers 4.56."""
+    name = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"
+    return {name: torch.float32}
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def cache_folder(given: str | None) -> Path:
+    """Where tokenised corpora and the embedded tokenizer are kept."""
+    if given:
+        return Path(given).expanduser()
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(home).expanduser() / "distributed_training"
+
+
+# ------------------------------------------------------------------------------------------------ finding
+
+
+def find_model(args, run: Run) -> Blueprint:
+    """Turn --model into a `Blueprint`: downloaded, or drawn from the seed, once per node.
+
+    Raises:
+        UserError: there is no such model, it is no causal language model, or the hub refuses it.
+    """
+    if not args.verbose:
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+
+    found = run.once_per_node("model", lambda: _prepare_folders(args, run))
+    config, tokenizer = _read_config(found["weights"], args.model), _read_tokenizer(found["tokenizer"], args.model)
+    if found["notice"]:
+        run.warn(found["notice"])
+    config.use_cache = False
+    if args.dropout is not None:
+        set_dropout(config, args.dropout, run)
+    return Blueprint(config, tokenizer, found["weights"])
+
+
+def _prepare_folders(args, run: Run) -> dict:
+    """On the first rank of a node: folders with weights and tokenizer, complete enough for every rank to load."""
+    notice = None
+    if args.model == EMBEDDED_MODEL:
+        tokenizer_folder = embedded_tokenizer(cache_folder(args.cache_dir))
+        # Dropout 0, as is usual where training starts from random weights; --dropout changes it.
+        config = gpt2_config(4, 4, 256, vocab_size=EMBEDDED_VOCABULARY, positions=512, dropout=0.0, end_of_text=0)
+        return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": None}
+    if is_local_model(args.model):
+        folder = os.path.expanduser(args.model)
+        if not os.path.isdir(folder):
+            raise UserError(f"--model {args.model}: no such folder.")
+        if not os.path.isfile(os.path.join(folder, "config.json")):
+            raise UserError(f"--model {args.model}: the folder has no config.json, so it holds no Hugging Face model.")
+    elif args.from_scratch and args.model in GPT2_NAMES:
+        return _prepare_gpt2_from_scratch(args, run)
+    else:
+        folder = download(args.model, args.hub_offline, with_weights=not args.from_scratch)
+    config, tokenizer = _read_config(folder, args.model), _read_tokenizer(folder, args.model)
+    weights = draw_weights(config, args.seed, run) if args.from_scratch else folder
+    if len(tokenizer) > config.get_text_config().vocab_size:
+        weights = grow_vocabulary(weights, config, len(tokenizer), args.seed, run)
+        notice = f"The tokenizer has {len(tokenizer):,} entries, more than the model: its embedding was enlarged."
+    return {"weights": weights, "tokenizer": folder, "notice": notice}
+
+
+def _prepare_gpt2_from_scratch(args, run: Run) -> dict:
+    """A GPT-2 architecture needs no hub; its tokenizer is taken from there if it can be had."""
+    notice = None
+    try:
+        tokenizer_folder = download(args.model, args.hub_offline, with_weights=False)
+        _read_tokenizer(tokenizer_folder, args.model)
+    except UserError:
+        tokenizer_folder = embedded_tokenizer(cache_folder(args.cache_dir))
+        notice = f"The tokenizer of {args.model} cannot be had without the hub: using the embedded one (4,096 entries)."
+    config = gpt2_config(*GPT2_SHAPES[args.model], vocab_size=50257, positions=1024, dropout=0.1, end_of_text=50256)
+    return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": notice}
+
+
+def _read_config(folder: str, name: str):
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--model {name}: its config.json cannot be used: {first_line(error)}") from error
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"--model {name} is a {config.model_type}, which is no causal language model.")
+    return config
+
+
+def _read_tokenizer(folder: str, name: str):
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # tokenizers raises plain Exception for a broken file
+        raise UserError(f"--model {name}: its tokenizer cannot be loaded: {first_line(error)}") from error
+
+
+def download(name: str, offline: bool, with_weights: bool) -> str:
+    """The local snapshot of a model on the hub, downloaded if it is not in the cache.
+
+    Only what training needs: the top folder's configuration, tokenizer and safetensors; pickled weights only where
+    there are no others.
+    Raises:
+        UserError: no such repository, no permission, or not in the cache while offline.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.txt", "*.model", "*.tiktoken"]
+        if with_weights and not offline:
+            files = [file for file in HfApi().list_repo_files(name) if "/" not in file]
+            safe = any(file.endswith(".safetensors") for file in files)
+            patterns.append("*.safetensors" if safe else "pytorch_model*.bin")
+        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=offline)
+    except GatedRepoError as error:
+        raise UserError(f"--model {name} is gated: accept its licence on the hub and log in with `hf auth login`.") from error
+    except LocalEntryNotFoundError as error:
+        raise UserError(f"--model {name} is not in the cache, and the hub is not asked (offline).") from error
+    except RepositoryNotFoundError as error:
+        raise UserError(f"--model {name}: there is no such model on the hub (or it is private), and no such folder.") from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(f"--model {name} cannot be downloaded: {first_line(error)}") from error
+
+
+# ------------------------------------------------------------------------------------------------ making
+
+
+def gpt2_config(layers: int, heads: int, width: int, *, vocab_size: int, positions: int, dropout: float, end_of_text: int):
+    """A GPT-2 architecture."""
+    return GPT2Config(
+        n_layer=layers, n_head=heads, n_embd=width, vocab_size=vocab_size, n_positions=positions, resid_pdrop=dropout,
+        embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=end_of_text, eos_token_id=end_of_text,
+        architectures=["GPT2LMHeadModel"],
+    )  # fmt: skip
+
+
+def draw_weights(config, seed: int, run: Run) -> str:
+    """Initialise a model from the seed and save it to a temporary folder, removed when the run ends."""
+    torch.manual_seed(seed)
+    return _save_temporarily(AutoModelForCausalLM.from_config(config, **in_fp32()), run)
+
+
+def grow_vocabulary(folder: str, config, entries: int, seed: int, run: Run) -> str:
+    """Give a model's embeddings rows for all tokens; once per node, for the reason in this file's first lines."""
+    model, _ = from_folder(folder, config)
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(entries)
+    return _save_temporarily(model, run)
+
+
+def _save_temporarily(model: nn.Module, run: Run) -> str:
+    folder = tempfile.mkdtemp(prefix="distributed_training_weights_")
+    run.temporary.append(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def embedded_tokenizer(cache: Path) -> str:
+    """Train the byte-level BPE tokenizer of tiny-gpt2 on the Python reference (a second), or find it in the cache."""
+    from pydoc_data.topics import topics
+    from tokenizers import ByteLevelBPETokenizer
+
+    text = [topics[name] for name in sorted(topics)]
+    digest = hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
+    folder = cache / f"{EMBEDDED_MODEL}-tokenizer-{digest}"
+    if not (folder / "tokenizer.json").exists():
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator(
+            text, vocab_size=EMBEDDED_VOCABULARY, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False
+        )
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            beside = tempfile.mkdtemp(prefix=".writing-", dir=cache)
+            PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
+            ).save_pretrained(beside)
+            os.rename(beside, folder)
+        except OSError as error:
+            if not (folder / "tokenizer.json").exists():  # otherwise another run was faster
+                raise UserError(f"The cache {cache} cannot be written ({error.strerror}): use --cache_dir.") from error
+            shutil.rmtree(beside, ignore_errors=True)
+    return str(folder)
+
+
+# ------------------------------------------------------------------------------------------------ about a model
+
+
+def set_dropout(config, probability: float, run: Run) -> None:
+    """Set every dropout probability of an architecture; they go by many names (resid_pdrop, attention_dropout, …)."""
+    text = config.get_text_config()
+    names = [n for n, v in text.to_dict().items() if "drop" in n and isinstance(v, float | int) and not isinstance(v, bool)]
+    names = [name for name in names if not name.startswith(("summary", "classifier"))]
+    for name in names:
+        setattr(text, name, probability)
+    if not names and probability:
+        run.warn("--dropout: this architecture has no dropout.")
+
+
+def max_positions(config) -> int | None:
+    """The longest block the model was made for; None where there is no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers of any transformer: those its authors keep on one device, else its largest ModuleList."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[]))
+    return blocks

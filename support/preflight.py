@@ -1,0 +1,273 @@
+"""What can be known to fail before the model loads: each check ends in one line that says what to do.
+
+The checks of the first group run before torch is imported, so that they answer within a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from support import launch as launching
+from support.config import EMBEDDED_MODEL, ignored_flags, parse_arguments
+from support.errors import UserError
+from support.launch import Launch
+
+PROBE_SECONDS = 4  # the hub answers within one; the clients' own retries take 23 s to 11 minutes
+DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+
+# ------------------------------------------------------------------------------------- before torch is imported
+
+
+def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
+    """Read the arguments and the launcher's environment, check what can be checked, tune the process.
+
+    Ends the process with exit code 2 and one line if anything is wrong.
+    Returns:
+        The arguments and this process's place in the run.
+    """
+    verbose = "--verbose" in argv
+    try:
+        # The launcher comes first: the DeepSpeed file's total batch size depends on the number of ranks.
+        launch = launching.detect_launch()
+        args = parse_arguments(argv)
+        launching.tune_process(args, launch)
+        check_dataset_path(args)
+        check_output_dir(args)
+        check_compiler(args)
+        args.hub_offline = not reach_hub(args, launch)
+        for line in ignored_flags(args) if launch.is_main else ():
+            print(f"ℹ️  {line}")
+    except UserError as error:
+        launching.exit_before_start(error, verbose)
+    return args, launch
+
+
+def is_local_model(name: str) -> bool:
+    """A folder, or something written like a path, and not a name on the hub."""
+    return os.path.isdir(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def is_local_dataset(name: str) -> bool:
+    """A file or folder, or something written like one, and neither built in nor a name on the hub."""
+    if name in ("pydocs", "wikitext"):
+        return False
+    return os.path.exists(name) or name.startswith((".", "/", "~")) or name.endswith(DATA_SUFFIXES) or name.count("/") > 1
+
+
+def check_dataset_path(args) -> None:
+    """A dataset given as a path must be there, readable and not empty."""
+    if not is_local_dataset(args.dataset):
+        return
+    path = Path(args.dataset).expanduser()
+    if not path.exists():
+        raise UserError(f"--dataset {args.dataset}: no such file or folder.")
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    if not files:
+        raise UserError(f"--dataset {args.dataset}: the folder holds no files.")
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise UserError(f"--dataset {args.dataset}: {file} may not be read by this user.")
+    if not any(file.stat().st_size for file in files):
+        raise UserError(f"--dataset {args.dataset} is empty.")
+
+
+def check_output_dir(args) -> None:
+    """A named output folder must not hold another run, unless --overwrite says so, and must be writable."""
+    if args.output_dir is None:
+        return
+    folder = Path(args.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder} is a file: name a folder.")
+    if (folder / "results.json").exists() and not args.overwrite:
+        raise UserError(f"--output_dir {folder} holds another run: name another folder, or add --overwrite to replace it.")
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"--output_dir {folder}: {existing} is not writable.")
+
+
+def check_compiler(args) -> None:
+    """The CPU optimizer of offload and infinity is compiled at its first use."""
+    if args.strategy not in ("offload", "infinity"):
+        return
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise UserError(f"--strategy {args.strategy} compiles DeepSpeed's CPU Adam, but there is no C++ compiler "
+                        f"({compiler}): apt install build-essential, or module load gcc on a cluster.")  # fmt: skip
+    if shutil.which("ninja") is None:  # pip puts it beside this interpreter, which need not be on PATH
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def reach_hub(args, launch: Launch) -> bool:
+    """Decide whether the Hugging Face hub may be asked, before any of its libraries is imported.
+
+    One probe replaces the clients' retries. Where the hub does not answer, HF_HUB_OFFLINE makes a warm cache load at
+    once. Only the first rank of a node ever asks the hub; the others load what it has put in the cache.
+    Returns:
+        True if the hub may be asked.
+    Raises:
+        UserError: the hub is needed, does not answer, and the cache lacks what is needed.
+    """
+    model = args.model if args.model != EMBEDDED_MODEL and not is_local_model(args.model) else None
+    dataset = {"wikitext": "Salesforce/wikitext", "pydocs": None}.get(args.dataset, args.dataset)
+    dataset = None if dataset and is_local_dataset(dataset) else dataset
+    if not (model or dataset):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # nothing to ask for
+        return False
+    wished_offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    # A cached model alone is enough; a dataset's cache also has its prepared form, so both are asked for by name.
+    if not wished_offline and answers(endpoint):
+        if not launch.is_node_leader:
+            os.environ["HF_HUB_OFFLINE"] = "1"
+        return True
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    missing = [] if model is None or cached_repository("models", model) or scratch_without_hub(args) else [f"model {model}"]
+    missing += [] if dataset is None or cached_repository("datasets", dataset) else [f"dataset {dataset}"]
+    if missing:
+        why = "HF_HUB_OFFLINE is set" if wished_offline else f"The Hugging Face hub ({endpoint}) cannot be reached"
+        raise UserError(
+            f"{why} and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the cache. Three ways on: "
+            "run once where there is a network (a cluster's head node), with HF_HOME on a shared disk, then set "
+            "HF_HUB_OFFLINE=1; pass a local folder to --model and a file to --dataset; or --from_scratch --dataset pydocs, "
+            "which needs neither weights nor a hub."
+        )
+    if launch.is_main and not wished_offline:
+        print(f"ℹ️  The Hugging Face hub ({endpoint}) cannot be reached: using what is in the cache.")
+    return False
+
+
+def scratch_without_hub(args) -> bool:
+    """The GPT-2 architectures are known here, so random weights need nothing from the hub."""
+    return args.from_scratch and args.model in GPT2_NAMES
+
+
+def answers(endpoint: str) -> bool:
+    """Whether anything answers HTTP at `endpoint`, within PROBE_SECONDS; honours the proxy variables."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PROBE_SECONDS).close()
+    except urllib.error.HTTPError:
+        return True  # an error page is an answer
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def cached_repository(kind: str, name: str) -> bool:
+    """Whether the hub's cache holds a snapshot of a repository ("models" or "datasets")."""
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
+    if kind == "datasets":  # the prepared Arrow files are what loads offline
+        prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
+        return (prepared / name.replace("/", "___").lower()).is_dir() or (prepared / name.replace("/", "___")).is_dir()
+    return any((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/*"))
+
+
+# ------------------------------------------------------------------------------------- with torch imported
+
+
+def check_visible_gpus(launch: Launch, visible: int) -> int:
+    """The index of this rank's GPU.
+
+    Args:
+        launch: this process's place in the run.
+        visible: GPUs that torch sees.
+    Raises:
+        UserError: there are fewer GPUs than ranks on this node.
+    """
+    if launch.launcher == "srun" and visible == 1:
+        return 0  # Slurm shows each task its own GPU (--gpus-per-task, --gpu-bind)
+    if launch.local_world_size > visible:
+        raise UserError(
+            f"{launch.local_world_size} ranks were started on this node, but only {visible} GPU(s) are visible: start "
+            f"{visible} (--nproc_per_node, --num_gpus), or check CUDA_VISIBLE_DEVICES."
+        )
+    return launch.local_rank
+
+
+def choose_precision(wished: str, device) -> str:
+    """Settle --precision for this device.
+
+    Args:
+        wished: "auto", "fp32", "bf16" or "fp16".
+        device: a torch.device.
+    Returns:
+        "fp32", "bf16" or "fp16".
+    Raises:
+        UserError: the device cannot do what was asked for.
+    """
+    import torch
+
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        if wished == "bf16" and not has_bf16:
+            name = torch.cuda.get_device_name(device)
+            raise UserError(f"--precision bf16 needs an Ampere GPU or newer, and this is a {name}: use fp16, or fp32.")
+        return ("bf16" if has_bf16 else "fp16") if wished == "auto" else wished
+    if wished == "fp16":
+        raise UserError("--precision fp16 needs a GPU: on a CPU use bf16, or fp32.")
+    return ("bf16" if cpu_computes_bf16() else "fp32") if wished == "auto" else wished
+
+
+def cpu_computes_bf16() -> bool:
+    """Whether this CPU has instructions for bf16 (avx512_bf16 or amx_bf16); without them it is emulated, slowly."""
+    try:
+        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    except (OSError, StopIteration):
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def check_async_io() -> None:
+    """infinity reads and writes NVMe through libaio; ask before the model loads.
+
+    Raises:
+        UserError: DeepSpeed's async_io op cannot be built here.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UserError("--strategy infinity needs libaio, which is missing here: apt install libaio-dev (without root: "
+                        "conda install libaio, then set CFLAGS and LDFLAGS to its include and lib folders).")  # fmt: skip
+
+
+def make_nvme_folder(path: str | None, parameters: int, local_world_size: int, world_size: int) -> str:
+    """Create this job's own folder for infinity's files, and check that they will fit.
+
+    Args:
+        path: --nvme_path; None for the temporary folder.
+        parameters: of the whole model.
+        local_world_size, world_size: this node holds their share of the parameters.
+    Returns:
+        A new folder that the caller removes at the end.
+    Raises:
+        UserError: missing, not writable, too small, or a file system that cannot bypass the page cache.
+    """
+    parent = Path(path or tempfile.gettempdir())
+    if not parent.is_dir():
+        raise UserError(f"--nvme_path {parent}: no such folder. Create it, or name a folder on a local NVMe disk.")
+    # fp32 master, two moments and gradient, and the working copy: 20 bytes a parameter at most.
+    needed = 20 * parameters * local_world_size // world_size
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise UserError(f"--nvme_path {parent} has {free / 2**30:.2f} GB free, and infinity needs {needed / 2**30:.2f} GB "
+                        "there: free some space, or name another folder.")  # fmt: skip
+    try:
+        folder = tempfile.mkdtemp(prefix="distributed_training_", dir=parent)
+    except OSError as error:
+        raise UserError(f"--nvme_path {parent} cannot be written: {error.strerror}. Name another folder.") from error
+    try:
+        os.close(os.open(Path(folder) / "probe", os.O_CREAT | os.O_RDWR | getattr(os, "O_DIRECT", 0)))
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise UserError(f"--nvme_path {parent}: its file system cannot do direct I/O ({error.strerror}), as NFS and "
+                        "tmpfs often cannot: name a folder on a local disk.") from error  # fmt: skip
+    return folder

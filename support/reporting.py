@@ -1,0 +1,347 @@
+"""What a run tells: console lines, metrics.jsonl, results.json, and the clocks behind the numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+
+from support import memory
+from support.distributed import Run
+from support.errors import TrainingError, UserError
+
+PROCESS_STARTED = psutil.Process().create_time()
+GB = 2**30  # as nvidia-smi and DeepSpeed count
+PHASES = ("data", "forward", "backward", "update")
+
+# Peak dense TFLOP/s in 16 bit and in TF32 (fp32 before Ampere), from NVIDIA's data sheets. Names as torch reports them.
+PEAK_TFLOPS = {
+    "B200": (2250, 1125), "H200": (989, 494), "H100 PCIe": (756, 378), "H100": (989, 494), "A100": (312, 156),
+    "A40": (149.7, 74.8), "A30": (165, 82), "A10": (125, 62.5), "L40S": (362, 183), "L4": (121, 60), "T4": (65, 8.1),
+    "V100": (125, 15.7), "RTX 4090": (165.2, 82.6), "RTX 3090": (71, 35.6),
+}  # fmt: skip
+
+
+def human_count(number: int) -> str:
+    """124439808 -> "124M"; below ten millions with one decimal, from a billion on in B."""
+    if number >= 1e9:
+        return f"{number / 1e9:.1f}B"
+    return f"{number / 1e6:.0f}M" if number >= 1e7 else f"{number / 1e6:.1f}M"
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's peak FLOP/s at this precision; None where it is not known, and so no MFU is given."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = next((peaks for key, peaks in PEAK_TFLOPS.items() if key in name.replace("-", " ")), None)
+    return None if found is None else found[precision == "fp32"] * 1e12
+
+
+def flops_per_token(matmul_parameters: int, layers: int, hidden: int, seq_length: int) -> float:
+    """Floating-point operations per token of forward and backward: 6N + 12·L·H·T (PaLM, 2204.02311, appendix B).
+
+    Args:
+        matmul_parameters: parameters that take part in matrix multiplications (not position or untied input embeddings).
+        layers, hidden, seq_length: of the model and the block.
+    """
+    return 6 * matmul_parameters + 12 * layers * hidden * seq_length
+
+
+class StepTimer:
+    """Seconds of each phase of each step. On a GPU it records events and reads them only when asked.
+
+    Reading a clock after launching GPU work would time the launch, and waiting for the work would slow training
+    down; an event is a mark in the GPU's own queue of work.
+    """
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self._marks: list[tuple[str | None, object]] = []
+        self.steps: list[dict[str, float]] = []
+
+    def _now(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark(self, phase: str | None) -> None:
+        """The time since the last mark belongs to `phase`; None leaves it out (a pause, or the start of a step)."""
+        self._marks.append((phase, self._now()))
+
+    def end_step(self) -> None:
+        """Close the step whose marks were made since the last one."""
+        self._marks.append(("end", None))
+
+    def read(self) -> None:
+        """Turn marks into seconds, in `steps`. On a GPU this waits for the work so far: call it where lines are logged."""
+        if self.cuda and self._marks:
+            torch.cuda.synchronize()
+        step, before = dict.fromkeys(PHASES, 0.0), None
+        for phase, moment in self._marks:
+            if phase == "end":
+                self.steps.append(step)
+                step, before = dict.fromkeys(PHASES, 0.0), None
+                continue
+            if phase is not None and before is not None:
+                step[phase] += before.elapsed_time(moment) / 1000 if self.cuda else moment - before
+            before = moment
+        self._marks.clear()
+
+
+class Meter:
+    """Follows training step by step and keeps every number on the device until a line is logged."""
+
+    def __init__(self, run: Run, folder: Path, total_steps: int, logging_steps: int):
+        self.run, self.total_steps, self.logging_steps = run, total_steps, logging_steps
+        self.timer = StepTimer(run.device)
+        self.step = 0  # optimizer steps done
+        self.samples: list[int] = []  # blocks of each step, over all ranks
+        self.losses: list[float] = []
+        self.memory: dict | None = None
+        self.first_step_at: float | None = None
+        self._pending: list[dict] = []
+        self._file = open(folder / "metrics.jsonl", "w", encoding="utf-8") if run.is_main else None
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.total_steps
+
+    def after_backward(self, model: torch.nn.Module, optimizer) -> None:
+        """At the last step, count live tensors: everything a step needs is there now."""
+        if self.step + 1 == self.total_steps:
+            self.memory = memory.live_bytes(model, optimizer)
+            self.timer.mark(None)
+
+    def end_step(self, *, epoch: int, batch: int, batches: int, samples: int, seq_length: int, loss, lr, grad_norm) -> None:
+        """Record one optimizer step.
+
+        Args:
+            epoch, batch, batches: where we are; batch counts from 0.
+            samples: blocks in this step, over all ranks.
+            seq_length: tokens in a block.
+            loss: mean over all tokens of the global batch; a tensor that stays on the device.
+            lr: learning rate of this step.
+            grad_norm: norm of the whole gradient before clipping; a tensor, a number, or None.
+        Raises:
+            TrainingError: a loss was not finite. No update was made from it, or after it.
+        """
+        self.timer.end_step()
+        self.step += 1
+        self.samples.append(samples)
+        self._pending.append({"step": self.step, "epoch": epoch, "loss": loss.detach().clone(), "lr": lr,
+                              "grad_norm": grad_norm, "tokens": samples * seq_length})  # fmt: skip
+        shown = batch % self.logging_steps == 0 or batch + 1 == batches or self.finished
+        # On a CPU nothing runs ahead, so a look at every loss costs nothing.
+        if shown or self.run.device.type == "cpu":
+            self.flush()
+        if shown:
+            self.run.say(f"Epoch {epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}")
+
+    def flush(self) -> None:
+        """Bring the numbers of the steps so far to the host and write them."""
+        self.timer.read()
+        if self.first_step_at is None and self.timer.steps:
+            self.first_step_at = time.time() - sum(sum(step.values()) for step in self.timer.steps[1:])
+        pending, self._pending = self._pending, []
+        for record in pending:
+            tokens, seconds = record.pop("tokens"), sum(self.timer.steps[record["step"] - 1].values())
+            record["loss"] = float(record["loss"])
+            record["grad_norm"] = None if record["grad_norm"] is None else float(record["grad_norm"])
+            if not math.isfinite(record["loss"]):
+                raise TrainingError(
+                    f"The loss is {record['loss']} at step {record['step']}: the run stops before that update. Try a lower "
+                    "--lr, --warmup_steps, or --precision fp32, and look at the data of that step."
+                )
+            self.losses.append(record["loss"])
+            self._write({**record, "tokens_per_second": tokens / seconds if seconds else None, "seconds": seconds})
+
+    def log_evaluation(self, loss: float, perplexity: float) -> None:
+        """Record an evaluation after the current step."""
+        self._write({"step": self.step, "eval_loss": loss, "perplexity": perplexity})
+
+    def _write(self, record: dict) -> None:
+        if self._file is not None:
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+
+    def speed(self, seq_length: int) -> dict:
+        """Throughput and step times of this rank, without the first steps (compilation, first allocations)."""
+        steps = self.timer.steps
+        excluded = min(5, len(steps) // 4)
+        seconds = sorted(sum(step.values()) for step in steps[excluded:])
+        if not seconds:
+            return {"warmup_steps_excluded": 0}
+        per_second = sum(self.samples[excluded:]) / sum(seconds)
+        return {
+            "warmup_steps_excluded": excluded,
+            "samples_per_second": per_second,
+            "tokens_per_second": per_second * seq_length,
+            "step_seconds": {
+                "median": statistics.median(seconds),
+                "p10": seconds[int(0.1 * (len(seconds) - 1))],
+                "p90": seconds[math.ceil(0.9 * (len(seconds) - 1))],
+            },
+            "step_phases_seconds": {name: statistics.mean(step[name] for step in steps[excluded:]) for name in PHASES},
+        }
+
+
+class Results:
+    """results.json: written at the start with status "running", and at the end, whichever end it is."""
+
+    def __init__(self, run: Run, folder: Path, facts: dict):
+        self.run, self.path = run, folder / "results.json"
+        self.facts = {
+            "schema_version": 1,
+            "status": "running",
+            "reason": None,
+            "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+            "versions": versions(),
+            **facts,
+        }
+        if run.is_main:
+            self._write()
+        run.on_failure.append(self.fail)
+
+    def update(self, **facts) -> None:
+        """Add or replace facts; written with the next status."""
+        self.facts.update(facts)
+
+    def complete(self) -> None:
+        """Write the final results (rank 0)."""
+        self.facts["status"] = "completed"
+        if self.run.is_main:
+            self._write()
+
+    def fail(self, error: UserError) -> None:
+        """Write why the run ended; called on the one rank that failed first, whichever it is."""
+        self.facts.update(status=error.status, reason=str(error))
+        self._write()
+
+    def _write(self) -> None:
+        beside = self.path.with_suffix(f".{os.getpid()}.tmp")
+        with open(beside, "w", encoding="utf-8") as file:
+            json.dump(self.facts, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self.path)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint, precision: str) -> dict:
+    """The measured part of results.json: gathered from all ranks; throughput and times are means over them."""
+    steps = len(meter.losses)
+    device = memory.device_bytes(run.device)
+    mine = {"device": device, "host_peak": memory.host_bytes()[1], "phases": footprint.noted,
+            "nvme": memory.folder_bytes(args.nvme_folder) if run.launch.is_node_leader else 0,
+            "live": meter.memory, "speed": meter.speed(args.seq_length)}  # fmt: skip
+    ranks = run.gather(mine)
+    facts = {
+        "steps": steps,
+        "samples": sum(meter.samples),
+        "tokens": sum(meter.samples) * args.seq_length,
+        "train_loss_first": meter.losses[0] if steps else None,
+        "train_loss_last": meter.losses[-1] if steps else None,
+        "eval_loss": evaluation[0] if evaluation else None,
+        "perplexity": evaluation[1] if evaluation and math.isfinite(evaluation[1]) else None,
+        "seconds_to_first_step": meter.first_step_at - PROCESS_STARTED if meter.first_step_at else None,
+        "communication_bytes_per_step": None,
+        "samples_per_second": None,
+        "tokens_per_second": None,
+        "tokens_per_second_per_gpu": None,
+        "mfu": None,
+        **mean_over_ranks([rank["speed"] for rank in ranks]),
+    }
+    if facts["tokens_per_second"]:
+        facts["tokens_per_second_per_gpu"] = facts["tokens_per_second"] / run.world_size
+        if peak := peak_flops(run.device, precision):
+            text = blueprint.text_config
+            flops = flops_per_token(blueprint.matmul_parameters, text.num_hidden_layers, text.hidden_size, args.seq_length)
+            facts["mfu"] = facts["tokens_per_second_per_gpu"] * flops / peak
+    facts["memory"] = {
+        "allocated_bytes": [rank["device"]["allocated"] for rank in ranks],
+        "reserved_bytes": [rank["device"]["reserved"] for rank in ranks],
+        "peak_bytes": [rank["device"]["peak"] for rank in ranks],
+        "host_peak_bytes": [rank["host_peak"] for rank in ranks],
+        "nvme_bytes": sum(rank["nvme"] for rank in ranks),
+        "categories_bytes": meter.memory["categories"] if meter.memory else None,
+        "categories_bytes_by_rank": [rank["live"]["categories"] if rank["live"] else None for rank in ranks],
+        "placement": meter.memory["placement"] if meter.memory else None,
+        "phases_bytes": {
+            phase: {kind: [rank["phases"][phase][kind] for rank in ranks] for kind in kinds}
+            for phase, kinds in footprint.noted.items()
+        },
+    }
+    return facts
+
+
+def mean_over_ranks(values: list[dict]) -> dict:
+    """The mean of each number over the ranks, also inside nested dicts."""
+    first = values[0]
+    return {
+        key: mean_over_ranks([v[key] for v in values]) if isinstance(first[key], dict) else statistics.mean(v[key] for v in values)
+        for key in first
+    }
+
+
+def say_setup(run: Run) -> None:
+    """The block that a run on several ranks shows once."""
+    if run.world_size == 1:
+        return
+    gpu = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "none (CPU)"
+    run.say(
+        "=== Distributed Setup ===\n"
+        f"Rank: {run.rank}\nLocal Rank: {run.launch.local_rank}\nWorld Size: {run.world_size}\n"
+        f"Backend: {run.backend}\nGPU: {gpu}\n========================="
+    )
+
+
+def say_memory(run: Run, memory_by_rank: dict) -> None:
+    """One line: the most that any rank held."""
+    allocated, peak = max(memory_by_rank["allocated_bytes"]) / GB, max(memory_by_rank["peak_bytes"]) / GB
+    if run.device.type == "cuda":
+        reserved = max(memory_by_rank["reserved_bytes"]) / GB
+        run.say(f"GPU Memory: {allocated:.2f} GB allocated | {reserved:.2f} GB reserved | {peak:.2f} GB peak")
+    else:
+        run.say(f"Process Memory: {allocated:.2f} GB resident | {peak:.2f} GB peak")
+
+
+def say_throughput(run: Run, facts: dict) -> None:
+    """One line; MFU is N/A where the device's peak is not known."""
+    if not facts.get("samples_per_second"):
+        return
+    mfu = "N/A" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f}%"
+    per_gpu = "tokens/sec/GPU" if run.device.type == "cuda" else "tokens/sec/process"
+    run.say(
+        f"Throughput: {facts['samples_per_second']:,.1f} samples/sec | {facts['tokens_per_second']:,.0f} tokens/sec | "
+        f"{facts['tokens_per_second_per_gpu']:,.0f} {per_gpu} | MFU {mfu}"
+        f" (first {facts['warmup_steps_excluded']} of {facts['steps']} steps left out)"
+    )
