@@ -37,6 +37,7 @@ if __name__ == "__main__":
 # ruff: noqa: E402
 import contextlib
 import io
+import logging
 import math
 import signal
 import time
@@ -53,7 +54,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from support import data, memory, models, reporting
-from support.config import EMBEDDED_MODEL, STRATEGIES, complete_ds_config
+from support.config import EMBEDDED_MODEL, complete_ds_config
 from support.distributed import Run, describe_difference, open_store
 from support.errors import TrainingError, UserError
 
@@ -121,6 +122,12 @@ def load_model_and_tokenizer(args, run: Run, precision: str):
 
 def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Blueprint) -> None:
     """Complete DeepSpeed's JSON for this model and device; under ZeRO-3 let transformers shard while it loads."""
+    import deepspeed
+
+    if not args.verbose:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with quiet(args.verbose):
+        deepspeed.init_distributed(dist_backend=run.backend)  # takes over the process group that is there
     if args.strategy == "infinity":
         preflight.check_async_io()
 
@@ -138,6 +145,7 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Bluepr
         hidden_size=blueprint.text_config.hidden_size,
         parameters=blueprint.parameters,
         largest_parameter=blueprint.largest_parameter,
+        tied=blueprint.tied,
         nvme_folder=args.nvme_folder,
     )
     if args.ds_config_dict["zero_optimization"]["stage"] == 3:
@@ -294,10 +302,13 @@ def count_tokens(window, device: torch.device) -> torch.Tensor:
     return tokens
 
 
-def autocast(device: torch.device, precision: str, strategy: str):
-    """16-bit arithmetic for models whose weights are fp32; DeepSpeed and FSDP2's bf16 policy convert the weights."""
-    wanted = precision == "fp16" or (precision == "bf16" and strategy != "fsdp")
-    return torch.autocast(device.type, DTYPES[precision], enabled=wanted and not STRATEGIES[strategy])
+def autocast(model: nn.Module, device: torch.device, precision: str):
+    """16-bit arithmetic for weights that are kept in fp32.
+
+    DeepSpeed's engine has converted the weights, and FSDP2 converts them to bf16 as it gathers them (its policy).
+    """
+    converted = hasattr(model, "set_gradient_accumulation_boundary") or (isinstance(model, FSDPModule) and precision == "bf16")
+    return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32" and not converted)
 
 
 @contextlib.contextmanager
@@ -344,7 +355,7 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, args, run, pr
 
         for micro_step, (inputs, labels) in enumerate(window):
             with gradient_sync(model, needed=micro_step + 1 == len(window)):
-                with autocast(run.device, precision, args.strategy):
+                with autocast(model, run.device, precision):
                     loss = token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels) / tokens
                 meter.timer.mark("forward")
                 # DDP and FSDP divide the sum over the ranks by their number; `tokens` already counts all ranks.
@@ -430,7 +441,7 @@ def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) 
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     batches = data.windows(validation, order, args.batch_size, 1, run.rank, run.world_size)
     for [(inputs, labels)] in data.prefetch(batches, run.device):
-        with autocast(run.device, precision, args.strategy):
+        with autocast(model, run.device, precision):
             total[0] += token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels)
         total[1] += (labels[:, 1:] != data.IGNORED).sum()
     dist.all_reduce(total)
@@ -462,6 +473,9 @@ def wrap(model, args, run: Run, blueprint: models.Blueprint, precision: str):
     """
     if args.gradient_checkpointing and args.strategy != "fsdp":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    whole_copies = args.strategy in ("dp", "zero1", "zero2", "offload")
+    if args.eval_only and whole_copies:  # without optimizer and gradients nothing is left for ZeRO 1 and 2 to shard
+        return model.to(run.device), None
     if args.ds_config_dict:
         engine = initialize_deepspeed(model, args, run)
         return engine, engine.optimizer

@@ -167,6 +167,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     args.given = _given_flags(parser, argv)
     if args.eval_only and not args.eval:
         raise UserError("--eval_only and --no_eval cannot both hold: leave one out.")
+    if args.dataset is None:
+        args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
+    if args.lr is None:
+        args.lr = 1e-3 if args.from_scratch or args.model == EMBEDDED_MODEL else 5e-5
     args.ds_config_dict = args.nvme_folder = None
     if args.ds_config is not None:
         config = read_ds_config(args.ds_config)
@@ -174,10 +178,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if STRATEGIES[args.strategy]:
         file = args.ds_config or str(PROJECT / STRATEGIES[args.strategy])
         args.ds_config_dict = reconcile(args, read_ds_config(file), file)
-    if args.dataset is None:
-        args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
-    if args.lr is None:
-        args.lr = 1e-3 if args.from_scratch or args.model == EMBEDDED_MODEL else 5e-5
     return args
 
 
@@ -352,7 +352,7 @@ def _reconcile_scheduler(args, config: dict, file: str) -> None:
 
 
 def complete_ds_config(
-    config: dict, *, precision: str, hidden_size: int, parameters: int, largest_parameter: int, nvme_folder: str | None
+    config: dict, *, precision: str, hidden_size: int, parameters: int, largest_parameter: int, tied: bool, nvme_folder: str | None
 ) -> dict:
     """Fill in what depends on the device and the model.
 
@@ -366,6 +366,7 @@ def complete_ds_config(
         hidden_size: width of the model.
         parameters: how many the model has.
         largest_parameter: elements of its largest tensor (the embedding, as a rule).
+        tied: the output layer shares the input embedding's weights.
         nvme_folder: this job's own folder, for infinity.
     Returns:
         The configuration, without any "auto" left.
@@ -388,6 +389,10 @@ def complete_ds_config(
         "stage3_max_reuse_distance": block,
         "sub_group_size": max(4 * block, 10_000_000),
     }
+    if tied and lookup(zero, "offload_param.device") == "nvme":
+        # DeepSpeed 0.19 reads ahead from NVMe without noticing that a weight used twice is already on its way, and
+        # stops with "already assigned swap buffer": without read-ahead it cannot.
+        automatic["stage3_prefetch_bucket_size"] = 0
     for key, value in automatic.items():
         if zero.get(key) == AUTO:
             zero[key] = value

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support.errors import EXIT_FAILED, TrainingError, UserError, explain
+from support.errors import EXIT_COMPLETED, EXIT_FAILED, TrainingError, UserError, explain
 from support.launch import Launch
 
 GRACE_SECONDS = 5  # for a rank to end by itself after another one has failed
@@ -146,13 +146,20 @@ class Run:
             return self.is_main
 
     def end_completed(self, engine: Any = None) -> None:
-        """Leave together: ranks that leave one by one make ZeRO-3 abort after a good run."""
+        """End this process after a good run.
+
+        Together: ranks that leave one by one make ZeRO-3 abort. And without the interpreter's own shutdown, in which
+        the I/O threads of infinity's NVMe handles are at times destroyed while they run ("terminate called").
+        """
         dist.barrier()
         self.ending.set()
-        if engine is not None and hasattr(engine, "destroy"):
+        if hasattr(engine, "destroy"):
             engine.destroy()
         dist.destroy_process_group()
         self.clean_up()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_COMPLETED)
 
 
 def open_store(launch: Launch, timeout: float = 60) -> dist.Store:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,6 +147,7 @@ def tune_process(args, launch: Launch) -> None:
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     env.setdefault("TOKENIZERS_PARALLELISM", "true")
     if not args.verbose:
+        warnings.simplefilter("ignore")
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         env.setdefault("TRANSFORMERS_VERBOSITY", "error")
         env.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

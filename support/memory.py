@@ -99,11 +99,12 @@ def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:
             continue
         try:
             storage = _local(tensor).untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse and functional tensors have no storage of their own
+            address, size = storage.data_ptr(), storage.nbytes()
+        except (RuntimeError, NotImplementedError):  # sparse tensors and the compiler's fake ones have no storage
             continue
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
+        if size and address not in seen:
+            seen.add(address)
+            total += size
     return total
 
 

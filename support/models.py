@@ -42,6 +42,7 @@ class Blueprint:
         parameters: how many it has; tied weights count once.
         matmul_parameters: those that take part in matrix multiplications.
         largest_parameter: elements of the largest one.
+        tied: the output layer shares the input embedding's weights.
         sharding: DeepSpeed's ZeRO-3 configuration while it must stay alive, else None.
     """
 
@@ -51,6 +52,7 @@ class Blueprint:
     parameters: int = 0
     matmul_parameters: int = 0
     largest_parameter: int = 0
+    tied: bool = False
     sharding: object = None
 
     def __post_init__(self):
@@ -60,7 +62,8 @@ class Blueprint:
         # Looking a row up is no multiplication, unless the same table is the output layer.
         lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         head = model.get_output_embeddings()
-        lookups -= {head.weight} if head is not None else set()
+        self.tied = head is not None and head.weight in lookups
+        lookups -= {head.weight} if self.tied else set()
         self.matmul_parameters = self.parameters - sum(sizes[weight] for weight in lookups)
 
     @property
