@@ -57,6 +57,7 @@ from support import data, memory, models, reporting
 from support.config import EMBEDDED_MODEL, complete_ds_config
 from support.distributed import Run, describe_difference, open_store
 from support.errors import TrainingError, UserError
+from support.launch import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -146,6 +147,7 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Bluepr
         parameters=blueprint.parameters,
         largest_parameter=blueprint.largest_parameter,
         tied=blueprint.tied,
+        world_size=run.world_size,
         nvme_folder=args.nvme_folder,
     )
     if args.ds_config_dict["zero_optimization"]["stage"] == 3:
@@ -550,6 +552,8 @@ def train_one_model(args, run: Run):
     )
     model, optimizer = wrap(model, args, run, blueprint, precision)
     footprint.note("wrapped")
+    if run.device.type == "cpu":
+        keep_freed_memory()
 
     per_epoch = data.steps_per_epoch(train.blocks, world_batch)
     epochs = args.epochs or (math.ceil(args.max_steps / per_epoch) if args.max_steps else 1)

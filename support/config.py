@@ -352,7 +352,15 @@ def _reconcile_scheduler(args, config: dict, file: str) -> None:
 
 
 def complete_ds_config(
-    config: dict, *, precision: str, hidden_size: int, parameters: int, largest_parameter: int, tied: bool, nvme_folder: str | None
+    config: dict,
+    *,
+    precision: str,
+    hidden_size: int,
+    parameters: int,
+    largest_parameter: int,
+    tied: bool,
+    world_size: int,
+    nvme_folder: str | None,
 ) -> dict:
     """Fill in what depends on the device and the model.
 
@@ -367,6 +375,7 @@ def complete_ds_config(
         parameters: how many the model has.
         largest_parameter: elements of its largest tensor (the embedding, as a rule).
         tied: the output layer shares the input embedding's weights.
+        world_size: ranks; each keeps 1 / world_size of a parameter.
         nvme_folder: this job's own folder, for infinity.
     Returns:
         The configuration, without any "auto" left.
@@ -400,7 +409,8 @@ def complete_ds_config(
         if lookup(zero, f"{part}.device") == "nvme":
             zero[part]["nvme_path"] = nvme_folder
     if lookup(zero, "offload_param.buffer_size") == AUTO:
-        zero["offload_param"]["buffer_size"] = largest_parameter + 4096  # each parameter must fit one, with its padding
+        # Each rank's part of any parameter must fit one, with its padding.
+        zero["offload_param"]["buffer_size"] = -(-largest_parameter // world_size) + 4096
     left = _find_auto(config)
     if left:
         raise UserError(f'DeepSpeed configuration: "auto" cannot be filled in for {left}: give a value.')

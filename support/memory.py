@@ -72,11 +72,13 @@ def live_bytes(model: torch.nn.Module, optimizer) -> dict:
         model: the unwrapped module.
         optimizer: torch's optimizer, or DeepSpeed's wrapper around one.
     Returns:
-        {"categories": bytes by category, "placement": "device", "host" or "nvme" for parameters and optimizer}.
+        {"categories": bytes by category, "moments": bytes of Adam's moments alone (part of "optimizer"),
+        "placement": "device", "host" or "nvme" for parameters and optimizer}.
     """
     base = getattr(optimizer, "optimizer", None)  # DeepSpeed's wrapper holds the real optimizer
     base = base if base is not None else optimizer
     seen: set[int] = set()
+    moments = _count(_optimizer_moments(base), set())
     categories = {
         "parameters": _count(_parameters(model), seen),
         "gradients": _count(_gradients(model, optimizer, base), seen),
@@ -85,7 +87,7 @@ def live_bytes(model: torch.nn.Module, optimizer) -> dict:
         "activations": None,
     }
     categories["other"] = _count((t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)), seen)
-    return {"categories": categories, "placement": _placement(model, optimizer)}
+    return {"categories": categories, "moments": moments, "placement": _placement(model, optimizer)}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,6 +130,10 @@ def _gradients(model: torch.nn.Module, optimizer, base) -> Iterator[torch.Tensor
 def _optimizer_states(optimizer, base) -> Iterator[torch.Tensor]:
     yield from (parameter for group in base.param_groups for parameter in group["params"])
     yield from getattr(optimizer, "fp32_partitioned_groups_flat", ())
+    yield from _optimizer_moments(base)
+
+
+def _optimizer_moments(base) -> Iterator[torch.Tensor]:
     for state in base.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -102,8 +101,6 @@ def check_compiler(args) -> None:
     if shutil.which(compiler) is None:
         raise UserError(f"--strategy {args.strategy} compiles DeepSpeed's CPU Adam, but there is no C++ compiler "
                         f"({compiler}): apt install build-essential, or module load gcc on a cluster.")  # fmt: skip
-    if shutil.which("ninja") is None:  # pip puts it beside this interpreter, which need not be on PATH
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def reach_hub(args, launch: Launch) -> bool:
@@ -254,20 +251,23 @@ def make_nvme_folder(path: str | None, parameters: int, local_world_size: int, w
     parent = Path(path or tempfile.gettempdir())
     if not parent.is_dir():
         raise UserError(f"--nvme_path {parent}: no such folder. Create it, or name a folder on a local NVMe disk.")
-    # fp32 master, two moments and gradient, and the working copy: 20 bytes a parameter at most.
-    needed = 20 * parameters * local_world_size // world_size
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise UserError(f"--nvme_path {parent} has {free / 2**30:.2f} GB free, and infinity needs {needed / 2**30:.2f} GB "
-                        "there: free some space, or name another folder.")  # fmt: skip
     try:
         folder = tempfile.mkdtemp(prefix="distributed_training_", dir=parent)
     except OSError as error:
         raise UserError(f"--nvme_path {parent} cannot be written: {error.strerror}. Name another folder.") from error
     try:
+        # fp32 master, two moments and gradient, and the working copy: 20 bytes a parameter at most.
+        needed = 20 * parameters * local_world_size // world_size
+        free = shutil.disk_usage(parent).free
+        if free < needed:
+            raise UserError(f"--nvme_path {parent} has {free / 2**30:.2f} GB free, and infinity needs "
+                            f"{needed / 2**30:.2f} GB there: free some space, or name another folder.")  # fmt: skip
         os.close(os.open(Path(folder) / "probe", os.O_CREAT | os.O_RDWR | getattr(os, "O_DIRECT", 0)))
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(f"--nvme_path {parent}: its file system cannot do direct I/O ({error.strerror}), as NFS and "
                         "tmpfs often cannot: name a folder on a local disk.") from error  # fmt: skip
+    except UserError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder

@@ -294,6 +294,7 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
         "nvme_bytes": sum(rank["nvme"] for rank in ranks),
         "categories_bytes": meter.memory["categories"] if meter.memory else None,
         "categories_bytes_by_rank": [rank["live"]["categories"] if rank["live"] else None for rank in ranks],
+        "moments_bytes": meter.memory["moments"] if meter.memory else None,
         "placement": meter.memory["placement"] if meter.memory else None,
         "phases_bytes": {
             phase: {kind: [rank["phases"][phase][kind] for rank in ranks] for kind in kinds}

@@ -1,0 +1,57 @@
+# make demo   set up, then train the embedded model on the embedded text
+# make test   set up, then lint and run every test once (under 20 minutes on 2 cores)
+# make soak   the full products and repeats (hours)
+#
+# TORCH=...   what pip installs for torch, for example TORCH="torch==2.6.0"
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+# Without an NVIDIA GPU, a CPU build of torch is taken where pip's own configuration offers one; it is much smaller.
+TORCH_PIN := $(shell grep -E '^torch==' constraints.txt)
+CPU_ONLY  := $(shell test -e /dev/nvidiactl || test -e /dev/dxg || echo yes)
+
+.PHONY: setup setup-dev demo test lint soak clean
+
+setup: $(VENV)/installed
+setup-dev: $(VENV)/installed-dev
+
+$(VENV)/installed: requirements.txt constraints.txt
+	@echo "== Setting up $(VENV) (a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifdef TORCH
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -r requirements.txt
+else
+ifeq ($(CPU_ONLY),yes)
+	$(BIN)/python -m pip install -q "$(TORCH_PIN)+cpu" 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH_PIN)"
+else
+	$(BIN)/python -m pip install -q "$(TORCH_PIN)"
+endif
+	$(BIN)/python -m pip install -q -r requirements.txt -c constraints.txt
+endif
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
+	@echo "== Installing what the tests need"
+	$(BIN)/python -m pip install -q -r requirements-dev.txt $(if $(TORCH),,-c constraints.txt)
+	@touch $@
+
+demo: setup
+	@echo "== Training tiny-gpt2 on the Python reference"
+	$(BIN)/python real_model_example.py
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	git ls-files | grep -E '\.sh$$|^\.ci/run$$' | xargs -r $(BIN)/shellcheck
+
+test: setup-dev lint
+	@echo "== Running the tests (skips are listed with their reasons at the end)"
+	$(BIN)/python -m pytest -m "not soak"
+
+soak: setup-dev
+	$(BIN)/python -m pytest -m soak
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache

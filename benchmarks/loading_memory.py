@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Peak host memory of each rank while a pretrained model loads, strategy by strategy.
+
+    python benchmarks/loading_memory.py [--model gpt2] [--ranks 2] [--from_scratch] [--strategies dp zero3 fsdp]
+
+Watches the ranks from outside, through /proc, until the line "Model loaded". Two figures for each rank, in MB above
+what the process held when its libraries were imported (Linux only):
+
+    anonymous   memory that the process itself filled (RssAnon): what counts against a memory limit
+    resident    the same plus pages of the weights file that it has mapped (RSS); the kernel can drop those at any time
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+SCRIPT = Path(__file__).resolve().parent.parent / "real_model_example.py"
+
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """(anonymous, resident) bytes of a process."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return tuple(int(status[key].split()[0]) * 1024 for key in ("RssAnon", "VmRSS"))
+
+
+def ranks_of(launcher: subprocess.Popen) -> dict[int, int]:
+    """Rank -> pid of the script's processes below the launcher."""
+    found = {}
+    for child in psutil.Process(launcher.pid).children(recursive=True):
+        try:
+            if str(SCRIPT) in child.cmdline() and "RANK" in (env := child.environ()):
+                found[int(env["RANK"])] = child.pid
+        except psutil.Error:
+            continue
+    return found
+
+
+def watch(launcher: subprocess.Popen, started: threading.Event, loaded: threading.Event) -> dict[int, tuple[int, int]]:
+    """Peaks (anonymous, resident) of each rank between the two events, above its memory at the first."""
+    started.wait()
+    before = {rank: (pid, memory_of(pid)) for rank, pid in ranks_of(launcher).items()}
+    peaks = {rank: (0, 0) for rank in before}
+    while not loaded.is_set() and launcher.poll() is None:
+        for rank, (pid, base) in before.items():
+            try:
+                now = memory_of(pid)
+            except (OSError, KeyError):
+                continue
+            peaks[rank] = tuple(max(peak, value - start) for peak, value, start in zip(peaks[rank], now, base, strict=True))
+        time.sleep(0.005)
+    return peaks
+
+
+def measure(strategy: str, args) -> dict[int, tuple[int, int]]:
+    """One run; see `watch`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", str(SCRIPT), "--model", args.model,
+            "--strategy", strategy, "--dataset", "pydocs", "--max_steps", "1", "--seq_length", "32", "--batch_size", "1",
+            "--num_samples", "2", "--no_eval", "--precision", args.precision, "--output_dir", folder,
+        ]  # fmt: skip
+        command += ["--from_scratch"] if args.from_scratch else []
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        started, loaded, peaks = threading.Event(), threading.Event(), {}
+        watcher = threading.Thread(target=lambda: peaks.update(watch(launcher, started, loaded)))
+        watcher.start()
+        for line in launcher.stdout:
+            if "World Size" in line:  # every rank has imported its libraries and joined
+                started.set()
+            if "Model loaded" in line:
+                loaded.set()
+        errors = launcher.stderr.read()
+        started.set()
+        watcher.join()
+        if launcher.wait() != 0:
+            sys.exit(f"{strategy} failed:\n{errors}")
+        return peaks
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="gpt2")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--from_scratch", action="store_true")
+    parser.add_argument("--strategies", nargs="+", default=["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"])
+    args = parser.parse_args()
+    print(f"| strategy | {' | '.join(f'rank {r}: anonymous / resident MB' for r in range(args.ranks))} |")
+    print("|---" * (args.ranks + 1) + "|")
+    for strategy in args.strategies:
+        peaks = measure(strategy, args)
+        cells = [f"{peaks[rank][0] / 1e6:.0f} / {peaks[rank][1] / 1e6:.0f}" for rank in sorted(peaks)]
+        print(f"| {strategy} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

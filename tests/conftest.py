@@ -1,0 +1,309 @@
+"""Fixtures: run the script as a user does, and look at what it printed and wrote."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+SCRIPT = PROJECT / "real_model_example.py"
+SHARED = PROJECT.parent / "shared"  # real tokenizer, WikiText-2 and a stand-in for the hub, where they are at hand
+STRATEGIES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
+
+
+def skip(reason: str) -> None:
+    """Skip with a reason; where nothing may be skipped (CI), fail with it."""
+    if os.environ.get("FAIL_ON_SKIP"):
+        pytest.fail(f"would be skipped: {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment(tmp_path_factory):
+    """A home of its own for every cache but the compiled ops, which take minutes to build."""
+    home = tmp_path_factory.mktemp("home")
+    for name in [n for n in os.environ if n.startswith(("HF_", "SLURM_", "OMP_")) or n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]:
+        del os.environ[name]
+    os.environ.update(HF_HOME=str(home / "hf"), TMPDIR=str(tmp_path_factory.mktemp("tmp")), NO_PROXY="127.0.0.1")
+    tempfile.tempdir = None
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+@dataclass
+class Run:
+    """A finished run."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    folder: Path
+
+    @property
+    def results(self) -> dict:
+        return json.loads((self.folder / "results.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.metrics if "loss" in record]
+
+    @property
+    def error(self) -> str:
+        """The script's own line about what went wrong; exactly one is expected."""
+        lines = [line for line in (self.out + self.err).splitlines() if "❌" in line]
+        assert len(lines) == 1, f"{len(lines)} error lines\n{self.out}\n{self.err}"
+        # torchrun prints a traceback of its own when a rank fails; ours must not
+        own = self.err[: self.err.find("torch/distributed/elastic")] if "torch/distributed/elastic" in self.err else self.err
+        assert "Traceback" not in own and "Traceback" not in self.out, self.err
+        return lines[0]
+
+
+def launcher_command(launcher: str, ranks: int) -> list[str]:
+    """How a user starts `ranks` processes under each launcher."""
+    port = free_port()
+    return {
+        "python": [sys.executable],
+        "torchrun": ["torchrun", f"--nproc_per_node={ranks}", f"--master_port={port}"],
+        "deepspeed": ["deepspeed", f"--num_gpus={ranks}", f"--master_port={port}"],
+        "accelerate": ["accelerate", "launch", "--cpu", f"--main_process_port={port}"]
+        if ranks == 1
+        else ["accelerate", "launch", "--multi_gpu", "--num_processes", str(ranks), f"--main_process_port={port}"],
+        "srun": ["srun", f"--ntasks={ranks}", "--kill-on-bad-exit=1", sys.executable],
+    }[launcher]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(command: list, env: dict | None = None, cwd: Path | None = None) -> subprocess.Popen:
+    return subprocess.Popen(
+        [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd or PROJECT,
+        env={**os.environ, **{k: str(v) for k, v in (env or {}).items()}}, start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, timeout: float) -> tuple[str, str]:
+    """Wait for a command; past its time everything it started is killed and the test fails."""
+    try:
+        return process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+            child.kill()
+        out, err = process.communicate()
+        pytest.fail(f"not finished after {timeout} s:\n{out[-3000:]}\n{err[-3000:]}")
+
+
+@pytest.fixture(scope="session")
+def script(tmp_path_factory):
+    """script(*args, launcher=, ranks=, env=, ok=) runs real_model_example.py and returns a `Run`."""
+
+    def run(*args, launcher="python", ranks=1, env=None, ok=True, timeout=300, program=SCRIPT, folder=None, cwd=None) -> Run:
+        folder = folder or tmp_path_factory.mktemp("run") / "out"
+        command = [*launcher_command(launcher, ranks), program, *args]
+        if "--output_dir" not in args and "--help" not in args:
+            command += ["--output_dir", folder]
+        begun = time.monotonic()
+        process = start(command, env, cwd)
+        out, err = finish(process, timeout)
+        done = Run(process.returncode, out, err, time.monotonic() - begun, Path(folder))
+        if ok:
+            assert done.code == 0, f"exit code {done.code} from {' '.join(map(str, command))}\n{out[-3000:]}\n{err[-5000:]}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """Real English text, about 200 kB: part of the Python reference, one document."""
+    from pydoc_data.topics import topics
+
+    path = tmp_path_factory.mktemp("text") / "reference.txt"
+    path.write_text("\n".join(topics[name] for name in sorted(topics))[:200_000], encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory) -> Path:
+    """A folder with a byte-level tokenizer of 300 entries."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"], vocab_size=300, special_tokens=["<|end|>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory, tiny_tokenizer) -> Path:
+    """A small checkpoint of Llama's architecture: grouped-query attention, untied embeddings, rotary positions."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for file in tiny_tokenizer.iterdir():
+        shutil.copy(file, folder)
+    return folder
+
+
+def shared_module(name: str):
+    path = SHARED / "hub" / f"{name}.py"
+    if not path.exists():
+        skip(f"needs {path.relative_to(PROJECT.parent)} beside the project (GPT-2's tokenizer, WikiText-2, a hub)")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def hub_root(tmp_path_factory) -> Path:
+    """A folder with a small GPT-2 and WikiText-2, laid out as the hub has them."""
+    root = tmp_path_factory.mktemp("hub")
+    shared_module("serve_hub")
+    subprocess.run([sys.executable, SHARED / "hub" / "make_root.py", root, "--tiny"], check=True, capture_output=True)
+    return root
+
+
+@pytest.fixture
+def hub(hub_root):
+    """A stand-in for the hub; `hub.url` goes into HF_ENDPOINT. `hub.close()` stops it early."""
+    server = shared_module("serve_hub").Hub(hub_root)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    closed = []
+
+    def close():
+        if not closed:
+            closed.append(True)
+            server.shutdown()
+            server.server_close()
+
+    server.close = close
+    yield server
+    close()
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory):
+    """A real Slurm with this machine as its only node: munged, slurmctld and slurmd, stopped at the end."""
+    missing = [name for name in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(name) is None]
+    if missing:
+        skip(f"needs Slurm ({', '.join(missing)} not found): apt install slurm-wlm munge")
+    if os.geteuid() != 0:
+        skip("needs root to start Slurm's daemons")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # munge's socket path must be short
+    folder.chmod(0o755)
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    host = socket.gethostname().split(".")[0]
+    (folder / "slurm.conf").write_text(
+        f"""
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={free_port()}
+SlurmdPort={free_port()}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+ReturnToService=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=4000
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+    )
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    (folder / "state").mkdir()
+    (folder / "spool").mkdir()
+    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+    munge_files = [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("key-file", "pid-file", "log-file", "seed-file")]
+    subprocess.run(["munged", "--force", f"--socket={folder}/munge.sock", *munge_files], check=True)
+    subprocess.run(["slurmctld"], check=True)
+    subprocess.run(["slurmd"], check=True)
+    try:
+        for _ in range(100):
+            state = subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%N"], capture_output=True, text=True).stdout
+            if state.strip():
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail(f"Slurm did not come up: {(folder / 'slurmctld.log').read_text()[-2000:]}")
+        yield
+    finally:
+        for pid_file in ("slurmd.pid", "slurmctld.pid", "munge.pid"):
+            stop_daemon(folder / pid_file)
+        del os.environ["SLURM_CONF"]
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def stop_daemon(pid_file: Path) -> None:
+    try:
+        process = psutil.Process(int(pid_file.read_text()))
+    except (OSError, ValueError, psutil.Error):
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(10)
+    except psutil.TimeoutExpired:
+        process.kill()
+
+
+def assert_close(values, reference, relative: float) -> None:
+    """Two loss curves agree at every step."""
+    assert len(values) == len(reference) > 0
+    for step, (value, wanted) in enumerate(zip(values, reference, strict=True), 1):
+        assert abs(value - wanted) <= relative * abs(wanted), f"step {step}: {value} instead of {wanted}"
+
+
+def descendants_of_test() -> list[psutil.Process]:
+    """Processes of the script that this test session started and that are still alive."""
+    alive = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        command = " ".join(process.info["cmdline"] or [])
+        mine = (process.info["environ"] or {}).get("HF_HOME") == os.environ["HF_HOME"]
+        if mine and re.search(r"real_model_example\.py|fault\.py", command):
+            alive.append(process)
+    return alive

@@ -1,0 +1,296 @@
+"""Whatever a user can get wrong ends within seconds, with exit code 2 and one line that says what to do."""
+
+import json
+import os
+import socket
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from conftest import PROJECT, descendants_of_test, launcher_command, skip
+
+FAULT = PROJECT / "tests" / "fault.py"
+
+
+@pytest.fixture
+def refused(script):
+    """refused(*args) -> the error line of a run that must not start."""
+
+    def run(*args, seconds=25, **options):
+        done = script(*args, ok=False, timeout=60, **options)
+        # A launcher turns every exit code but 0 into its own.
+        assert done.code == 2 if options.get("ranks", 1) == 1 else done.code != 0, done.out + done.err
+        assert done.seconds < seconds
+        return done.error
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+@pytest.mark.parametrize("args, said", [
+    (["--strategy", "zero4"], "zero4"),
+    (["--stratgy", "dp"], "did you mean --strategy"),
+    (["--batch_size", "0"], "--batch_size"),
+    (["--batch_size", "-3"], "--batch_size"),
+    (["--seq_length", "0"], "--seq_length"),
+    (["--num_samples", "0"], "--num_samples"),
+    (["--epochs", "two"], "two"),
+    (["--lr", "-1"], "--lr"),
+    (["--lr", "nan"], "--lr"),
+    (["--dropout", "1.5"], "--dropout"),
+    (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps"),
+    (["--eval_only", "--no_eval"], "--eval_only"),
+    (["extra"], "extra"),
+    (["--model"], "--model"),
+])  # fmt: skip
+def test_wrong_arguments(refused, args, said):
+    assert said in refused(*args, seconds=5)
+
+
+def test_help_and_argument_errors_import_nothing_heavy():
+    for argument, code in (("--help", 0), ("--unknown", 2)):
+        python = launcher_command("python", 1)[0]
+        done = subprocess.run([python, "-X", "importtime", "real_model_example.py", argument], cwd=PROJECT, capture_output=True, text=True)
+        assert done.returncode == code
+        imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+        assert not imported & {"torch", "numpy", "transformers", "datasets", "deepspeed"}
+
+
+def test_one_line_on_two_ranks_and_none_left(refused):
+    assert "--batch_size" in refused("--batch_size", "0", launcher="torchrun", ranks=2)
+    assert descendants_of_test() == []
+
+
+def test_seq_length_above_the_models_positions(refused):
+    assert "512 positions" in refused("--seq_length", "513")
+
+
+def test_fp16_on_a_cpu(refused):
+    assert "fp16 needs a GPU" in refused("--precision", "fp16")
+
+
+def test_fewer_gpus_than_ranks(script):
+    done = script("gpus:1", launcher="torchrun", ranks=2, program=FAULT, ok=False, timeout=60)
+    assert done.code != 0
+    assert "2 ranks were started on this node, but only 1 GPU(s) are visible" in done.error
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def test_missing_model_folder(refused):
+    assert "no such folder" in refused("--model", "./no/such/model")
+
+
+def test_folder_that_is_no_model(refused, tmp_path):
+    assert "config.json" in refused("--model", tmp_path)
+
+
+def test_model_that_is_no_causal_language_model(refused, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    assert "no causal language model" in refused("--model", tmp_path)
+
+
+def test_model_without_weights(refused, llama, tmp_path):
+    for file in llama.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert "cannot be loaded" in refused("--model", tmp_path)
+    # On two ranks one line, too, although both fail.
+    assert "cannot be loaded" in refused("--model", tmp_path, launcher="torchrun", ranks=2)
+
+
+# ------------------------------------------------------------------------------------------------ the hub
+
+
+def test_hub_that_refuses(refused):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: refused
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{unused.getsockname()[1]}"}
+        error = refused("--model", "gpt2", env=env, seconds=10)
+        assert "cannot be reached" in error and "--from_scratch" in error and "HF_HUB_OFFLINE" in error
+        assert "cannot be reached" in refused("--dataset", "wikitext", env=env, seconds=10)
+
+
+def test_hub_that_never_answers(refused):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        assert "cannot be reached" in refused("--model", "gpt2", env=env, seconds=10)
+        assert "cannot be reached" in refused("--model", "gpt2", env=env, launcher="torchrun", ranks=2, seconds=14)
+
+
+def test_repositories_that_are_missing(refused, hub):
+    env = {"HF_ENDPOINT": hub.url}
+    assert "no such model" in refused("--model", "nobody/nothing", "--dataset", "pydocs", env=env)
+    assert "nobody/nothing" in refused("--dataset", "nobody/nothing", env=env)
+
+
+def test_gated_model(refused):
+    class Gated(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200 if self.path == "/" else 403)
+            self.send_header("X-Error-Code", "GatedRepo")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Gated)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+        assert "gated" in refused("--model", "some/gated-model", "--dataset", "pydocs", env=env)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+@pytest.mark.parametrize("name, content, said", [
+    ("empty.txt", b"", "is empty"),
+    ("latin.txt", "caf\u00e9 ".encode("latin-1") * 2000, "not UTF-8"),
+    ("short.txt", b"a few words", "less than one block"),
+    ("rows.jsonl", b'{"body": "x"}\n', "body"),
+    ("broken.jsonl", b'{"text": "x"}\n{"text": \n', "line 2"),
+    ("number.jsonl", b'{"text": 7}\n', "line 1"),
+    ("rows.json", b'[{"body": "x"}]', "body"),
+    ("broken.json", b'[{"text": "x"},\n oops]', "line 2, column 2"),
+    ("rows.csv", b"title,body\nx,y\n", "title, body"),
+    ("no.parquet", b"PAR0", "not a Parquet file"),
+])  # fmt: skip
+def test_data_that_cannot_be_used(refused, tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    error = refused("--dataset", tmp_path / name)
+    assert said in error
+    assert name in error or said == "less than one block"
+
+
+def test_missing_data(refused, tmp_path):
+    assert "no such file" in refused("--dataset", tmp_path / "nothing.txt", seconds=5)
+    assert "holds no files" in refused("--dataset", tmp_path, seconds=5)
+
+
+def test_short_corpus_on_two_ranks(refused, tmp_path):
+    (tmp_path / "short.txt").write_text("a few words")
+    assert "less than one block" in refused("--dataset", tmp_path / "short.txt", launcher="torchrun", ranks=2)
+    assert descendants_of_test() == []
+
+
+def test_more_samples_than_there_are_uses_all_and_says_so(script, tmp_path, text_file):
+    run = script("--dataset", text_file, "--num_samples", "1000000", "--max_steps", "1", "--no_eval")
+    assert "using all" in run.out
+    assert f"✅ Dataset ready: {run.results['dataset']['blocks']:,} samples" in run.out
+
+
+# ------------------------------------------------------------------------------------------------ DeepSpeed's file
+
+
+@pytest.fixture
+def ds_config(tmp_path):
+    """ds_config(change=..., text=...) -> a file like ds_config_stage2.json, changed."""
+
+    def write(text=None, **change):
+        config = json.loads((PROJECT / "ds_config_stage2.json").read_text()) | change
+        path = tmp_path / "mine.json"
+        path.write_text(text or json.dumps(config))
+        return path
+
+    return write
+
+
+def test_broken_json_is_located(refused, ds_config):
+    broken = '{\n  "train_micro_batch_size_per_gpu": 4,\n  "zero_optimization": {"stage": 2,\n  "bf16" {"enabled": true}\n}'
+    error = refused("--strategy", "zero2", "--ds_config", ds_config(broken), seconds=5)
+    assert "mine.json" in error and "line 4" in error and "column" in error
+    missing_comma = '{\n  "train_micro_batch_size_per_gpu": 4 "x": 3,\n  "zero_optimization": {"stage": 2}\n}'
+    assert "line 2" in refused("--strategy", "zero2", "--ds_config", ds_config(missing_comma), seconds=5)
+    assert "cannot be read" in refused("--strategy", "zero2", "--ds_config", "no-such.json", seconds=5)
+
+
+@pytest.mark.parametrize("args, change, said", [
+    (["--strategy", "zero3"], {}, ["stage 2", "--strategy zero3"]),
+    (["--strategy", "offload"], {}, ["offload_optimizer", "--strategy offload"]),
+    (["--batch_size", "2"], {"train_micro_batch_size_per_gpu": 4}, ["--batch_size 2", "train_micro_batch_size_per_gpu 4"]),
+    (["--lr", "0.1"], {"optimizer": {"type": "AdamW", "params": {"lr": 0.2}}}, ["--lr 0.1", "optimizer.params.lr 0.2"]),
+    (["--max_grad_norm", "2"], {"gradient_clipping": 1.0}, ["--max_grad_norm 2.0", "gradient_clipping 1.0"]),
+    (["--precision", "fp32"], {"bf16": {"enabled": True}}, ["--precision fp32", "bf16"]),
+    (["--warmup_steps", "3"], {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, ["--warmup_steps", "WarmupLR"]),
+    ([], {"train_batch_size": 12}, ["train_batch_size 12", "--batch_size 4"]),
+    ([], {"train_micro_batch_size_per_gpu": -1}, ["train_micro_batch_size_per_gpu"]),
+])  # fmt: skip
+def test_contradictions_name_both_sides(refused, ds_config, args, change, said):
+    strategy = [] if "--strategy" in args else ["--strategy", "zero2"]
+    error = refused(*strategy, *args, "--ds_config", ds_config(**change), seconds=5)
+    assert all(part in error for part in said), error
+
+
+# ------------------------------------------------------------------------------------------------ the machine
+
+
+def test_nvme_path_that_is_missing(refused):
+    assert "no such folder" in refused("--strategy", "infinity", "--nvme_path", "/no/such/disk")
+
+
+def test_nvme_path_that_cannot_be_written(refused):
+    if not Path("/proc").is_dir():
+        skip("needs a folder that even root cannot write: /proc")
+    assert "cannot be written" in refused("--strategy", "infinity", "--nvme_path", "/proc")
+
+
+def test_nvme_path_that_is_too_small(refused, tmp_path):
+    if os.geteuid() != 0:
+        skip("needs root to mount a small file system")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
+    try:
+        assert "infinity needs" in refused("--strategy", "infinity", "--nvme_path", tmp_path)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def path_without(tmp_path, *names):
+    """A PATH with every program but these."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for source in os.environ["PATH"].split(os.pathsep):
+        for program in Path(source).iterdir() if Path(source).is_dir() else ():
+            target = folder / program.name
+            if not program.name.startswith(names) and not target.exists():
+                target.symlink_to(program)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["offload", "infinity"])
+def test_missing_compiler(refused, tmp_path, strategy):
+    path = path_without(tmp_path, "c++", "g++", "clang++", "x86_64-linux-gnu-g++")
+    error = refused("--strategy", strategy, env={"PATH": path, "CXX": "c++"}, seconds=5)
+    assert "build-essential" in error
+
+
+def test_missing_libaio(refused, tmp_path):
+    """A compiler that cannot link libaio is what a machine without libaio-dev looks like to DeepSpeed."""
+    path = path_without(tmp_path, "gcc", "cc", "x86_64-linux-gnu-gcc")
+    for name in ("gcc", "cc"):
+        (path / name).write_text('#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\nexec /usr/bin/gcc "$@"\n')
+        (path / name).chmod(0o755)
+    assert "libaio-dev" in refused("--strategy", "infinity", env={"PATH": path, "CC": "gcc"})
+
+
+def test_output_dir_that_holds_another_run(refused, script):
+    first = script("--max_steps", "1", "--no_eval", "--seq_length", "32")
+    assert "--overwrite" in refused("--output_dir", first.folder, seconds=5)
+    script("--max_steps", "1", "--no_eval", "--seq_length", "32", "--output_dir", first.folder, "--overwrite")
+    assert "is a file" in refused("--output_dir", first.folder / "results.json", seconds=5)

@@ -1,0 +1,75 @@
+"""A rank that fails in the middle ends the whole run, and the first error is the one that is shown."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from conftest import PROJECT, SCRIPT, descendants_of_test, finish, launcher_command, start
+
+FAULT = PROJECT / "tests" / "fault.py"
+WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval"]
+
+
+@pytest.mark.parametrize("strategy, rank, launcher", [
+    ("dp", 1, "torchrun"), ("zero3", 1, "torchrun"), ("fsdp", 0, "torchrun"), ("zero2", 1, "deepspeed"), ("dp", 1, "srun"),
+])  # fmt: skip
+def test_crash_of_one_rank_ends_all(script, request, strategy, rank, launcher):
+    if launcher == "srun":
+        request.getfixturevalue("slurm")
+    # Without --kill-on-bad-exit, as a user may write it, Slurm itself would let the other rank wait.
+    os.environ.pop("SLURM_KILL_BAD_EXIT", None)
+    run = script(f"crash:{rank}:3", *WORK, "--strategy", strategy, launcher=launcher, ranks=2, program=FAULT, ok=False, timeout=60)
+    assert run.code != 0
+    assert "a planted crash" in run.error and f"rank {rank}" in run.error
+    assert run.results["status"] == "failed"
+    assert "a planted crash" in run.results["reason"]
+    assert descendants_of_test() == []
+
+
+def test_srun_without_kill_on_bad_exit_ends_too(slurm, tmp_path):
+    command = [part for part in launcher_command("srun", 2) if not part.startswith("--kill")]
+    process = start([*command, FAULT, "crash:1:3", *WORK, "--output_dir", tmp_path / "out"])
+    out, err = finish(process, 60)
+    assert process.returncode != 0
+    assert (out + err).count("❌") == 1 and "a planted crash" in out + err
+
+
+def test_killed_rank_ends_all_within_30_seconds(tmp_path):
+    process = start([*launcher_command("torchrun", 2), SCRIPT, *WORK, "--output_dir", tmp_path / "out"])
+    while "Epoch 1" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+    ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if str(SCRIPT) in child.cmdline()]
+    victim = next(child for child in ranks if child.environ()["RANK"] == "1")
+    victim.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = finish(process, 40)
+    assert process.returncode != 0
+    assert time.monotonic() - killed < 30
+    assert "SIGKILL" in err or "Signal 9" in err  # the launcher's own report names the cause
+    assert descendants_of_test() == []
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "infinity"])
+def test_loss_that_is_not_finite_stops_the_run(script, strategy):
+    run = script("nan:4", *WORK, "--strategy", strategy, program=FAULT, ok=False)
+    assert run.code == 1
+    assert "The loss is nan" in run.error
+    assert run.results["status"] == "failed"
+    assert len(run.losses) == 3  # the steps before it are on record
+
+
+def test_interrupt_ends_with_one_line_and_nothing_left(tmp_path):
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    process = start([*launcher_command("python", 1), SCRIPT, *WORK, "--strategy", "infinity", "--nvme_path", nvme,
+                     "--output_dir", tmp_path / "out"])  # fmt: skip
+    while "Epoch 1" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+    assert list(nvme.iterdir())  # at work there
+    process.send_signal(signal.SIGTERM)
+    _, err = finish(process, 30)
+    assert process.returncode == 1
+    assert err.count("❌") == 1 and "SIGTERM" in err and "Traceback" not in err
+    assert list(nvme.iterdir()) == []

@@ -1,0 +1,74 @@
+"""The same script under every launcher."""
+
+import pytest
+from conftest import STRATEGIES, descendants_of_test, finish, skip, start
+
+WORK = ["--seq_length", "32", "--num_samples", "8", "--batch_size", "2", "--eval_samples", "3"]
+LAUNCHERS = ["python", "torchrun", "deepspeed", "accelerate", "srun"]
+
+
+def check(run, strategy, ranks):
+    assert run.results["status"] == "completed"
+    assert run.results["strategy"] == strategy
+    assert run.results["world_size"] == ranks
+    assert run.out.count("✅ Training Complete!") == 1  # rank 0 alone prints
+    assert len(run.losses) == 8 // (2 * ranks)
+    assert ("=== Distributed Setup ===" in run.out) == (ranks > 1)
+
+
+# torchrun × 2 with every strategy is in test_equality.py.
+@pytest.mark.parametrize("launcher, ranks, strategy", [
+    ("python", 1, "infinity"), ("python", 1, "fsdp"), ("deepspeed", 2, "zero3"), ("deepspeed", 2, "dp"),
+    ("accelerate", 1, "zero1"), ("accelerate", 2, "fsdp"), ("accelerate", 2, "offload"), ("srun", 2, "zero2"), ("srun", 2, "dp"),
+])  # fmt: skip
+def test_launcher(script, request, launcher, ranks, strategy):
+    if launcher == "srun":
+        request.getfixturevalue("slurm")
+    run = script(*WORK, "--strategy", strategy, launcher=launcher, ranks=ranks)
+    check(run, strategy, ranks)
+    assert run.results["launcher"] == {"accelerate": "torchrun" if ranks > 1 else "python"}.get(launcher, launcher)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("launcher, ranks", [(launcher, ranks) for launcher in LAUNCHERS for ranks in (1, 2)][1:])
+def test_every_strategy_under_every_launcher(script, request, launcher, ranks, strategy):
+    if launcher == "srun":
+        request.getfixturevalue("slurm")
+    check(script(*WORK, "--strategy", strategy, launcher=launcher, ranks=ranks), strategy, ranks)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_strategy_precision_and_rank_count(script, strategy, precision, ranks):
+    script(*WORK, "--strategy", strategy, "--precision", precision, launcher="torchrun", ranks=ranks)
+
+
+@pytest.mark.soak
+def test_twenty_zero3_runs_end_with_exit_code_0(script):
+    codes = [script(*WORK, "--strategy", "zero3", launcher="torchrun", ranks=2, ok=False).code for _ in range(20)]
+    assert codes == [0] * 20
+
+
+def test_zero3_and_infinity_end_cleanly_three_times(script):
+    for strategy in ("zero3", "infinity", "zero3"):
+        assert script(*WORK, "--strategy", strategy, launcher="torchrun", ranks=2, ok=False).code == 0
+    assert descendants_of_test() == []
+
+
+def test_a_batch_scripts_own_shell_is_one_process(slurm, tmp_path):
+    """In a batch script, outside srun, Slurm's variables speak of tasks that do not run."""
+    import sys
+
+    from conftest import SCRIPT
+
+    if not sys.platform.startswith("linux"):
+        skip("Slurm runs on Linux")
+    job = tmp_path / "job.sh"
+    job.write_text(f"#!/bin/bash\n{sys.executable} {SCRIPT} {' '.join(WORK)} --output_dir {tmp_path}/out\n")
+    process = start(["sbatch", "--wait", "--ntasks=2", f"--output={tmp_path}/log", job])
+    finish(process, 120)
+    assert process.returncode == 0, (tmp_path / "log").read_text()
+    assert "✅ Training Complete!" in (tmp_path / "log").read_text()
