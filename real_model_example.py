@@ -34,7 +34,6 @@ if __name__ == "__main__":
     # libraries read while they are imported (threads, allocator, offline mode) are in place.
     ARGS, LAUNCH = preflight.start(sys.argv[1:])
 
-# ruff: noqa: E402
 import contextlib
 import io
 import logging
@@ -57,7 +56,7 @@ from support import data, memory, models, reporting
 from support.config import EMBEDDED_MODEL, complete_ds_config
 from support.distributed import Run, describe_difference, open_store
 from support.errors import TrainingError, UserError
-from support.launch import keep_freed_memory
+from support.launch import exit_before_start, keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -95,7 +94,7 @@ def load_model_and_tokenizer(args, run: Run, precision: str):
     """Find the model and bring its weights to where the strategy wants them.
 
     dp, zero1, zero2 and offload hold a whole copy per rank. zero3 and infinity split each weight among the ranks
-    while loading. For fsdp rank 0 alone loads, and `shard_with_fsdp` hands out the shards.
+    while loading. For fsdp rank 0 alone loads and hands out the shards.
     Returns:
         The model, its tokenizer, and its blueprint (sizes, configuration).
     """
@@ -110,10 +109,12 @@ def load_model_and_tokenizer(args, run: Run, precision: str):
 
     if args.ds_config_dict:
         configure_deepspeed(args, run, precision, blueprint)
-    if args.strategy == "fsdp" and not run.is_main:
-        model = blueprint.on_meta_device()
+    if args.strategy == "fsdp":
+        model = shard_with_fsdp(blueprint, run, args, precision)
     else:
         model = blueprint.load(run)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     dist.barrier()
     run.clean_up(blueprint.weights)
     torch.manual_seed(args.seed + run.rank)  # from here on only dropout draws, and each rank its own
@@ -207,17 +208,14 @@ def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
     )
 
 
-def shard_with_fsdp(model: nn.Module, run: Run, blueprint: models.Blueprint, args, precision: str) -> nn.Module:
+def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args, precision: str) -> nn.Module:
     """Split parameters, gradients and optimizer states over the ranks, one transformer block at a time.
 
     The sharded model is built without memory (meta device); then rank 0's weights are broadcast tensor by tensor and
     each rank keeps its part.
     """
-    weights = model.state_dict() if run.is_main else {}
-    buffers = dict(model.named_buffers())
+    whole = blueprint.load(run) if run.is_main else None
     sharded = blueprint.on_meta_device()
-    if args.gradient_checkpointing:
-        sharded.gradient_checkpointing_enable({"use_reentrant": False})
     # Compute in 16 bit, keep the shards and reduce the gradients in fp32. fp16 computes under autocast, see autocast().
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
@@ -230,11 +228,11 @@ def shard_with_fsdp(model: nn.Module, run: Run, blueprint: models.Blueprint, arg
 
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(sharded, weights, options=whole)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(sharded, whole.state_dict() if run.is_main else {}, options=options)
     for name, buffer in sharded.named_buffers():  # rotary frequencies and the like are in no state dict
         if run.is_main:
-            buffer.copy_(buffers[name])
+            buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
     return sharded
 
@@ -467,26 +465,22 @@ def new_output_dir(args, run: Run) -> Path:
     return folder
 
 
-def wrap(model, args, run: Run, blueprint: models.Blueprint, precision: str):
-    """Apply the strategy.
+def wrap(model, args, run: Run):
+    """Apply the strategy; fsdp was applied while loading.
 
     Returns:
         The wrapped model (DeepSpeed's engine for its strategies) and torch's optimizer (the engine has its own).
     """
-    if args.gradient_checkpointing and args.strategy != "fsdp":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     whole_copies = args.strategy in ("dp", "zero1", "zero2", "offload")
     if args.eval_only and whole_copies:  # without optimizer and gradients nothing is left for ZeRO 1 and 2 to shard
         return model.to(run.device), None
     if args.ds_config_dict:
         engine = initialize_deepspeed(model, args, run)
         return engine, engine.optimizer
-    if args.strategy == "fsdp":
-        model = shard_with_fsdp(model, run, blueprint, args, precision)
-        return model, adamw(model, args)
-    if args.compile:
-        model.compile()
-    model = wrap_with_ddp(model, run)
+    if args.strategy == "dp":
+        if args.compile:
+            model.compile()
+        model = wrap_with_ddp(model, run)
     return model, adamw(model, args)
 
 
@@ -520,10 +514,13 @@ def train_and_evaluate(model, optimizer, train, validation, args, run: Run, prec
 
 def main(args, launch) -> None:
     """Set up, load, wrap, train, evaluate, report."""
-    run = setup_distributed(args, launch)
+    try:
+        run = setup_distributed(args, launch)
+    except BaseException as error:
+        exit_before_start(error, args.verbose)
     try:
         engine = train_one_model(args, run)
-    except BaseException as error:
+    except BaseException as error:  # also an interrupt: no rank may be left waiting for this one
         run.end_failed(error)
     run.end_completed(engine)
 
@@ -550,7 +547,7 @@ def train_one_model(args, run: Run):
     results.update(
         parameters=blueprint.parameters, trainable_parameters=blueprint.parameters, seq_length=args.seq_length, dataset=dataset
     )
-    model, optimizer = wrap(model, args, run, blueprint, precision)
+    model, optimizer = wrap(model, args, run)
     footprint.note("wrapped")
     if run.device.type == "cpu":
         keep_freed_memory()

@@ -3,8 +3,8 @@
 
     python benchmarks/loading_memory.py [--model gpt2] [--ranks 2] [--from_scratch] [--strategies dp zero3 fsdp]
 
-Watches the ranks from outside, through /proc, until the line "Model loaded". Two figures for each rank, in MB above
-what the process held when its libraries were imported (Linux only):
+Watches the ranks from outside, through /proc (Linux only), until the line "Model loaded". Two figures for each rank,
+in MB above the same run of the embedded model of 4M parameters (17 MB), so that the memory of the libraries is out:
 
     anonymous   memory that the process itself filled (RssAnon): what counts against a memory limit
     resident    the same plus pages of the weights file that it has mapped (RSS); the kernel can drop those at any time
@@ -46,7 +46,7 @@ def watch(launcher: subprocess.Popen, started: threading.Event, loaded: threadin
     """Peaks (anonymous, resident) of each rank between the two events, above its memory at the first."""
     started.wait()
     before = {rank: (pid, memory_of(pid)) for rank, pid in ranks_of(launcher).items()}
-    peaks = {rank: (0, 0) for rank in before}
+    peaks = dict.fromkeys(before, (0, 0))
     while not loaded.is_set() and launcher.poll() is None:
         for rank, (pid, base) in before.items():
             try:
@@ -58,15 +58,14 @@ def watch(launcher: subprocess.Popen, started: threading.Event, loaded: threadin
     return peaks
 
 
-def measure(strategy: str, args) -> dict[int, tuple[int, int]]:
-    """One run; see `watch`."""
+def measure(strategy: str, model: list[str], args) -> dict[int, tuple[int, int]]:
+    """One run with these model arguments; see `watch`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", str(SCRIPT), "--model", args.model,
+            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", str(SCRIPT), *model,
             "--strategy", strategy, "--dataset", "pydocs", "--max_steps", "1", "--seq_length", "32", "--batch_size", "1",
             "--num_samples", "2", "--no_eval", "--precision", args.precision, "--output_dir", folder,
         ]  # fmt: skip
-        command += ["--from_scratch"] if args.from_scratch else []
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         started, loaded, peaks = threading.Event(), threading.Event(), {}
@@ -96,8 +95,10 @@ def main():
     print(f"| strategy | {' | '.join(f'rank {r}: anonymous / resident MB' for r in range(args.ranks))} |")
     print("|---" * (args.ranks + 1) + "|")
     for strategy in args.strategies:
-        peaks = measure(strategy, args)
-        cells = [f"{peaks[rank][0] / 1e6:.0f} / {peaks[rank][1] / 1e6:.0f}" for rank in sorted(peaks)]
+        libraries = measure(strategy, [], args)
+        peaks = measure(strategy, ["--model", args.model] + ["--from_scratch"] * args.from_scratch, args)
+        above = {rank: [(a - b) / 1e6 for a, b in zip(peaks[rank], libraries[rank], strict=True)] for rank in sorted(peaks)}
+        cells = [f"{anonymous:.0f} / {resident:.0f}" for anonymous, resident in above.values()]
         print(f"| {strategy} | {' | '.join(cells)} |", flush=True)
 
 

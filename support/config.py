@@ -263,7 +263,7 @@ def _adopt_strategy(args, config: dict) -> None:
     elif stage in (1, 2):
         args.strategy = "offload" if stage == 2 and optimizer_on == "cpu" else f"zero{stage}"
     else:
-        raise UserError(f"{args.ds_config} has zero_optimization.stage {stage}: it must be 1, 2 or 3; stage 0 is --strategy dp.")
+        raise UserError(f"{args.ds_config} has zero_optimization.stage {stage}: it must be 1, 2 or 3 (0 is --strategy dp).")
 
 
 def reconcile(args, config: dict, file: str) -> dict:
@@ -286,9 +286,10 @@ def reconcile(args, config: dict, file: str) -> dict:
         raise UserError(f"{file} keeps the optimizer on nvme, but --strategy is {args.strategy}: write --strategy infinity.")
 
     if "optimizer" not in config:
-        config["optimizer"] = {"type": "AdamW", "params": {"betas": [0.9, 0.999], "eps": 1e-8, "lr": AUTO, "weight_decay": AUTO}}
+        params = {"lr": AUTO, "weight_decay": AUTO, "betas": [0.9, 0.999], "eps": 1e-8}
+        config["optimizer"] = {"type": "AdamW", "params": params}
         if not optimizer_on or optimizer_on == "none":
-            config["optimizer"]["params"].update(torch_adam=True, fused=True)
+            params.update(torch_adam=True, fused=True)
     for key, flag in FLAG_OF_KEY.items():
         value, given = lookup(config, key), flag in args.given
         if flag == "nvme_path" and (value is None or lookup(config, key.rsplit(".", 1)[0] + ".device") != "nvme"):

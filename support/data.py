@@ -175,7 +175,8 @@ def _read_parquet(file: Path, text_column: str) -> Iterator[str]:
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file} is not a Parquet file: {str(error).splitlines()[0]}") from error
     if text_column not in table.schema_arrow.names:
-        raise UserError(f"{file}: no column {text_column!r}; there is {', '.join(table.schema_arrow.names)}: use --text_column.")
+        columns = ", ".join(table.schema_arrow.names)
+        raise UserError(f"{file}: no column {text_column!r}; there is {columns}: use --text_column.")
     for batch in table.iter_batches(columns=[text_column], batch_size=1024):
         for text in batch.column(0).to_pylist():
             yield _text_of({text_column: text}, text_column, str(file))

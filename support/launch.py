@@ -18,7 +18,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.errors import EXIT_USAGE, UserError
+from support.errors import UserError, explain
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def _from_slurm(env) -> Launch:
         per_node += [int(tasks)] * int(times or 1)
     local_world = per_node[node] if node < len(per_node) else world
     # Every rank must arrive at the same port; the job's number spreads jobs that share a node.
-    port = int(env.get("MASTER_PORT") or 20000 + (101 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))) % 20000)
+    number = 101 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
+    port = int(env.get("MASTER_PORT") or 20000 + number % 20000)
     address = env.get("MASTER_ADDR") or _first_slurm_host(env)
     return Launch("srun", rank, local_rank, world, local_world, node, address, port)
 
@@ -193,20 +194,20 @@ def _mallopt(**settings: int) -> bool:
     return all(mallopt(numbers[name], value) for name, value in settings.items())
 
 
-def exit_before_start(error: UserError, verbose: bool) -> None:
-    """Report an error found before the process group exists, and end with exit code 2.
+def exit_before_start(error: BaseException, verbose: bool) -> None:
+    """Report an error found before the ranks can talk to each other, and end with its exit code.
 
-    Every rank finds such an error, so rank 0 speaks for all. The others wait: a launcher ends all ranks when one
-    ends, and rank 0 must have had its say. Whoever is still there then is on a node with an error of its own.
+    As a rule every rank finds such an error, so rank 0 speaks for all. The others wait: a launcher ends all ranks when
+    one ends, and rank 0 must have had its say. Whoever is still there then is on a node with an error of its own.
     """
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-    host = ""
+    host, shown = "", explain(error)
     if rank != 0:
         time.sleep(3)
         host = f" [rank {rank} on {socket.gethostname()}]"
     if local_rank == 0:
         if verbose:
             traceback.print_exception(error)
-        print(f"❌ {error}{host}", file=sys.stderr, flush=True)
-    sys.exit(EXIT_USAGE)
+        print(f"❌ {shown}{host}", file=sys.stderr, flush=True)
+    os._exit(shown.exit_code)

@@ -80,8 +80,8 @@ class Blueprint:
         """The model with its weights, in fp32; split among the ranks while loading if `sharding` is set."""
         model, info = from_folder(self.weights, self.config)
         if info["missing_keys"] and self.sharding is None:
-            names = ", ".join(sorted(info["missing_keys"])[:3])
-            run.warn(f"The checkpoint has no weights for {names}{' …' if len(info['missing_keys']) > 3 else ''}: they start random.")
+            names = ", ".join(sorted(info["missing_keys"])[:3]) + (" …" if len(info["missing_keys"]) > 3 else "")
+            run.warn(f"The checkpoint has no weights for {names}: they start random.")
         return model
 
 
@@ -147,10 +147,6 @@ def _prepare_folders(args, run: Run) -> dict:
         return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": None}
     if is_local_model(args.model):
         folder = os.path.expanduser(args.model)
-        if not os.path.isdir(folder):
-            raise UserError(f"--model {args.model}: no such folder.")
-        if not os.path.isfile(os.path.join(folder, "config.json")):
-            raise UserError(f"--model {args.model}: the folder has no config.json, so it holds no Hugging Face model.")
     elif args.from_scratch and args.model in GPT2_NAMES:
         return _prepare_gpt2_from_scratch(args, run)
     else:
@@ -257,6 +253,7 @@ def _save_temporarily(model: nn.Module, run: Run) -> str:
 def embedded_tokenizer(cache: Path) -> str:
     """Train the byte-level BPE tokenizer of tiny-gpt2 on the Python reference (a second), or find it in the cache."""
     from pydoc_data.topics import topics
+
     from tokenizers import ByteLevelBPETokenizer
 
     text = [topics[name] for name in sorted(topics)]

@@ -39,6 +39,7 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
         launch = launching.detect_launch()
         args = parse_arguments(argv)
         launching.tune_process(args, launch)
+        check_model_path(args)
         check_dataset_path(args)
         check_output_dir(args)
         check_compiler(args)
@@ -60,6 +61,17 @@ def is_local_dataset(name: str) -> bool:
     if name in ("pydocs", "wikitext"):
         return False
     return os.path.exists(name) or name.startswith((".", "/", "~")) or name.endswith(DATA_SUFFIXES) or name.count("/") > 1
+
+
+def check_model_path(args) -> None:
+    """A model given as a folder must be there and be a Hugging Face model."""
+    if not is_local_model(args.model):
+        return
+    folder = Path(args.model).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"--model {args.model}: no such folder.")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"--model {args.model}: the folder has no config.json, so it holds no Hugging Face model.")
 
 
 def check_dataset_path(args) -> None:

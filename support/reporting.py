@@ -114,7 +114,9 @@ class Meter:
         self.memory: dict | None = None
         self.first_step_at: float | None = None
         self._pending: list[dict] = []
-        self._file = open(folder / "metrics.jsonl", "w", encoding="utf-8") if run.is_main else None
+        self._path = folder / "metrics.jsonl" if run.is_main else None
+        if self._path:
+            self._path.write_text("")
 
     @property
     def finished(self) -> bool:
@@ -174,10 +176,10 @@ class Meter:
         self._write({"step": self.step, "eval_loss": loss, "perplexity": perplexity})
 
     def _write(self, record: dict) -> None:
-        if self._file is not None:
+        if self._path is not None:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(finite) + "\n")
 
     def speed(self, seq_length: int) -> dict:
         """Throughput and step times of this rank, without the first steps (compilation, first allocations)."""
@@ -256,7 +258,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint, precision: str) -> dict:
+def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint, precision) -> dict:
     """The measured part of results.json: gathered from all ranks; throughput and times are means over them."""
     steps = len(meter.losses)
     device = memory.device_bytes(run.device)
@@ -306,10 +308,10 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
 
 def mean_over_ranks(values: list[dict]) -> dict:
     """The mean of each number over the ranks, also inside nested dicts."""
-    first = values[0]
+    columns = {key: [value[key] for value in values] for key in values[0]}
     return {
-        key: mean_over_ranks([v[key] for v in values]) if isinstance(first[key], dict) else statistics.mean(v[key] for v in values)
-        for key in first
+        key: mean_over_ranks(column) if isinstance(column[0], dict) else statistics.mean(column)
+        for key, column in columns.items()
     }
 
 

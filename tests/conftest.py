@@ -259,7 +259,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
     (folder / "state").mkdir()
     (folder / "spool").mkdir()
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-    munge_files = [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("key-file", "pid-file", "log-file", "seed-file")]
+    munge_files = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
     subprocess.run(["munged", "--force", f"--socket={folder}/munge.sock", *munge_files], check=True)
     subprocess.run(["slurmctld"], check=True)
     subprocess.run(["slurmd"], check=True)

@@ -1,4 +1,4 @@
-"""Run the script with one thing broken, as named on the command line before the script's own arguments:
+"""Run the script with one thing broken, as the environment variable FAULT names it:
 
     crash:RANK:STEP    that rank raises an exception in the middle of that step
     nan:STEP           the loss is not a number in that step
@@ -29,8 +29,8 @@ def break_steps(action) -> None:
 
 
 def main() -> None:
-    kind, *values = sys.argv[1].split(":")
-    sys.argv = [str(SCRIPT), *sys.argv[2:]]
+    kind, *values = os.environ["FAULT"].split(":")
+    sys.argv[0] = str(SCRIPT)
     sys.path.insert(0, str(SCRIPT.parent))
     import torch
 

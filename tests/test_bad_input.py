@@ -54,7 +54,8 @@ def test_wrong_arguments(refused, args, said):
 def test_help_and_argument_errors_import_nothing_heavy():
     for argument, code in (("--help", 0), ("--unknown", 2)):
         python = launcher_command("python", 1)[0]
-        done = subprocess.run([python, "-X", "importtime", "real_model_example.py", argument], cwd=PROJECT, capture_output=True, text=True)
+        command = [python, "-X", "importtime", "real_model_example.py", argument]
+        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
         assert done.returncode == code
         imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
         assert not imported & {"torch", "numpy", "transformers", "datasets", "deepspeed"}
@@ -74,7 +75,7 @@ def test_fp16_on_a_cpu(refused):
 
 
 def test_fewer_gpus_than_ranks(script):
-    done = script("gpus:1", launcher="torchrun", ranks=2, program=FAULT, ok=False, timeout=60)
+    done = script(launcher="torchrun", ranks=2, program=FAULT, env={"FAULT": "gpus:1"}, ok=False, timeout=60)
     assert done.code != 0
     assert "2 ranks were started on this node, but only 1 GPU(s) are visible" in done.error
 
@@ -83,25 +84,25 @@ def test_fewer_gpus_than_ranks(script):
 
 
 def test_missing_model_folder(refused):
-    assert "no such folder" in refused("--model", "./no/such/model")
+    assert "no such folder" in refused("--model", "./no/such/model", seconds=5)
 
 
 def test_folder_that_is_no_model(refused, tmp_path):
-    assert "config.json" in refused("--model", tmp_path)
+    assert "config.json" in refused("--model", tmp_path, seconds=5)
 
 
 def test_model_that_is_no_causal_language_model(refused, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    assert "no causal language model" in refused("--model", tmp_path)
+    assert "no causal language model" in refused("--model", tmp_path, "--dataset", "pydocs")
 
 
 def test_model_without_weights(refused, llama, tmp_path):
     for file in llama.iterdir():
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert "cannot be loaded" in refused("--model", tmp_path)
+    assert "cannot be loaded" in refused("--model", tmp_path, "--dataset", "pydocs")
     # On two ranks one line, too, although both fail.
-    assert "cannot be loaded" in refused("--model", tmp_path, launcher="torchrun", ranks=2)
+    assert "cannot be loaded" in refused("--model", tmp_path, "--dataset", "pydocs", launcher="torchrun", ranks=2)
 
 
 # ------------------------------------------------------------------------------------------------ the hub
@@ -225,7 +226,7 @@ def test_broken_json_is_located(refused, ds_config):
     (["--lr", "0.1"], {"optimizer": {"type": "AdamW", "params": {"lr": 0.2}}}, ["--lr 0.1", "optimizer.params.lr 0.2"]),
     (["--max_grad_norm", "2"], {"gradient_clipping": 1.0}, ["--max_grad_norm 2.0", "gradient_clipping 1.0"]),
     (["--precision", "fp32"], {"bf16": {"enabled": True}}, ["--precision fp32", "bf16"]),
-    (["--warmup_steps", "3"], {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, ["--warmup_steps", "WarmupLR"]),
+    (["--warmup_steps", "3"], {"scheduler": {"type": "WarmupLR", "params": {}}}, ["--warmup_steps", "WarmupLR"]),
     ([], {"train_batch_size": 12}, ["train_batch_size 12", "--batch_size 4"]),
     ([], {"train_micro_batch_size_per_gpu": -1}, ["train_micro_batch_size_per_gpu"]),
 ])  # fmt: skip

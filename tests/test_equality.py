@@ -45,7 +45,8 @@ def test_two_ranks_with_accumulation_equal_one_process_in_fp32(fp32_run, referen
 @pytest.mark.parametrize("batch_size, accumulation, ranks", [(4, 2, 1), (4, 1, 2)])
 def test_other_splits_of_the_global_batch_give_the_same_curve(script, reference, batch_size, accumulation, ranks):
     launcher = "torchrun" if ranks > 1 else "python"
-    run = script(*FP32, "--batch_size", batch_size, "--gradient_accumulation_steps", accumulation, launcher=launcher, ranks=ranks)
+    split = ["--batch_size", batch_size, "--gradient_accumulation_steps", accumulation]
+    run = script(*FP32, *split, launcher=launcher, ranks=ranks)
     assert_close(run.losses, reference.losses, 1e-4)
 
 

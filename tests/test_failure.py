@@ -1,6 +1,5 @@
 """A rank that fails in the middle ends the whole run, and the first error is the one that is shown."""
 
-import os
 import signal
 import time
 
@@ -18,9 +17,8 @@ WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval"]
 def test_crash_of_one_rank_ends_all(script, request, strategy, rank, launcher):
     if launcher == "srun":
         request.getfixturevalue("slurm")
-    # Without --kill-on-bad-exit, as a user may write it, Slurm itself would let the other rank wait.
-    os.environ.pop("SLURM_KILL_BAD_EXIT", None)
-    run = script(f"crash:{rank}:3", *WORK, "--strategy", strategy, launcher=launcher, ranks=2, program=FAULT, ok=False, timeout=60)
+    run = script(*WORK, "--strategy", strategy, launcher=launcher, ranks=2, program=FAULT,
+                 env={"FAULT": f"crash:{rank}:3"}, ok=False, timeout=60)  # fmt: skip
     assert run.code != 0
     assert "a planted crash" in run.error and f"rank {rank}" in run.error
     assert run.results["status"] == "failed"
@@ -29,8 +27,9 @@ def test_crash_of_one_rank_ends_all(script, request, strategy, rank, launcher):
 
 
 def test_srun_without_kill_on_bad_exit_ends_too(slurm, tmp_path):
+    """Without that option Slurm itself lets the other ranks wait for the one that is gone."""
     command = [part for part in launcher_command("srun", 2) if not part.startswith("--kill")]
-    process = start([*command, FAULT, "crash:1:3", *WORK, "--output_dir", tmp_path / "out"])
+    process = start([*command, FAULT, *WORK, "--output_dir", tmp_path / "out"], env={"FAULT": "crash:1:3"})
     out, err = finish(process, 60)
     assert process.returncode != 0
     assert (out + err).count("❌") == 1 and "a planted crash" in out + err
@@ -53,7 +52,7 @@ def test_killed_rank_ends_all_within_30_seconds(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2", "infinity"])
 def test_loss_that_is_not_finite_stops_the_run(script, strategy):
-    run = script("nan:4", *WORK, "--strategy", strategy, program=FAULT, ok=False)
+    run = script(*WORK, "--strategy", strategy, program=FAULT, env={"FAULT": "nan:4"}, ok=False)
     assert run.code == 1
     assert "The loss is nan" in run.error
     assert run.results["status"] == "failed"

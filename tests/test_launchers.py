@@ -19,7 +19,8 @@ def check(run, strategy, ranks):
 # torchrun × 2 with every strategy is in test_equality.py.
 @pytest.mark.parametrize("launcher, ranks, strategy", [
     ("python", 1, "infinity"), ("python", 1, "fsdp"), ("deepspeed", 2, "zero3"), ("deepspeed", 2, "dp"),
-    ("accelerate", 1, "zero1"), ("accelerate", 2, "fsdp"), ("accelerate", 2, "offload"), ("srun", 2, "zero2"), ("srun", 2, "dp"),
+    ("accelerate", 1, "zero1"), ("accelerate", 2, "fsdp"), ("accelerate", 2, "offload"), ("srun", 2, "zero2"),
+    ("srun", 2, "dp"),
 ])  # fmt: skip
 def test_launcher(script, request, launcher, ranks, strategy):
     if launcher == "srun":
@@ -52,8 +53,8 @@ def test_twenty_zero3_runs_end_with_exit_code_0(script):
     assert codes == [0] * 20
 
 
-def test_zero3_and_infinity_end_cleanly_three_times(script):
-    for strategy in ("zero3", "infinity", "zero3"):
+def test_zero3_ends_cleanly_twice_more(script):
+    for strategy in ("zero3", "zero3"):
         assert script(*WORK, "--strategy", strategy, launcher="torchrun", ranks=2, ok=False).code == 0
     assert descendants_of_test() == []
 

@@ -1,0 +1,86 @@
+"""Models: the embedded one, other architectures, random weights, options of the forward pass."""
+
+import pytest
+from conftest import assert_close
+
+WORK = ["--seq_length", "64", "--num_samples", "12", "--batch_size", "2", "--precision", "fp32", "--dropout", "0", "--no_eval"]
+TWO = {"launcher": "torchrun", "ranks": 2}
+
+
+def test_llama_trains_alike_under_dp_zero3_and_fsdp(script, llama, text_file):
+    work = ["--model", llama, "--dataset", text_file, *WORK, "--lr", "1e-3"]
+    plain = script(*work, "--batch_size", "4")
+    assert plain.losses[-1] < plain.losses[0]
+    for strategy in ("dp", "zero3", "fsdp"):
+        assert_close(script(*work, "--strategy", strategy, **TWO).losses, plain.losses, 1e-4)
+
+
+def test_random_weights_come_from_the_seed_and_are_the_same_for_every_strategy(script, llama, text_file):
+    work = ["--model", llama, "--from_scratch", "--dataset", text_file, *WORK]
+    plain = script(*work, "--batch_size", "4")
+    assert_close(script(*work, "--strategy", "zero3", **TWO).losses, plain.losses, 1e-4)
+    assert_close(script(*work, "--strategy", "fsdp", **TWO).losses, plain.losses, 1e-4)
+    assert script(*work, "--batch_size", "4", "--seed", "7").losses[0] != plain.losses[0]
+
+
+def test_gpt2_architecture_needs_no_hub_from_scratch(script):
+    env = {"HF_HUB_OFFLINE": "1"}
+    run = script("--model", "gpt2", "--from_scratch", "--dataset", "pydocs", "--seq_length", "16", "--max_steps", "1",
+                 "--batch_size", "1", "--no_eval", "--precision", "fp32", env=env)  # fmt: skip
+    assert "124,439,808 parameters" in run.out
+    assert "embedded" in run.out  # it says which tokenizer it took instead
+    assert run.losses[0] == pytest.approx(10.9, abs=0.3)  # ln 50257 = 10.8
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero3", "fsdp"])
+def test_gradient_checkpointing_changes_no_loss(script, strategy):
+    plain = script(*WORK, "--strategy", strategy)
+    assert_close(script(*WORK, "--strategy", strategy, "--gradient_checkpointing").losses, plain.losses, 1e-5)
+
+
+def test_compile_changes_no_loss(script):
+    assert_close(script(*WORK, "--compile", "--max_steps", "3").losses[:1], script(*WORK).losses[:1], 1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"])
+def test_compile_under_every_strategy(script, strategy):
+    plain = script(*WORK, "--strategy", strategy, **TWO)
+    compiled = script(*WORK, "--strategy", strategy, "--compile", **TWO, timeout=600)
+    assert_close(compiled.losses, plain.losses, 1e-4)
+
+
+def test_embeddings_grow_only_when_the_tokenizer_needs_it(script, llama, text_file, tmp_path):
+    from transformers import AutoTokenizer
+
+    for file in llama.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens(["<|user|>", "<|assistant|>", *(f"<|{i}|>" for i in range(60))])
+    tokenizer.save_pretrained(tmp_path)
+    assert len(tokenizer) > 300
+    base = script("--model", llama, "--dataset", text_file, *WORK)
+    assert "enlarged" not in base.out
+    grown = script("--model", tmp_path, "--dataset", text_file, *WORK)
+    assert "enlarged" in grown.out
+    assert grown.results["parameters"] == base.results["parameters"] + 2 * 64 * (len(tokenizer) - 300)
+    assert_close(script("--model", tmp_path, "--dataset", text_file, *WORK, "--strategy", "zero3").losses, grown.losses, 1e-4)
+
+
+def test_dropout_draws_its_own_numbers_on_every_rank_and_repeats_with_the_seed(script):
+    work = ["--seq_length", "32", "--num_samples", "8", "--batch_size", "2", "--no_eval", "--precision", "fp32"]
+    without = script(*work, **TWO).losses
+    with_dropout = script(*work, "--dropout", "0.3", **TWO).losses
+    assert with_dropout[0] != without[0]
+    assert script(*work, "--dropout", "0.3", **TWO).losses == pytest.approx(with_dropout, rel=1e-5)
+
+
+@pytest.mark.parametrize("scheduler, rates", [
+    ("constant", [0.5e-3, 1e-3, 1e-3, 1e-3, 1e-3]),
+    ("linear", [0.5e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3]),
+    ("cosine", [0.5e-3, 1e-3, 0.853553e-3, 0.5e-3, 0.146447e-3]),
+])  # fmt: skip
+def test_schedule_with_warm_up(script, scheduler, rates):
+    run = script("--seq_length", "32", "--max_steps", "5", "--batch_size", "1", "--lr", "1e-3", "--warmup_steps", "1",
+                 "--lr_scheduler", scheduler, "--no_eval")  # fmt: skip
+    assert [record["lr"] for record in run.metrics] == pytest.approx(rates, rel=1e-4)
