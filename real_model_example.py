@@ -93,8 +93,7 @@ def setup_distributed(args, launch) -> Run:
 def load_model_and_tokenizer(args, run: Run, precision: str):
     """Find the model and bring its weights to where the strategy wants them.
 
-    dp, zero1, zero2 and offload hold a whole copy per rank. zero3 and infinity split each weight among the ranks
-    while loading. For fsdp rank 0 alone loads and hands out the shards.
+    dp, zero1, zero2 and offload hold a whole copy per rank; zero3, infinity and fsdp split it while loading.
     Returns:
         The model, its tokenizer, and its blueprint (sizes, configuration).
     """
@@ -111,6 +110,8 @@ def load_model_and_tokenizer(args, run: Run, precision: str):
         configure_deepspeed(args, run, precision, blueprint)
     if args.strategy == "fsdp":
         model = shard_with_fsdp(blueprint, run, args, precision)
+    elif args.strategy in ("zero3", "infinity"):
+        model = shard_with_zero3(blueprint, run, args, precision)
     else:
         model = blueprint.load(run)
     if args.gradient_checkpointing:
@@ -123,7 +124,7 @@ def load_model_and_tokenizer(args, run: Run, precision: str):
 
 
 def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Blueprint) -> None:
-    """Complete DeepSpeed's JSON for this model and device; under ZeRO-3 let transformers shard while it loads."""
+    """Complete DeepSpeed's JSON for this model and device."""
     import deepspeed
 
     if not args.verbose:
@@ -151,11 +152,6 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Bluepr
         world_size=run.world_size,
         nvme_folder=args.nvme_folder,
     )
-    if args.ds_config_dict["zero_optimization"]["stage"] == 3:
-        from transformers.integrations import HfDeepSpeedConfig
-
-        # from_pretrained looks for this object, and finds it only while somebody holds it.
-        blueprint.sharding = HfDeepSpeedConfig(args.ds_config_dict)
 
 
 def prepare_dataset(args, run: Run, tokenizer) -> tuple[data.TokenFile, data.TokenFile, dict]:
@@ -235,6 +231,33 @@ def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args, precision: str)
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
     return sharded
+
+
+class OneByOne(nn.Module):
+    """Shows DeepSpeed a model's parameters one after the other, each copied into memory only when its turn comes."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.whole, self.dtype = model, dtype
+
+    def parameters(self, recurse: bool = True):
+        for parameter in self.whole.parameters(recurse):
+            parameter.data = parameter.data.to(self.dtype, copy=True)
+            yield parameter
+
+
+def shard_with_zero3(blueprint: models.Blueprint, run: Run, args, precision: str) -> nn.Module:
+    """Split every parameter over the ranks as it is read (infinity: and write this rank's part to NVMe).
+
+    Loading only maps the weights file. A parameter is in memory from its copy here until DeepSpeed has taken this
+    rank's part of it, so that no rank ever holds more than its own part and one whole parameter.
+    """
+    import deepspeed
+
+    model = blueprint.load(run, dtype="auto")  # in the file's own type: converting here would copy the whole model
+    with quiet(args.verbose):
+        deepspeed.zero.Init(module=OneByOne(model, DTYPES[precision]), config_dict_or_path=args.ds_config_dict)
+    return model
 
 
 def initialize_deepspeed(model: nn.Module, args, run: Run):

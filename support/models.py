@@ -43,7 +43,6 @@ class Blueprint:
         matmul_parameters: those that take part in matrix multiplications.
         largest_parameter: elements of the largest one.
         tied: the output layer shares the input embedding's weights.
-        sharding: DeepSpeed's ZeRO-3 configuration while it must stay alive, else None.
     """
 
     config: transformers.PretrainedConfig
@@ -53,7 +52,6 @@ class Blueprint:
     matmul_parameters: int = 0
     largest_parameter: int = 0
     tied: bool = False
-    sharding: object = None
 
     def __post_init__(self):
         model = self.on_meta_device()
@@ -74,31 +72,31 @@ class Blueprint:
     def on_meta_device(self) -> nn.Module:
         """The model with shapes and no memory."""
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.config)
+            return AutoModelForCausalLM.from_config(self.config, **as_dtype(torch.float32))
 
-    def load(self, run: Run) -> nn.Module:
-        """The model with its weights, in fp32; split among the ranks while loading if `sharding` is set."""
-        model, info = from_folder(self.weights, self.config)
-        if info["missing_keys"] and self.sharding is None:
+    def load(self, run: Run, dtype: torch.dtype | str = torch.float32) -> nn.Module:
+        """The model with its weights, on the CPU. With dtype "auto" they are only mapped from the file, not copied."""
+        model, info = from_folder(self.weights, self.config, dtype)
+        if info["missing_keys"]:
             names = ", ".join(sorted(info["missing_keys"])[:3]) + (" …" if len(info["missing_keys"]) > 3 else "")
             run.warn(f"The checkpoint has no weights for {names}: they start random.")
         return model
 
 
-def from_folder(folder: str, config) -> tuple[nn.Module, dict]:
-    """`from_pretrained` in fp32, with errors of one line. Attention is SDPA wherever the model has it."""
+def from_folder(folder: str, config, dtype: torch.dtype | str = torch.float32) -> tuple[nn.Module, dict]:
+    """`from_pretrained` with errors of one line. Attention is SDPA wherever the model has it."""
     try:
         return AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True, local_files_only=True, **in_fp32()
+            folder, config=config, output_loading_info=True, local_files_only=True, **as_dtype(dtype)
         )
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--model: the weights in {folder} cannot be loaded: {first_line(error)}") from error
 
 
-def in_fp32() -> dict:
-    """The keyword argument that asks for fp32 weights; its name changed in transformers 4.56."""
+def as_dtype(dtype: torch.dtype | str) -> dict:
+    """The keyword argument for the type of the weights; its name changed in transformers 4.56."""
     name = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"
-    return {name: torch.float32}
+    return {name: dtype}
 
 
 def first_line(error: BaseException) -> str:
@@ -232,7 +230,7 @@ def gpt2_config(layers: int, heads: int, width: int, *, vocab_size: int, positio
 def draw_weights(config, seed: int, run: Run) -> str:
     """Initialise a model from the seed and save it to a temporary folder, removed when the run ends."""
     torch.manual_seed(seed)
-    return _save_temporarily(AutoModelForCausalLM.from_config(config, **in_fp32()), run)
+    return _save_temporarily(AutoModelForCausalLM.from_config(config, **as_dtype(torch.float32)), run)
 
 
 def grow_vocabulary(folder: str, config, entries: int, seed: int, run: Run) -> str:

@@ -160,7 +160,7 @@ def tiny_tokenizer(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory, tiny_tokenizer) -> Path:
-    """A small checkpoint of Llama's architecture: grouped-query attention, untied embeddings, rotary positions."""
+    """A small checkpoint of Llama's architecture: grouped-query attention, untied embeddings, rotary positions, bf16."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -170,7 +170,7 @@ def llama(tmp_path_factory, tiny_tokenizer) -> Path:
         vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for file in tiny_tokenizer.iterdir():
         shutil.copy(file, folder)
     return folder

@@ -16,7 +16,7 @@ def expected(llama, text_file):
     total = len(ids) // SEQ_LENGTH
     held_out = total // 10
     blocks = np.array(ids[: total * SEQ_LENGTH]).reshape(total, SEQ_LENGTH)[total - held_out :][:BLOCKS]
-    model = AutoModelForCausalLM.from_pretrained(llama).eval()
+    model = AutoModelForCausalLM.from_pretrained(llama).float().eval()
     with torch.no_grad():  # all blocks have the same number of targets, so the mean of their means is the token mean
         return np.mean([model(input_ids=row, labels=row).loss.item() for row in torch.tensor(blocks)[:, None]])
 
