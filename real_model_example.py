@@ -38,6 +38,7 @@ import contextlib
 import io
 import logging
 import math
+import os
 import signal
 import time
 import warnings
@@ -53,7 +54,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from support import data, memory, models, reporting
-from support.config import EMBEDDED_MODEL, complete_ds_config
+from support.config import EMBEDDED_MODEL, complete_ds_config, lookup
 from support.distributed import Run, describe_difference, open_store
 from support.errors import TrainingError, UserError
 from support.launch import exit_before_start, keep_freed_memory
@@ -80,6 +81,10 @@ def setup_distributed(args, launch) -> Run:
     if launch.world_size > 1:
         run.store = open_store(launch)
         run.watch_for_failures()
+        run.nodes = sum(run.gather(launch.is_node_leader))
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    if device.type == "cuda":
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the number of the GPU
 
     torch.set_float32_matmul_precision("high")  # TF32 tensor cores for fp32 on GPUs that have them
     if args.deterministic:
@@ -90,13 +95,8 @@ def setup_distributed(args, launch) -> Run:
 # ============================================================================================ model and data
 
 
-def load_model_and_tokenizer(args, run: Run, precision: str):
-    """Find the model and bring its weights to where the strategy wants them.
-
-    dp, zero1, zero2 and offload hold a whole copy per rank; zero3, infinity and fsdp split it while loading.
-    Returns:
-        The model, its tokenizer, and its blueprint (sizes, configuration).
-    """
+def find_model(args, run: Run) -> models.Blueprint:
+    """Find the model, its sizes and its tokenizer, without loading any weights."""
     blueprint = models.find_model(args, run)
     limit = models.max_positions(blueprint.config)
     if args.seq_length is None:
@@ -105,7 +105,14 @@ def load_model_and_tokenizer(args, run: Run, precision: str):
         raise UserError(f"--seq_length {args.seq_length} is more than the {limit} positions of {args.model}.")
     run.say(f"🚀 Fine-tuning {args.model} ({reporting.human_count(blueprint.parameters)} parameters)")
     run.say(f"📋 Strategy: {args.strategy.upper()}")
+    return blueprint
 
+
+def load_model_and_tokenizer(args, run: Run, precision: str, blueprint: models.Blueprint):
+    """Bring the weights to where the strategy wants them.
+
+    dp, zero1, zero2 and offload hold a whole copy per rank; zero3, infinity and fsdp split it while loading.
+    """
     if args.ds_config_dict:
         configure_deepspeed(args, run, precision, blueprint)
     if args.strategy == "fsdp":
@@ -120,7 +127,7 @@ def load_model_and_tokenizer(args, run: Run, precision: str):
     run.clean_up(blueprint.weights)
     torch.manual_seed(args.seed + run.rank)  # from here on only dropout draws, and each rank its own
     run.say(f"✅ Model loaded: {blueprint.parameters:,} parameters ({blueprint.parameters / 1e6:.1f}M)")
-    return model, blueprint.tokenizer, blueprint
+    return model, blueprint.tokenizer
 
 
 def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Blueprint) -> None:
@@ -131,7 +138,8 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Bluepr
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with quiet(args.verbose):
         deepspeed.init_distributed(dist_backend=run.backend)  # takes over the process group that is there
-    if args.strategy == "infinity":
+    zero = args.ds_config_dict["zero_optimization"]
+    if "nvme" in (lookup(zero, "offload_optimizer.device"), lookup(zero, "offload_param.device")):
         preflight.check_async_io()
 
         def make_folder() -> str:
@@ -163,7 +171,7 @@ def prepare_dataset(args, run: Run, tokenizer) -> tuple[data.TokenFile, data.Tok
 
     def tokenize() -> dict:
         source = data.open_source(args.dataset, args.dataset_config, args.text_column)
-        return data.tokenize_once(source, tokenizer, models.cache_folder(args.cache_dir))
+        return data.tokenize_once(source, tokenizer, models.cache_folder(args.cache_dir), run.temporary)
 
     prepared = run.once_per_node("dataset", tokenize)
     describe_difference(run.gather((prepared["sha256"], prepared["splits"])), "The text of the dataset")
@@ -200,7 +208,10 @@ def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
     if run.world_size == 1:
         return model
     return DistributedDataParallel(
-        model, device_ids=[run.device.index] if run.device.type == "cuda" else None, gradient_as_bucket_view=True
+        model,
+        device_ids=[run.device.index] if run.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # gradients live in the buckets that are communicated, not beside them
+        broadcast_buffers=False,  # masks and rotary frequencies: the same on every rank, and never changed
     )
 
 
@@ -224,7 +235,7 @@ def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args, precision: str)
 
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(sharded, whole.state_dict() if run.is_main else {}, options=options)
     for name, buffer in sharded.named_buffers():  # rotary frequencies and the like are in no state dict
         if run.is_main:
@@ -257,6 +268,8 @@ def shard_with_zero3(blueprint: models.Blueprint, run: Run, args, precision: str
     model = blueprint.load(run, dtype="auto")  # in the file's own type: converting here would copy the whole model
     with quiet(args.verbose):
         deepspeed.zero.Init(module=OneByOne(model, DTYPES[precision]), config_dict_or_path=args.ds_config_dict)
+    for buffer in model.buffers():  # they are not split, and DeepSpeed leaves them where they are
+        buffer.data = buffer.data.to(run.device)
     return model
 
 
@@ -344,7 +357,7 @@ def gradient_sync(model: nn.Module, needed: bool):
         yield
 
 
-def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tensor) -> None:
+def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tensor, scaler=None) -> None:
     """Let the coming update do nothing if the loss is not finite, now or before, without asking the GPU.
 
     `if not loss.isfinite()` would make the host wait for the GPU at every step. Torch's fused AdamW reads such a flag
@@ -352,10 +365,11 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
     """
     held_back.logical_or_(~torch.isfinite(loss))
     base = getattr(optimizer, "optimizer", optimizer)  # inside DeepSpeed's wrapper
-    if isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused"):
+    scaling = scaler is not None and scaler.is_enabled()
+    if isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and not scaling:
         base.found_inf = held_back.float()
     elif held_back.item():
-        # DeepSpeed's CPU Adam has no such flag; its gradients have come to the host, so there is no wait to save.
+        # GradScaler and DeepSpeed's CPU Adam wait for the GPU at every step anyway, so there is nothing to save.
         raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a lower --lr.")
 
 
@@ -391,8 +405,7 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, args, run, pr
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
-        if not scaler.is_enabled():
-            hold_back_if_not_finite(optimizer, loss_of_step, held_back)
+        hold_back_if_not_finite(optimizer, loss_of_step, held_back, scaler)
         scaler.step(optimizer)  # without loss scaling (fp32, bf16) just optimizer.step()
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -460,7 +473,7 @@ def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) 
     """
     model.eval()
     limit = args.eval_samples or args.num_samples or validation.blocks
-    order = data.np.arange(min(limit, validation.blocks))
+    order = range(min(limit, validation.blocks))
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     batches = data.windows(validation, order, args.batch_size, 1, run.rank, run.world_size)
     for [(inputs, labels)] in data.prefetch(batches, run.device):
@@ -477,15 +490,17 @@ def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) 
 
 def new_output_dir(args, run: Run) -> Path:
     """The folder of results.json: as named, or a new one that rank 0 names for all."""
-    name = [args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"]
-    dist.broadcast_object_list(name, src=0)
-    folder = Path(name[0])
-    try:
-        if run.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output_dir {folder} cannot be created: {error.strerror}.") from error
-    return folder
+    name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run.is_main:
+        while not args.output_dir and Path(name).exists():  # two runs in one second
+            name += "x"
+        try:
+            Path(name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output_dir {name} cannot be created: {error.strerror}.") from error
+    names = [name]
+    dist.broadcast_object_list(names, src=0)
+    return Path(names[0])
 
 
 def wrap(model, args, run: Run):
@@ -563,9 +578,11 @@ def train_one_model(args, run: Run):
     })  # fmt: skip
     footprint = memory.Phases(run.device)
 
-    model, tokenizer, blueprint = load_model_and_tokenizer(args, run, precision)
+    # The data comes before the weights: what is wrong with it shows in seconds, however large the model is.
+    blueprint = find_model(args, run)
+    train, validation, dataset = prepare_dataset(args, run, blueprint.tokenizer)
+    model, _tokenizer = load_model_and_tokenizer(args, run, precision, blueprint)
     footprint.note("model_loaded")
-    train, validation, dataset = prepare_dataset(args, run, tokenizer)
     run.say(f"✅ Dataset ready: {train.blocks:,} samples")
     results.update(
         parameters=blueprint.parameters, trainable_parameters=blueprint.parameters, seq_length=args.seq_length, dataset=dataset

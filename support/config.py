@@ -61,6 +61,7 @@ def _number(convert, low, what, exclusive=False):
 
 positive_int = _number(int, 1, "a whole number of 1 or more")
 natural_int = _number(int, 0, "a whole number of 0 or more")
+block_length = _number(int, 2, "a whole number of 2 or more (a block holds a token and its successor)")
 positive_float = _number(float, 0, "a number above 0", exclusive=True)
 natural_float = _number(float, 0, "a number of 0 or more")
 
@@ -102,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
                           "dataset (default: pydocs for tiny-gpt2, else wikitext)")
     add("--dataset_config", help="configuration name of a hub dataset")
     add("--text_column", default="text", help="column or key that holds the text (default: %(default)s)")
-    add("--seq_length", type=positive_int, help="tokens in a block (default: 256 for tiny-gpt2, else 512, or as many "
+    add("--seq_length", type=block_length, help="tokens in a block (default: 256 for tiny-gpt2, else 512, or as many "
                                                 "as the model has positions)")
     add("--num_samples", type=positive_int, help="train on this many blocks in total, over all ranks (default: all)")
     add("--cache_dir", help="where tokenised data is kept (default: distributed_training under HF_HOME, else "
@@ -277,6 +278,11 @@ def reconcile(args, config: dict, file: str) -> dict:
     if stage != STAGES[args.strategy]:
         raise UserError(f"{file} has zero_optimization.stage {stage}, but --strategy {args.strategy} is stage "
                         f"{STAGES[args.strategy]}: change one of them.")  # fmt: skip
+    for key in ("optimizer", "optimizer.params", "scheduler", "scheduler.params", "bf16", "fp16"):
+        parent, _, name = key.rpartition(".")
+        section = lookup(config, parent) if parent else config
+        if isinstance(section, dict) and name in section and not isinstance(section[name], dict):
+            raise UserError(f"{file}: {key} must be an object, {{ … }}, and is {json.dumps(section[name])}.")
     optimizer_on = lookup(config, "zero_optimization.offload_optimizer.device")
     wanted = {"offload": "cpu", "infinity": "nvme"}.get(args.strategy)
     if wanted and optimizer_on != wanted:
@@ -290,33 +296,39 @@ def reconcile(args, config: dict, file: str) -> dict:
         config["optimizer"] = {"type": "AdamW", "params": params}
         if not optimizer_on or optimizer_on == "none":
             params.update(torch_adam=True, fused=True)
+    accumulation_is_open = (
+        "gradient_accumulation_steps" not in args.given and config.get("gradient_accumulation_steps") in (None, AUTO)
+    )
     for key, flag in FLAG_OF_KEY.items():
         value, given = lookup(config, key), flag in args.given
         if flag == "nvme_path" and (value is None or lookup(config, key.rsplit(".", 1)[0] + ".device") != "nvme"):
             continue
         if value in (None, AUTO):
             _put(config, key, getattr(args, flag))
-        elif given and value != getattr(args, flag):
-            raise UserError(f"--{flag} {getattr(args, flag)} contradicts {key} {value} in {file}: change one of them.")
+        elif (wanted := _as_flag(flag, key, value, file)) == getattr(args, flag) or not given:
+            setattr(args, flag, wanted)
         else:
-            _adopt(args, flag, key, value, file)
-    _reconcile_total_batch(args, config, file)
+            raise UserError(f"--{flag} {getattr(args, flag)} contradicts {key} {value} in {file}: change one of them.")
+    _reconcile_total_batch(args, config, accumulation_is_open, file)
     _reconcile_precision(args, config, file)
     _reconcile_scheduler(args, config, file)
     return config
 
 
-def _adopt(args, flag: str, key: str, value, file: str) -> None:
-    """Give a flag the file's value, checked as the command line's would be."""
+def _as_flag(flag: str, key: str, value, file: str):
+    """The file's value as the flag would have it, checked as on the command line."""
     action = next(action for action in build_parser()._actions if action.dest == flag)
     try:
-        setattr(args, flag, action.type(str(value)) if action.type else str(value))
+        return action.type(str(value)) if action.type else str(value)
     except argparse.ArgumentTypeError as error:
         raise UserError(f"{file}: {key}: {error}.") from error
 
 
-def _reconcile_total_batch(args, config: dict, file: str) -> None:
+def _reconcile_total_batch(args, config: dict, accumulation_is_open: bool, file: str) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    wanted, at_once = config.get("train_batch_size"), args.batch_size * world_size
+    if accumulation_is_open and isinstance(wanted, int) and wanted >= at_once and wanted % at_once == 0:
+        args.gradient_accumulation_steps = config["gradient_accumulation_steps"] = wanted // at_once
     product = args.batch_size * args.gradient_accumulation_steps * world_size
     total = config.get("train_batch_size", AUTO)
     if total not in (AUTO, product):

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,7 @@ def open_source(dataset: str, config: str | None, text_column: str) -> Source:
         return _open_files(Path(dataset).expanduser(), dataset, text_column)
     if dataset == "wikitext":  # the hub's short name for it no longer loads with `datasets` 5
         return _open_hub("wikitext", "Salesforce/wikitext", config or "wikitext-2-raw-v1", text_column, split_articles)
-    return _open_hub(dataset, dataset, config, text_column, lambda rows: ([row] for row in rows))
+    return _open_hub(dataset, dataset, config, text_column, split_rows)
 
 
 def _open_pydocs() -> Source:
@@ -125,14 +126,19 @@ def _read_text(file: Path) -> Iterator[str]:
 
 def _text_of(row, text_column: str, where: str) -> str:
     if isinstance(row, str):
-        return row
+        row = {text_column: row}
     if not isinstance(row, dict):
         raise UserError(f"{where}: neither a text nor an object with the key {text_column!r}.")
     if text_column not in row:
         raise UserError(f"{where}: no {text_column!r}; there is {', '.join(map(str, row)) or 'nothing'}: use --text_column.")
-    if not isinstance(row[text_column], str):
+    text = "" if row[text_column] is None else row[text_column]  # a null is an empty document
+    if not isinstance(text, str):
         raise UserError(f"{where}: {text_column!r} is not a text.")
-    return row[text_column]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: {text_column!r} holds half of a surrogate pair, which is no text.") from error
+    return text
 
 
 def _read_jsonl(file: Path, text_column: str) -> Iterator[str]:
@@ -162,8 +168,11 @@ def _read_csv(file: Path, text_column: str) -> Iterator[str]:
     csv.field_size_limit(1 << 30)  # the default is 128 kB, less than a long document
     with open(file, encoding="utf-8-sig", newline="") as stream:
         rows = csv.DictReader(stream)
-        for row in rows:
-            yield _text_of(row, text_column, f"{file}, line {rows.line_num}")
+        try:
+            for row in rows:
+                yield _text_of(row, text_column, f"{file}, line {rows.line_num}")
+        except csv.Error as error:
+            raise UserError(f"{file}, line {rows.line_num}: {error}.") from error
 
 
 def _read_parquet(file: Path, text_column: str) -> Iterator[str]:
@@ -196,7 +205,7 @@ def _open_hub(name: str, repository: str, config: str | None, text_column: str, 
     columns = corpus["train"].column_names
     if text_column not in columns:
         raise UserError(f"--dataset {name}: no column {text_column!r}; there is {', '.join(columns)}: use --text_column.")
-    digest = hashlib.sha256(f"{text_column}\0{config}".encode())
+    digest = hashlib.sha256(f"{text_column}\0{config}\0{grouped.__name__}".encode())
     splits = {"train": corpus["train"]}
     if "validation" in corpus:
         splits["validation"] = corpus["validation"]
@@ -204,10 +213,17 @@ def _open_hub(name: str, repository: str, config: str | None, text_column: str, 
         for file in sorted(entry["filename"] for entry in split.cache_files):
             digest.update(_file_digest(Path(file)))
 
-    def stream(split):
-        return lambda: grouped(row for batch in split.iter(batch_size=1000) for row in batch[text_column] if row)
+    def documents(split) -> Documents:
+        rows = (row for batch in split.iter(batch_size=1000) for row in batch[text_column])
+        where = f"--dataset {name}"
+        return grouped(_text_of({text_column: row}, text_column, f"{where}, row {i}") for i, row in enumerate(rows))
 
-    return Source(name, digest.hexdigest(), {split: stream(rows) for split, rows in splits.items()})
+    return Source(name, digest.hexdigest(), {name: partial(documents, split) for name, split in splits.items()})
+
+
+def split_rows(rows: Iterable[str]) -> Documents:
+    """Each row is a document."""
+    return ([row] for row in rows)
 
 
 def split_articles(rows: Iterable[str]) -> Documents:
@@ -254,13 +270,14 @@ class TokenFile:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def tokenize_once(source: Source, tokenizer, cache_dir: Path) -> dict:
+def tokenize_once(source: Source, tokenizer, cache_dir: Path, temporary: list[str]) -> dict:
     """Tokenise a corpus, or find it in the cache from an earlier run.
 
     Args:
         source: the corpus.
         tokenizer: a Hugging Face tokenizer.
         cache_dir: where tokenised corpora are kept.
+        temporary: gets the folder that is written to, for removal if the run ends meanwhile.
     Returns:
         {folder, dtype, sha256 of the text, splits: {name: tokens}}; JSON.
     Raises:
@@ -272,6 +289,7 @@ def tokenize_once(source: Source, tokenizer, cache_dir: Path) -> dict:
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
             beside = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache_dir))
+            temporary.append(str(beside))
         except OSError as error:
             raise UserError(f"The cache {cache_dir} cannot be written ({error.strerror}): use --cache_dir.") from error
         try:
@@ -338,16 +356,18 @@ def _token_batches(documents: Documents, tokenizer, digest) -> Iterator[list[int
 def _pieces(document: Iterable[str]) -> Iterator[str]:
     """Join and cut a document into pieces of at most PIECE_CHARACTERS, so that the cuts change no token.
 
-    A cut goes in front of a line end that follows a visible character: common tokenisers start a new token there.
+    A cut goes between a single line end and a letter: the byte-level tokenisers (GPT-2, Llama 3, Qwen) never join
+    these two. Where a piece has no such place it is cut anywhere; one token in ten thousand may differ.
     """
     text = ""
     for chunk in document:
-        text += chunk
-        while len(text) > PIECE_CHARACTERS:
-            good = [match.start() + 1 for match in re.finditer(r"\S\r?\n", text[:PIECE_CHARACTERS])]
-            cut = good[-1] if good else PIECE_CHARACTERS
-            yield text[:cut]
-            text = text[cut:]
+        for start in range(0, len(chunk), PIECE_CHARACTERS):
+            text += chunk[start : start + PIECE_CHARACTERS]
+            while len(text) > PIECE_CHARACTERS:
+                good = [match.end() for match in re.finditer(r"\S\r?\n(?=[^\W\d_])", text[:PIECE_CHARACTERS])]
+                cut = good[-1] if good else PIECE_CHARACTERS
+                yield text[:cut]
+                text = text[cut:]
     if text:
         yield text
 
@@ -432,7 +452,7 @@ def fill_up(file: TokenFile, indices: np.ndarray, rows: int) -> tuple[torch.Tens
 
 
 def prefetch(steps: Iterator, device: torch.device) -> Iterator:
-    """Move each window to the device one window ahead, so that reading and copying hide behind computing."""
+    """Read each window one ahead and send it to the device without waiting: on a GPU, reading hides behind computing."""
     ahead = None
     for window in steps:
         if device.type == "cuda":

@@ -6,9 +6,11 @@ collective: a collective has a time limit, needs every rank, and hangs when one 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -17,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from support.errors import EXIT_COMPLETED, EXIT_FAILED, TrainingError, UserError
 from support.launch import Launch
 
 GRACE_SECONDS = 5  # for a rank to end by itself after another one has failed
+SILENT_SECONDS = 18  # without a sign of life a rank counts as gone; with the grace that makes less than 30
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Run:
     temporary: list[str] = field(default_factory=list)  # folders to remove, at the latest when the run ends
     on_failure: list[Callable[[UserError], None]] = field(default_factory=list)
     ending: threading.Event = field(default_factory=threading.Event)
+
+    nodes: int = 1
 
     @property
     def rank(self) -> int:
@@ -65,9 +70,10 @@ class Run:
     # -------------------------------------------------------------------------------- preparation, once per node
 
     def once_per_node(self, what: str, prepare: Callable[[], Any]) -> Any:
-        """Let the first rank of each node prepare something while the others of that node wait.
+        """Let the first rank of each node prepare something while all others wait.
 
-        The wait is no collective, so it may last as long as it must: an hour of tokenising hits no time limit.
+        The wait is no collective, so it may last as long as it must: an hour of tokenising hits no time limit. All
+        wait for all nodes, so that no node waits for another in the next collective.
         Args:
             what: name of the preparation, unique in the run.
             prepare: called on the node's first rank; its result must be JSON.
@@ -78,11 +84,10 @@ class Run:
             return prepare()
         key = f"prepared/{what}/{self.launch.node}"
         if self.launch.is_node_leader:
-            result = prepare()
-            self.store.set(key, json.dumps(result))
-            return result
-        while not self.store.check([key]):
-            time.sleep(0.1)  # if the first rank fails instead, `_watch` ends this process
+            self.store.set(key, json.dumps(prepare()))
+            self.store.add(f"prepared/{what}/nodes", 1)
+        while self.store.add(f"prepared/{what}/nodes", 0) < self.nodes:
+            time.sleep(0.1)  # if a first rank fails instead, `_watch` ends this process
         return json.loads(self.store.get(key))
 
     def gather(self, value: Any) -> list[Any]:
@@ -99,16 +104,29 @@ class Run:
             threading.Thread(target=self._watch, args=(open_store(self.launch),), daemon=True).start()
 
     def _watch(self, store: dist.Store) -> None:
-        """The main thread may be stuck in a collective that will never end, so this thread ends the process."""
-        while not self.ending.wait(0.5):
+        """The main thread may be stuck in a collective that will never end, so this thread ends the process.
+
+        A rank that raises says so in the store. One that is killed cannot: so each rank counts up a number of its own
+        in the store, and looks whether its neighbour still does.
+        """
+        neighbour = (self.rank + 1) % self.world_size
+        heard, heard_at = None, time.monotonic()
+        while not self.ending.wait(1):
             try:
                 failed = store.check(["failure"])
+                store.add(f"alive/{self.rank}", 1)
+                count = store.add(f"alive/{neighbour}", 0)
             except Exception:  # the store is gone, and with it rank 0 or the launcher
+                failed, count = True, heard
+            if count != heard:
+                heard, heard_at = count, time.monotonic()
+            if not failed and heard and time.monotonic() - heard_at > SILENT_SECONDS:
                 failed = True
+                if self._failed_first(f"rank {neighbour} is gone"):
+                    self._tell(TrainingError(f"Rank {neighbour} ended without a word: was it killed, or out of host memory?"))
             if failed and not self.ending.wait(GRACE_SECONDS):
                 self.clean_up()
-                sys.stdout.flush()
-                os._exit(EXIT_FAILED)
+                _exit(EXIT_FAILED)
 
     def clean_up(self, *folders: str) -> None:
         """Remove these of this process's temporary folders; all of them if none is named."""
@@ -116,25 +134,25 @@ class Run:
             self.temporary.remove(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
-    def end_failed(self, error: BaseException) -> None:
+    def end_failed(self, error: BaseException) -> NoReturn:
         """End this process. Only the rank that fails first speaks: the errors of the others follow from its own."""
         shown = explain(error)
-        if self.ending.is_set():  # interrupted while ending
-            os._exit(shown.exit_code)
-        if self._failed_first(str(shown)):
-            where = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
+        try:
             if self.verbose:
                 traceback.print_exception(error)
-            print(f"❌ {shown}{where}", file=sys.stderr, flush=True)
-            for tell in self.on_failure:
+            if self._failed_first(str(shown)):
+                self._tell(shown)
+            self.ending.set()
+            self.clean_up()
+        finally:  # not sys.exit: a communicator with a broken peer can hang in its destructor
+            _exit(shown.exit_code)
+
+    def _tell(self, shown: UserError) -> None:
+        where = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
+        print(f"❌ {shown}{where}", file=sys.stderr, flush=True)
+        for tell in self.on_failure:
+            with contextlib.suppress(OSError):  # a full disk must not hide the message above
                 tell(shown)
-        elif self.verbose:
-            traceback.print_exception(error)
-        self.ending.set()
-        self.clean_up()
-        sys.stdout.flush()
-        # Not sys.exit: a communicator with a broken peer can hang in its destructor.
-        os._exit(shown.exit_code)
 
     def _failed_first(self, message: str) -> bool:
         if self.store is None:
@@ -145,21 +163,30 @@ class Run:
         except Exception:  # the store's host has gone: it has spoken, or its launcher will
             return self.is_main
 
-    def end_completed(self, engine: Any = None) -> None:
+    def end_completed(self, engine: Any = None) -> NoReturn:
         """End this process after a good run.
 
         Together: ranks that leave one by one make ZeRO-3 abort. And without the interpreter's own shutdown, in which
         the I/O threads of infinity's NVMe handles are at times destroyed while they run ("terminate called").
         """
-        dist.barrier()
-        self.ending.set()
-        if hasattr(engine, "destroy"):
-            engine.destroy()
-        dist.destroy_process_group()
-        self.clean_up()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_COMPLETED)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the results are written
+        try:
+            dist.barrier()
+            self.ending.set()
+            if hasattr(engine, "destroy"):
+                engine.destroy()
+            dist.destroy_process_group()
+        finally:
+            self.clean_up()
+            _exit(EXIT_COMPLETED)
+
+
+def _exit(code: int) -> NoReturn:
+    """Leave at once, without the interpreter's shutdown, but with everything printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def open_store(launch: Launch, timeout: float = 60) -> dist.Store:

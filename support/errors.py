@@ -7,6 +7,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_OUT_OF_MEMORY = 3
 
+OUT_OF_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 class UserError(Exception):
     """Something the user can put right. Its text is the one line that says what to do."""
@@ -41,7 +43,7 @@ def explain(error: BaseException) -> UserError:
     name, lines = type(error).__name__, str(error).strip().splitlines()
     text = lines[0].strip() if lines else ""
     # CUDA raises torch.OutOfMemoryError; the CPU allocator raises a RuntimeError whose text is all there is to go by.
-    if name == "OutOfMemoryError" or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if name == "OutOfMemoryError" or isinstance(error, MemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY_SIGNS):
         return OutOfMemory(
             f"Out of memory: {text or name}. Try a smaller --batch_size with more --gradient_accumulation_steps, "
             "--gradient_checkpointing, a shorter --seq_length, or a strategy that shards more (zero2, zero3, offload)."

@@ -17,6 +17,7 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from support.errors import UserError, explain
 
@@ -140,9 +141,9 @@ def tune_process(args, launch: Launch) -> None:
         env["CUDA_VISIBLE_DEVICES"] = ""
     # torchrun sets OMP_NUM_THREADS=1, which makes CPU training and the CPU optimizer of offload crawl.
     if env.get("OMP_NUM_THREADS", "1") == "1":
-        env["OMP_NUM_THREADS"] = str(max(1, available_cores() // launch.local_world_size))
+        granted = env.get("SLURM_CPUS_PER_TASK") if launch.launcher == "srun" else None
+        env["OMP_NUM_THREADS"] = granted or str(max(1, available_cores() // launch.local_world_size))
     if not has_nvidia_gpu():
-        env.setdefault("DS_ACCELERATOR", "cpu")
         return_freed_memory()
     if shutil.which("ninja") is None:  # DeepSpeed builds with it; pip puts it beside this interpreter
         env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
@@ -194,20 +195,18 @@ def _mallopt(**settings: int) -> bool:
     return all(mallopt(numbers[name], value) for name, value in settings.items())
 
 
-def exit_before_start(error: BaseException, verbose: bool) -> None:
+def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
     """Report an error found before the ranks can talk to each other, and end with its exit code.
 
     As a rule every rank finds such an error, so rank 0 speaks for all. The others wait: a launcher ends all ranks when
-    one ends, and rank 0 must have had its say. Whoever is still there then is on a node with an error of its own.
+    one ends, and rank 0 must have had its say. Whoever is still there then has an error of its own.
     """
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
     host, shown = "", explain(error)
     if rank != 0:
-        time.sleep(3)
+        time.sleep(4)
         host = f" [rank {rank} on {socket.gethostname()}]"
-    if local_rank == 0:
-        if verbose:
-            traceback.print_exception(error)
-        print(f"❌ {shown}{host}", file=sys.stderr, flush=True)
+    if verbose:
+        traceback.print_exception(error)
+    print(f"❌ {shown}{host}", file=sys.stderr, flush=True)
     os._exit(shown.exit_code)

@@ -7,9 +7,9 @@ numbers than an unsharded model, and then the strategies could not be compared.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from support.preflight import GPT2_NAMES, is_local_model
 
 END_OF_TEXT = "<|endoftext|>"
 EMBEDDED_VOCABULARY = 4096
+NO_REMOTE_CODE = {"trust_remote_code": False}  # without it transformers asks on the terminal whether to run code
 
 # Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M parameters).
 GPT2_SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
@@ -39,6 +40,7 @@ class Blueprint:
         config: a transformers configuration, with the run's changes (dropout, vocabulary) made.
         tokenizer: its tokenizer.
         weights: local folder that `load` reads.
+        seed: for weights that the folder lacks.
         parameters: how many it has; tied weights count once.
         matmul_parameters: those that take part in matrix multiplications.
         largest_parameter: elements of the largest one.
@@ -48,6 +50,7 @@ class Blueprint:
     config: transformers.PretrainedConfig
     tokenizer: transformers.PreTrainedTokenizerBase
     weights: str
+    seed: int
     parameters: int = 0
     matmul_parameters: int = 0
     largest_parameter: int = 0
@@ -72,10 +75,11 @@ class Blueprint:
     def on_meta_device(self) -> nn.Module:
         """The model with shapes and no memory."""
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.config, **as_dtype(torch.float32))
+            return from_config(self.config)
 
     def load(self, run: Run, dtype: torch.dtype | str = torch.float32) -> nn.Module:
         """The model with its weights, on the CPU. With dtype "auto" they are only mapped from the file, not copied."""
+        torch.manual_seed(self.seed)  # for weights that a checkpoint lacks
         model, info = from_folder(self.weights, self.config, dtype)
         if info["missing_keys"]:
             names = ", ".join(sorted(info["missing_keys"])[:3]) + (" …" if len(info["missing_keys"]) > 3 else "")
@@ -87,10 +91,16 @@ def from_folder(folder: str, config, dtype: torch.dtype | str = torch.float32) -
     """`from_pretrained` with errors of one line. Attention is SDPA wherever the model has it."""
     try:
         return AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True, local_files_only=True, **as_dtype(dtype)
+            folder, config=config, output_loading_info=True, local_files_only=True, **as_dtype(dtype), **NO_REMOTE_CODE
         )
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--model: the weights in {folder} cannot be loaded: {first_line(error)}") from error
+
+
+def from_config(config) -> nn.Module:
+    """A new model in fp32."""
+    # From a copy, because transformers notes the type in the configuration that it is given.
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), **as_dtype(torch.float32), **NO_REMOTE_CODE)
 
 
 def as_dtype(dtype: torch.dtype | str) -> dict:
@@ -132,14 +142,14 @@ def find_model(args, run: Run) -> Blueprint:
     config.use_cache = False
     if args.dropout is not None:
         set_dropout(config, args.dropout, run)
-    return Blueprint(config, tokenizer, found["weights"])
+    return Blueprint(config, tokenizer, found["weights"], args.seed)
 
 
 def _prepare_folders(args, run: Run) -> dict:
     """On the first rank of a node: folders with weights and tokenizer, complete enough for every rank to load."""
     notice = None
     if args.model == EMBEDDED_MODEL:
-        tokenizer_folder = embedded_tokenizer(cache_folder(args.cache_dir))
+        tokenizer_folder = embedded_tokenizer(cache_folder(args.cache_dir), run.temporary)
         # Dropout 0, as is usual where training starts from random weights; --dropout changes it.
         config = gpt2_config(4, 4, 256, vocab_size=EMBEDDED_VOCABULARY, positions=512, dropout=0.0, end_of_text=0)
         return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": None}
@@ -164,7 +174,7 @@ def _prepare_gpt2_from_scratch(args, run: Run) -> dict:
         tokenizer_folder = download(args.model, args.hub_offline, with_weights=False)
         _read_tokenizer(tokenizer_folder, args.model)
     except UserError:
-        tokenizer_folder = embedded_tokenizer(cache_folder(args.cache_dir))
+        tokenizer_folder = embedded_tokenizer(cache_folder(args.cache_dir), run.temporary)
         notice = f"The tokenizer of {args.model} cannot be had without the hub: using the embedded one (4,096 entries)."
     config = gpt2_config(*GPT2_SHAPES[args.model], vocab_size=50257, positions=1024, dropout=0.1, end_of_text=50256)
     return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": notice}
@@ -172,7 +182,7 @@ def _prepare_gpt2_from_scratch(args, run: Run) -> dict:
 
 def _read_config(folder: str, name: str):
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--model {name}: its config.json cannot be used: {first_line(error)}") from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -182,7 +192,7 @@ def _read_config(folder: str, name: str):
 
 def _read_tokenizer(folder: str, name: str):
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
         raise UserError(f"--model {name}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
@@ -204,7 +214,8 @@ def download(name: str, offline: bool, with_weights: bool) -> str:
             files = [file for file in HfApi().list_repo_files(name) if "/" not in file]
             safe = any(file.endswith(".safetensors") for file in files)
             patterns.append("*.safetensors" if safe else "pytorch_model*.bin")
-        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=offline)
+        others = ["*/*", "consolidated*"]
+        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=others, local_files_only=offline)
     except GatedRepoError as error:
         raise UserError(f"--model {name} is gated: accept its licence on the hub and log in with `hf auth login`.") from error
     except LocalEntryNotFoundError as error:
@@ -230,7 +241,7 @@ def gpt2_config(layers: int, heads: int, width: int, *, vocab_size: int, positio
 def draw_weights(config, seed: int, run: Run) -> str:
     """Initialise a model from the seed and save it to a temporary folder, removed when the run ends."""
     torch.manual_seed(seed)
-    return _save_temporarily(AutoModelForCausalLM.from_config(config, **as_dtype(torch.float32)), run)
+    return _save_temporarily(from_config(config), run)
 
 
 def grow_vocabulary(folder: str, config, entries: int, seed: int, run: Run) -> str:
@@ -248,7 +259,7 @@ def _save_temporarily(model: nn.Module, run: Run) -> str:
     return folder
 
 
-def embedded_tokenizer(cache: Path) -> str:
+def embedded_tokenizer(cache: Path, temporary: list[str]) -> str:
     """Train the byte-level BPE tokenizer of tiny-gpt2 on the Python reference (a second), or find it in the cache."""
     from pydoc_data.topics import topics
 
@@ -265,6 +276,7 @@ def embedded_tokenizer(cache: Path) -> str:
         try:
             cache.mkdir(parents=True, exist_ok=True)
             beside = tempfile.mkdtemp(prefix=".writing-", dir=cache)
+            temporary.append(beside)
             PreTrainedTokenizerFast(
                 tokenizer_object=tokenizer._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
             ).save_pretrained(beside)
@@ -272,7 +284,6 @@ def embedded_tokenizer(cache: Path) -> str:
         except OSError as error:
             if not (folder / "tokenizer.json").exists():  # otherwise another run was faster
                 raise UserError(f"The cache {cache} cannot be written ({error.strerror}): use --cache_dir.") from error
-            shutil.rmtree(beside, ignore_errors=True)
     return str(folder)
 
 

@@ -9,6 +9,7 @@ import argparse
 import os
 import shutil
 import tempfile
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -43,6 +44,7 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
         check_dataset_path(args)
         check_output_dir(args)
         check_compiler(args)
+        check_nvme_path(args)
         args.hub_offline = not reach_hub(args, launch)
         for line in ignored_flags(args) if launch.is_main else ():
             print(f"ℹ️  {line}")
@@ -105,6 +107,12 @@ def check_output_dir(args) -> None:
         raise UserError(f"--output_dir {folder}: {existing} is not writable.")
 
 
+def check_nvme_path(args) -> None:
+    """A folder named for infinity must be there; whether it is large enough is seen when the model's size is known."""
+    if args.strategy == "infinity" and args.nvme_path is not None and not Path(args.nvme_path).is_dir():
+        raise UserError(f"--nvme_path {args.nvme_path}: no such folder. Create it, or name a folder on a local NVMe disk.")
+
+
 def check_compiler(args) -> None:
     """The CPU optimizer of offload and infinity is compiled at its first use."""
     if args.strategy not in ("offload", "infinity"):
@@ -128,15 +136,12 @@ def reach_hub(args, launch: Launch) -> bool:
     model = args.model if args.model != EMBEDDED_MODEL and not is_local_model(args.model) else None
     dataset = {"wikitext": "Salesforce/wikitext", "pydocs": None}.get(args.dataset, args.dataset)
     dataset = None if dataset and is_local_dataset(dataset) else dataset
-    if not (model or dataset):
+    if not (model or dataset) or not launch.is_node_leader:
         os.environ["HF_HUB_OFFLINE"] = "1"  # nothing to ask for
         return False
     wished_offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    # A cached model alone is enough; a dataset's cache also has its prepared form, so both are asked for by name.
     if not wished_offline and answers(endpoint):
-        if not launch.is_node_leader:
-            os.environ["HF_HUB_OFFLINE"] = "1"
         return True
     os.environ["HF_HUB_OFFLINE"] = "1"
     missing = [] if model is None or cached_repository("models", model) or scratch_without_hub(args) else [f"model {model}"]
@@ -161,13 +166,22 @@ def scratch_without_hub(args) -> bool:
 
 def answers(endpoint: str) -> bool:
     """Whether anything answers HTTP at `endpoint`, within PROBE_SECONDS; honours the proxy variables."""
-    try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PROBE_SECONDS).close()
-    except urllib.error.HTTPError:
-        return True  # an error page is an answer
-    except (OSError, ValueError):
-        return False
-    return True
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PROBE_SECONDS).close()
+        except urllib.error.HTTPError:
+            pass  # an error page is an answer
+        except (OSError, ValueError):
+            return
+        answered.set()
+
+    # In a thread of its own: looking the name up and trying several addresses have time limits of their own.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    return answered.is_set()
 
 
 def cached_repository(kind: str, name: str) -> bool:
@@ -192,8 +206,8 @@ def check_visible_gpus(launch: Launch, visible: int) -> int:
     Raises:
         UserError: there are fewer GPUs than ranks on this node.
     """
-    if launch.launcher == "srun" and visible == 1:
-        return 0  # Slurm shows each task its own GPU (--gpus-per-task, --gpu-bind)
+    if launch.launcher == "srun" and (visible == 1 or "SLURM_GPUS_PER_TASK" in os.environ):
+        return 0  # Slurm shows each task its own GPUs (--gpus-per-task, --gpu-bind)
     if launch.local_world_size > visible:
         raise UserError(
             f"{launch.local_world_size} ranks were started on this node, but only {visible} GPU(s) are visible: start "
@@ -243,7 +257,12 @@ def check_async_io() -> None:
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    if not AsyncIOBuilder().is_compatible(verbose=False):
+    try:
+        compatible = AsyncIOBuilder().is_compatible(verbose=False)
+    except (TypeError, OSError) as error:  # it joins the CUDA toolkit's folder to a path even where there is none
+        raise UserError("--strategy infinity on a GPU compiles with the CUDA toolkit, which was not found: install the one of "
+                        "torch's CUDA version, or set CUDA_HOME.") from error  # fmt: skip
+    if not compatible:
         raise UserError("--strategy infinity needs libaio, which is missing here: apt install libaio-dev (without root: "
                         "conda install libaio, then set CFLAGS and LDFLAGS to its include and lib folders).")  # fmt: skip
 
@@ -261,8 +280,6 @@ def make_nvme_folder(path: str | None, parameters: int, local_world_size: int, w
         UserError: missing, not writable, too small, or a file system that cannot bypass the page cache.
     """
     parent = Path(path or tempfile.gettempdir())
-    if not parent.is_dir():
-        raise UserError(f"--nvme_path {parent}: no such folder. Create it, or name a folder on a local NVMe disk.")
     try:
         folder = tempfile.mkdtemp(prefix="distributed_training_", dir=parent)
     except OSError as error:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
@@ -27,7 +28,8 @@ PHASES = ("data", "forward", "backward", "update")
 
 # Peak dense TFLOP/s in 16 bit and in TF32 (fp32 before Ampere), from NVIDIA's data sheets. Names as torch reports them.
 PEAK_TFLOPS = {
-    "B200": (2250, 1125), "H200": (989, 494), "H100 PCIe": (756, 378), "H100": (989, 494), "A100": (312, 156),
+    "B200": (2250, 1125), "H200": (989, 494), "H100 PCIe": (756, 378), "H100 NVL": (835, 417), "H100": (989, 494),
+    "A100": (312, 156),
     "A40": (149.7, 74.8), "A30": (165, 82), "A10": (125, 62.5), "L40S": (362, 183), "L4": (121, 60), "T4": (65, 8.1),
     "V100": (125, 15.7), "RTX 4090": (165.2, 82.6), "RTX 3090": (71, 35.6),
 }  # fmt: skip
@@ -44,8 +46,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """The device's peak FLOP/s at this precision; None where it is not known, and so no MFU is given."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    found = next((peaks for key, peaks in PEAK_TFLOPS.items() if key in name.replace("-", " ")), None)
+    name = torch.cuda.get_device_name(device).replace("-", " ")  # whole words: an A10G is no A10, an L40 no L4
+    known = (peaks for key, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name) and "Laptop" not in name)
+    found = next(known, None)
     return None if found is None else found[precision == "fp32"] * 1e12
 
 
@@ -177,9 +180,8 @@ class Meter:
 
     def _write(self, record: dict) -> None:
         if self._path is not None:
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
             with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(finite) + "\n")
+                file.write(json.dumps(only_finite(record)) + "\n")
 
     def speed(self, seq_length: int) -> dict:
         """Throughput and step times of this rank, without the first steps (compilation, first allocations)."""
@@ -238,11 +240,20 @@ class Results:
     def _write(self) -> None:
         beside = self.path.with_suffix(f".{os.getpid()}.tmp")
         with open(beside, "w", encoding="utf-8") as file:
-            json.dump(self.facts, file, indent=2)
+            json.dump(only_finite(self.facts), file, indent=2)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, self.path)
+
+
+def only_finite(value):
+    """JSON has no word for infinity or not-a-number: null stands for them."""
+    if isinstance(value, dict):
+        return {key: only_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [only_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def versions() -> dict[str, str]:
@@ -273,7 +284,7 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
         "train_loss_first": meter.losses[0] if steps else None,
         "train_loss_last": meter.losses[-1] if steps else None,
         "eval_loss": evaluation[0] if evaluation else None,
-        "perplexity": evaluation[1] if evaluation and math.isfinite(evaluation[1]) else None,
+        "perplexity": evaluation[1] if evaluation else None,
         "seconds_to_first_step": meter.first_step_at - PROCESS_STARTED if meter.first_step_at else None,
         "communication_bytes_per_step": None,
         "samples_per_second": None,

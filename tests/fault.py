@@ -1,7 +1,7 @@
 """Run the script with one thing broken, as the environment variable FAULT names it:
 
-    crash:RANK:STEP    that rank raises an exception in the middle of that step
-    nan:STEP           the loss is not a number in that step
+    crash:RANK:N       that rank raises an exception as it reads its N-th micro-batch
+    nan:N              the N-th loss is not a number
     gpus:N             torch sees N GPUs (this machine has none)
 """
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "real_model_example.py"
 
 
 def break_steps(action) -> None:
-    """Call action(step, labels) as each step's data is served; steps count from 1, evaluation counts on."""
+    """Call action(n) as the n-th micro-batch is read, counting from 1; reading is one step ahead of training."""
     from support import data
 
     served, fill_up = [0], data.fill_up

@@ -37,6 +37,7 @@ def refused(script):
     (["--batch_size", "0"], "--batch_size"),
     (["--batch_size", "-3"], "--batch_size"),
     (["--seq_length", "0"], "--seq_length"),
+    (["--seq_length", "1"], "--seq_length"),
     (["--num_samples", "0"], "--num_samples"),
     (["--epochs", "two"], "two"),
     (["--lr", "-1"], "--lr"),
@@ -227,7 +228,11 @@ def test_broken_json_is_located(refused, ds_config):
     (["--max_grad_norm", "2"], {"gradient_clipping": 1.0}, ["--max_grad_norm 2.0", "gradient_clipping 1.0"]),
     (["--precision", "fp32"], {"bf16": {"enabled": True}}, ["--precision fp32", "bf16"]),
     (["--warmup_steps", "3"], {"scheduler": {"type": "WarmupLR", "params": {}}}, ["--warmup_steps", "WarmupLR"]),
-    ([], {"train_batch_size": 12}, ["train_batch_size 12", "--batch_size 4"]),
+    ([], {"train_batch_size": 13}, ["train_batch_size 13", "--batch_size 4"]),
+    (["--gradient_accumulation_steps", "2"], {"train_batch_size": 12}, ["size 12", "--gradient_accumulation_steps 2"]),
+    ([], {"optimizer": None}, ["optimizer must be an object"]),
+    ([], {"fp16": True}, ["fp16 must be an object"]),
+    (["--lr", "5e-5"], {"optimizer": {"type": "AdamW", "params": {"lr": "7e-5"}}}, ["--lr 5e-05", "optimizer.params.lr 7e-5"]),
     ([], {"train_micro_batch_size_per_gpu": -1}, ["train_micro_batch_size_per_gpu"]),
 ])  # fmt: skip
 def test_contradictions_name_both_sides(refused, ds_config, args, change, said):

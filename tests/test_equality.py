@@ -5,7 +5,9 @@ from conftest import STRATEGIES, assert_close
 
 # A global batch of 8 blocks on 77 blocks: nine whole steps, then one of 5 blocks, whose second micro-batch is short
 # by 3. Two epochs make 20 steps, all of them the same work for every strategy and split.
-WORK = ["--seq_length", "64", "--num_samples", "77", "--epochs", "2", "--dropout", "0", "--eval_samples", "9"]
+# The heavy weight decay makes a difference in the parameter groups show.
+WORK = ["--seq_length", "64", "--num_samples", "77", "--epochs", "2", "--dropout", "0", "--eval_samples", "9",
+        "--weight_decay", "1"]  # fmt: skip
 FP32, BF16 = [*WORK, "--precision", "fp32"], [*WORK, "--precision", "bf16"]
 SPLIT = ["--batch_size", "2", "--gradient_accumulation_steps", "2"]
 

@@ -50,7 +50,7 @@ def test_killed_rank_ends_all_within_30_seconds(tmp_path):
     assert descendants_of_test() == []
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero2", "infinity"])
+@pytest.mark.parametrize("strategy", ["zero2", "infinity", "fsdp"])
 def test_loss_that_is_not_finite_stops_the_run(script, strategy):
     run = script(*WORK, "--strategy", strategy, program=FAULT, env={"FAULT": "nan:4"}, ok=False)
     assert run.code == 1

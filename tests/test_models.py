@@ -33,13 +33,24 @@ def test_gpt2_architecture_needs_no_hub_from_scratch(script):
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero3", "fsdp"])
-def test_gradient_checkpointing_changes_no_loss(script, strategy):
-    plain = script(*WORK, "--strategy", strategy)
-    assert_close(script(*WORK, "--strategy", strategy, "--gradient_checkpointing").losses, plain.losses, 1e-5)
+def test_gradient_checkpointing_computes_again_and_changes_no_loss(script, llama, text_file, strategy):
+    # Many narrow activations and few logits: what is not kept shows in the peak.
+    work = ["--model", llama, "--dataset", text_file, "--seq_length", "128", "--num_samples", "96", "--batch_size", "48",
+            "--precision", "fp32", "--no_eval", "--strategy", strategy]  # fmt: skip
+    plain, again = script(*work), script(*work, "--gradient_checkpointing")
+    assert_close(again.losses, plain.losses, 1e-5)
+    assert again.results["memory"]["host_peak_bytes"][0] < plain.results["memory"]["host_peak_bytes"][0] - 5e6
 
 
-def test_compile_changes_no_loss(script):
-    assert_close(script(*WORK, "--compile", "--max_steps", "3").losses[:1], script(*WORK).losses[:1], 1e-5)
+def test_compile_compiles_and_changes_no_loss(script, tmp_path):
+    compiled = script(*WORK, "--compile", env={"TORCHINDUCTOR_CACHE_DIR": tmp_path})
+    assert list(tmp_path.rglob("*.cpp"))  # the generated code
+    assert_close(compiled.losses, script(*WORK).losses, 1e-4)
+
+
+def test_deterministic_runs_are_equal_bit_for_bit(script):
+    first, second = (script(*WORK, "--deterministic", "--dropout", "0.1") for _ in range(2))
+    assert first.losses == second.losses
 
 
 @pytest.mark.soak
