@@ -136,8 +136,6 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Bluepr
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    with quiet(args.verbose):
-        deepspeed.init_distributed(dist_backend=run.backend)  # takes over the process group that is there
     zero = args.ds_config_dict["zero_optimization"]
     if "nvme" in (lookup(zero, "offload_optimizer.device"), lookup(zero, "offload_param.device")):
         preflight.check_async_io()
@@ -150,6 +148,10 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Bluepr
             return folder
 
         args.nvme_folder = run.once_per_node("nvme folder", make_folder)
+    if ops := preflight.ops_to_compile(args.strategy, run.device):
+        run.warn(f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine.")
+    with quiet(args.verbose):
+        deepspeed.init_distributed(dist_backend=run.backend)  # takes over the process group that is there
     complete_ds_config(
         args.ds_config_dict,
         precision=precision,

@@ -114,13 +114,14 @@ def check_nvme_path(args) -> None:
 
 
 def check_compiler(args) -> None:
-    """The CPU optimizer of offload and infinity is compiled at its first use."""
-    if args.strategy not in ("offload", "infinity"):
+    """DeepSpeed compiles its CPU Adam at the first use of offload and infinity, and on a CPU its collectives."""
+    if args.ds_config_dict is None or (args.strategy not in ("offload", "infinity") and launching.has_nvidia_gpu()):
         return
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        raise UserError(f"--strategy {args.strategy} compiles DeepSpeed's CPU Adam, but there is no C++ compiler "
-                        f"({compiler}): apt install build-essential, or module load gcc on a cluster.")  # fmt: skip
+        raise UserError(f"--strategy {args.strategy} compiles parts of DeepSpeed at its first use, but there is no C++ "
+                        f"compiler ({compiler}): apt install build-essential, or module load gcc on a cluster. "
+                        "dp and fsdp need none.")  # fmt: skip
 
 
 def reach_hub(args, launch: Launch) -> bool:
@@ -247,6 +248,17 @@ def cpu_computes_bf16() -> bool:
     except (OSError, StopIteration):
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def ops_to_compile(strategy: str, device) -> list[str]:
+    """DeepSpeed's C++ ops that this strategy needs and that were not compiled on this machine before."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    needed = ["deepspeed_shm_comm"] if device.type == "cpu" else []
+    needed += ["cpu_adam"] if strategy in ("offload", "infinity") else []
+    needed += ["async_io"] if strategy == "infinity" else []
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return [op for op in needed if not any(root.glob(f"**/{op}/*.so"))]
 
 
 def check_async_io() -> None:

@@ -120,6 +120,8 @@ def script(tmp_path_factory):
     """script(*args, launcher=, ranks=, env=, ok=) runs real_model_example.py and returns a `Run`."""
 
     def run(*args, launcher="python", ranks=1, env=None, ok=True, timeout=300, program=SCRIPT, folder=None, cwd=None) -> Run:
+        if "infinity" in args and "PATH" not in (env or {}) and not Path("/usr/include/libaio.h").exists():
+            skip("infinity needs libaio: apt install libaio-dev")
         folder = folder or tmp_path_factory.mktemp("run") / "out"
         command = [*launcher_command(launcher, ranks), program, *args]
         if "--output_dir" not in args and "--help" not in args:

@@ -279,7 +279,7 @@ def path_without(tmp_path, *names):
     return folder
 
 
-@pytest.mark.parametrize("strategy", ["offload", "infinity"])
+@pytest.mark.parametrize("strategy", ["zero1", "offload", "infinity"])
 def test_missing_compiler(refused, tmp_path, strategy):
     path = path_without(tmp_path, "c++", "g++", "clang++", "x86_64-linux-gnu-g++")
     error = refused("--strategy", strategy, env={"PATH": path, "CXX": "c++"}, seconds=5)
