@@ -375,17 +375,20 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
         raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a lower --lr.")
 
 
+def windows_of_epoch(train: data.TokenFile, epoch: int, args, run: Run):
+    """This rank's micro-batches (inputs, labels) of each optimizer step of one epoch, on the device; see data.windows."""
+    order = data.epoch_order(train.blocks, args.seed, epoch)
+    windows = data.windows(train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size)
+    return data.prefetch(windows, run.device)
+
+
 def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, args, run, precision):
     """One epoch of plain PyTorch, for dp and fsdp."""
     model.train()
-    global_batch = args.batch_size * args.gradient_accumulation_steps * run.world_size
-    batches = data.steps_per_epoch(train.blocks, global_batch)
-    order = data.epoch_order(train.blocks, args.seed, epoch)
-    windows = data.windows(train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size)
     held_back = torch.zeros((), dtype=torch.bool, device=run.device)
 
-    meter.timer.mark(None)
-    for batch, window in enumerate(data.prefetch(windows, run.device)):
+    meter.start_epoch(epoch, train, args)
+    for window in windows_of_epoch(train, epoch, args, run):
         lr = learning_rate(meter.step, meter.total_steps, args)
         set_learning_rate(optimizer, lr)
         tokens = count_tokens(window, run.device)
@@ -413,25 +416,18 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, args, run, pr
         optimizer.zero_grad(set_to_none=True)
         meter.timer.mark("update")
 
-        samples = min(global_batch, train.blocks - batch * global_batch)
-        meter.end_step(epoch=epoch, batch=batch, batches=batches, samples=samples, seq_length=train.seq_length,
-                       loss=loss_of_step, lr=lr, grad_norm=grad_norm)  # fmt: skip
+        meter.end_step(loss_of_step, lr, grad_norm)
         if meter.finished:
             break
-        meter.timer.mark(None)
 
 
 def train_epoch_deepspeed(engine, train, epoch, meter, args, run):
     """One epoch under DeepSpeed: the engine clips, scales the loss (fp16), updates and clears the gradients."""
     engine.train()
-    global_batch = args.batch_size * args.gradient_accumulation_steps * run.world_size
-    batches = data.steps_per_epoch(train.blocks, global_batch)
-    order = data.epoch_order(train.blocks, args.seed, epoch)
-    windows = data.windows(train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size)
     held_back = torch.zeros((), dtype=torch.bool, device=run.device)
 
-    meter.timer.mark(None)
-    for batch, window in enumerate(data.prefetch(windows, run.device)):
+    meter.start_epoch(epoch, train, args)
+    for window in windows_of_epoch(train, epoch, args, run):
         if engine.lr_scheduler is None:  # a user's DeepSpeed file may bring its own
             set_learning_rate(engine.optimizer, learning_rate(meter.step, meter.total_steps, args))
         lr = engine.optimizer.param_groups[0]["lr"]
@@ -456,12 +452,9 @@ def train_epoch_deepspeed(engine, train, epoch, meter, args, run):
         grad_norm = engine.get_global_grad_norm()
         meter.timer.mark("update")
 
-        samples = min(global_batch, train.blocks - batch * global_batch)
-        meter.end_step(epoch=epoch, batch=batch, batches=batches, samples=samples, seq_length=train.seq_length,
-                       loss=loss_of_step, lr=lr, grad_norm=grad_norm)  # fmt: skip
+        meter.end_step(loss_of_step, lr, grad_norm)
         if meter.finished:
             break
-        meter.timer.mark(None)
 
 
 # ============================================================================================ evaluation

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from support import memory
+from support import data, memory
 from support.distributed import Run
 from support.errors import TrainingError, UserError
 
@@ -131,13 +131,22 @@ class Meter:
             self.memory = memory.live_bytes(model, optimizer)
             self.timer.mark(None)
 
-    def end_step(self, *, epoch: int, batch: int, batches: int, samples: int, seq_length: int, loss, lr, grad_norm) -> None:
+    def start_epoch(self, epoch: int, train, args) -> None:
+        """Note how the epoch's blocks fall into steps, and start the clock.
+
+        Args:
+            epoch: counts from 1.
+            train: the training blocks.
+            args: batch size and accumulation make the global batch.
+        """
+        self._epoch, self._blocks, self._seq_length, self._batch = epoch, train.blocks, train.seq_length, 0
+        self._global_batch = args.batch_size * args.gradient_accumulation_steps * self.run.world_size
+        self.timer.mark(None)
+
+    def end_step(self, loss: torch.Tensor, lr: float, grad_norm) -> None:
         """Record one optimizer step.
 
         Args:
-            epoch, batch, batches: where we are; batch counts from 0.
-            samples: blocks in this step, over all ranks.
-            seq_length: tokens in a block.
             loss: mean over all tokens of the global batch; a tensor that stays on the device.
             lr: learning rate of this step.
             grad_norm: norm of the whole gradient before clipping; a tensor, a number, or None.
@@ -145,16 +154,20 @@ class Meter:
             TrainingError: a loss was not finite. No update was made from it, or after it.
         """
         self.timer.end_step()
+        batch, batches = self._batch, data.steps_per_epoch(self._blocks, self._global_batch)
+        self._batch += 1
         self.step += 1
-        self.samples.append(samples)
-        self._pending.append({"step": self.step, "epoch": epoch, "loss": loss.detach().clone(), "lr": lr,
-                              "grad_norm": grad_norm, "tokens": samples * seq_length})  # fmt: skip
-        shown = batch % self.logging_steps == 0 or batch + 1 == batches or self.finished
+        # The last step of an epoch may see fewer blocks.
+        self.samples.append(min(self._global_batch, self._blocks - batch * self._global_batch))
+        self._pending.append({"step": self.step, "epoch": self._epoch, "loss": loss.detach().clone(), "lr": lr,
+                              "grad_norm": grad_norm, "tokens": self.samples[-1] * self._seq_length})  # fmt: skip
+        shown = batch % self.logging_steps == 0 or self._batch == batches or self.finished
         # On a CPU nothing runs ahead, so a look at every loss costs nothing.
         if shown or self.run.device.type == "cpu":
             self.flush()
         if shown:
-            self.run.say(f"Epoch {epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}")
+            self.run.say(f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}")
+        self.timer.mark(None)
 
     def flush(self) -> None:
         """Bring the numbers of the steps so far to the host and write them."""

@@ -32,7 +32,7 @@ def test_launcher(script, request, launcher, ranks, strategy):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("launcher, ranks", [(launcher, ranks) for launcher in LAUNCHERS for ranks in (1, 2)][1:])
+@pytest.mark.parametrize("launcher, ranks", [("python", 1), *((name, ranks) for name in LAUNCHERS[1:] for ranks in (1, 2))])
 def test_every_strategy_under_every_launcher(script, request, launcher, ranks, strategy):
     if launcher == "srun":
         request.getfixturevalue("slurm")
