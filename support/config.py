@@ -343,21 +343,23 @@ def _reconcile_precision(args, config: dict, file: str) -> None:
     enabled = {name: lookup(config, f"{name}.enabled") for name in ("bf16", "fp16")}
     if enabled["bf16"] is True and enabled["fp16"] is True:
         raise UserError(f"{file} enables both bf16 and fp16: keep one.")
+    wished = args.precision if "precision" in args.given else AUTO
     said = next((name for name, value in enabled.items() if value is True), None)
-    if said is None and False in enabled.values() and AUTO not in enabled.values():
-        said = "fp32"
-    if said is None:
-        return
-    if "precision" in args.given and args.precision not in (AUTO, said):
-        raise UserError(f"--precision {args.precision} contradicts {said} in {file}: change one of them.")
-    args.precision = said
+    if said and wished not in (AUTO, said):
+        raise UserError(f"--precision {wished} contradicts {said}.enabled true in {file}: change one of them.")
+    if wished != AUTO and enabled.get(wished) is False:
+        raise UserError(f"--precision {wished} contradicts {wished}.enabled false in {file}: change one of them.")
+    if said:
+        args.precision = said
+    elif wished == AUTO and enabled["bf16"] is False:
+        args.precision = "fp32"
 
 
 def _reconcile_scheduler(args, config: dict, file: str) -> None:
     scheduler = config.get("scheduler")
     if scheduler is None:
         return
-    flag = next((name for name in ("lr_scheduler", "warmup_steps") if name in args.given), None)
+    flag = next((name for name in ("lr_scheduler", "warmup_steps", "lr") if name in args.given), None)
     if flag:
         raise UserError(f"--{flag} contradicts the scheduler {lookup(scheduler, 'type')} in {file}: leave one out.")
     if AUTO in (lookup(scheduler, "params") or {}).values():

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -40,7 +41,7 @@ class Run:
     backend: str
     verbose: bool
     store: dist.Store | None = None
-    temporary: list[str] = field(default_factory=list)  # folders to remove, at the latest when the run ends
+    temporary: list[str] = field(default_factory=list)  # folders and files to remove, at the latest when the run ends
     on_failure: list[Callable[[UserError], None]] = field(default_factory=list)
     ending: threading.Event = field(default_factory=threading.Event)
 
@@ -129,10 +130,13 @@ class Run:
                 _exit(EXIT_FAILED)
 
     def clean_up(self, *folders: str) -> None:
-        """Remove these of this process's temporary folders; all of them if none is named."""
+        """Remove these of this process's temporary folders and files; all of them if none is named."""
         for folder in [f for f in self.temporary if not folders or f in folders]:
             self.temporary.remove(folder)
-            shutil.rmtree(folder, ignore_errors=True)
+            if os.path.isdir(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                Path(folder).unlink(missing_ok=True)
 
     def end_failed(self, error: BaseException) -> NoReturn:
         """End this process. Only the rank that fails first speaks: the errors of the others follow from its own."""

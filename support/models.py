@@ -192,9 +192,12 @@ def _read_config(folder: str, name: str):
 
 def _read_tokenizer(folder: str, name: str):
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
         raise UserError(f"--model {name}: its tokenizer cannot be loaded: {first_line(error)}") from error
+    if len(tokenizer) < 2:
+        raise UserError(f"--model {name}: there are no tokenizer files (tokenizer.json, or vocab.json and merges.txt).")
+    return tokenizer
 
 
 def download(name: str, offline: bool, with_weights: bool) -> str:

@@ -145,19 +145,27 @@ def reach_hub(args, launch: Launch) -> bool:
     if not wished_offline and answers(endpoint):
         return True
     os.environ["HF_HUB_OFFLINE"] = "1"
-    missing = [] if model is None or cached_repository("models", model) or scratch_without_hub(args) else [f"model {model}"]
-    missing += [] if dataset is None or cached_repository("datasets", dataset) else [f"dataset {dataset}"]
-    if missing:
+    no_model = model is not None and not cached_repository("models", model) and not scratch_without_hub(args)
+    no_dataset = dataset is not None and not cached_repository("datasets", dataset)
+    if no_model or no_dataset:
         why = "HF_HUB_OFFLINE is set" if wished_offline else f"The Hugging Face hub ({endpoint}) cannot be reached"
-        raise UserError(
-            f"{why} and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the cache. Three ways on: "
-            "run once where there is a network (a cluster's head node), with HF_HOME on a shared disk, then set "
-            "HF_HUB_OFFLINE=1; pass a local folder to --model and a file to --dataset; or --from_scratch --dataset pydocs, "
-            "which needs neither weights nor a hub."
-        )
+        raise UserError(f"{why}, and {_ways_without_hub(args, model if no_model else None, dataset if no_dataset else None)}")
     if launch.is_main and not wished_offline:
         print(f"ℹ️  The Hugging Face hub ({endpoint}) cannot be reached: using what is in the cache.")
     return False
+
+
+def _ways_without_hub(args, model: str | None, dataset: str | None) -> str:
+    """What is missing, and the three ways on."""
+    named = [f"model {model}"] if model else []
+    named += [f"dataset {dataset} (and no file of that name is here)"] if dataset else []
+    local = ["a local folder to --model"] * bool(model) + ["a file or folder to --dataset"] * bool(dataset)
+    plain = ["--from_scratch"] * bool(model and args.model in GPT2_NAMES) + ["--dataset pydocs"] * bool(dataset)
+    return (
+        f"{' and '.join(named)} {'is' if len(named) == 1 else 'are'} not in the cache. Three ways on: run once where there "
+        "is a network (a cluster's head node) with HF_HOME on a shared disk, then set HF_HUB_OFFLINE=1; pass "
+        f"{' and '.join(local)}; or use {' '.join(plain) or '--model tiny-gpt2'}, which needs no hub."
+    )
 
 
 def scratch_without_hub(args) -> bool:

@@ -141,6 +141,7 @@ class Meter:
         """
         self._epoch, self._blocks, self._seq_length, self._batch = epoch, train.blocks, train.seq_length, 0
         self._global_batch = args.batch_size * args.gradient_accumulation_steps * self.run.world_size
+        self._batches = min(data.steps_per_epoch(train.blocks, self._global_batch), self.total_steps - self.step)
         self.timer.mark(None)
 
     def end_step(self, loss: torch.Tensor, lr: float, grad_norm) -> None:
@@ -154,7 +155,7 @@ class Meter:
             TrainingError: a loss was not finite. No update was made from it, or after it.
         """
         self.timer.end_step()
-        batch, batches = self._batch, data.steps_per_epoch(self._blocks, self._global_batch)
+        batch, batches = self._batch, self._batches
         self._batch += 1
         self.step += 1
         # The last step of an epoch may see fewer blocks.
@@ -300,6 +301,8 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
         "perplexity": evaluation[1] if evaluation else None,
         "seconds_to_first_step": meter.first_step_at - PROCESS_STARTED if meter.first_step_at else None,
         "communication_bytes_per_step": None,
+        "step_seconds": None,
+        "step_phases_seconds": None,
         "samples_per_second": None,
         "tokens_per_second": None,
         "tokens_per_second_per_gpu": None,

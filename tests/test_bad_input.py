@@ -97,6 +97,17 @@ def test_model_that_is_no_causal_language_model(refused, tmp_path):
     assert "no causal language model" in refused("--model", tmp_path, "--dataset", "pydocs")
 
 
+def test_model_without_tokenizer(refused, llama, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((llama / name).read_bytes())
+    assert "no tokenizer" in refused("--model", tmp_path, "--dataset", "pydocs")
+
+
+def test_nothing_to_evaluate_on(refused, tmp_path):
+    (tmp_path / "tiny.txt").write_text("one block of text and no more")
+    assert "nothing is left to evaluate on" in refused("--eval_only", "--dataset", tmp_path / "tiny.txt", "--seq_length", "8")
+
+
 def test_model_without_weights(refused, llama, tmp_path):
     for file in llama.iterdir():
         if file.suffix != ".safetensors":
@@ -227,6 +238,8 @@ def test_broken_json_is_located(refused, ds_config):
     (["--lr", "0.1"], {"optimizer": {"type": "AdamW", "params": {"lr": 0.2}}}, ["--lr 0.1", "optimizer.params.lr 0.2"]),
     (["--max_grad_norm", "2"], {"gradient_clipping": 1.0}, ["--max_grad_norm 2.0", "gradient_clipping 1.0"]),
     (["--precision", "fp32"], {"bf16": {"enabled": True}}, ["--precision fp32", "bf16"]),
+    (["--precision", "bf16"], {"bf16": {"enabled": False}}, ["--precision bf16", "bf16.enabled false"]),
+    (["--lr", "0.1"], {"scheduler": {"type": "WarmupLR", "params": {}}}, ["--lr", "WarmupLR"]),
     (["--warmup_steps", "3"], {"scheduler": {"type": "WarmupLR", "params": {}}}, ["--warmup_steps", "WarmupLR"]),
     ([], {"train_batch_size": 13}, ["train_batch_size 13", "--batch_size 4"]),
     (["--gradient_accumulation_steps", "2"], {"train_batch_size": 12}, ["size 12", "--gradient_accumulation_steps 2"]),
@@ -239,6 +252,11 @@ def test_contradictions_name_both_sides(refused, ds_config, args, change, said):
     strategy = [] if "--strategy" in args else ["--strategy", "zero2"]
     error = refused(*strategy, *args, "--ds_config", ds_config(**change), seconds=5)
     assert all(part in error for part in said), error
+
+
+def test_value_that_deepspeed_refuses_is_named(refused, ds_config):
+    path = ds_config(zero_optimization={"stage": 2, "reduce_bucket_size": "big"})
+    assert "reduce_bucket_size" in refused("--strategy", "zero2", "--ds_config", path)
 
 
 # ------------------------------------------------------------------------------------------------ the machine

@@ -1,5 +1,7 @@
 """The same script under every launcher."""
 
+import os
+
 import pytest
 from conftest import STRATEGIES, descendants_of_test, finish, skip, start
 
@@ -25,8 +27,10 @@ def check(run, strategy, ranks):
 def test_launcher(script, request, launcher, ranks, strategy):
     if launcher == "srun":
         request.getfixturevalue("slurm")
+    before = set(os.listdir("/dev/shm"))
     run = script(*WORK, "--strategy", strategy, launcher=launcher, ranks=ranks)
     check(run, strategy, ranks)
+    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("deepspeed")} == set()
     assert run.results["launcher"] == {"accelerate": "torchrun" if ranks > 1 else "python"}.get(launcher, launcher)
 
 
