@@ -191,13 +191,12 @@ def _read_config(folder: str, name: str):
 
 
 def _read_tokenizer(folder: str, name: str):
+    if not any(file for kind in ("tokenizer*", "vocab*", "*.model", "*.tiktoken") for file in Path(folder).glob(kind)):
+        raise UserError(f"--model {name}: there are no tokenizer files (tokenizer.json, or vocab.json and merges.txt).")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
         raise UserError(f"--model {name}: its tokenizer cannot be loaded: {first_line(error)}") from error
-    if len(tokenizer) < 2:
-        raise UserError(f"--model {name}: there are no tokenizer files (tokenizer.json, or vocab.json and merges.txt).")
-    return tokenizer
 
 
 def download(name: str, offline: bool, with_weights: bool) -> str:
