@@ -158,7 +158,8 @@ def reach_hub(args, launch: Launch) -> bool:
 def _ways_without_hub(args, model: str | None, dataset: str | None) -> str:
     """What is missing, and the three ways on."""
     named = [f"model {model}"] if model else []
-    named += [f"dataset {dataset} (and no file of that name is here)"] if dataset else []
+    no_file = "" if args.dataset == "wikitext" else " (and no file of that name is here)"
+    named += [f"dataset {dataset}{no_file}"] if dataset else []
     local = ["a local folder to --model"] * bool(model) + ["a file or folder to --dataset"] * bool(dataset)
     plain = ["--from_scratch"] * bool(model and args.model in GPT2_NAMES) + ["--dataset pydocs"] * bool(dataset)
     return (
