@@ -40,10 +40,10 @@ def explain(error: BaseException) -> UserError:
     """
     if isinstance(error, UserError):
         return error
-    if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):  # pydantic's, of DeepSpeed's configuration
+    name, lines = type(error).__name__, str(error).strip().splitlines()
+    if name == "ValidationError" and hasattr(error, "errors"):  # pydantic's, of DeepSpeed's configuration
         first = error.errors()[0]
         return UserError(f"DeepSpeed configuration: {'.'.join(map(str, first['loc']))}: {first['msg']}.")
-    name, lines = type(error).__name__, str(error).strip().splitlines()
     text = lines[0].strip() if lines else ""
     # CUDA raises torch.OutOfMemoryError; the CPU allocator raises a RuntimeError whose text is all there is to go by.
     if name == "OutOfMemoryError" or isinstance(error, MemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY_SIGNS):

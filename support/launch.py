@@ -169,8 +169,8 @@ def available_cores() -> int:
 def return_freed_memory() -> None:
     """While a model loads: give every large tensor back to the kernel as soon as it is freed.
 
-    Without this glibc raises its own threshold with the first large tensor, and what ZeRO-3 gathers for a moment
-    while it shards stays with the process: 953 instead of 587 MB after loading GPT-2 124M on two ranks.
+    Without this glibc raises its own threshold with the first large tensor that is freed, and the parameters that
+    ZeRO-3 holds for a moment while it shards would stay with the process.
     """
     _mallopt(mmap_threshold=1 << 20)
 
@@ -178,7 +178,7 @@ def return_freed_memory() -> None:
 def keep_freed_memory() -> None:
     """While a model trains on the CPU: keep the large logit buffers for the next step.
 
-    Giving them back costs page faults at every step; measured on GPT-2 124M, 2 cores: 546 -> 740 tokens/s.
+    Giving them back costs page faults at every step; benchmarks/RESULTS.md has what that is on GPT-2 124M.
     """
     if not _mallopt(mmap_threshold=1 << 30):
         _mallopt(mmap_threshold=32 << 20)  # the most that older glibc accepts

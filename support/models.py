@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Co
 from support.config import EMBEDDED_MODEL
 from support.distributed import Run
 from support.errors import UserError
-from support.preflight import GPT2_NAMES, is_local_model
+from support.preflight import GPT2_NAMES, huggingface_home, is_local_model
 
 END_OF_TEXT = "<|endoftext|>"
 EMBEDDED_VOCABULARY = 4096
@@ -118,8 +118,7 @@ def cache_folder(given: str | None) -> Path:
     """Where tokenised corpora and the embedded tokenizer are kept."""
     if given:
         return Path(given).expanduser()
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(home).expanduser() / "distributed_training"
+    return huggingface_home() / "distributed_training"
 
 
 # ------------------------------------------------------------------------------------------------ finding

@@ -194,9 +194,15 @@ def answers(endpoint: str) -> bool:
     return answered.is_set()
 
 
+def huggingface_home() -> Path:
+    """Where the Hugging Face libraries keep their caches."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
+
+
 def cached_repository(kind: str, name: str) -> bool:
     """Whether the hub's cache holds a snapshot of a repository ("models" or "datasets")."""
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface").expanduser()
+    home = huggingface_home()
     hub = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
     if kind == "datasets":  # the prepared Arrow files are what loads offline
         prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
