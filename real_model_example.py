@@ -133,6 +133,7 @@ def load_model_and_tokenizer(args, run: Run, precision: str, blueprint: models.B
 
 def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Blueprint) -> None:
     """Complete DeepSpeed's JSON for this model and device."""
+    preflight.check_compiler(args.strategy, run.device)
     import deepspeed
 
     if not args.verbose:
@@ -203,9 +204,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def adamw(model: nn.Module, args) -> torch.optim.AdamW:
     """The optimizer of dp and fsdp; the ds_config files ask DeepSpeed for the same one."""
-    return torch.optim.AdamW(
-        parameter_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, fused=True
-    )
+    return torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, fused=True)
 
 
 def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:

@@ -15,12 +15,20 @@ class UserError(Exception):
 
     exit_code = EXIT_USAGE
     status = "failed"
+    kind = "usage"
+
+
+class MissingRequirement(UserError):
+    """This machine lacks what the strategy needs: a library, a compiler, a suitable disk. Another strategy may run."""
+
+    kind = "missing_requirement"
 
 
 class TrainingError(UserError):
     """The run was set up rightly but cannot go on, for example because the loss is no longer finite."""
 
     exit_code = EXIT_FAILED
+    kind = "training"
 
 
 class OutOfMemory(UserError):
@@ -28,6 +36,7 @@ class OutOfMemory(UserError):
 
     exit_code = EXIT_OUT_OF_MEMORY
     status = "oom"
+    kind = "out_of_memory"
 
 
 def explain(error: BaseException) -> UserError:
@@ -50,6 +59,13 @@ def explain(error: BaseException) -> UserError:
         return OutOfMemory(
             f"Out of memory: {text or name}. Try a smaller --batch_size with more --gradient_accumulation_steps, "
             "--gradient_checkpointing, a shorter --seq_length, or a strategy that shards more (zero2, zero3, offload)."
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name == "deepspeed":
+        return MissingRequirement("This strategy needs DeepSpeed: pip install deepspeed. dp and fsdp run without it.")
+    if name in ("MissingCUDAException", "CUDAMismatchException"):  # DeepSpeed's builder, before it compiles an op
+        return MissingRequirement(
+            "This strategy compiles a DeepSpeed op with the CUDA toolkit of torch's CUDA version, which was not found: install "
+            f"it, or set CUDA_HOME (module load cuda on a cluster). DeepSpeed says: {text}"
         )
     if isinstance(error, KeyboardInterrupt):
         return TrainingError("Interrupted: stopped before the end; nothing more was written.")

@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def folder_bytes(folder: str | None) -> int:
     return sum(os.path.getsize(os.path.join(top, name)) for top, _, names in os.walk(folder) for name in names)
 
 
-def live_bytes(model: torch.nn.Module, optimizer) -> dict:
+def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
     """Count live tensors by what they are for. Call it at the end of backward, before the update.
 
     Every storage is counted once, in the first category that holds it. Works for plain, FSDP2 (DTensor) and
@@ -71,31 +72,42 @@ def live_bytes(model: torch.nn.Module, optimizer) -> dict:
     Args:
         model: the unwrapped module.
         optimizer: torch's optimizer, or DeepSpeed's wrapper around one.
+        device: the training device.
     Returns:
-        {"categories": bytes by category, "moments": bytes of Adam's moments alone (part of "optimizer"),
-        "placement": "device", "host" or "nvme" for parameters and optimizer}.
+        {"categories": bytes by category, wherever they lie, "on_device": those on the device,
+        "moments": bytes of Adam's moments alone (part of "optimizer"),
+        "placement": "device", "host" or "nvme" for parameters, gradients and optimizer}.
     """
     base = getattr(optimizer, "optimizer", None)  # DeepSpeed's wrapper holds the real optimizer
     base = base if base is not None else optimizer
     seen: set[int] = set()
     moments = _count(_optimizer_moments(base), set())
-    categories = {
+    counted = {
         "parameters": _count(_parameters(model), seen),
         "gradients": _count(_gradients(model, optimizer, base), seen),
         "optimizer": _count(_optimizer_states(optimizer, base), seen),
         "buffers": _count(model.buffers(), seen),
-        "activations": None,
+        "other": _count((t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)), seen),
     }
-    categories["other"] = _count((t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)), seen)
-    return {"categories": categories, "moments": moments, "placement": _placement(model, optimizer)}
+    placement = _placement(model, optimizer)
+    on_device = {name: found[device.type] for name, found in counted.items()}
+    if device.type == "cpu":  # the host is the device, and only the strategy tells what would lie on a GPU
+        on_device.update({name: 0 for name in ("gradients", "optimizer") if placement[name] != "device"})
+    return {
+        "categories": {**{name: sum(found.values()) for name, found in counted.items()}, "activations": None},
+        "on_device": {**on_device, "activations": None},
+        "moments": sum(moments.values()),
+        "placement": placement,
+    }
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:
-    total = 0
+def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> Counter[str]:
+    """Bytes of the storages not seen before, by type of device."""
+    total: Counter[str] = Counter()
     for tensor in tensors:
         if tensor is None or tensor.device.type == "meta":
             continue
@@ -106,7 +118,7 @@ def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:
             continue
         if size and address not in seen:
             seen.add(address)
-            total += size
+            total[storage.device.type] += size
     return total
 
 
@@ -144,4 +156,8 @@ def _placement(model: torch.nn.Module, optimizer) -> dict[str, str]:
     on_host = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
     shards = [getattr(parameter, "ds_tensor", None) for parameter in model.parameters()]
     nvme = any(getattr(getattr(shard, "final_location", None), "name", "") == "nvme" for shard in shards if shard is not None)
-    return {"parameters": "nvme" if nvme else "device", "optimizer": "nvme" if swaps else "host" if on_host else "device"}
+    return {
+        "parameters": "nvme" if nvme else "device",
+        "gradients": "host" if on_host or swaps else "device",  # they are reduced to where the update happens
+        "optimizer": "nvme" if swaps else "host" if on_host else "device",
+    }

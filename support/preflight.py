@@ -16,7 +16,7 @@ from pathlib import Path
 
 from support import launch as launching
 from support.config import EMBEDDED_MODEL, ignored_flags, parse_arguments
-from support.errors import UserError
+from support.errors import MissingRequirement, UserError
 from support.launch import Launch
 
 PROBE_SECONDS = 4  # the hub answers within one; the clients' own retries take 23 s to 11 minutes
@@ -43,7 +43,6 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
         check_model_path(args)
         check_dataset_path(args)
         check_output_dir(args)
-        check_compiler(args)
         check_nvme_path(args)
         args.hub_offline = not reach_hub(args, launch)
         for line in ignored_flags(args) if launch.is_main else ():
@@ -111,17 +110,6 @@ def check_nvme_path(args) -> None:
     """A folder named for infinity must be there; whether it is large enough is seen when the model's size is known."""
     if args.strategy == "infinity" and args.nvme_path is not None and not Path(args.nvme_path).is_dir():
         raise UserError(f"--nvme_path {args.nvme_path}: no such folder. Create it, or name a folder on a local NVMe disk.")
-
-
-def check_compiler(args) -> None:
-    """DeepSpeed compiles its CPU Adam at the first use of offload and infinity, and on a CPU its collectives."""
-    if args.ds_config_dict is None or (args.strategy not in ("offload", "infinity") and launching.has_nvidia_gpu()):
-        return
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
-        raise UserError(f"--strategy {args.strategy} compiles parts of DeepSpeed at its first use, but there is no C++ "
-                        f"compiler ({compiler}): apt install build-essential, or module load gcc on a cluster. "
-                        "dp and fsdp need none.")  # fmt: skip
 
 
 def reach_hub(args, launch: Launch) -> bool:
@@ -276,22 +264,40 @@ def ops_to_compile(strategy: str, device) -> list[str]:
     return [op for op in needed if not any(root.glob(f"**/{op}/*.so"))]
 
 
+def check_compiler(strategy: str, device) -> None:
+    """DeepSpeed compiles its CPU Adam at the first use of offload and infinity, and on a CPU its collectives.
+
+    Raises:
+        MissingRequirement: there is no C++ compiler.
+    """
+    compiler = os.environ.get("CXX", "c++")
+    if (device.type == "cpu" or strategy in ("offload", "infinity")) and shutil.which(compiler) is None:
+        raise MissingRequirement(
+            f"--strategy {strategy} compiles parts of DeepSpeed at its first use, but there is no C++ compiler "
+            f"({compiler}): apt install build-essential, or module load gcc on a cluster. dp and fsdp need none."
+        )
+
+
 def check_async_io() -> None:
     """infinity reads and writes NVMe through libaio; ask before the model loads.
 
     Raises:
-        UserError: DeepSpeed's async_io op cannot be built here.
+        MissingRequirement: DeepSpeed's async_io op cannot be built here.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     try:
         compatible = AsyncIOBuilder().is_compatible(verbose=False)
     except (TypeError, OSError) as error:  # it joins the CUDA toolkit's folder to a path even where there is none
-        raise UserError("--strategy infinity on a GPU compiles with the CUDA toolkit, which was not found: install the one of "
-                        "torch's CUDA version, or set CUDA_HOME.") from error  # fmt: skip
+        raise MissingRequirement(
+            "--strategy infinity on a GPU compiles with the CUDA toolkit, which was not found: install the one of torch's "
+            "CUDA version, or set CUDA_HOME."
+        ) from error
     if not compatible:
-        raise UserError("--strategy infinity needs libaio, which is missing here: apt install libaio-dev (without root: "
-                        "conda install libaio, then set CFLAGS and LDFLAGS to its include and lib folders).")  # fmt: skip
+        raise MissingRequirement(
+            "--strategy infinity needs libaio, which is missing here: apt install libaio-dev (without root: conda install "
+            "libaio, then set CFLAGS and LDFLAGS to its include and lib folders)."
+        )
 
 
 def make_nvme_folder(path: str | None, parameters: int, local_world_size: int, world_size: int) -> str:
@@ -304,7 +310,8 @@ def make_nvme_folder(path: str | None, parameters: int, local_world_size: int, w
     Returns:
         A new folder that the caller removes at the end.
     Raises:
-        UserError: missing, not writable, too small, or a file system that cannot bypass the page cache.
+        UserError: missing or not writable.
+        MissingRequirement: too small, or a file system that cannot bypass the page cache.
     """
     parent = Path(path or tempfile.gettempdir())
     try:
@@ -316,14 +323,27 @@ def make_nvme_folder(path: str | None, parameters: int, local_world_size: int, w
         needed = 20 * parameters * local_world_size // world_size
         free = shutil.disk_usage(parent).free
         if free < needed:
-            raise UserError(f"--nvme_path {parent} has {free / 2**30:.2f} GB free, and infinity needs "
-                            f"{needed / 2**30:.2f} GB there: free some space, or name another folder.")  # fmt: skip
-        os.close(os.open(Path(folder) / "probe", os.O_CREAT | os.O_RDWR | getattr(os, "O_DIRECT", 0)))
-    except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise UserError(f"--nvme_path {parent}: its file system cannot do direct I/O ({error.strerror}), as NFS and "
-                        "tmpfs often cannot: name a folder on a local disk.") from error  # fmt: skip
-    except UserError:
+            raise MissingRequirement(
+                f"--nvme_path {parent} has {free / 2**30:.2f} GB free, and infinity needs {needed / 2**30:.2f} GB there: free "
+                "some space, or name another folder."
+            )
+        check_direct_io(folder)
+    except MissingRequirement:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
+
+
+def check_direct_io(folder: str) -> None:
+    """infinity's files bypass the page cache.
+
+    Raises:
+        MissingRequirement: the file system of the folder cannot do that.
+    """
+    try:
+        os.close(os.open(Path(folder) / "probe", os.O_CREAT | os.O_RDWR | getattr(os, "O_DIRECT", 0)))
+    except OSError as error:
+        raise MissingRequirement(
+            f"--nvme_path {Path(folder).parent}: its file system cannot do direct I/O ({error.strerror}), as NFS and tmpfs "
+            "often cannot: name a folder on a local disk."
+        ) from error

@@ -19,8 +19,10 @@ import psutil
 import torch
 
 from support import data, memory
+from support.communication import Traffic
 from support.distributed import Run
 from support.errors import TrainingError, UserError
+from support.launch import available_cores
 
 PROCESS_STARTED = psutil.Process().create_time()
 GB = 2**30  # as nvidia-smi and DeepSpeed count
@@ -111,6 +113,7 @@ class Meter:
     def __init__(self, run: Run, folder: Path, total_steps: int, logging_steps: int):
         self.run, self.total_steps, self.logging_steps = run, total_steps, logging_steps
         self.timer = StepTimer(run.device)
+        self.traffic = Traffic()
         self.step = 0  # optimizer steps done
         self.samples: list[int] = []  # blocks of each step, over all ranks
         self.losses: list[float] = []
@@ -122,13 +125,18 @@ class Meter:
             self._path.write_text("")
 
     @property
+    def warmup_steps(self) -> int:
+        """First steps that no average counts: compilation, first allocations, DeepSpeed's first look at the model."""
+        return min(5, self.step // 4)
+
+    @property
     def finished(self) -> bool:
         return self.step >= self.total_steps
 
     def after_backward(self, model: torch.nn.Module, optimizer) -> None:
         """At the last step, count live tensors: everything a step needs is there now."""
         if self.step + 1 == self.total_steps:
-            self.memory = memory.live_bytes(model, optimizer)
+            self.memory = memory.live_bytes(model, optimizer, self.run.device)
             self.timer.mark(None)
 
     def start_epoch(self, epoch: int, train, args) -> None:
@@ -142,6 +150,7 @@ class Meter:
         self._epoch, self._blocks, self._seq_length, self._batch = epoch, train.blocks, train.seq_length, 0
         self._global_batch = args.batch_size * args.gradient_accumulation_steps * self.run.world_size
         self._batches = min(data.steps_per_epoch(train.blocks, self._global_batch), self.total_steps - self.step)
+        self.traffic.discard()
         self.timer.mark(None)
 
     def end_step(self, loss: torch.Tensor, lr: float, grad_norm) -> None:
@@ -155,6 +164,7 @@ class Meter:
             TrainingError: a loss was not finite. No update was made from it, or after it.
         """
         self.timer.end_step()
+        self.traffic.end_step()
         batch, batches = self._batch, self._batches
         self._batch += 1
         self.step += 1
@@ -200,7 +210,7 @@ class Meter:
     def speed(self, seq_length: int) -> dict:
         """Throughput and step times of this rank, without the first steps (compilation, first allocations)."""
         steps = self.timer.steps
-        excluded = min(5, len(steps) // 4)
+        excluded = self.warmup_steps
         seconds = sorted(sum(step.values()) for step in steps[excluded:])
         if not seconds:
             return {"warmup_steps_excluded": 0}
@@ -227,9 +237,11 @@ class Results:
             "schema_version": 1,
             "status": "running",
             "reason": None,
+            "error_kind": None,
             "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": shlex.join([Path(sys.executable).name, *sys.argv]),
             "versions": versions(),
+            "hardware": hardware(run.device),
             **facts,
         }
         if run.is_main:
@@ -248,7 +260,7 @@ class Results:
 
     def fail(self, error: UserError) -> None:
         """Write why the run ended; called on the one rank that failed first, whichever it is."""
-        self.facts.update(status=error.status, reason=str(error))
+        self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
         self._write()
 
     def _write(self) -> None:
@@ -268,6 +280,28 @@ def only_finite(value):
     if isinstance(value, list):
         return [only_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def hardware(device: torch.device) -> dict:
+    """The machine of this rank: names, cores this process may use, bytes of memory; GPU keys are null without one."""
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "host": platform.node(),
+        "cpu": cpu_name(),
+        "cores": available_cores(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "gpu": gpu.name if gpu else None,
+        "gpu_memory_bytes": gpu.total_memory if gpu else None,
+    }
+
+
+def cpu_name() -> str:
+    """The processor as /proc/cpuinfo names it, else as Python knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
@@ -290,6 +324,8 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
     mine = {"device": device, "host_peak": memory.host_bytes()[1], "phases": footprint.noted,
             "nvme": memory.folder_bytes(args.nvme_folder) if run.launch.is_node_leader else 0,
             "live": meter.memory, "speed": meter.speed(args.seq_length)}  # fmt: skip
+    traffic = meter.traffic.per_step(meter.warmup_steps)
+    mine["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
     ranks = run.gather(mine)
     facts = {
         "steps": steps,
@@ -301,6 +337,7 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
         "perplexity": evaluation[1] if evaluation else None,
         "seconds_to_first_step": meter.first_step_at - PROCESS_STARTED if meter.first_step_at else None,
         "communication_bytes_per_step": None,
+        "communication_per_step": None,
         "step_seconds": None,
         "step_phases_seconds": None,
         "samples_per_second": None,
@@ -315,6 +352,9 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
             text = blueprint.text_config
             flops = flops_per_token(blueprint.matmul_parameters, text.num_hidden_layers, text.hidden_size, args.seq_length)
             facts["mfu"] = facts["tokens_per_second_per_gpu"] * flops / peak
+    if steps and Traffic.complete(run.device, args.ds_config_dict is not None):
+        facts["communication_bytes_per_step"] = statistics.mean(rank["sent"] for rank in ranks)
+        facts["communication_per_step"] = traffic
     facts["memory"] = {
         "allocated_bytes": [rank["device"]["allocated"] for rank in ranks],
         "reserved_bytes": [rank["device"]["reserved"] for rank in ranks],
@@ -323,6 +363,7 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
         "nvme_bytes": sum(rank["nvme"] for rank in ranks),
         "categories_bytes": meter.memory["categories"] if meter.memory else None,
         "categories_bytes_by_rank": [rank["live"]["categories"] if rank["live"] else None for rank in ranks],
+        "device_categories_bytes_by_rank": [rank["live"]["on_device"] if rank["live"] else None for rank in ranks],
         "moments_bytes": meter.memory["moments"] if meter.memory else None,
         "placement": meter.memory["placement"] if meter.memory else None,
         "phases_bytes": {

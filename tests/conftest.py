@@ -25,6 +25,13 @@ SCRIPT = PROJECT / "real_model_example.py"
 SHARED = PROJECT.parent / "shared"  # real tokenizer, WikiText-2 and a stand-in for the hub, where they are at hand
 STRATEGIES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
 
+# Work on which strategies and splits are compared. A global batch of 8 blocks on 77 blocks: nine whole steps, then one of
+# 5 blocks, whose second micro-batch is short by 3. Two epochs make 20 steps, all of them the same work for every strategy
+# and split. The heavy weight decay makes a difference in the parameter groups show.
+SAME_WORK = ["--seq_length", "64", "--num_samples", "77", "--epochs", "2", "--dropout", "0", "--eval_samples", "9",
+             "--weight_decay", "1"]  # fmt: skip
+SPLIT = ["--batch_size", "2", "--gradient_accumulation_steps", "2"]  # on two ranks
+
 
 def skip(reason: str) -> None:
     """Skip with a reason; where nothing may be skipped (CI), fail with it."""
@@ -138,6 +145,15 @@ def script(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def reference(script):
+    """SAME_WORK in fp32 in one process, plain PyTorch, without accumulation."""
+    run = script(*SAME_WORK, "--precision", "fp32", "--batch_size", "8")
+    assert len(run.losses) == 20
+    assert run.losses[-1] < run.losses[0] - 0.5  # it learns, so equal curves mean something
+    return run
+
+
+@pytest.fixture(scope="session")
 def text_file(tmp_path_factory) -> Path:
     """Real English text, about 200 kB: part of the Python reference, one document."""
     from pydoc_data.topics import topics
@@ -176,6 +192,28 @@ def llama(tmp_path_factory, tiny_tokenizer) -> Path:
     for file in tiny_tokenizer.iterdir():
         shutil.copy(file, folder)
     return folder
+
+
+def path_without(tmp_path, *names):
+    """A PATH with every program but these."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for source in os.environ["PATH"].split(os.pathsep):
+        for program in Path(source).iterdir() if Path(source).is_dir() else ():
+            target = folder / program.name
+            if not program.name.startswith(names) and not target.exists():
+                target.symlink_to(program)
+    return folder
+
+
+@pytest.fixture
+def without_libaio(tmp_path_factory) -> dict:
+    """An environment for a run: a compiler that cannot link libaio is what a machine without it looks like to DeepSpeed."""
+    path = path_without(tmp_path_factory.mktemp("without"), "gcc", "cc", "x86_64-linux-gnu-gcc")
+    for name in ("gcc", "cc"):
+        (path / name).write_text('#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\nexec /usr/bin/gcc "$@"\n')
+        (path / name).chmod(0o755)
+    return {"PATH": path, "CC": "gcc"}
 
 
 def shared_module(name: str):

@@ -3,14 +3,22 @@
     crash:RANK:N       that rank raises an exception as it reads its N-th micro-batch
     nan:N              the N-th loss is not a number
     gpus:N             torch sees N GPUs (this machine has none)
+    hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
+    oom:N              every rank asks for more memory than there is at its N-th micro-batch
+    witness:FILE       no fault: what DeepSpeed's own communication logger counted goes to FILE
+
+FAULT_SCRIPT names another script than the project's.
 """
 
+import json
 import os
 import runpy
+import signal
 import sys
+import time
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parent.parent / "real_model_example.py"
+SCRIPT = Path(os.environ.get("FAULT_SCRIPT") or Path(__file__).resolve().parent.parent / "real_model_example.py")
 
 
 def break_steps(action) -> None:
@@ -26,6 +34,30 @@ def break_steps(action) -> None:
         return inputs, labels
 
     data.fill_up = broken
+
+
+def let_deepspeed_witness(file: str) -> None:
+    """Write DeepSpeed's counts of the steps after the second, {operation: {message bytes: calls}}, when the run is over."""
+    from support import reporting
+
+    end_step, complete = reporting.Meter.end_step, reporting.Results.complete
+
+    def end(meter, *args):
+        from deepspeed.comm import comm
+
+        end_step(meter, *args)
+        if meter.step == 2:  # stage 3 gathers more in its first step, in which it learns the order of the layers
+            comm.comms_logger.comms_dict.clear()
+
+    def write(results):
+        from deepspeed.comm import comm
+
+        counts = {op: {size: found[0] for size, found in sizes.items()} for op, sizes in comm.comms_logger.comms_dict.items()}
+        if results.run.is_main:
+            Path(file).write_text(json.dumps(counts))
+        complete(results)
+
+    reporting.Meter.end_step, reporting.Results.complete = end, write
 
 
 def main() -> None:
@@ -50,6 +82,19 @@ def main() -> None:
             return cross_entropy(*args, **kwargs) * (float("nan") if calls[0] == int(values[0]) else 1)
 
         torch.nn.functional.cross_entropy = not_a_number
+    elif kind == "hang":
+        rank, step = map(int, values)
+
+        def hang(now):
+            if now == step and int(os.environ["RANK"]) == rank:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(1_000_000)
+
+        break_steps(hang)
+    elif kind == "oom":
+        break_steps(lambda now: torch.empty(2**50) if now == int(values[0]) else None)
+    elif kind == "witness":
+        let_deepspeed_witness(":".join(values))
     elif kind == "gpus":
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: int(values[0])

@@ -1,0 +1,207 @@
+#!/usr/bin/env bash
+# Train one model under every strategy, on the same work, and compare memory, speed and losses.
+#
+#   bash compare_strategies.sh                          # the embedded model: a few minutes on a laptop
+#   bash compare_strategies.sh gpt2-medium              # on all GPUs of this node
+#   bash compare_strategies.sh gpt2 --batch_size 8 --precision fp32
+#
+# bash compare_strategies.sh [MODEL] [arguments]        MODEL: tiny-gpt2 (default), or any other --model
+# The arguments are passed on to real_model_example.py, the same for every strategy. Without --max_steps, --epochs or
+# --num_samples among them a run has 40 steps (tiny-gpt2) or 30 (any other model). Environment variables:
+#
+#   STRATEGIES="dp zero2"   only these (default: dp zero1 zero2 zero3 offload infinity fsdp)
+#   NUM_GPUS=4              ranks (default: all visible GPUs; on a CPU 2 processes)
+#   REPEATS=3               run each strategy so often, in turn: medians and spread (default: 1)
+#   TIMEOUT=1800            seconds for one run, the first compilation of DeepSpeed's parts included (default: 1800)
+#   RESUME=1                keep the completed runs of the same comparison, run only what is missing
+#   PYTHON=python3.12       interpreter (default: the active environment's, else .venv's beside this file)
+#
+# Runs are kept under comparison_runs/<MODEL>/<strategy>/<repeat>/ (log.txt, results.json, metrics.jsonl); the report is
+# comparison_results_<MODEL>.txt, .json, .md and .png. Exit code: 0, 1 if a loss curve departs or a strategy failed, 2 for
+# wrong usage, 130 after Ctrl-C, with the report on what had completed.
+set -euo pipefail
+
+project=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+every_strategy="dp zero1 zero2 zero3 offload infinity fsdp"
+
+die() {
+    printf '❌ %s\n' "$*" >&2
+    exit 2
+}
+
+usage() {
+    sed -n '2,/^set -/{/^#/!d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+}
+
+# ------------------------------------------------------------------------------------------ what is asked for
+
+model=tiny-gpt2
+case "${1-}" in
+    -h | --help) usage ;;
+    "" | --*) ;;
+    *) model=$1 && shift ;;
+esac
+
+cap_steps=yes
+for argument in "$@"; do
+    case "$argument" in
+        -h | --help) usage ;;
+        --model | --model=* | --strategy | --strategy=* | --output_dir | --output_dir=* | --overwrite | --ds_config | --ds_config=* | --eval_only)
+            die "${argument%%=*} is not for a comparison: it sets that itself for every strategy (MODEL comes first, STRATEGIES=\"…\" chooses)." ;;
+        --max_steps | --max_steps=* | --epochs | --epochs=* | --num_samples | --num_samples=*) cap_steps=no ;;
+    esac
+done
+
+read -r -a strategies <<< "${STRATEGIES:-$every_strategy}"
+for strategy in "${strategies[@]}"; do
+    [[ " $every_strategy " == *" $strategy "* ]] || die "STRATEGIES: $strategy is none of $every_strategy."
+done
+command -v timeout > /dev/null || die "timeout is missing: apt install coreutils (brew install coreutils on a Mac)."
+for name in NUM_GPUS REPEATS TIMEOUT; do
+    [[ ! -v $name || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} must be a whole number of 1 or more."
+done
+repeats=${REPEATS:-1} limit=${TIMEOUT:-1800}
+
+if [[ -n ${PYTHON-} ]]; then
+    python=$PYTHON
+elif [[ -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -x $project/.venv/bin/python ]]; then
+    python=$project/.venv/bin/python
+else
+    python=$(command -v python || command -v python3) || die "No Python found: activate your environment, or set PYTHON."
+fi
+facts=$("$python" -c '
+import sys
+sys.path.insert(0, sys.argv[1])
+try:
+    import matplotlib, tabulate, torch
+    from support.reporting import hardware, versions
+except ImportError as error:
+    sys.exit(f"{sys.executable}: {error}")
+gpus = torch.cuda.device_count()
+print(gpus)
+print("device", hardware(torch.device("cuda" if gpus else "cpu"))["gpu" if gpus else "cpu"])
+print("versions", versions())' "$project") ||
+    die "A package is missing: make setup installs all into .venv (then set PYTHON=.venv/bin/python if another environment is active); or pip install -r requirements.txt."
+gpus=${facts%%$'\n'*}
+ranks=${NUM_GPUS:-$((gpus > 0 ? gpus : 2))}
+((gpus == 0 || ranks <= gpus)) || die "NUM_GPUS=$ranks, but only $gpus GPU(s) are visible: ask for fewer, or check CUDA_VISIBLE_DEVICES."
+
+# Dropout off: it would draw other numbers for each strategy, and the losses could not be compared.
+arguments=(--dropout 0 --no_eval)
+cap=""
+if [[ $cap_steps == yes ]]; then
+    cap=30
+    [[ $model == tiny-gpt2 ]] && cap=40
+    arguments+=(--max_steps "$cap")
+fi
+arguments+=("$@")
+# Wrong arguments would fail every run alike, so the script is asked once.
+"$python" -c 'import sys; sys.path.insert(0, sys.argv[1]); from support import preflight; preflight.start(sys.argv[2:])' \
+    "$project" --model "$model" "${arguments[@]}" || exit 2
+
+# ------------------------------------------------------------------------------------------ the folder of this comparison
+
+runs=comparison_runs/${model//\//_}
+configuration=$(
+    printf 'model %q\nranks %s\narguments' "$model" "$ranks" && printf ' %q' "${arguments[@]}" && printf '\n'
+    printf '%s\n' "${facts#*$'\n'}"
+    printf 'code %s\n' "$(cat "$project"/real_model_example.py "$project"/support/*.py "$project"/ds_config_*.json | cksum)"
+)
+mkdir -p comparison_runs || die "$PWD/comparison_runs cannot be created: change to a folder that you may write to."
+if command -v flock > /dev/null; then
+    exec 9> "comparison_runs/.${model//\//_}.lock"
+    flock --nonblock 9 || die "Another comparison of $model runs in this folder: wait for it, or use another folder."
+fi
+if [[ ${RESUME-} == 1 && -f $runs/configuration.txt ]]; then
+    difference=$(diff <(cat "$runs/configuration.txt") <(printf '%s\n' "$configuration") | grep '^[<>]' | tr '\n' ' ') ||
+        true
+    [[ -z $difference ]] || die "RESUME=1, but $runs holds another comparison (< there, > asked for now): ${difference}Repeat that one's arguments, or leave RESUME out to start anew."
+elif [[ -e $runs ]]; then
+    rm -rf "$runs.previous" && mv "$runs" "$runs.previous" # one generation is kept, in case this was a slip
+fi
+mkdir -p "$runs"
+printf '%s\n' "$configuration" > "$runs/configuration.txt"
+printf '%s\n' "$cap" > "$runs/step_cap.txt"
+printf '%s\n' "${strategies[@]}" > "$runs/planned.txt"
+
+# ------------------------------------------------------------------------------------------ running
+
+running="" scratch="" interrupted=0
+
+# The run in progress is asked to end, and at a second signal killed; run_once waits until it has ended.
+# shellcheck disable=SC2329 # the traps below call it
+stop() { # $1: exit code
+    local signal=TERM
+    [[ $interrupted == 0 ]] || signal=KILL
+    interrupted=$1
+    [[ -z $running ]] || kill -"$signal" "$running" 2> /dev/null || true
+}
+trap 'stop 129' HUP
+trap 'stop 130' INT
+trap 'stop 143' TERM
+trap 'rm -rf "$scratch"' EXIT
+
+survivors() { # processes of the run marked $1; torchrun's workers have sessions of their own, but they inherit the mark
+    grep -lszx "COMPARISON_RUN=$1" /proc/[0-9]*/environ 2> /dev/null | cut -d / -f 3 || true
+}
+
+run_once() { # $1: strategy, $2: repeat
+    local folder=$runs/$1/$2 code=0 mark=$$-$1-$2 port pids
+    rm -rf "$folder" && mkdir -p "$folder"
+    scratch=$(mktemp -d) # NVMe files, and whatever a run that is killed leaves behind
+    port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+    local command=(
+        "$python" -m torch.distributed.run --nproc_per_node="$ranks" --master_addr=127.0.0.1 --master_port="$port"
+        "$project/real_model_example.py" --model "$model" --strategy "$1" --output_dir "$folder" "${arguments[@]}"
+    )
+    printf '%q ' "${command[@]}" > "$folder/command.txt"
+    # timeout gives the run a process group of its own, out of reach of the terminal's Ctrl-C, which is for this script.
+    COMPARISON_RUN=$mark TMPDIR=$scratch timeout --kill-after=10 "$limit" "${command[@]}" > "$folder/log.txt" 2>&1 9>&- &
+    running=$!
+    [[ $interrupted == 0 ]] || kill -TERM "$running" # the signal came while the run was being started
+    while kill -0 "$running" 2> /dev/null; do # a signal to this script ends `wait` early
+        code=0 && wait "$running" || code=$?
+    done
+    running=""
+    for _ in {1..50}; do
+        pids=$(survivors "$mark")
+        [[ -n $pids ]] || break
+        # shellcheck disable=SC2086 # one word for each process
+        kill -KILL $pids 2> /dev/null || true
+        sleep 0.1
+    done
+    rm -rf "$scratch"
+    if [[ $interrupted != 0 ]]; then
+        echo interrupted > "$folder/outcome.txt"
+    elif [[ $code == 124 || $code == 137 ]]; then # 137: it had to be killed
+        echo "timeout $limit" > "$folder/outcome.txt"
+    else
+        echo "exit $code" > "$folder/outcome.txt"
+    fi
+}
+
+report() { "$python" "$project/scripts/compare_report.py" "$@"; }
+
+number=0 total=$((repeats * ${#strategies[@]}))
+echo "Comparing ${strategies[*]} on $ranks $([[ $gpus == 0 ]] && echo 'CPU processes' || echo 'GPUs'). The first use of a DeepSpeed strategy on a machine compiles for some minutes."
+for ((repeat = 1; repeat <= repeats; repeat++)); do # in turn, so that a machine that slows down does so for all
+    for strategy in "${strategies[@]}"; do
+        [[ $interrupted == 0 ]] || break 2
+        number=$((number + 1))
+        printf '[%d/%d] %-9s' "$number" "$total" "$strategy"
+        if [[ ${RESUME-} == 1 && -d $runs/$strategy/$repeat ]] && line=$(report --status "$runs/$strategy/$repeat"); then
+            printf '%s (kept)\n' "$line"
+            continue
+        fi
+        begun=$SECONDS
+        run_once "$strategy" "$repeat"
+        printf '%s (%d s)\n' "$(report --status "$runs/$strategy/$repeat" || true)" $((SECONDS - begun))
+    done
+done
+
+echo
+code=0
+report "$runs" || code=$?
+[[ $interrupted == 0 ]] || exit "$interrupted"
+exit "$code"

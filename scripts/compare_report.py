@@ -1,0 +1,425 @@
+#!/usr/bin/env python3
+"""Turn the saved runs of a comparison into tables, a verdict, files and a figure.
+
+    python scripts/compare_report.py comparison_runs/tiny-gpt2
+
+reads <DIR>/<strategy>/<repeat>/ (results.json, metrics.jsonl, outcome.txt, command.txt), prints the report, and writes
+comparison_results_<name>.txt, .json, .md and .png into the current folder (--output_dir), <name> being the folder's.
+The exit code is 1 if a loss curve departs beyond the tolerance, a strategy failed, or nothing completed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import sys
+import textwrap
+from datetime import datetime, timezone
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tabulate import tabulate
+
+from support import comparison as comparing
+from support.comparison import GB, MB, Attempt, Comparison, Row
+from support.errors import EXIT_USAGE
+
+# Okabe and Ito's colours, which stay apart for the colour-blind; one for each kind of memory, one for each strategy.
+KIND_COLOURS = {"parameters": "#0072B2", "gradients": "#56B4E9", "optimizer": "#E69F00", "buffers and other": "#999999",
+                "activations and temporary": "#009E73"}  # fmt: skip
+STRATEGY_COLOURS = {"dp": "#000000", "zero1": "#E69F00", "zero2": "#56B4E9", "zero3": "#009E73", "offload": "#F0E442",
+                    "infinity": "#D55E00", "fsdp": "#CC79A7"}  # fmt: skip
+MARKERS = dict(zip(STRATEGY_COLOURS, "os^DvPX", strict=True))
+
+
+def main() -> None:
+    """Read the arguments, write the report."""
+    parser = argparse.ArgumentParser(description="Report on the runs of compare_strategies.sh.", allow_abbrev=False)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder with <strategy>/<repeat>/results.json")
+    parser.add_argument("--output_dir", type=Path, default=Path(), help="where the files go (default: here)")
+    parser.add_argument("--tolerance", type=float, help="largest relative loss difference that counts as the same model")
+    parser.add_argument("--status", action="store_true", help="DIR is one run: print its status; exit code 0 if completed")
+    args = parser.parse_args()
+    if not args.folder.is_dir():
+        fail(f"{args.folder}: no such folder.")
+    if args.tolerance is not None and not args.tolerance > 0:
+        fail(f"--tolerance {args.tolerance} must be above 0.")
+    if args.status:
+        attempt = comparing.read_attempt(args.folder)
+        print(describe_attempt(attempt))
+        sys.exit(not attempt.completed)
+    comparison = comparing.read_comparison(args.folder, args.tolerance)
+    if not comparison.rows:
+        fail(f"{args.folder} holds no runs: compare_strategies.sh leaves them as DIR/<strategy>/<repeat>/results.json.")
+    try:
+        text, files = write_report(comparison, args.output_dir)
+    except OSError as error:
+        fail(f"{error.filename or args.output_dir} cannot be written: {error.strerror}.")
+    print(text)
+    print("\n".join(f"📁 {file}" for file in files))
+    sys.exit(comparison.exit_code)
+
+
+def fail(message: str) -> None:
+    """End with one line and exit code 2."""
+    print(f"❌ {message}", file=sys.stderr)
+    sys.exit(EXIT_USAGE)
+
+
+def describe_attempt(attempt: Attempt) -> str:
+    """One line for the terminal while the comparison runs."""
+    if not attempt.completed:
+        return f"{attempt.status}: {attempt.reason}"
+    speed, loss = attempt.results["samples_per_second"], attempt.results["train_loss_last"]
+    return f"completed: {speed:,.1f} samples/s, loss {attempt.results['train_loss_first']:.4f} to {loss:.4f}"
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def write_report(comparison: Comparison, folder: Path) -> tuple[str, list[Path]]:
+    """Write the report's four files.
+
+    Returns:
+        What the terminal shows, and the files written; no figure if no run completed.
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"comparison_results_{comparison.name}"
+    body = body_text(comparison)
+    files = {".txt": full_text(comparison, body), ".json": as_json(comparison), ".md": as_markdown(comparison)}
+    for suffix, text in files.items():
+        write_atomically(folder / f"{stem}{suffix}", lambda path, text=text: path.write_text(text, encoding="utf-8"))
+    written = [folder / f"{stem}{suffix}" for suffix in files]
+    figure = folder / f"{stem}.png"
+    if comparison.reference:
+        write_atomically(figure, lambda path: draw(comparison, path))
+        written.append(figure)
+    else:
+        figure.unlink(missing_ok=True)  # an older one would not belong to this report
+    return body, written
+
+
+def write_atomically(path: Path, write) -> None:
+    """Let `write` fill a file beside `path`, and give it the name only when it is whole."""
+    beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def body_text(comparison: Comparison) -> str:
+    """What the terminal shows: both tables, the verdict, the explanation."""
+    parts = [title(comparison)]
+    parts.append(tabulate(*cost_table(comparison), tablefmt="simple", disable_numparse=True))
+    parts.append(wrapped(comparing.verdict(comparison)))
+    if comparison.reference:
+        parts.append("Where the time of a step goes, and what a rank sends:")
+        parts.append(tabulate(*why_table(comparison), tablefmt="simple", disable_numparse=True))
+        parts.append(wrapped(comparing.explain_traffic(comparison)))
+    return "\n\n".join(parts) + "\n"
+
+
+def wrapped(sentences: list[str]) -> str:
+    """Each sentence in lines of at most 110 characters, as wide as the table."""
+    return "\n".join(textwrap.fill(line, 110, subsequent_indent="   ", break_on_hyphens=False) for line in sentences)
+
+
+def full_text(comparison: Comparison, body: str) -> str:
+    """The .txt file: the same, then hardware, versions, date and the exact commands."""
+    lines = [body, *provenance(comparison), "", "Commands:"]
+    lines += [f"  {attempt.command}" for row in comparison.rows for attempt in row.attempts if attempt.command]
+    return "\n".join(lines) + "\n"
+
+
+def as_markdown(comparison: Comparison) -> str:
+    """The .md file, for a README or a lab book."""
+    parts = [f"## {title(comparison)}", markdown_table(*cost_table(comparison))]
+    parts.append("\n".join(f"- {sentence}" for sentence in comparing.verdict(comparison)))
+    if comparison.reference:
+        parts.append(f"![Memory, throughput and losses](comparison_results_{comparison.name}.png)")
+        parts.append("### Where the time of a step goes, and what a rank sends")
+        parts.append(markdown_table(*why_table(comparison)))
+        parts.append("\n".join(f"- {line}" for line in comparing.explain_traffic(comparison)))
+    parts.append("\n".join(f"- {line}" for line in provenance(comparison)))
+    commands = [attempt.command for row in comparison.rows for attempt in row.attempts if attempt.command]
+    parts.append("```bash\n" + "\n".join(commands) + "\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(rows: list[list[str]], headers: list[str]) -> str:
+    """A table whose headers are on one line."""
+    return tabulate(rows, [" ".join(header.split()) for header in headers], tablefmt="github", disable_numparse=True)
+
+
+def as_json(comparison: Comparison) -> str:
+    """The .json file; keys are explained in docs/MEMORY_COMPARISON.md."""
+    facts = comparison.facts
+    rows = []
+    for row in comparison.rows:
+        numbers = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "attempts"}
+        numbers["attempts"] = [
+            {"status": attempt.status, "reason": attempt.reason, "folder": str(attempt.folder), "command": attempt.command,
+             "started_at": attempt.results.get("started_at"), "samples_per_second": attempt.results.get("samples_per_second")}
+            for attempt in row.attempts
+        ]  # fmt: skip
+        rows.append(numbers)
+    report = {
+        "schema_version": 1,
+        "name": comparison.name,
+        "reported_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "reference": comparison.reference.strategy if comparison.reference else None,
+        "tolerance": comparison.tolerance,
+        "same_model": not comparison.departing if comparison.reference else None,
+        "departing": [row.strategy for row in comparison.departing],
+        "exit_code": comparison.exit_code,
+        "step_cap": comparison.step_cap,
+        "work": comparison.work,
+        "hardware": facts.get("hardware"),
+        "versions": facts.get("versions"),
+        "verdict": comparing.verdict(comparison),
+        "communication": comparing.explain_traffic(comparison),
+        "strategies": rows,
+    }
+    return json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def title(comparison: Comparison) -> str:
+    """What was compared: model, ranks, batch, precision, steps."""
+    work = comparison.work
+    if not work:
+        return f"Comparison of strategies: {comparison.name}"
+    one, several = ("GPU", "GPUs") if work["device"] == "cuda" else ("CPU process", "CPU processes")
+    micro_steps, repeats = work["gradient_accumulation_steps"], max(len(row.attempts) for row in comparison.rows)
+    accumulated = f" × {micro_steps} micro-batches" if micro_steps > 1 else ""
+    capped = " (the comparison's default cap)" if comparison.step_cap == work["steps"] else ""
+    repeated = f", {repeats} repeats" if repeats > 1 else ""
+    return (
+        f"{work['model']} ({work['parameters'] / 1e6:.1f}M parameters) on {work['world_size']} "
+        f"{one if work['world_size'] == 1 else several}, {work['precision']}, {work['batch_size']} blocks of "
+        f"{work['seq_length']} tokens each{accumulated}, {work['steps']} steps{capped}{repeated}"
+    )
+
+
+def provenance(comparison: Comparison) -> list[str]:
+    """Hardware, versions and date of the measurements."""
+    facts = comparison.facts
+    if not facts:
+        return []
+    machine = facts["hardware"]
+    gpu = f"{machine['gpu']} ({machine['gpu_memory_bytes'] / GB:.1f} GB), " if machine["gpu"] else "no GPU, "
+    return [
+        f"Hardware: {gpu}{machine['cores']} cores of {machine['cpu']}, {machine['ram_bytes'] / GB:.1f} GB of memory",
+        "Versions: " + ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
+        f"Measured: {facts['started_at'][:10]}; dataset {facts['dataset']['name']}, sha256 {facts['dataset']['sha256'][:12]}…",
+    ]
+
+
+def cost_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
+    """The first table: what each strategy needs, how fast it is, and whether it trains the same model."""
+    on_gpu = comparison.work.get("device") == "cuda"
+    reference = comparison.reference.strategy if comparison.reference else "dp"
+    # Several repeats: between the slowest and the fastest. One: between its steps' 10th and 90th percentile.
+    repeated = any(len(row.completed) > 1 for row in comparison.rows)
+    headers = [
+        "\nstrategy", "\nstatus", "GPU\npeak\nGB" if on_gpu else "model\nstate\nMB/rank", f"saved\nvs\n{reference}",
+        "host\npeak\nGB/rank", "\nNVMe\nMB", "\nsamples\n/s", f"\ntokens/s\n/{'GPU' if on_gpu else 'rank'}",
+        f"speed vs {reference}\n(spread of\n{'repeats' if repeated else 'steps'})", "\nfinal\nloss",
+        "largest\nloss\ndifference",
+    ]  # fmt: skip
+    rows = []
+    for row in comparison.rows:
+        if not row.completed or comparison.reference is None:
+            rows.append([row.strategy, row.status.replace("_", " "), *["—"] * (len(headers) - 2)])
+            continue
+        rows.append([
+            row.strategy,
+            row.status.replace("_", " "),
+            f"{row.memory_bytes / GB:.2f}" if on_gpu else f"{row.memory_bytes / MB:.1f}",
+            "—" if row.saved is None else f"{100 * row.saved:.0f}%",
+            f"{row.host_bytes / GB:.2f}",
+            f"{row.nvme_bytes / MB:.0f}" if row.nvme_bytes else "—",
+            f"{row.samples_per_second:,.1f}",
+            f"{row.tokens_per_second_per_gpu:,.0f}",
+            f"{row.speed:.2f}× ({row.speed_low:.2f}–{row.speed_high:.2f})",
+            f"{row.final_loss:.4f}",
+            "reference" if row is comparison.reference and not row.difference else
+            f"{row.difference:.1e}{' ❌' if row.departs_at else ''}",
+        ])  # fmt: skip
+    return rows, headers
+
+
+def why_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
+    """The second table: communication beside the paper's volume, and the phases of a step in milliseconds."""
+    headers = ["strategy", "sent by a rank\nMB/step", "volume\nmeasured", "volume\nZeRO paper", "step\nms", "data\nms",
+               "forward\nms", "backward\nms", "update\nms"]  # fmt: skip
+    rows = []
+    for row in comparison.rows:
+        if row.completed:
+            rows.append([
+                row.strategy,
+                "—" if row.sent_bytes is None else f"{row.sent_bytes / MB:.1f}",
+                "—" if row.volume is None else f"{row.volume:.2f}P",
+                f"{comparing.PAPER_VOLUMES[row.strategy]}P",
+                f"{1000 * row.step_seconds:.0f}",
+                *[f"{1000 * row.phases_seconds[phase]:.0f}" for phase in ("data", "forward", "backward", "update")],
+            ])  # fmt: skip
+    return rows, headers
+
+
+# ------------------------------------------------------------------------------------------------ figure
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Four panels: memory by category, throughput, loss curves, and their differences from the reference."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in comparison.rows if row.completed]
+    figure, ((memory, speed), (losses, differences)) = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
+    draw_memory(memory, comparison, rows)
+    draw_speed(speed, comparison, rows)
+    draw_losses(losses, rows)
+    draw_differences(differences, comparison, rows)
+    figure.suptitle(title(comparison), fontsize=12)
+    figure.supxlabel("\n".join(provenance(comparison)), fontsize=8, color="#555555")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
+    """Stacked bars of live bytes; on a GPU up to the allocator's peak, with the GPU's capacity as a line."""
+    on_gpu = comparison.work["device"] == "cuda"
+    unit, name = (GB, "GB") if on_gpu else (MB, "MB")
+    bottoms = [0.0] * len(rows)
+    positions = range(len(rows))
+
+    def stack(label: str, sizes: list[float], **style) -> None:
+        if any(sizes):
+            axes.bar(positions, [size / unit for size in sizes], 0.65, bottom=bottoms, label=label, **style)
+            bottoms[:] = [bottom + size / unit for bottom, size in zip(bottoms, sizes, strict=True)]
+
+    for kind in ("parameters", "gradients", "optimizer"):
+        stack(kind, [row.categories[kind] for row in rows], color=KIND_COLOURS[kind])
+    if on_gpu:
+        stack("buffers and other", [row.categories["buffers"] + row.categories["other"] for row in rows],
+              color=KIND_COLOURS["buffers and other"])  # fmt: skip
+        rest = [max(0.0, row.memory_bytes - sum(row.categories.values())) for row in rows]
+        stack("activations and temporary", rest, color=KIND_COLOURS["activations and temporary"])
+    for position, bottom in zip(positions, list(bottoms), strict=True):
+        axes.annotate(f"{bottom:.2f}" if on_gpu else f"{bottom:.1f}", (position, bottom), (0, 3), textcoords="offset points",
+                      ha="center", fontsize=9)  # fmt: skip
+    if not on_gpu:  # what a GPU would not hold, lighter and above the number
+        gap = 0.07 * max(bottoms)
+        bottoms[:] = [bottom + gap * bool(row.host_categories) for bottom, row in zip(bottoms, rows, strict=True)]
+        for kind in ("gradients", "optimizer"):
+            stack(f"{kind}, in host memory", [row.host_categories.get(kind, 0) for row in rows], facecolor="white",
+                  edgecolor=KIND_COLOURS[kind], hatch="///")  # fmt: skip
+    axes.set_ylim(0, 1.3 * max(bottoms))
+    capacity = comparison.facts["hardware"]["gpu_memory_bytes"]
+    if capacity and capacity / unit < 4 * max(bottoms):
+        axes.axhline(capacity / unit, color="#D55E00", linestyle="--", label=f"capacity of the GPU, {capacity / unit:.1f} GB")
+        axes.set_ylim(0, 1.25 * max(capacity / unit, max(bottoms)))
+    elif capacity:
+        axes.text(0.99, 0.70, f"capacity of the GPU: {capacity / unit:.1f} GB, far above", transform=axes.transAxes, ha="right",
+                  fontsize=9)  # fmt: skip
+    label_strategies(axes, rows)
+    axes.set_ylabel(f"{name} on the fullest rank")
+    axes.set_title("GPU memory at its peak" if on_gpu else "Model state per rank (counted; a GPU would hold it)")
+    axes.legend(fontsize=8, ncols=2, loc="upper right")
+
+
+def draw_speed(axes, comparison: Comparison, rows: list[Row]) -> None:
+    """Bars with their spread."""
+    middle = [row.samples_per_second for row in rows]
+    below = [max(0.0, row.samples_per_second - row.samples_per_second_low) for row in rows]
+    above = [max(0.0, row.samples_per_second_high - row.samples_per_second) for row in rows]
+    axes.bar(range(len(rows)), middle, 0.65, yerr=[below, above], capsize=4, color="#0072B2", ecolor="#333333")
+    for position, row in enumerate(rows):
+        axes.annotate(f"{row.samples_per_second:,.1f}", (position, 0), (0, 4), textcoords="offset points", ha="center",
+                      color="white", fontsize=9)  # fmt: skip
+    label_strategies(axes, rows)
+    axes.set_ylabel("samples per second, all ranks")
+    repeated = any(len(row.completed) > 1 for row in rows)
+    spread = "slowest to fastest repeat" if repeated else "10th to 90th percentile of its steps"
+    axes.set_title(f"Throughput (bar: median; line: {spread})")
+
+
+def draw_losses(axes, rows: list[Row]) -> None:
+    """All curves over each other: markers on different steps, so that none hides another."""
+    for number, row in enumerate(rows):
+        losses = row.completed[0].losses
+        every = max(1, len(losses) // 8)
+        axes.plot(
+            range(1, len(losses) + 1),
+            losses,
+            label=row.strategy,
+            color=STRATEGY_COLOURS[row.strategy],
+            linewidth=1.5,
+            marker=MARKERS[row.strategy],
+            markeredgecolor="#333333",
+            markersize=6,
+            markevery=(number * every // 7, every),
+        )
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("training loss (nats per token)")
+    axes.set_title("Loss")
+    axes.legend(fontsize=8, ncols=2)
+    whole_steps(axes)
+
+
+def draw_differences(axes, comparison: Comparison, rows: list[Row]) -> None:
+    """Relative difference from the reference at each step, on a logarithmic axis, with the tolerance as a line."""
+    wanted = comparison.reference.completed[0].losses
+    floor = 1e-8  # two equal losses have no logarithm
+    for row in rows:
+        if row is comparison.reference:
+            continue
+        off = [max(floor, abs(a - b) / abs(b)) for a, b in zip(row.completed[0].losses, wanted, strict=True)]
+        axes.plot(range(1, len(off) + 1), off, label=row.strategy, color=STRATEGY_COLOURS[row.strategy], linewidth=1.3,
+                  marker=MARKERS[row.strategy], markeredgecolor="#333333", markersize=4)  # fmt: skip
+    axes.axhline(comparison.tolerance, color="#D55E00", linestyle="--", label=f"tolerance, {comparison.tolerance:.0e}")
+    axes.set_yscale("log")
+    top = max([comparison.tolerance, *(row.difference or 0 for row in rows)])
+    axes.set_ylim(floor / 2, 100 * top)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("relative difference of the loss")
+    axes.set_title(f"Difference from {comparison.reference.strategy} (equal losses are drawn at {floor:.0e})")
+    axes.legend(fontsize=8, ncols=4, loc="upper center")
+    whole_steps(axes)
+
+
+def label_strategies(axes, rows: list[Row]) -> None:
+    """Names below the bars, also what a strategy put elsewhere."""
+    names = [f"{row.strategy}\n{row.nvme_bytes / MB:.0f} MB NVMe" if row.nvme_bytes else row.strategy for row in rows]
+    axes.set_xticks(range(len(rows)), names, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def whole_steps(axes) -> None:
+    """Steps are whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… | head` is no error
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

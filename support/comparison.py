@@ -1,0 +1,537 @@
+"""What the runs of a comparison say: read them, see that they did the same work, and compare them.
+
+Imports nothing heavy. scripts/compare_report.py turns the result into tables, files and a figure.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from support.config import STRATEGIES
+
+GB, MB = 2**30, 2**20
+
+# Largest relative difference between the losses of one step that rounding explains, by precision; docs/MEMORY_COMPARISON.md
+# says where the figures come from. On a GPU fp32 multiplies in TF32, which keeps 10 bits of each factor.
+TOLERANCES = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 1e-2, "fp16": 2e-2}
+
+# Data that each rank moves per step, in units of the number of parameters P (ZeRO, arXiv 1910.02054, section 7). The paper
+# has no accumulation. FSDP shards as stage 3 does; offload and infinity do what stages 2 and 3 do.
+PAPER_VOLUMES = {"dp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3, "fsdp": 3}
+
+SAME_WORK = (
+    "model", "parameters", "trainable_parameters", "world_size", "simulated_world_size", "device", "precision", "batch_size",
+    "gradient_accumulation_steps", "global_batch_size", "seq_length", "seed", "steps", "samples", "dataset.sha256",
+    "hardware.cpu", "hardware.gpu", "versions.torch", "versions.deepspeed", "versions.transformers",
+)  # fmt: skip
+
+ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+
+
+# ------------------------------------------------------------------------------------------------ one run
+
+
+@dataclass
+class Attempt:
+    """One run of one strategy: what it wrote, and what compare_strategies.sh saw of it.
+
+    Attributes:
+        status: completed, skipped, oom, timeout, failed, interrupted or other_work.
+        reason: why it is not completed; empty otherwise.
+        results: results.json, or {}.
+        losses: of each optimizer step.
+    """
+
+    folder: Path
+    strategy: str
+    status: str
+    reason: str
+    command: str
+    results: dict
+    losses: list[float]
+
+    @property
+    def completed(self) -> bool:
+        return self.status == "completed"
+
+
+def read_attempt(folder: Path) -> Attempt:
+    """Read the folder of one run, <strategy>/<repeat>. A file that is missing or half written makes it a failed one."""
+    results = _read_json(folder / "results.json")
+    losses = [record["loss"] for record in _read_json_lines(folder / "metrics.jsonl") if "loss" in record]
+    status, reason = _status(folder, results, losses)
+    command = _read_text(folder / "command.txt").strip() or results.get("command", "")
+    return Attempt(folder, folder.parent.name, status, reason, command, results, losses)
+
+
+def _status(folder: Path, results: dict, losses: list[float]) -> tuple[str, str]:
+    """What became of a run, from results.json and from outcome.txt ("exit N", "timeout N" or "interrupted")."""
+    outcome, _, number = _read_text(folder / "outcome.txt").strip().partition(" ")
+    if outcome == "timeout":
+        return "timeout", f"not finished after {number} s"
+    if outcome == "interrupted":
+        return "interrupted", "stopped by the user"
+    said = results.get("status")
+    if said == "completed" and outcome in ("exit", "") and number in ("0", ""):
+        if len(losses) == results.get("steps"):
+            return "completed", ""
+        return "failed", "metrics.jsonl does not hold every step"
+    reason = results.get("reason") or last_error(folder / "log.txt") or f"ended with exit code {number or 'unknown'}"
+    if said == "oom":
+        return "oom", reason
+    return ("skipped" if results.get("error_kind") == "missing_requirement" else "failed"), reason
+
+
+def last_error(log: Path) -> str:
+    """The script's own error line in a log, else what the launcher says, else the last line with a word in it."""
+    lines = [line.strip() for line in _read_text(log).splitlines() if any(map(str.isalnum, line))]
+    marked = [line.removeprefix("❌ ") for line in lines if line.startswith("❌")]
+    if not marked and any("SIGKILL" in line for line in lines):
+        return "a rank was killed (SIGKILL): by the kernel, as a rule, when the host has no memory left"
+    return (marked or lines or [""])[-1]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        found = json.loads(_read_text(path))
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_json_lines(path: Path) -> list[dict]:
+    records = []
+    for line in _read_text(path).splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:  # the last line of a run that was killed
+            break
+    return records
+
+
+def look_up(results: dict, key: str):
+    """The value at a dotted key ("dataset.sha256"), or None."""
+    for name in key.split("."):
+        results = (results or {}).get(name)
+    return results
+
+
+# ------------------------------------------------------------------------------------------------ all runs
+
+
+@dataclass
+class Row:
+    """One strategy: medians over its completed repeats; bytes are of the rank that holds most. None: not known.
+
+    Attributes:
+        memory_bytes: peak of the GPU's allocator; on a CPU parameters, gradients and optimizer states that a GPU would hold.
+        state_bytes: parameters, gradients and optimizer states on the device at the end of backward.
+        categories: live bytes on the device by category; `host_categories`: of offloaded states, in host memory.
+        saved: share of the reference's memory_bytes that is not needed; None where sharding has nobody to share with.
+        speed, speed_low, speed_high: samples per second relative to the reference, and its spread.
+        difference, difference_step: largest relative difference of a loss from the reference's, and where.
+        departs_at: first step whose difference exceeds the tolerance.
+        volume: bytes sent put into the paper's unit, P.
+    """
+
+    strategy: str
+    status: str
+    reason: str
+    attempts: list[Attempt]
+    memory_bytes: float | None = None
+    state_bytes: float | None = None
+    categories: dict[str, float] = field(default_factory=dict)
+    host_categories: dict[str, float] = field(default_factory=dict)
+    saved: float | None = None
+    host_bytes: float | None = None
+    nvme_bytes: float | None = None
+    samples_per_second: float | None = None
+    samples_per_second_low: float | None = None
+    samples_per_second_high: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    speed: float | None = None
+    speed_low: float | None = None
+    speed_high: float | None = None
+    final_loss: float | None = None
+    difference: float | None = None
+    difference_step: int | None = None
+    departs_at: int | None = None
+    sent_bytes: float | None = None
+    volume: float | None = None
+    collectives: dict = field(default_factory=dict)
+    step_seconds: float | None = None
+    phases_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def completed(self) -> list[Attempt]:
+        return [attempt for attempt in self.attempts if attempt.completed]
+
+    @property
+    def failed(self) -> bool:
+        """Something went wrong; a skip has its reason and is no failure."""
+        return self.status not in ("completed", "skipped")
+
+
+@dataclass
+class Comparison:
+    """All strategies of one comparison.
+
+    Attributes:
+        reference: the row that the others are compared with: dp's, or the first that completed; None if none did.
+        work: what every run did (SAME_WORK), from the reference.
+        tolerance: largest relative loss difference that counts as the same model.
+        step_cap: the default --max_steps that was added to the user's arguments, or None.
+    """
+
+    name: str
+    rows: list[Row]
+    reference: Row | None
+    work: dict
+    tolerance: float | None
+    step_cap: int | None
+
+    @property
+    def facts(self) -> dict:
+        """results.json of the reference, for hardware, versions and date."""
+        return self.reference.completed[0].results if self.reference else {}
+
+    @property
+    def departing(self) -> list[Row]:
+        """Strategies that do not train the same model."""
+        return [row for row in self.rows if row.departs_at is not None]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a curve departs, a strategy failed, or nothing completed."""
+        return int(self.reference is None or bool(self.departing) or any(row.failed for row in self.rows))
+
+
+def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
+    """Read <folder>/<strategy>/<repeat>/ and compare.
+
+    Args:
+        folder: what compare_strategies.sh filled; planned.txt in it names strategies that may not have run yet.
+        tolerance: instead of TOLERANCES'.
+    """
+    planned = _read_text(folder / "planned.txt").split()
+    found = {path.name for path in folder.iterdir() if path.name in STRATEGIES and path.is_dir()}
+    rows = [_gather(folder / name, name) for name in STRATEGIES if name in found or name in planned]
+    done = [row for row in rows if row.completed]
+    reference = next((row for row in done if row.strategy == "dp"), done[0] if done else None)
+    cap = _read_text(folder / "step_cap.txt").strip()
+    comparison = Comparison(folder.resolve().name, rows, reference, {}, tolerance, int(cap) if cap else None)
+    if reference:
+        results = comparison.facts
+        comparison.work = {key: look_up(results, key) for key in SAME_WORK}
+        tf32 = results["precision"] == "fp32" and results["device"] == "cuda"
+        comparison.tolerance = tolerance or TOLERANCES["tf32" if tf32 else results["precision"]]
+        _set_other_work_apart(comparison)
+        for row in rows:
+            _measure(row)
+        for row in rows:
+            _compare(row, reference, comparison.tolerance)
+    return comparison
+
+
+def _gather(folder: Path, strategy: str) -> Row:
+    numbers = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    attempts = [read_attempt(path) for path in sorted(numbers, key=lambda path: int(path.name))]
+    row = Row(strategy, "not run", "", attempts)
+    _settle_status(row)
+    return row
+
+
+def _settle_status(row: Row) -> None:
+    """completed only if every repeat is; else what the first other one says."""
+    broken = [attempt for attempt in row.attempts if not attempt.completed]
+    if row.attempts:
+        row.status, row.reason = (broken[0].status, broken[0].reason) if broken else ("completed", "")
+
+
+def _set_other_work_apart(comparison: Comparison) -> None:
+    """A run with another batch, seed, text or library than the reference's proves nothing: take its numbers out."""
+    for row in comparison.rows:
+        for attempt in row.completed:
+            for key, wanted in comparison.work.items():
+                if (value := look_up(attempt.results, key)) != wanted:
+                    attempt.status, attempt.reason = "other_work", f"{key} is {value}, the reference's is {wanted}"
+        _settle_status(row)
+
+
+def _measure(row: Row) -> None:
+    """Fill in what needs no reference."""
+    results = [attempt.results for attempt in row.completed]
+    if not results:
+        return
+    memory = [found["memory"] for found in results]
+    kinds = ("parameters", "gradients", "optimizer", "buffers", "other")
+
+    def fullest(ranks: list[dict]) -> dict:
+        return max(ranks, key=lambda rank: sum(rank[kind] for kind in kinds))
+
+    on_device = [fullest(found["device_categories_bytes_by_rank"]) for found in memory]
+    row.categories = {kind: median(rank[kind] for rank in on_device) for kind in kinds}
+    everything = [found["categories_bytes_by_rank"][0] for found in memory]
+    placement = memory[0]["placement"]
+    row.host_categories = {
+        kind: median(rank[kind] for rank in everything) for kind in ("gradients", "optimizer") if placement[kind] == "host"
+    }
+    row.state_bytes = sum(row.categories[kind] for kind in ("parameters", "gradients", "optimizer"))
+    on_gpu = results[0]["device"] == "cuda"
+    row.memory_bytes = median(max(found["peak_bytes"]) for found in memory) if on_gpu else row.state_bytes
+    row.host_bytes = median(max(found["host_peak_bytes"]) for found in memory)
+    row.nvme_bytes = median(found["nvme_bytes"] for found in memory)
+    row.final_loss = median(found["train_loss_last"] for found in results)
+    _measure_speed(row, results)
+    _measure_traffic(row, results)
+
+
+def _measure_speed(row: Row, results: list[dict]) -> None:
+    speeds = [found["samples_per_second"] for found in results]
+    row.samples_per_second = median(speeds)
+    row.tokens_per_second_per_gpu = median(found["tokens_per_second_per_gpu"] for found in results)
+    row.step_seconds = median(found["step_seconds"]["median"] for found in results)
+    row.phases_seconds = {
+        phase: median(found["step_phases_seconds"][phase] for found in results) for phase in results[0]["step_phases_seconds"]
+    }
+    if len(speeds) > 1:
+        row.samples_per_second_low, row.samples_per_second_high = min(speeds), max(speeds)
+    else:  # one run: the spread of its steps, without the slowest and the fastest tenth
+        steps, batch = results[0]["step_seconds"], results[0]["global_batch_size"]
+        row.samples_per_second_low, row.samples_per_second_high = batch / steps["p90"], batch / steps["p10"]
+
+
+def _measure_traffic(row: Row, results: list[dict]) -> None:
+    counted = [found for found in results if found.get("communication_bytes_per_step") is not None]
+    if not counted:
+        return
+    row.sent_bytes = median(found["communication_bytes_per_step"] for found in counted)
+    row.collectives = counted[0]["communication_per_step"]
+    if counted[0]["world_size"] > 1:
+        row.volume = sum(volumes(row.collectives, counted[0]["parameters"]).values())
+
+
+def volumes(collectives: dict, parameters: int) -> dict[str, float]:
+    """Each kind of collective in units of P: its elements, twice for an all-reduce, whatever their type.
+
+    Args:
+        collectives: results.json's communication_per_step.
+        parameters: P.
+    Returns:
+        {"all_gather": …, "all_reduce": …, …}
+    """
+    found: dict[str, float] = {}
+    for name, counted in collectives.items():
+        kind, dtype = name.split(" ")
+        elements = counted["message_bytes"] / ITEM_BYTES.get(dtype, 1) / parameters
+        found[kind] = found.get(kind, 0) + elements * (2 if kind == "all_reduce" else 1)
+    return found
+
+
+def _compare(row: Row, reference: Row, tolerance: float) -> None:
+    """Fill in what is relative to the reference."""
+    if not row.completed:
+        return
+    shards_only = row.strategy not in ("offload", "infinity")
+    if row is not reference and not (shards_only and row.completed[0].results["world_size"] == 1):
+        row.saved = 1 - row.memory_bytes / reference.memory_bytes
+    base = reference.samples_per_second
+    row.speed = row.samples_per_second / base
+    row.speed_low, row.speed_high = row.samples_per_second_low / base, row.samples_per_second_high / base
+    wanted = reference.completed[0].losses
+    row.difference, row.difference_step = 0.0, 1
+    for attempt in row.completed:
+        for step, (loss, other) in enumerate(zip(attempt.losses, wanted, strict=True), 1):
+            difference = abs(loss - other) / abs(other)
+            if difference > row.difference:
+                row.difference, row.difference_step = difference, step
+            if difference > tolerance and step < (row.departs_at or step + 1):
+                row.departs_at = step
+
+
+# ------------------------------------------------------------------------------------------------ in words
+
+
+def verdict(comparison: Comparison) -> list[str]:
+    """What the numbers say, a sentence or two each."""
+    if comparison.reference is None:
+        return ["❌ No strategy completed, so there is nothing to compare."]
+    done = [row for row in comparison.rows if row.completed]
+    return [
+        *_say_same_model(comparison, done),
+        _say_fastest(comparison, done),
+        _say_smallest(comparison, done),
+        *_say_limits(comparison, done),
+        *_say_incomplete(comparison),
+    ]
+
+
+def _say_same_model(comparison: Comparison, done: list[Row]) -> list[str]:
+    reference, tolerance = comparison.reference, comparison.tolerance
+    sentences = []
+    if reference.strategy != "dp":
+        dp = next((row for row in comparison.rows if row.strategy == "dp"), None)
+        why = f"did not complete ({dp.status})" if dp else "was left out"
+        sentences.append(f"ℹ️  dp, the plain reference, {why}: the others are compared with {reference.strategy}.")
+    allowed = f"tolerance {tolerance:.0e} for {comparison.work['precision']}"
+    finer = "" if comparison.work["precision"] == "fp32" else " (--precision fp32 makes it finer)"
+    for row in comparison.departing:
+        losses = next(a.losses for a in row.completed if _departs(a, reference, tolerance) == row.departs_at)
+        loss, wanted = losses[row.departs_at - 1], reference.completed[0].losses[row.departs_at - 1]
+        sentences.append(
+            f"❌ {row.strategy} does not train the same model: it departs from {reference.strategy} at step {row.departs_at} "
+            f"(loss {loss:.6f}, {reference.strategy} {wanted:.6f}) and is off by {row.difference:.1e} at step "
+            f"{row.difference_step}; {allowed}."
+        )
+    alike = [row for row in done if row.departs_at is None and row is not reference]
+    if alike:
+        worst = max(alike, key=lambda row: row.difference)
+        sentences.append(
+            f"✅ Same model: {_names(alike)} {'trains' if len(alike) == 1 else 'train'} what {reference.strategy} trains. "
+            f"Over {comparison.work['steps']} steps no loss is off by more than {worst.difference:.1e} relative "
+            f"({worst.strategy}, step {worst.difference_step}); {allowed}{finer}."
+        )
+    elif not comparison.departing:
+        sentences.append(f"ℹ️  Only {reference.strategy} completed, so no losses could be compared.")
+    if reference.difference:
+        sentences.append(f"ℹ️  {reference.strategy}'s own repeats are off by up to {reference.difference:.1e} from its first.")
+    return sentences
+
+
+def _departs(attempt: Attempt, reference: Row, tolerance: float) -> int | None:
+    pairs = enumerate(zip(attempt.losses, reference.completed[0].losses, strict=True), 1)
+    return next((step for step, (loss, other) in pairs if abs(loss - other) > tolerance * abs(other)), None)
+
+
+def _say_fastest(comparison: Comparison, done: list[Row]) -> str:
+    by_speed = sorted(done, key=lambda row: -row.samples_per_second)
+    fastest, slowest = by_speed[0], by_speed[-1]
+    text = f"Fastest: {fastest.strategy}, {fastest.samples_per_second:,.1f} samples/s"
+    if len(by_speed) > 1:
+        text += f"; slowest: {slowest.strategy}, {slowest.samples_per_second / fastest.samples_per_second:.2f} of that"
+    overlap = [row.strategy for row in by_speed[1:] if row.samples_per_second_high > fastest.samples_per_second_low]
+    if overlap:
+        text += f" (within the spread: {', '.join(overlap)})"
+    if comparison.work["device"] == "cpu":
+        text += ". The ranks share this CPU and its memory: on GPUs the order can be another"
+    return text + "."
+
+
+def _say_smallest(comparison: Comparison, done: list[Row]) -> str:
+    by_state = sorted(done, key=lambda row: row.state_bytes)
+    least, where = by_state[0], "a GPU" if comparison.work["device"] == "cuda" else "what would be a GPU"
+    text = f"Room for the largest model: {least.strategy} keeps {human_bytes(least.state_bytes)} of model state on {where}"
+    reference = comparison.reference
+    if least is not reference:
+        text += f", {reference.strategy} {human_bytes(reference.state_bytes)}"
+    elsewhere = [f"{human_bytes(sum(least.host_categories.values()))} per rank in host memory"] * bool(least.host_categories)
+    elsewhere += [f"{human_bytes(least.nvme_bytes)} on NVMe in all"] * bool(least.nvme_bytes)
+    if elsewhere:
+        text += f"; it keeps {' and '.join(elsewhere)} instead"
+    inside = [row for row in by_state if row.strategy not in ("offload", "infinity")]
+    if least.strategy in ("offload", "infinity") and inside:
+        text += f". Without offloading: {inside[0].strategy}, {human_bytes(inside[0].state_bytes)}"
+    return text + "."
+
+
+def _say_limits(comparison: Comparison, done: list[Row]) -> list[str]:
+    sentences = []
+    one, cpu = comparison.work["world_size"] == 1, comparison.work["device"] == "cpu"
+    if one:
+        sharded = [row.strategy for row in done if row.strategy not in ("dp", "offload", "infinity")]
+        which = f": {', '.join(sharded)} split over one rank, which saves nothing" if sharded else ""
+        sentences.append(f"ℹ️  One {'process' if cpu else 'GPU'} cannot show what sharding saves, nor what communication "
+                         f"costs{which}. Compare on two or more.")  # fmt: skip
+    if cpu:
+        sentences.append("ℹ️  On a CPU the memory column counts live tensors that a GPU would hold; there is no GPU peak with "
+                         "activations. Host peak is the whole process, libraries included.")  # fmt: skip
+    return sentences
+
+
+def _say_incomplete(comparison: Comparison) -> list[str]:
+    sentences = []
+    for row in comparison.rows:
+        if row.status == "completed":
+            continue
+        mark = "ℹ️ " if row.status in ("skipped", "not run") else "❌"
+        broken = next((attempt for attempt in row.attempts if not attempt.completed), None)
+        where = f" Log: {broken.folder / 'log.txt'}" if broken and row.status != "interrupted" else ""
+        count = f" ({len(row.completed)} of {len(row.attempts)} repeats completed)" if row.completed else ""
+        sentences.append(f"{mark} {row.strategy}: {row.status.replace('_', ' ')}{count}. {row.reason}{where}".rstrip())
+    return sentences
+
+
+def explain_traffic(comparison: Comparison) -> list[str]:
+    """Why a strategy moves what it moves, from the collectives that were counted, beside the ZeRO paper's volume."""
+    if comparison.reference is None:
+        return []
+    if comparison.work["world_size"] == 1:
+        return ["One rank sends nothing."]
+    ranks, parameters = comparison.work["world_size"], comparison.work["parameters"]
+    micro_steps = comparison.work["gradient_accumulation_steps"]
+    lines = [
+        f"P = {parameters:,} parameters. The volume counts each element that is gathered or reduced, twice in an "
+        f"all-reduce, as the paper does; of it a rank sends (N−1)/N = {(ranks - 1) / ranks:.2f}, times the bytes of its type."
+    ]
+    alike: dict[str, list[Row]] = {}
+    for row in comparison.rows:
+        if row.volume is not None:
+            alike.setdefault(_explain_row(row, parameters, micro_steps), []).append(row)
+    return lines + [f"{_names(rows)}: {text}." for text, rows in alike.items()]
+
+
+def _explain_row(row: Row, parameters: int, micro_steps: int) -> str:
+    moved = volumes(row.collectives, parameters)
+    gathered = moved.get("all_gather", 0) + moved.get("broadcast", 0)
+    reduced = row.volume - gathered
+    how = "all-reduce" if moved.get("all_reduce", 0) > reduced / 2 else "reduce-scatter"
+    text = f"gradients {reduced:.2f}P by {how} in {_types(row, 'reduce')}"
+    if gathered > 0.005:
+        text += f", parameters {gathered:.2f}P by all-gather in {_types(row, 'gather')}"
+    reasons = []
+    if row.strategy in ("zero1", "zero2", "offload") and how == "all-reduce":
+        reasons.append("the paper reduces each part of the gradients to its owner only, 1P; DeepSpeed all-reduces buckets")
+    if micro_steps > 1 and row.strategy in ("zero2", "offload", "zero3", "infinity"):
+        reasons.append(f"no rank keeps whole gradients, so they are reduced after each of the {micro_steps} micro-batches")
+    if row.strategy in ("zero3", "infinity", "fsdp"):
+        per_micro_step = gathered / micro_steps
+        again = f", in each of the {micro_steps} micro-batches" if micro_steps > 1 else ""
+        if per_micro_step < 1.98:
+            reasons.append(f"parameters are gathered for forward and for backward{again}, the outermost (embeddings) only once")
+        elif per_micro_step > 2.005:
+            reasons.append(f"parameters are gathered for forward and for backward{again}, some more often than that")
+        else:
+            reasons.append(f"parameters are gathered for forward and for backward{again}")
+    return f"{text} ({'; '.join(reasons)})" if reasons else text
+
+
+def _types(row: Row, verb: str) -> str:
+    """The types of nearly all bytes that were gathered or reduced: "fp32", "bf16"."""
+    moved: dict[str, float] = {}
+    for name, counted in row.collectives.items():
+        kind, dtype = name.split(" ")
+        if verb in kind:
+            moved[dtype] = moved.get(dtype, 0) + counted["message_bytes"]
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    kept = [short.get(dtype, dtype) for dtype, size in moved.items() if size > 0.01 * sum(moved.values())]
+    return " and ".join(kept) or "nothing"
+
+
+def _names(rows: list[Row]) -> str:
+    names = [row.strategy for row in rows]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def human_bytes(size: float) -> str:
+    """12345678 -> "11.8 MB"; GB and MB are 2^30 and 2^20 bytes."""
+    return f"{size / GB:.2f} GB" if size >= GB else f"{size / MB:.1f} MB"

@@ -1,0 +1,298 @@
+"""compare_strategies.sh and its report: the same work for all, a true verdict, and no failure that stops the others."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import PROJECT, SAME_WORK, SPLIT, STRATEGIES, assert_close, descendants_of_test, finish, start
+
+REPORT = PROJECT / "scripts" / "compare_report.py"
+BF16 = [*SAME_WORK, *SPLIT, "--precision", "bf16"]
+SMALL = ["--seq_length", "32", "--batch_size", "2", "--precision", "fp32"]
+
+
+def compare(folder, *args, script=PROJECT / "compare_strategies.sh", timeout=600, **env):
+    """Run a comparison in `folder`; returns exit code, output and comparison_results_tiny-gpt2.json (or None)."""
+    env = {"PYTHON": sys.executable, "NUM_GPUS": 2, **env}
+    process = start(["bash", script, *args], env=env, cwd=folder)
+    out, err = finish(process, timeout)
+    report = folder / "comparison_results_tiny-gpt2.json"
+    return process.returncode, out + err, json.loads(report.read_text()) if report.exists() else None
+
+
+def report(runs, folder):
+    """Rebuild the report from saved runs; returns exit code, output and the .json."""
+    done = subprocess.run([sys.executable, REPORT, runs, "--output_dir", folder], capture_output=True, text=True)
+    return done.returncode, done.stdout, json.loads((folder / f"comparison_results_{runs.name}.json").read_text())
+
+
+def by_strategy(found):
+    return {row["strategy"]: row for row in found["strategies"]}
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def all_seven(tmp_path_factory):
+    """All strategies in bf16 on two processes, in a folder with a space in its name: (folder, output, report)."""
+    folder = tmp_path_factory.mktemp("my work")
+    code, out, found = compare(folder, "tiny-gpt2", *BF16)
+    assert code == 0, out
+    return folder, out, found
+
+
+def test_all_strategies_do_the_same_work(all_seven, reference):
+    folder, out, found = all_seven
+    rows = by_strategy(found)
+    assert list(rows) == STRATEGIES
+    assert {row["status"] for row in rows.values()} == {"completed"}
+    assert found["reference"] == "dp" and found["same_model"] and found["departing"] == []
+    runs = folder / "comparison_runs" / "tiny-gpt2"
+    of_dp = losses(runs / "dp" / "1")
+    for name, row in rows.items():  # the numbers of the report, taken again from the raw files
+        raw = losses(runs / name / "1")
+        assert row["difference"] == max(abs(a - b) / b for a, b in zip(raw, of_dp, strict=True))
+        results = json.loads((runs / name / "1" / "results.json").read_text())
+        assert results["precision"] == "bf16"
+        assert row["samples_per_second"] == results["samples_per_second"]
+        assert row["final_loss"] == raw[-1]
+        assert not (runs / name / "1" / "hf").exists() and not (runs / name / "1" / "checkpoints").exists()
+        assert_close(raw, reference.losses, 1e-2)  # bf16 stays within one percent of fp32
+    assert all(name in out for name in STRATEGIES)
+
+
+def test_memory_saved_on_two_ranks(all_seven):
+    """Bytes a parameter in bf16 with Adam: 16 for dp; of ZeRO 2 + 2/2 + 12/2, for stage 3 (2 + 2 + 12)/2 (1910.02054).
+
+    DeepSpeed's stage 1 has let go of the other ranks' gradients by the end of backward.
+    """
+    rows = by_strategy(all_seven[2])
+    parameters = all_seven[2]["work"]["parameters"]
+    for name, each in {"dp": 16, "zero1": 9, "zero2": 9, "zero3": 8, "offload": 2, "fsdp": 8}.items():
+        assert rows[name]["memory_bytes"] / parameters == pytest.approx(each, rel=0.02), name
+    assert rows["dp"]["saved"] is None
+    assert rows["fsdp"]["saved"] == pytest.approx(0.5, abs=0.02)
+    assert rows["infinity"]["memory_bytes"] < rows["offload"]["memory_bytes"]
+    assert sum(rows["offload"]["host_categories"].values()) > 6 * parameters  # masters and moments, and gradients
+    assert rows["infinity"]["nvme_bytes"] > 12 * parameters  # masters and moments of both ranks, and the working copy
+
+
+def test_bytes_sent(all_seven):
+    """On two ranks a rank sends half of each element that is gathered or reduced, twice in an all-reduce."""
+    found = all_seven[2]
+    rows, parameters = by_strategy(found), found["work"]["parameters"]
+    assert rows["dp"]["sent_bytes"] == pytest.approx(2 * 4 * parameters / 2, rel=1e-3)  # gradients in fp32
+    assert rows["zero1"]["sent_bytes"] == pytest.approx(3 * 2 * parameters / 2, rel=1e-3)  # and parameters, in bf16
+    for name in ("zero2", "offload"):  # gradients after each of two micro-batches
+        assert rows[name]["sent_bytes"] == pytest.approx((2 * 2 + 1) * 2 * parameters / 2, rel=1e-3), name
+    for name in ("zero3", "infinity"):  # gathered twice, and scattered, in each micro-batch
+        assert 6 <= rows[name]["volume"] < 7, name
+        assert rows[name]["sent_bytes"] == pytest.approx(rows[name]["volume"] * 2 * parameters / 2, rel=1e-3), name
+    assert 4 < rows["fsdp"]["volume"] < 5  # scatters once a step
+
+
+def test_files(all_seven):
+    folder, out, _ = all_seven
+    name = "comparison_results_tiny-gpt2"
+    for suffix in (".txt", ".json", ".md", ".png"):
+        assert f"{name}{suffix}" in out
+    text = (folder / f"{name}.txt").read_text()
+    for strategy in STRATEGIES:  # the table, and the exact command
+        assert re.search(rf"^{strategy} +completed ", text, re.M)
+        assert re.search(rf"--strategy {strategy} .*--precision bf16", text)
+    assert "torch 2" in text and "cores" in text and re.search(r"20\d\d-\d\d-\d\d", text)
+    assert (folder / f"{name}.md").read_text().count("| completed") == 7
+    from matplotlib.image import imread
+
+    picture = imread(folder / f"{name}.png")
+    assert picture.shape[0] > 600 and picture.shape[1] > 900 and picture[..., :3].std() > 0.05
+
+
+def test_report_is_rebuilt_from_saved_runs_alone(all_seven, tmp_path):
+    folder, _, found = all_seven
+    copy = tmp_path / "kept" / "tiny-gpt2"
+    shutil.copytree(folder / "comparison_runs" / "tiny-gpt2", copy)
+    code, _, again = report(copy, tmp_path / "rebuilt")
+    assert code == 0
+    assert (tmp_path / "rebuilt" / "comparison_results_tiny-gpt2.png").stat().st_size > 10_000
+    for old, new in zip(found["strategies"], again["strategies"], strict=True):
+        assert {k: v for k, v in old.items() if k != "attempts"} == {k: v for k, v in new.items() if k != "attempts"}
+
+
+@pytest.mark.parametrize("strategy, change, status, said", [
+    ("zero2", {"seed": 43}, "other_work", "seed is 43"),
+    ("zero3", {"steps": 80}, "failed", "every step"),
+    ("fsdp", {"simulated_world_size": 4}, "other_work", "simulated_world_size"),
+])  # fmt: skip
+def test_a_result_of_other_work_is_never_mixed_in(all_seven, tmp_path, strategy, change, status, said):
+    copy = tmp_path / "tiny-gpt2"
+    shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2", copy)
+    file = copy / strategy / "1" / "results.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    code, out, found = report(copy, tmp_path)
+    row = by_strategy(found)[strategy]
+    assert code == 1
+    assert row["status"] == status and said in row["reason"] and row["samples_per_second"] is None
+    assert said in out.replace("\n   ", " ")
+
+
+def test_tolerance_follows_the_precision(all_seven, tmp_path):
+    """What is rounding in bf16 is another model in fp32."""
+    copy = tmp_path / "tiny-gpt2"
+    shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2", copy)
+    for results in copy.glob("*/1/results.json"):
+        results.write_text(json.dumps({**json.loads(results.read_text()), "precision": "fp32"}))
+    code, _, found = report(copy, tmp_path)
+    assert code == 1 and not found["same_model"] and "zero1" in found["departing"]
+
+
+def test_repeats_give_medians_and_spread(all_seven, tmp_path):
+    runs = all_seven[0] / "comparison_runs" / "tiny-gpt2"
+    copy = tmp_path / "tiny-gpt2"
+    for repeat, factor in enumerate((1.0, 2.0, 1.5), 1):
+        for strategy in ("dp", "zero1"):
+            shutil.copytree(runs / strategy / "1", copy / strategy / str(repeat))
+            file = copy / strategy / str(repeat) / "results.json"
+            results = json.loads(file.read_text())
+            results["samples_per_second"] = 100.0 * (factor if strategy == "zero1" else 1.0)
+            file.write_text(json.dumps(results))
+    _, _, found = report(copy, tmp_path)
+    row = by_strategy(found)["zero1"]
+    assert (row["samples_per_second"], row["speed"], row["speed_low"], row["speed_high"]) == (150, 1.5, 1.0, 2.0)
+
+
+def test_resume_does_only_what_is_missing(all_seven):
+    folder, _, before = all_seven
+    runs = folder / "comparison_runs" / "tiny-gpt2"
+    kept = {file: file.stat().st_mtime_ns for file in runs.glob("*/1/results.json") if file.parent.parent.name != "zero1"}
+    shutil.rmtree(runs / "zero1")
+    code, out, found = compare(folder, "tiny-gpt2", *BF16, RESUME=1)
+    assert code == 0 and out.count("(kept)") == 6
+    assert {file: file.stat().st_mtime_ns for file in kept} == kept
+    assert by_strategy(found)["zero1"]["final_loss"] == by_strategy(before)["zero1"]["final_loss"]
+
+    code, out, _ = compare(folder, "tiny-gpt2", *BF16, "--lr", "9e-4", RESUME=1)
+    assert code == 2 and "another comparison" in out and "9e-4" in out
+    assert {file: file.stat().st_mtime_ns for file in kept} == kept
+
+
+# Stands in for the script in a copy of the project: one strategy each has another learning rate, crashes, hangs, runs
+# out of memory.
+PLANTED = """
+import os, runpy, sys
+strategy = sys.argv[sys.argv.index("--strategy") + 1]
+os.environ["FAULT_SCRIPT"] = os.path.join(os.path.dirname(os.path.abspath(__file__)), "original.py")
+os.environ["FAULT"] = {"zero2": "crash:1:3", "zero3": "hang:0:3", "offload": "oom:3"}.get(strategy, "none")
+if strategy == "zero1":
+    sys.argv += ["--lr", "1.2e-3"]
+runpy.run_path(%r, run_name="__main__")
+"""
+
+
+def test_planted_faults_get_their_status_and_the_others_complete(tmp_path):
+    project, work = tmp_path / "my project", tmp_path / "results"
+    work.mkdir()
+    shutil.copytree(PROJECT / "support", project / "support", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PROJECT / "scripts", project / "scripts")
+    for file in [*PROJECT.glob("ds_config_*.json"), PROJECT / "compare_strategies.sh"]:
+        shutil.copy(file, project)
+    shutil.copy(PROJECT / "real_model_example.py", project / "original.py")
+    (project / "real_model_example.py").write_text(PLANTED % str(PROJECT / "tests" / "fault.py"))
+
+    code, out, found = compare(
+        work, *SMALL, "--max_steps", "6", script=project / "compare_strategies.sh",
+        STRATEGIES="dp zero2 zero3 offload zero1", TIMEOUT=40,
+    )  # fmt: skip
+    rows = by_strategy(found)
+    statuses = {name: row["status"] for name, row in rows.items()}
+    assert statuses == {"dp": "completed", "zero1": "completed", "zero2": "failed", "zero3": "timeout", "offload": "oom",
+                        }, out  # fmt: skip
+    assert code == 1 and found["departing"] == ["zero1"]
+    assert rows["zero1"]["departs_at"] == 2  # step 1 comes before any update
+    said = out.replace("\n   ", " ")
+    assert "zero1 does not train the same model" in said
+    assert "a planted crash" in rows["zero2"]["reason"]
+    assert "comparison_runs/tiny-gpt2/zero2/1/log.txt" in said
+    assert "40 s" in rows["zero3"]["reason"]
+    assert descendants_of_test() == []
+
+
+def test_without_libaio_infinity_is_skipped_and_dp_may_be_left_out(tmp_path, without_libaio):
+    code, out, found = compare(tmp_path, *SMALL, "--max_steps", "4", STRATEGIES="infinity zero1", NUM_GPUS=1, **without_libaio)
+    rows = by_strategy(found)
+    assert code == 0, out
+    assert rows["infinity"]["status"] == "skipped" and "apt install libaio-dev" in rows["infinity"]["reason"]
+    assert rows["zero1"]["status"] == "completed" and rows["zero1"]["saved"] is None
+    assert found["reference"] == "zero1" and "dp, the plain reference, was left out" in out
+    assert "One process cannot show" in out
+
+
+def test_interrupt_stops_the_running_one_and_reports_the_finished(tmp_path):
+    process = start(["bash", PROJECT / "compare_strategies.sh", *SMALL, "--max_steps", "6"], cwd=tmp_path,
+                    env={"PYTHON": sys.executable, "NUM_GPUS": 2, "STRATEGIES": "dp infinity fsdp"})  # fmt: skip
+    runs = tmp_path / "comparison_runs" / "tiny-gpt2"
+    until = time.monotonic() + 120
+    while not (runs / "infinity" / "1" / "results.json").exists():  # in the middle of its start
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    out, err = finish(process, 60)
+    assert process.returncode == 130, out + err
+    assert "Traceback" not in err
+    found = json.loads((tmp_path / "comparison_results_tiny-gpt2.json").read_text())
+    assert {name: row["status"] for name, row in by_strategy(found).items()} == {
+        "dp": "completed", "infinity": "interrupted", "fsdp": "not run",
+    }  # fmt: skip
+    assert descendants_of_test() == []
+    assert list(Path(os.environ["TMPDIR"]).glob("tmp.*")) == []  # nothing of infinity's files either
+
+
+@pytest.mark.parametrize("args, env, said", [
+    ([], {"STRATEGIES": "dp zero9"}, "zero9"),
+    ([], {"NUM_GPUS": "0"}, "NUM_GPUS=0"),
+    ([], {"REPEATS": "two"}, "REPEATS=two"),
+    ([], {"TIMEOUT": "-1"}, "TIMEOUT=-1"),
+    (["gpt2", "--strategy", "dp"], {}, "--strategy is not for a comparison"),
+    (["--output_dir=here"], {}, "--output_dir is not for a comparison"),
+    (["--stratgy", "dp"], {}, "--stratgy"),
+    (["./no/such/model"], {}, "no such folder"),
+])  # fmt: skip
+def test_wrong_usage(tmp_path, args, env, said):
+    code, out, found = compare(tmp_path, *args, timeout=60, **env)
+    assert code == 2 and found is None
+    assert out.count("❌") == 1 and said in out and "Traceback" not in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_report_of_nothing(tmp_path):
+    for folder in (tmp_path / "none", tmp_path):
+        done = subprocess.run([sys.executable, REPORT, folder], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr.count("❌") == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("strategy, stage", [("zero2", 2), ("zero3", 3)])
+def test_deepspeeds_own_logger_counts_the_same_bytes(script, tmp_path, strategy, stage):
+    config = json.loads((PROJECT / f"ds_config_stage{stage}.json").read_text())
+    config["comms_logger"] = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    run = script(*SMALL, "--max_steps", "6", "--no_eval", "--strategy", strategy, "--ds_config", tmp_path / "ds.json",
+                 launcher="torchrun", ranks=2, program=PROJECT / "tests" / "fault.py",
+                 env={"FAULT": f"witness:{tmp_path / 'counts.json'}"})  # fmt: skip
+    theirs = json.loads((tmp_path / "counts.json").read_text())
+    ours = run.results["communication_per_step"]
+    for name, operations in {"all_reduce": ("all_reduce",), "all_gather": ("all_gather_into_tensor",),
+                             "reduce_scatter": ("reduce_scatter_tensor",)}.items():  # fmt: skip
+        total = sum(int(size) * calls for op in operations for size, calls in theirs.get(op, {}).items())
+        # DeepSpeed notes a rank's part of a gathered tensor
+        total *= 2 if name == "all_gather" else 1
+        mine = sum(found["message_bytes"] for key, found in ours.items() if key.startswith(f"{name} "))
+        assert mine == pytest.approx(total / (run.results["steps"] - 2), rel=1e-3, abs=100), name
