@@ -13,6 +13,8 @@
 #   NUM_GPUS=4              ranks (default: all visible GPUs; on a CPU 2 processes)
 #   REPEATS=3               run each strategy so often, in turn: medians and spread (default: 1)
 #   TIMEOUT=1800            seconds for one run, the first compilation of DeepSpeed's parts included (default: 1800)
+#   CONTROL=0               leave out the control: dp with a 10% higher learning rate, which shows whether the losses of
+#                           this comparison would tell a strategy that trains a little differently (default: 1)
 #   RESUME=1                keep the completed runs of the same comparison, run only what is missing
 #   PYTHON=python3.12       interpreter (default: the active environment's, else .venv's beside this file)
 #
@@ -53,10 +55,19 @@ for argument in "$@"; do
     esac
 done
 
-read -r -a strategies <<< "${STRATEGIES:-$every_strategy}"
+# shellcheck disable=SC2206 # split at blanks and line ends
+strategies=(${STRATEGIES-$every_strategy})
+((${#strategies[@]} > 0)) || die "STRATEGIES is empty: name some of $every_strategy, or leave it out."
+named=" "
 for strategy in "${strategies[@]}"; do
     [[ " $every_strategy " == *" $strategy "* ]] || die "STRATEGIES: $strategy is none of $every_strategy."
+    [[ $named != *" $strategy "* ]] || die "STRATEGIES names $strategy twice: REPEATS=2 repeats them all."
+    named+="$strategy "
 done
+for name in RESUME CONTROL; do
+    [[ ${!name-0} == [01] ]] || die "$name=${!name} must be 0 or 1."
+done
+[[ $model == *[^./]* ]] || die "MODEL is $model: name a model, or a folder by its own name."
 command -v timeout > /dev/null || die "timeout is missing: apt install coreutils (brew install coreutils on a Mac)."
 for name in NUM_GPUS REPEATS TIMEOUT; do
     [[ ! -v $name || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} must be a whole number of 1 or more."
@@ -81,7 +92,7 @@ except ImportError as error:
 gpus = torch.cuda.device_count()
 print(gpus)
 print("device", hardware(torch.device("cuda" if gpus else "cpu"))["gpu" if gpus else "cpu"])
-print("versions", versions())' "$project") ||
+print("cores", hardware(torch.device("cpu"))["cores"], "versions", versions())' "$project") ||
     die "A package is missing: make setup installs all into .venv (then set PYTHON=.venv/bin/python if another environment is active); or pip install -r requirements.txt."
 gpus=${facts%%$'\n'*}
 ranks=${NUM_GPUS:-$((gpus > 0 ? gpus : 2))}
@@ -96,9 +107,12 @@ if [[ $cap_steps == yes ]]; then
     arguments+=(--max_steps "$cap")
 fi
 arguments+=("$@")
-# Wrong arguments would fail every run alike, so the script is asked once.
+# Wrong arguments would fail every run alike, so the script is asked once; as infinity, if it is among them, because that
+# strategy uses every flag.
+asked=${strategies[0]}
+[[ $named != *" infinity "* ]] || asked=infinity
 "$python" -c 'import sys; sys.path.insert(0, sys.argv[1]); from support import preflight; preflight.start(sys.argv[2:])' \
-    "$project" --model "$model" "${arguments[@]}" || exit 2
+    "$project" --model "$model" --strategy "$asked" "${arguments[@]}" || exit 2
 
 # ------------------------------------------------------------------------------------------ the folder of this comparison
 
@@ -135,6 +149,7 @@ stop() { # $1: exit code
     local signal=TERM
     [[ $interrupted == 0 ]] || signal=KILL
     interrupted=$1
+    [[ $1 != 129 ]] || exec > /dev/null 2>&1 # the terminal has gone, and writing to it would end this script
     [[ -z $running ]] || kill -"$signal" "$running" 2> /dev/null || true
 }
 trap 'stop 129' HUP
@@ -146,20 +161,23 @@ survivors() { # processes of the run marked $1; torchrun's workers have sessions
     grep -lszx "COMPARISON_RUN=$1" /proc/[0-9]*/environ 2> /dev/null | cut -d / -f 3 || true
 }
 
-run_once() { # $1: strategy, $2: repeat
-    local folder=$runs/$1/$2 code=0 mark=$$-$1-$2 port pids
+run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments for the script
+    local folder=$runs/$1/$2 mark=$$-$1-$2 begun=$SECONDS code=0 port pids
+    shift 2
+    # A signal may end either of these commands; then nothing is started, and the report is still written.
+    scratch=$(mktemp -d) || return 0 # NVMe files, and whatever a run that is killed leaves behind
+    port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])') || return 0
+    [[ $interrupted == 0 ]] || return 0
     rm -rf "$folder" && mkdir -p "$folder"
-    scratch=$(mktemp -d) # NVMe files, and whatever a run that is killed leaves behind
-    port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
     local command=(
         "$python" -m torch.distributed.run --nproc_per_node="$ranks" --master_addr=127.0.0.1 --master_port="$port"
-        "$project/real_model_example.py" --model "$model" --strategy "$1" --output_dir "$folder" "${arguments[@]}"
+        "$project/real_model_example.py" --model "$model" --output_dir "$folder" "${arguments[@]}" "$@"
     )
     printf '%q ' "${command[@]}" > "$folder/command.txt"
     # timeout gives the run a process group of its own, out of reach of the terminal's Ctrl-C, which is for this script.
     COMPARISON_RUN=$mark TMPDIR=$scratch timeout --kill-after=10 "$limit" "${command[@]}" > "$folder/log.txt" 2>&1 9>&- &
     running=$!
-    [[ $interrupted == 0 ]] || kill -TERM "$running" # the signal came while the run was being started
+    [[ $interrupted == 0 ]] || kill -TERM "$running" 2> /dev/null || true # the signal came while it was being started
     while kill -0 "$running" 2> /dev/null; do # a signal to this script ends `wait` early
         code=0 && wait "$running" || code=$?
     done
@@ -174,7 +192,7 @@ run_once() { # $1: strategy, $2: repeat
     rm -rf "$scratch"
     if [[ $interrupted != 0 ]]; then
         echo interrupted > "$folder/outcome.txt"
-    elif [[ $code == 124 || $code == 137 ]]; then # 137: it had to be killed
+    elif [[ $code == 124 || $code == 137 ]] && ((SECONDS - begun >= limit)); then # 137: it had to be killed
         echo "timeout $limit" > "$folder/outcome.txt"
     else
         echo "exit $code" > "$folder/outcome.txt"
@@ -183,23 +201,40 @@ run_once() { # $1: strategy, $2: repeat
 
 report() { "$python" "$project/scripts/compare_report.py" "$@"; }
 
-number=0 total=$((repeats * ${#strategies[@]}))
-echo "Comparing ${strategies[*]} on $ranks $([[ $gpus == 0 ]] && echo 'CPU processes' || echo 'GPUs'). The first use of a DeepSpeed strategy on a machine compiles for some minutes."
+number=0
+run_and_say() { # as run_once; a completed run is kept under RESUME=1
+    local folder=$runs/$1/$2 begun=$SECONDS line code=0
+    [[ $interrupted == 0 ]] || return 0
+    number=$((number + 1))
+    printf '[%d/%d] %-9s' "$number" "$total" "$1"
+    if [[ ${RESUME-0} == 1 && -d $folder ]]; then
+        line=$(report --status "$folder") || code=$?
+        if [[ $code == 0 ]]; then
+            printf '%s (kept)\n' "$line"
+            return 0
+        fi
+        [[ $code == 3 ]] || return 0 # 3: it is not completed; anything else: the report was stopped
+    fi
+    run_once "$@"
+    printf '%s (%d s)\n' "$(report --status "$folder" || true)" $((SECONDS - begun))
+}
+
+# The control needs a reference, and something to compare with it.
+control=${CONTROL-1}
+[[ $named == *" dp "* && ${#strategies[@]} -gt 1 ]] || control=0
+total=$((repeats * ${#strategies[@]} + control))
+echo "Comparing ${strategies[*]} on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The first use of a DeepSpeed strategy on a machine compiles for some minutes."
 for ((repeat = 1; repeat <= repeats; repeat++)); do # in turn, so that a machine that slows down does so for all
     for strategy in "${strategies[@]}"; do
-        [[ $interrupted == 0 ]] || break 2
-        number=$((number + 1))
-        printf '[%d/%d] %-9s' "$number" "$total" "$strategy"
-        if [[ ${RESUME-} == 1 && -d $runs/$strategy/$repeat ]] && line=$(report --status "$runs/$strategy/$repeat"); then
-            printf '%s (kept)\n' "$line"
-            continue
-        fi
-        begun=$SECONDS
-        run_once "$strategy" "$repeat"
-        printf '%s (%d s)\n' "$(report --status "$runs/$strategy/$repeat" || true)" $((SECONDS - begun))
+        run_and_say "$strategy" "$repeat" --strategy "$strategy"
     done
 done
+if [[ $control == 1 && $interrupted == 0 ]] && report --status "$runs/dp/1" > /dev/null; then
+    higher=$("$python" -c 'import json, sys; print(1.1 * max(json.loads(line)["lr"] for line in sys.stdin if "loss" in line))' < "$runs/dp/1/metrics.jsonl") || true
+    [[ -z $higher ]] || run_and_say control 1 --strategy dp --lr "$higher"
+fi
 
+trap '' HUP INT TERM # the report is short, and the user wants it
 echo
 code=0
 report "$runs" || code=$?

@@ -5,7 +5,8 @@
 
 reads <DIR>/<strategy>/<repeat>/ (results.json, metrics.jsonl, outcome.txt, command.txt), prints the report, and writes
 comparison_results_<name>.txt, .json, .md and .png into the current folder (--output_dir), <name> being the folder's.
-The exit code is 1 if a loss curve departs beyond the tolerance, a strategy failed, or nothing completed.
+The exit code is 1 if a loss curve departs beyond the tolerance, a strategy did not complete (unless it was skipped), or
+nothing could be read.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from tabulate import tabulate
 
 from support import comparison as comparing
 from support.comparison import GB, MB, Attempt, Comparison, Row
-from support.errors import EXIT_USAGE
+from support.errors import EXIT_COMPLETED, EXIT_USAGE
+
+EXIT_NOT_COMPLETED = 3
 
 # Okabe and Ito's colours, which stay apart for the colour-blind; one for each kind of memory, one for each strategy.
 KIND_COLOURS = {"parameters": "#0072B2", "gradients": "#56B4E9", "optimizer": "#E69F00", "buffers and other": "#999999",
@@ -42,7 +45,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder with <strategy>/<repeat>/results.json")
     parser.add_argument("--output_dir", type=Path, default=Path(), help="where the files go (default: here)")
     parser.add_argument("--tolerance", type=float, help="largest relative loss difference that counts as the same model")
-    parser.add_argument("--status", action="store_true", help="DIR is one run: print its status; exit code 0 if completed")
+    parser.add_argument("--status", action="store_true", help="DIR is one run: print its status; exit code 3 if not completed")
     args = parser.parse_args()
     if not args.folder.is_dir():
         fail(f"{args.folder}: no such folder.")
@@ -51,15 +54,17 @@ def main() -> None:
     if args.status:
         attempt = comparing.read_attempt(args.folder)
         print(describe_attempt(attempt))
-        sys.exit(not attempt.completed)
+        sys.exit(EXIT_COMPLETED if attempt.completed else EXIT_NOT_COMPLETED)
     comparison = comparing.read_comparison(args.folder, args.tolerance)
     if not comparison.rows:
         fail(f"{args.folder} holds no runs: compare_strategies.sh leaves them as DIR/<strategy>/<repeat>/results.json.")
+    body = body_text(comparison)
     try:
-        text, files = write_report(comparison, args.output_dir)
+        files = write_report(comparison, body, args.output_dir)
+        print(body, flush=True)
+        files += draw_figure(comparison, args.output_dir)
     except OSError as error:
         fail(f"{error.filename or args.output_dir} cannot be written: {error.strerror}.")
-    print(text)
     print("\n".join(f"📁 {file}" for file in files))
     sys.exit(comparison.exit_code)
 
@@ -81,35 +86,38 @@ def describe_attempt(attempt: Attempt) -> str:
 # ------------------------------------------------------------------------------------------------ files
 
 
-def write_report(comparison: Comparison, folder: Path) -> tuple[str, list[Path]]:
-    """Write the report's four files.
+def write_report(comparison: Comparison, body: str, folder: Path) -> list[Path]:
+    """Write the .txt, .json and .md files, and return their names.
 
-    Returns:
-        What the terminal shows, and the files written; no figure if no run completed.
     Raises:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"comparison_results_{comparison.name}"
-    body = body_text(comparison)
     files = {".txt": full_text(comparison, body), ".json": as_json(comparison), ".md": as_markdown(comparison)}
+    written = []
     for suffix, text in files.items():
-        write_atomically(folder / f"{stem}{suffix}", lambda path, text=text: path.write_text(text, encoding="utf-8"))
-    written = [folder / f"{stem}{suffix}" for suffix in files]
-    figure = folder / f"{stem}.png"
-    if comparison.reference:
-        write_atomically(figure, lambda path: draw(comparison, path))
-        written.append(figure)
-    else:
-        figure.unlink(missing_ok=True)  # an older one would not belong to this report
-    return body, written
+        written.append(folder / f"comparison_results_{comparison.name}{suffix}")
+        write_atomically(written[-1], lambda path, text=text: path.write_text(text, encoding="utf-8"))
+    return written
+
+
+def draw_figure(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write the .png file and return its name; without a completed run there is none, and an older one is removed."""
+    figure = folder / f"comparison_results_{comparison.name}.png"
+    if comparison.reference is None:
+        figure.unlink(missing_ok=True)
+        return []
+    write_atomically(figure, lambda path: draw(comparison, path))
+    return [figure]
 
 
 def write_atomically(path: Path, write) -> None:
-    """Let `write` fill a file beside `path`, and give it the name only when it is whole."""
+    """Let `write` fill a file beside `path`, and give it the name only when it is whole and on disk."""
     beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         write(beside)
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -163,7 +171,7 @@ def as_json(comparison: Comparison) -> str:
     """The .json file; keys are explained in docs/MEMORY_COMPARISON.md."""
     facts = comparison.facts
     rows = []
-    for row in comparison.rows:
+    for row in [*comparison.rows, *filter(None, [comparison.control])]:
         numbers = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "attempts"}
         numbers["attempts"] = [
             {"status": attempt.status, "reason": attempt.reason, "folder": str(attempt.folder), "command": attempt.command,
@@ -177,7 +185,7 @@ def as_json(comparison: Comparison) -> str:
         "reported_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "reference": comparison.reference.strategy if comparison.reference else None,
         "tolerance": comparison.tolerance,
-        "same_model": not comparison.departing if comparison.reference else None,
+        "same_model": comparison.same_model,
         "departing": [row.strategy for row in comparison.departing],
         "exit_code": comparison.exit_code,
         "step_cap": comparison.step_cap,
@@ -186,6 +194,7 @@ def as_json(comparison: Comparison) -> str:
         "versions": facts.get("versions"),
         "verdict": comparing.verdict(comparison),
         "communication": comparing.explain_traffic(comparison),
+        "control": rows.pop() if comparison.control else None,
         "strategies": rows,
     }
     return json.dumps(report, indent=2, ensure_ascii=False) + "\n"
@@ -229,12 +238,10 @@ def cost_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
     """The first table: what each strategy needs, how fast it is, and whether it trains the same model."""
     on_gpu = comparison.work.get("device") == "cuda"
     reference = comparison.reference.strategy if comparison.reference else "dp"
-    # Several repeats: between the slowest and the fastest. One: between its steps' 10th and 90th percentile.
-    repeated = any(len(row.completed) > 1 for row in comparison.rows)
     headers = [
         "\nstrategy", "\nstatus", "GPU\npeak\nGB" if on_gpu else "model\nstate\nMB/rank", f"saved\nvs\n{reference}",
         "host\npeak\nGB/rank", "\nNVMe\nMB", "\nsamples\n/s", f"\ntokens/s\n/{'GPU' if on_gpu else 'rank'}",
-        f"speed vs {reference}\n(spread of\n{'repeats' if repeated else 'steps'})", "\nfinal\nloss",
+        f"speed vs {reference}\n(spread of\n{'repeats' if comparison.repeated else 'steps'})", "\nfinal\nloss",
         "largest\nloss\ndifference",
     ]  # fmt: skip
     rows = []
@@ -271,7 +278,7 @@ def why_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
                 "—" if row.sent_bytes is None else f"{row.sent_bytes / MB:.1f}",
                 "—" if row.volume is None else f"{row.volume:.2f}P",
                 f"{comparing.PAPER_VOLUMES[row.strategy]}P",
-                f"{1000 * row.step_seconds:.0f}",
+                f"{1000 * sum(row.phases_seconds.values()):.0f}",
                 *[f"{1000 * row.phases_seconds[phase]:.0f}" for phase in ("data", "forward", "backward", "update")],
             ])  # fmt: skip
     return rows, headers
@@ -348,31 +355,24 @@ def draw_speed(axes, comparison: Comparison, rows: list[Row]) -> None:
     above = [max(0.0, row.samples_per_second_high - row.samples_per_second) for row in rows]
     axes.bar(range(len(rows)), middle, 0.65, yerr=[below, above], capsize=4, color="#0072B2", ecolor="#333333")
     for position, row in enumerate(rows):
-        axes.annotate(f"{row.samples_per_second:,.1f}", (position, 0), (0, 4), textcoords="offset points", ha="center",
-                      color="white", fontsize=9)  # fmt: skip
+        top = row.samples_per_second + above[position]
+        axes.annotate(f"{row.samples_per_second:,.1f}", (position, top), (0, 4), textcoords="offset points", ha="center",
+                      fontsize=9)  # fmt: skip
     label_strategies(axes, rows)
     axes.set_ylabel("samples per second, all ranks")
-    repeated = any(len(row.completed) > 1 for row in rows)
-    spread = "slowest to fastest repeat" if repeated else "10th to 90th percentile of its steps"
-    axes.set_title(f"Throughput (bar: median; line: {spread})")
+    if comparison.repeated:
+        axes.set_title("Throughput (bar: median; line: slowest to fastest repeat)")
+    else:
+        axes.set_title("Throughput (bar: mean; line: 10th to 90th percentile of the steps)")
 
 
 def draw_losses(axes, rows: list[Row]) -> None:
-    """All curves over each other: markers on different steps, so that none hides another."""
+    """All curves over each other, each thinner than the one below, so that none hides another."""
     for number, row in enumerate(rows):
-        losses = row.completed[0].losses
-        every = max(1, len(losses) // 8)
-        axes.plot(
-            range(1, len(losses) + 1),
-            losses,
-            label=row.strategy,
-            color=STRATEGY_COLOURS[row.strategy],
-            linewidth=1.5,
-            marker=MARKERS[row.strategy],
-            markeredgecolor="#333333",
-            markersize=6,
-            markevery=(number * every // 7, every),
-        )
+        width = 1.5 + 1.7 * (len(rows) - 1 - number)
+        for repeat, attempt in enumerate(row.completed):
+            label = row.strategy if repeat == 0 else None
+            axes.plot(steps_of(attempt), attempt.losses, label=label, color=STRATEGY_COLOURS[row.strategy], linewidth=width)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("training loss (nats per token)")
     axes.set_title("Loss")
@@ -382,23 +382,31 @@ def draw_losses(axes, rows: list[Row]) -> None:
 
 def draw_differences(axes, comparison: Comparison, rows: list[Row]) -> None:
     """Relative difference from the reference at each step, on a logarithmic axis, with the tolerance as a line."""
-    wanted = comparison.reference.completed[0].losses
+    wanted = comparison.reference.completed[0]
     floor = 1e-8  # two equal losses have no logarithm
-    for row in rows:
-        if row is comparison.reference:
-            continue
-        off = [max(floor, abs(a - b) / abs(b)) for a, b in zip(row.completed[0].losses, wanted, strict=True)]
-        axes.plot(range(1, len(off) + 1), off, label=row.strategy, color=STRATEGY_COLOURS[row.strategy], linewidth=1.3,
-                  marker=MARKERS[row.strategy], markeredgecolor="#333333", markersize=4)  # fmt: skip
-    axes.axhline(comparison.tolerance, color="#D55E00", linestyle="--", label=f"tolerance, {comparison.tolerance:.0e}")
+    shown = rows + ([comparison.control] if comparison.control else [])
+    for row in shown:
+        style = {"color": STRATEGY_COLOURS.get(row.strategy, "#777777"), "marker": MARKERS.get(row.strategy, ".")}
+        name = "control: higher lr" if row is comparison.control else row.strategy
+        for attempt in row.completed:
+            if attempt is wanted:
+                continue
+            off = [max(floor, difference) for difference in comparing.differences(attempt, wanted)]
+            axes.plot(steps_of(attempt), off, label=name, linewidth=1.3, markersize=4, markeredgecolor="#333333", **style)
+            name = None  # one entry for all repeats
+    axes.axhline(comparison.tolerance, color="#D55E00", linestyle="--", label=f"tolerance, {comparison.tolerance:g}")
     axes.set_yscale("log")
-    top = max([comparison.tolerance, *(row.difference or 0 for row in rows)])
-    axes.set_ylim(floor / 2, 100 * top)
+    axes.set_ylim(floor / 2, 100 * max(comparison.tolerance, *(row.difference or 0 for row in shown)))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("relative difference of the loss")
     axes.set_title(f"Difference from {comparison.reference.strategy} (equal losses are drawn at {floor:.0e})")
     axes.legend(fontsize=8, ncols=4, loc="upper center")
     whole_steps(axes)
+
+
+def steps_of(attempt: Attempt) -> range:
+    """Numbers of the optimizer steps, from 1."""
+    return range(1, len(attempt.losses) + 1)
 
 
 def label_strategies(axes, rows: list[Row]) -> None:

@@ -6,16 +6,17 @@ Imports nothing heavy. scripts/compare_report.py turns the result into tables, f
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from support.config import STRATEGIES
+from support.config import STRATEGIES, lookup
 
 GB, MB = 2**30, 2**20
 
-# Largest relative difference between the losses of one step that rounding explains, by precision; docs/MEMORY_COMPARISON.md
-# says where the figures come from. On a GPU fp32 multiplies in TF32, which keeps 10 bits of each factor.
+# Largest relative difference between the losses of one step that rounding explains, by precision. On a GPU fp32 multiplies
+# in TF32, which keeps 10 bits of each factor. docs/MEMORY_COMPARISON.md says what was measured; TF32 and fp16 were not.
 TOLERANCES = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 1e-2, "fp16": 2e-2}
 
 # Data that each rank moves per step, in units of the number of parameters P (ZeRO, arXiv 1910.02054, section 7). The paper
@@ -25,8 +26,17 @@ PAPER_VOLUMES = {"dp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "offload": 2, "inf
 SAME_WORK = (
     "model", "parameters", "trainable_parameters", "world_size", "simulated_world_size", "device", "precision", "batch_size",
     "gradient_accumulation_steps", "global_batch_size", "seq_length", "seed", "steps", "samples", "dataset.sha256",
-    "hardware.cpu", "hardware.gpu", "versions.torch", "versions.deepspeed", "versions.transformers",
+    "hardware.cpu", "hardware.cores", "hardware.gpu", "versions.torch", "versions.deepspeed", "versions.transformers",
 )  # fmt: skip
+
+# What a completed run must have; an older version's results.json may lack some.
+NEEDED = (
+    "samples_per_second", "tokens_per_second_per_gpu", "step_phases_seconds", "train_loss_last", "hardware", "precision",
+    "memory.peak_bytes", "memory.device_categories_bytes_by_rank", "memory.placement",
+)  # fmt: skip
+
+# torchrun's report: the rank that failed first was killed. (Those that torchrun then stops itself come before.)
+KILLED = re.compile(r"Root Cause .*?exitcode\s*: -9 ", re.S)
 
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,7 +52,8 @@ class Attempt:
         status: completed, skipped, oom, timeout, failed, interrupted or other_work.
         reason: why it is not completed; empty otherwise.
         results: results.json, or {}.
-        losses: of each optimizer step.
+        losses, lrs: loss and learning rate of each optimizer step.
+        token_rates: tokens per second of each step, of all ranks.
     """
 
     folder: Path
@@ -52,6 +63,8 @@ class Attempt:
     command: str
     results: dict
     losses: list[float]
+    lrs: list[float]
+    token_rates: list[float]
 
     @property
     def completed(self) -> bool:
@@ -61,13 +74,14 @@ class Attempt:
 def read_attempt(folder: Path) -> Attempt:
     """Read the folder of one run, <strategy>/<repeat>. A file that is missing or half written makes it a failed one."""
     results = _read_json(folder / "results.json")
-    losses = [record["loss"] for record in _read_json_lines(folder / "metrics.jsonl") if "loss" in record]
-    status, reason = _status(folder, results, losses)
+    steps = [record for record in _read_json_lines(folder / "metrics.jsonl") if "loss" in record]
+    status, reason = _status(folder, results, len(steps))
     command = _read_text(folder / "command.txt").strip() or results.get("command", "")
-    return Attempt(folder, folder.parent.name, status, reason, command, results, losses)
+    columns = {key: [step[key] for step in steps] for key in ("loss", "lr", "tokens_per_second")}
+    return Attempt(folder, folder.parent.name, status, reason, command, results, *columns.values())
 
 
-def _status(folder: Path, results: dict, losses: list[float]) -> tuple[str, str]:
+def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
     """What became of a run, from results.json and from outcome.txt ("exit N", "timeout N" or "interrupted")."""
     outcome, _, number = _read_text(folder / "outcome.txt").strip().partition(" ")
     if outcome == "timeout":
@@ -76,9 +90,11 @@ def _status(folder: Path, results: dict, losses: list[float]) -> tuple[str, str]
         return "interrupted", "stopped by the user"
     said = results.get("status")
     if said == "completed" and outcome in ("exit", "") and number in ("0", ""):
-        if len(losses) == results.get("steps"):
-            return "completed", ""
-        return "failed", "metrics.jsonl does not hold every step"
+        if lacking := [key for key in NEEDED if lookup(results, key) is None]:
+            return "failed", f"results.json lacks {', '.join(lacking)}: was it made by --eval_only, or by an older version?"
+        return ("completed", "") if steps == results["steps"] else ("failed", "metrics.jsonl does not hold every step")
+    if KILLED.search(_read_text(folder / "log.txt")):
+        return "oom", "a rank was killed (SIGKILL): by the kernel, as a rule, when the host has no memory left"
     reason = results.get("reason") or last_error(folder / "log.txt") or f"ended with exit code {number or 'unknown'}"
     if said == "oom":
         return "oom", reason
@@ -86,11 +102,9 @@ def _status(folder: Path, results: dict, losses: list[float]) -> tuple[str, str]
 
 
 def last_error(log: Path) -> str:
-    """The script's own error line in a log, else what the launcher says, else the last line with a word in it."""
+    """The script's own error line in a log, else the last line with a word in it."""
     lines = [line.strip() for line in _read_text(log).splitlines() if any(map(str.isalnum, line))]
     marked = [line.removeprefix("❌ ") for line in lines if line.startswith("❌")]
-    if not marked and any("SIGKILL" in line for line in lines):
-        return "a rank was killed (SIGKILL): by the kernel, as a rule, when the host has no memory left"
     return (marked or lines or [""])[-1]
 
 
@@ -119,13 +133,6 @@ def _read_json_lines(path: Path) -> list[dict]:
     return records
 
 
-def look_up(results: dict, key: str):
-    """The value at a dotted key ("dataset.sha256"), or None."""
-    for name in key.split("."):
-        results = (results or {}).get(name)
-    return results
-
-
 # ------------------------------------------------------------------------------------------------ all runs
 
 
@@ -135,12 +142,12 @@ class Row:
 
     Attributes:
         memory_bytes: peak of the GPU's allocator; on a CPU parameters, gradients and optimizer states that a GPU would hold.
-        state_bytes: parameters, gradients and optimizer states on the device at the end of backward.
-        categories: live bytes on the device by category; `host_categories`: of offloaded states, in host memory.
+        categories: live bytes on the device by category at the end of backward; `host_categories`: in host memory.
         saved: share of the reference's memory_bytes that is not needed; None where sharding has nobody to share with.
-        speed, speed_low, speed_high: samples per second relative to the reference, and its spread.
+        samples_per_second: with _low and _high, the slowest and fastest repeat, or of one run the tenth and ninetieth
+            percentile of its steps; `speed` is the same relative to the reference.
         difference, difference_step: largest relative difference of a loss from the reference's, and where.
-        departs_at: first step whose difference exceeds the tolerance.
+        departs_at, departing_loss: first step whose difference exceeds the tolerance, and its loss.
         volume: bytes sent put into the paper's unit, P.
     """
 
@@ -149,7 +156,6 @@ class Row:
     reason: str
     attempts: list[Attempt]
     memory_bytes: float | None = None
-    state_bytes: float | None = None
     categories: dict[str, float] = field(default_factory=dict)
     host_categories: dict[str, float] = field(default_factory=dict)
     saved: float | None = None
@@ -166,10 +172,10 @@ class Row:
     difference: float | None = None
     difference_step: int | None = None
     departs_at: int | None = None
+    departing_loss: float | None = None
     sent_bytes: float | None = None
     volume: float | None = None
     collectives: dict = field(default_factory=dict)
-    step_seconds: float | None = None
     phases_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -191,6 +197,8 @@ class Comparison:
         work: what every run did (SAME_WORK), from the reference.
         tolerance: largest relative loss difference that counts as the same model.
         step_cap: the default --max_steps that was added to the user's arguments, or None.
+        control: the reference once more with a higher learning rate (a row outside of `rows`), to see whether the losses
+            would show a difference; None if it was not run.
     """
 
     name: str
@@ -199,6 +207,22 @@ class Comparison:
     work: dict
     tolerance: float | None
     step_cap: int | None
+    control: Row | None = None
+
+    @property
+    def repeated(self) -> bool:
+        """Several repeats were run, so that spreads are between them."""
+        return any(len(row.attempts) > 1 for row in self.rows)
+
+    @property
+    def compared(self) -> list[Row]:
+        """Completed rows beside the reference."""
+        return [row for row in self.rows if row.completed and row is not self.reference]
+
+    @property
+    def same_model(self) -> bool | None:
+        """None where nothing could be compared."""
+        return not self.departing if self.compared else None
 
     @property
     def facts(self) -> dict:
@@ -230,16 +254,19 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
     reference = next((row for row in done if row.strategy == "dp"), done[0] if done else None)
     cap = _read_text(folder / "step_cap.txt").strip()
     comparison = Comparison(folder.resolve().name, rows, reference, {}, tolerance, int(cap) if cap else None)
-    if reference:
-        results = comparison.facts
-        comparison.work = {key: look_up(results, key) for key in SAME_WORK}
-        tf32 = results["precision"] == "fp32" and results["device"] == "cuda"
-        comparison.tolerance = tolerance or TOLERANCES["tf32" if tf32 else results["precision"]]
-        _set_other_work_apart(comparison)
-        for row in rows:
-            _measure(row)
-        for row in rows:
-            _compare(row, reference, comparison.tolerance)
+    if reference is None:
+        return comparison
+    results = comparison.facts
+    comparison.work = {key: lookup(results, key) for key in SAME_WORK}
+    tf32 = results["precision"] == "fp32" and results["device"] == "cuda"
+    comparison.tolerance = tolerance or TOLERANCES["tf32" if tf32 else results["precision"]]
+    control = _gather(folder / "control", "control")
+    for row in (*rows, control):
+        _set_other_work_apart(row, comparison.work)
+        _measure(row)
+    for row in (*rows, control):
+        _compare(row, reference, comparison.tolerance)
+    comparison.control = control if control.completed else None
     return comparison
 
 
@@ -258,14 +285,13 @@ def _settle_status(row: Row) -> None:
         row.status, row.reason = (broken[0].status, broken[0].reason) if broken else ("completed", "")
 
 
-def _set_other_work_apart(comparison: Comparison) -> None:
+def _set_other_work_apart(row: Row, work: dict) -> None:
     """A run with another batch, seed, text or library than the reference's proves nothing: take its numbers out."""
-    for row in comparison.rows:
-        for attempt in row.completed:
-            for key, wanted in comparison.work.items():
-                if (value := look_up(attempt.results, key)) != wanted:
-                    attempt.status, attempt.reason = "other_work", f"{key} is {value}, the reference's is {wanted}"
-        _settle_status(row)
+    for attempt in row.completed:
+        for key, wanted in work.items():
+            if (value := lookup(attempt.results, key)) != wanted:
+                attempt.status, attempt.reason = "other_work", f"{key} is {value}, the reference's is {wanted}"
+    _settle_status(row)
 
 
 def _measure(row: Row) -> None:
@@ -276,39 +302,36 @@ def _measure(row: Row) -> None:
     memory = [found["memory"] for found in results]
     kinds = ("parameters", "gradients", "optimizer", "buffers", "other")
 
-    def fullest(ranks: list[dict]) -> dict:
-        return max(ranks, key=lambda rank: sum(rank[kind] for kind in kinds))
-
-    on_device = [fullest(found["device_categories_bytes_by_rank"]) for found in memory]
-    row.categories = {kind: median(rank[kind] for rank in on_device) for kind in kinds}
-    everything = [found["categories_bytes_by_rank"][0] for found in memory]
-    placement = memory[0]["placement"]
+    by_rank = [zip(m["device_categories_bytes_by_rank"], m["categories_bytes_by_rank"], strict=True) for m in memory]
+    fullest = [max(ranks, key=lambda rank: sum(rank[0][kind] for kind in kinds)) for ranks in by_rank]
+    row.categories = {kind: median(device[kind] for device, _ in fullest) for kind in kinds}
     row.host_categories = {
-        kind: median(rank[kind] for rank in everything) for kind in ("gradients", "optimizer") if placement[kind] == "host"
+        kind: median(everywhere[kind] - device[kind] for device, everywhere in fullest) for kind in ("gradients", "optimizer")
     }
-    row.state_bytes = sum(row.categories[kind] for kind in ("parameters", "gradients", "optimizer"))
-    on_gpu = results[0]["device"] == "cuda"
-    row.memory_bytes = median(max(found["peak_bytes"]) for found in memory) if on_gpu else row.state_bytes
+    if results[0]["device"] == "cuda":
+        row.memory_bytes = median(max(found["peak_bytes"]) for found in memory)
+    else:
+        row.memory_bytes = sum(row.categories[kind] for kind in ("parameters", "gradients", "optimizer"))
     row.host_bytes = median(max(found["host_peak_bytes"]) for found in memory)
     row.nvme_bytes = median(found["nvme_bytes"] for found in memory)
     row.final_loss = median(found["train_loss_last"] for found in results)
-    _measure_speed(row, results)
+    _measure_speed(row)
     _measure_traffic(row, results)
 
 
-def _measure_speed(row: Row, results: list[dict]) -> None:
+def _measure_speed(row: Row) -> None:
+    results = [attempt.results for attempt in row.completed]
     speeds = [found["samples_per_second"] for found in results]
     row.samples_per_second = median(speeds)
     row.tokens_per_second_per_gpu = median(found["tokens_per_second_per_gpu"] for found in results)
-    row.step_seconds = median(found["step_seconds"]["median"] for found in results)
     row.phases_seconds = {
         phase: median(found["step_phases_seconds"][phase] for found in results) for phase in results[0]["step_phases_seconds"]
     }
-    if len(speeds) > 1:
-        row.samples_per_second_low, row.samples_per_second_high = min(speeds), max(speeds)
-    else:  # one run: the spread of its steps, without the slowest and the fastest tenth
-        steps, batch = results[0]["step_seconds"], results[0]["global_batch_size"]
-        row.samples_per_second_low, row.samples_per_second_high = batch / steps["p90"], batch / steps["p10"]
+    if len(row.attempts) == 1:  # the spread of the run's steps, without the slowest and the fastest tenth
+        rates = sorted(row.completed[0].token_rates[results[0]["warmup_steps_excluded"] :])
+        tenth = (len(rates) - 1) // 10
+        speeds = [rate / results[0]["seq_length"] for rate in rates[tenth : len(rates) - tenth]]
+    row.samples_per_second_low, row.samples_per_second_high = min(speeds), max(speeds)
 
 
 def _measure_traffic(row: Row, results: list[dict]) -> None:
@@ -348,15 +371,19 @@ def _compare(row: Row, reference: Row, tolerance: float) -> None:
     base = reference.samples_per_second
     row.speed = row.samples_per_second / base
     row.speed_low, row.speed_high = row.samples_per_second_low / base, row.samples_per_second_high / base
-    wanted = reference.completed[0].losses
     row.difference, row.difference_step = 0.0, 1
     for attempt in row.completed:
-        for step, (loss, other) in enumerate(zip(attempt.losses, wanted, strict=True), 1):
-            difference = abs(loss - other) / abs(other)
+        for step, difference in enumerate(differences(attempt, reference.completed[0]), 1):
             if difference > row.difference:
                 row.difference, row.difference_step = difference, step
             if difference > tolerance and step < (row.departs_at or step + 1):
-                row.departs_at = step
+                row.departs_at, row.departing_loss = step, attempt.losses[step - 1]
+
+
+def differences(attempt: Attempt, reference: Attempt) -> list[float]:
+    """Relative difference of each step's loss from the reference's; both have the same steps."""
+    pairs = zip(attempt.losses, reference.losses, strict=True)
+    return [abs(loss - wanted) / max(abs(wanted), 1e-12) for loss, wanted in pairs]
 
 
 # ------------------------------------------------------------------------------------------------ in words
@@ -366,40 +393,39 @@ def verdict(comparison: Comparison) -> list[str]:
     """What the numbers say, a sentence or two each."""
     if comparison.reference is None:
         return ["❌ No strategy completed, so there is nothing to compare."]
-    done = [row for row in comparison.rows if row.completed]
+    right = [row for row in comparison.rows if row.completed and row.departs_at is None]
     return [
-        *_say_same_model(comparison, done),
-        _say_fastest(comparison, done),
-        _say_smallest(comparison, done),
-        *_say_limits(comparison, done),
+        *_say_same_model(comparison),
+        *_say_control(comparison),
+        _say_fastest(comparison, right),
+        _say_smallest(comparison, right),
+        *_say_limits(comparison, right),
         *_say_incomplete(comparison),
     ]
 
 
-def _say_same_model(comparison: Comparison, done: list[Row]) -> list[str]:
+def _say_same_model(comparison: Comparison) -> list[str]:
     reference, tolerance = comparison.reference, comparison.tolerance
     sentences = []
     if reference.strategy != "dp":
         dp = next((row for row in comparison.rows if row.strategy == "dp"), None)
         why = f"did not complete ({dp.status})" if dp else "was left out"
         sentences.append(f"ℹ️  dp, the plain reference, {why}: the others are compared with {reference.strategy}.")
-    allowed = f"tolerance {tolerance:.0e} for {comparison.work['precision']}"
-    finer = "" if comparison.work["precision"] == "fp32" else " (--precision fp32 makes it finer)"
+    allowed = f"tolerance {tolerance:g} for {comparison.work['precision']}"
     for row in comparison.departing:
-        losses = next(a.losses for a in row.completed if _departs(a, reference, tolerance) == row.departs_at)
-        loss, wanted = losses[row.departs_at - 1], reference.completed[0].losses[row.departs_at - 1]
+        wanted = reference.completed[0].losses[row.departs_at - 1]
         sentences.append(
             f"❌ {row.strategy} does not train the same model: it departs from {reference.strategy} at step {row.departs_at} "
-            f"(loss {loss:.6f}, {reference.strategy} {wanted:.6f}) and is off by {row.difference:.1e} at step "
+            f"(loss {row.departing_loss:.6f}, {reference.strategy} {wanted:.6f}) and is off by {row.difference:.1e} at step "
             f"{row.difference_step}; {allowed}."
         )
-    alike = [row for row in done if row.departs_at is None and row is not reference]
+    alike = [row for row in comparison.compared if row.departs_at is None]
     if alike:
         worst = max(alike, key=lambda row: row.difference)
         sentences.append(
             f"✅ Same model: {_names(alike)} {'trains' if len(alike) == 1 else 'train'} what {reference.strategy} trains. "
             f"Over {comparison.work['steps']} steps no loss is off by more than {worst.difference:.1e} relative "
-            f"({worst.strategy}, step {worst.difference_step}); {allowed}{finer}."
+            f"({worst.strategy}, step {worst.difference_step}); {allowed}."
         )
     elif not comparison.departing:
         sentences.append(f"ℹ️  Only {reference.strategy} completed, so no losses could be compared.")
@@ -408,9 +434,18 @@ def _say_same_model(comparison: Comparison, done: list[Row]) -> list[str]:
     return sentences
 
 
-def _departs(attempt: Attempt, reference: Row, tolerance: float) -> int | None:
-    pairs = enumerate(zip(attempt.losses, reference.completed[0].losses, strict=True), 1)
-    return next((step for step, (loss, other) in pairs if abs(loss - other) > tolerance * abs(other)), None)
+def _say_control(comparison: Comparison) -> list[str]:
+    """Whether the losses would have shown a strategy that trains a little differently."""
+    if comparison.control is None or not comparison.compared:
+        return []
+    reference, control = comparison.reference, comparison.control
+    higher = control.completed[0].lrs[0] / reference.completed[0].lrs[0] - 1
+    higher = f"with a learning rate {100 * higher:.0f}% higher"
+    text = f"Control: {reference.strategy} {higher} is off by up to {control.difference:.1e}"
+    if control.departs_at:
+        return [f"{text}, beyond the tolerance from step {control.departs_at} on: a fault of that size would show."]
+    return [f"ℹ️  {text}, within the tolerance: a fault of that size would not show. --precision fp32 or more steps are a "
+            "sharper test."]  # fmt: skip
 
 
 def _say_fastest(comparison: Comparison, done: list[Row]) -> str:
@@ -420,27 +455,30 @@ def _say_fastest(comparison: Comparison, done: list[Row]) -> str:
     if len(by_speed) > 1:
         text += f"; slowest: {slowest.strategy}, {slowest.samples_per_second / fastest.samples_per_second:.2f} of that"
     overlap = [row.strategy for row in by_speed[1:] if row.samples_per_second_high > fastest.samples_per_second_low]
-    if overlap:
-        text += f" (within the spread: {', '.join(overlap)})"
+    if comparison.repeated and overlap:  # the steps of one run vary for other reasons than the strategy
+        text += f" (within the spread of repeats: {', '.join(overlap)})"
     if comparison.work["device"] == "cpu":
         text += ". The ranks share this CPU and its memory: on GPUs the order can be another"
     return text + "."
 
 
 def _say_smallest(comparison: Comparison, done: list[Row]) -> str:
-    by_state = sorted(done, key=lambda row: row.state_bytes)
-    least, where = by_state[0], "a GPU" if comparison.work["device"] == "cuda" else "what would be a GPU"
-    text = f"Room for the largest model: {least.strategy} keeps {human_bytes(least.state_bytes)} of model state on {where}"
-    reference = comparison.reference
+    by_memory = sorted(done, key=lambda row: row.memory_bytes)
+    least, reference = by_memory[0], comparison.reference
+    kind = (
+        "of GPU memory at its peak" if comparison.work["device"] == "cuda" else "of model state per rank on what would be a GPU"
+    )
+    text = f"Room for the largest model: {least.strategy} needs {human_bytes(least.memory_bytes)} {kind}"
     if least is not reference:
-        text += f", {reference.strategy} {human_bytes(reference.state_bytes)}"
-    elsewhere = [f"{human_bytes(sum(least.host_categories.values()))} per rank in host memory"] * bool(least.host_categories)
+        text += f", {reference.strategy} {human_bytes(reference.memory_bytes)}"
+    in_host = sum(least.host_categories.values())
+    elsewhere = [f"{human_bytes(in_host)} per rank in host memory"] * bool(in_host)
     elsewhere += [f"{human_bytes(least.nvme_bytes)} on NVMe in all"] * bool(least.nvme_bytes)
     if elsewhere:
         text += f"; it keeps {' and '.join(elsewhere)} instead"
-    inside = [row for row in by_state if row.strategy not in ("offload", "infinity")]
+    inside = [row for row in by_memory if row.strategy not in ("offload", "infinity")]
     if least.strategy in ("offload", "infinity") and inside:
-        text += f". Without offloading: {inside[0].strategy}, {human_bytes(inside[0].state_bytes)}"
+        text += f". Without offloading: {inside[0].strategy}, {human_bytes(inside[0].memory_bytes)}"
     return text + "."
 
 
@@ -453,8 +491,9 @@ def _say_limits(comparison: Comparison, done: list[Row]) -> list[str]:
         sentences.append(f"ℹ️  One {'process' if cpu else 'GPU'} cannot show what sharding saves, nor what communication "
                          f"costs{which}. Compare on two or more.")  # fmt: skip
     if cpu:
-        sentences.append("ℹ️  On a CPU the memory column counts live tensors that a GPU would hold; there is no GPU peak with "
-                         "activations. Host peak is the whole process, libraries included.")  # fmt: skip
+        sentences.append("ℹ️  On a CPU the memory column counts the parameters, gradients and optimizer states that a GPU would "
+                         "hold at the end of backward, and nothing that comes and goes: activations, gathered layers, buckets. "
+                         "Host peak is the whole process, libraries included.")  # fmt: skip
     return sentences
 
 
@@ -506,8 +545,10 @@ def _explain_row(row: Row, parameters: int, micro_steps: int) -> str:
     if row.strategy in ("zero3", "infinity", "fsdp"):
         per_micro_step = gathered / micro_steps
         again = f", in each of the {micro_steps} micro-batches" if micro_steps > 1 else ""
-        if per_micro_step < 1.98:
+        if row.strategy == "fsdp" and per_micro_step < 1.98:
             reasons.append(f"parameters are gathered for forward and for backward{again}, the outermost (embeddings) only once")
+        elif per_micro_step < 1.98:
+            reasons.append(f"parameters are gathered for forward and for backward{again}, some less often")
         elif per_micro_step > 2.005:
             reasons.append(f"parameters are gathered for forward and for backward{again}, some more often than that")
         else:

@@ -145,8 +145,11 @@ def tune_process(args, launch: Launch) -> None:
         env["OMP_NUM_THREADS"] = granted or str(max(1, available_cores() // launch.local_world_size))
     if not has_nvidia_gpu():
         return_freed_memory()
-    if shutil.which("ninja") is None:  # DeepSpeed builds with it; pip puts it beside this interpreter
-        env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+    # DeepSpeed builds its ops with ninja, and pip puts one beside this interpreter. Always that one, if it is there:
+    # another version compiles again what this one has built, and a second time when the next run finds this one first.
+    own = Path(sys.executable).parent
+    if (own / "ninja").exists():
+        env["PATH"] = f"{own}{os.pathsep}{env.get('PATH', '')}"
     if args.deterministic:
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     env.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 from support import launch as launching
-from support.config import EMBEDDED_MODEL, ignored_flags, parse_arguments
+from support.config import EMBEDDED_MODEL, ignored_flags, lookup, parse_arguments
 from support.errors import MissingRequirement, UserError
 from support.launch import Launch
 
@@ -262,6 +262,18 @@ def ops_to_compile(strategy: str, device) -> list[str]:
     needed += ["async_io"] if strategy == "infinity" else []
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     return [op for op in needed if not any(root.glob(f"**/{op}/*.so"))]
+
+
+def check_requirements(args, device) -> None:
+    """What a DeepSpeed strategy needs of this machine, before any data is read.
+
+    Raises:
+        MissingRequirement: a compiler, or libaio where something is kept on NVMe, is not there.
+    """
+    check_compiler(args.strategy, device)
+    zero = args.ds_config_dict["zero_optimization"]
+    if "nvme" in (lookup(zero, "offload_optimizer.device"), lookup(zero, "offload_param.device")):
+        check_async_io()
 
 
 def check_compiler(strategy: str, device) -> None:

@@ -4,6 +4,7 @@
     nan:N              the N-th loss is not a number
     gpus:N             torch sees N GPUs (this machine has none)
     hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
+    kill:RANK:N        that rank is killed (SIGKILL) at its N-th micro-batch
     oom:N              every rank asks for more memory than there is at its N-th micro-batch
     witness:FILE       no fault: what DeepSpeed's own communication logger counted goes to FILE
 
@@ -91,6 +92,10 @@ def main() -> None:
                 time.sleep(1_000_000)
 
         break_steps(hang)
+    elif kind == "kill":
+        rank, step = map(int, values)
+        if int(os.environ["RANK"]) == rank:
+            break_steps(lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == step else None)
     elif kind == "oom":
         break_steps(lambda now: torch.empty(2**50) if now == int(values[0]) else None)
     elif kind == "witness":

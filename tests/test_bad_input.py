@@ -288,7 +288,7 @@ def test_nvme_path_that_is_too_small(refused, tmp_path):
 @pytest.mark.parametrize("strategy", ["zero1", "offload", "infinity"])
 def test_missing_compiler(refused, tmp_path, strategy):
     path = path_without(tmp_path, "c++", "g++", "clang++", "x86_64-linux-gnu-g++")
-    error = refused("--strategy", strategy, env={"PATH": path, "CXX": "c++"})
+    error = refused("--strategy", strategy, env={"PATH": path, "CXX": "c++"}, seconds=8)
     assert "build-essential" in error
 
 

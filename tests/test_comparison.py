@@ -1,5 +1,6 @@
 """compare_strategies.sh and its report: the same work for all, a true verdict, and no failure that stops the others."""
 
+import fcntl
 import json
 import os
 import re
@@ -11,30 +12,36 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PROJECT, SAME_WORK, SPLIT, STRATEGIES, assert_close, descendants_of_test, finish, start
+from conftest import PROJECT, SAME_WORK, SPLIT, STRATEGIES, assert_close, descendants_of_test, finish, skip, start
 
 REPORT = PROJECT / "scripts" / "compare_report.py"
 BF16 = [*SAME_WORK, *SPLIT, "--precision", "bf16"]
 SMALL = ["--seq_length", "32", "--batch_size", "2", "--precision", "fp32"]
 
 
-def compare(folder, *args, script=PROJECT / "compare_strategies.sh", timeout=600, **env):
-    """Run a comparison in `folder`; returns exit code, output and comparison_results_tiny-gpt2.json (or None)."""
+def compare(folder, *args, script=PROJECT / "compare_strategies.sh", name="tiny-gpt2", timeout=600, **env):
+    """Run a comparison in `folder`; returns exit code, output and comparison_results_<name>.json (or None)."""
     env = {"PYTHON": sys.executable, "NUM_GPUS": 2, **env}
     process = start(["bash", script, *args], env=env, cwd=folder)
     out, err = finish(process, timeout)
-    report = folder / "comparison_results_tiny-gpt2.json"
+    report = folder / f"comparison_results_{name}.json"
     return process.returncode, out + err, json.loads(report.read_text()) if report.exists() else None
 
 
-def report(runs, folder):
+def report(runs, folder, *args):
     """Rebuild the report from saved runs; returns exit code, output and the .json."""
-    done = subprocess.run([sys.executable, REPORT, runs, "--output_dir", folder], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, REPORT, runs, "--output_dir", folder, *args], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, json.loads((folder / f"comparison_results_{runs.name}.json").read_text())
 
 
 def by_strategy(found):
     return {row["strategy"]: row for row in found["strategies"]}
+
+
+def flat(text):
+    """Without the breaks inside of sentences."""
+    return text.replace("\n   ", " ")
 
 
 def losses(folder):
@@ -44,6 +51,8 @@ def losses(folder):
 @pytest.fixture(scope="module")
 def all_seven(tmp_path_factory):
     """All strategies in bf16 on two processes, in a folder with a space in its name: (folder, output, report)."""
+    if not Path("/usr/include/libaio.h").exists():
+        skip("infinity needs libaio: apt install libaio-dev")
     folder = tmp_path_factory.mktemp("my work")
     code, out, found = compare(folder, "tiny-gpt2", *BF16)
     assert code == 0, out
@@ -97,7 +106,23 @@ def test_bytes_sent(all_seven):
     for name in ("zero3", "infinity"):  # gathered twice, and scattered, in each micro-batch
         assert 6 <= rows[name]["volume"] < 7, name
         assert rows[name]["sent_bytes"] == pytest.approx(rows[name]["volume"] * 2 * parameters / 2, rel=1e-3), name
-    assert 4 < rows["fsdp"]["volume"] < 5  # scatters once a step
+    outermost = (4096 + 512) * 256 + 2 * 256  # both embeddings and the last norm stay gathered from forward to backward
+    assert rows["fsdp"]["volume"] == pytest.approx(2 * (2 - outermost / parameters) + 1, rel=1e-3)  # scattered once a step
+
+
+def test_control_shows_what_the_comparison_could_see(all_seven, tmp_path):
+    """A tenth more learning rate, and whether that is beyond the tolerance."""
+    folder, out, found = all_seven
+    control = found["control"]
+    lrs = [json.loads((folder / "comparison_runs/tiny-gpt2" / name / "1/metrics.jsonl").read_text().splitlines()[0])["lr"]
+           for name in ("control", "dp")]  # fmt: skip
+    assert lrs[0] == pytest.approx(1.1 * lrs[1])
+    assert control["difference"] > max(row["difference"] for row in found["strategies"])
+    for tolerance, seen in ((0.5 * control["difference"], True), (2 * control["difference"], False)):
+        _, out, _ = report(folder / "comparison_runs" / "tiny-gpt2", tmp_path, "--tolerance", str(tolerance))
+        assert ("a fault of that size would show" in flat(out)) == seen
+        assert ("a fault of that size would not show" in flat(out)) != seen
+    assert "control" not in by_strategy(found)
 
 
 def test_files(all_seven):
@@ -108,7 +133,7 @@ def test_files(all_seven):
     text = (folder / f"{name}.txt").read_text()
     for strategy in STRATEGIES:  # the table, and the exact command
         assert re.search(rf"^{strategy} +completed ", text, re.M)
-        assert re.search(rf"--strategy {strategy} .*--precision bf16", text)
+        assert re.search(rf"--precision bf16 --strategy {strategy}$", text, re.M)
     assert "torch 2" in text and "cores" in text and re.search(r"20\d\d-\d\d-\d\d", text)
     assert (folder / f"{name}.md").read_text().count("| completed") == 7
     from matplotlib.image import imread
@@ -131,6 +156,7 @@ def test_report_is_rebuilt_from_saved_runs_alone(all_seven, tmp_path):
 @pytest.mark.parametrize("strategy, change, status, said", [
     ("zero2", {"seed": 43}, "other_work", "seed is 43"),
     ("zero3", {"steps": 80}, "failed", "every step"),
+    ("zero1", {"train_loss_last": None}, "failed", "lacks train_loss_last"),  # an older version's, or --eval_only's
     ("fsdp", {"simulated_world_size": 4}, "other_work", "simulated_world_size"),
 ])  # fmt: skip
 def test_a_result_of_other_work_is_never_mixed_in(all_seven, tmp_path, strategy, change, status, said):
@@ -142,7 +168,7 @@ def test_a_result_of_other_work_is_never_mixed_in(all_seven, tmp_path, strategy,
     row = by_strategy(found)[strategy]
     assert code == 1
     assert row["status"] == status and said in row["reason"] and row["samples_per_second"] is None
-    assert said in out.replace("\n   ", " ")
+    assert said in flat(out)
 
 
 def test_tolerance_follows_the_precision(all_seven, tmp_path):
@@ -170,13 +196,46 @@ def test_repeats_give_medians_and_spread(all_seven, tmp_path):
     assert (row["samples_per_second"], row["speed"], row["speed_low"], row["speed_high"]) == (150, 1.5, 1.0, 2.0)
 
 
+def test_a_repeat_that_fails_shows_and_the_others_count(all_seven, tmp_path):
+    copy = tmp_path / "tiny-gpt2"
+    for repeat in (1, 2):
+        for strategy in ("dp", "zero1"):
+            shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2" / strategy / "1", copy / strategy / str(repeat))
+    (copy / "zero1" / "2" / "outcome.txt").write_text("exit 1\n")
+    (copy / "zero1" / "2" / "results.json").write_text('{"status": "failed", "reason": "its own reason"}')
+    code, out, found = report(copy, tmp_path)
+    row = by_strategy(found)["zero1"]
+    assert code == 1 and row["status"] == "failed" and row["final_loss"] is not None
+    assert "1 of 2 repeats completed" in flat(out) and "its own reason" in flat(out)
+
+
+def test_figures_of_a_gpu(all_seven, tmp_path):
+    """There is no GPU here: the saved runs are changed to say what a GPU's would, and the report must follow."""
+    copy = tmp_path / "tiny-gpt2"
+    shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2", copy)
+    peaks = {"dp": 8, "zero1": 6, "zero2": 5, "zero3": 4, "offload": 3, "infinity": 3.5, "fsdp": 4.5}
+    for file in copy.glob("*/1/results.json"):
+        results = json.loads(file.read_text())
+        results["device"] = "cuda"
+        results["hardware"].update(gpu="a GPU", gpu_memory_bytes=16 * 2**30)
+        results["memory"]["peak_bytes"] = [2**30, peaks.get(results["strategy"], 1) * 2**30]
+        file.write_text(json.dumps(results))
+    code, out, found = report(copy, tmp_path)
+    rows = by_strategy(found)
+    assert code == 0
+    assert {name: row["memory_bytes"] / 2**30 for name, row in rows.items()} == peaks
+    assert rows["zero2"]["saved"] == 1 - 5 / 8
+    assert "offload needs 3.00 GB" in flat(out) and "2 GPUs" in out and "On a CPU" not in out
+
+
 def test_resume_does_only_what_is_missing(all_seven):
     folder, _, before = all_seven
     runs = folder / "comparison_runs" / "tiny-gpt2"
     kept = {file: file.stat().st_mtime_ns for file in runs.glob("*/1/results.json") if file.parent.parent.name != "zero1"}
-    shutil.rmtree(runs / "zero1")
+    (runs / "zero1" / "1" / "outcome.txt").write_text("interrupted\n")
     code, out, found = compare(folder, "tiny-gpt2", *BF16, RESUME=1)
-    assert code == 0 and out.count("(kept)") == 6
+    assert code == 0 and out.count("(kept)") == 7  # the control, too
+    assert by_strategy(found)["zero1"]["status"] == "completed"
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
     assert by_strategy(found)["zero1"]["final_loss"] == by_strategy(before)["zero1"]["final_loss"]
 
@@ -186,19 +245,22 @@ def test_resume_does_only_what_is_missing(all_seven):
 
 
 # Stands in for the script in a copy of the project: one strategy each has another learning rate, crashes, hangs, runs
-# out of memory.
+# out of memory, and loses a rank to SIGKILL, as the kernel's out-of-memory killer does it.
 PLANTED = """
 import os, runpy, sys
 strategy = sys.argv[sys.argv.index("--strategy") + 1]
 os.environ["FAULT_SCRIPT"] = os.path.join(os.path.dirname(os.path.abspath(__file__)), "original.py")
-os.environ["FAULT"] = {"zero2": "crash:1:3", "zero3": "hang:0:3", "offload": "oom:3"}.get(strategy, "none")
+os.environ["FAULT"] = {
+    "zero2": "crash:1:3", "zero3": "hang:0:3", "offload": "oom:3", "fsdp": "kill:1:3",
+}.get(strategy, "none")
 if strategy == "zero1":
     sys.argv += ["--lr", "1.2e-3"]
 runpy.run_path(%r, run_name="__main__")
 """
 
 
-def test_planted_faults_get_their_status_and_the_others_complete(tmp_path):
+def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_seven):
+    """(all_seven has compiled what DeepSpeed needs: here it would count as a hang.)"""
     project, work = tmp_path / "my project", tmp_path / "results"
     work.mkdir()
     shutil.copytree(PROJECT / "support", project / "support", ignore=shutil.ignore_patterns("__pycache__"))
@@ -210,15 +272,16 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path):
 
     code, out, found = compare(
         work, *SMALL, "--max_steps", "6", script=project / "compare_strategies.sh",
-        STRATEGIES="dp zero2 zero3 offload zero1", TIMEOUT=40,
+        STRATEGIES="dp zero2 zero3 offload fsdp zero1", TIMEOUT=40, CONTROL=0,
     )  # fmt: skip
     rows = by_strategy(found)
-    statuses = {name: row["status"] for name, row in rows.items()}
-    assert statuses == {"dp": "completed", "zero1": "completed", "zero2": "failed", "zero3": "timeout", "offload": "oom",
-                        }, out  # fmt: skip
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "dp": "completed", "zero1": "completed", "zero2": "failed", "zero3": "timeout", "offload": "oom", "fsdp": "oom",
+    }, out  # fmt: skip
     assert code == 1 and found["departing"] == ["zero1"]
     assert rows["zero1"]["departs_at"] == 2  # step 1 comes before any update
-    said = out.replace("\n   ", " ")
+    said = flat(out)
+    assert "SIGKILL" in rows["fsdp"]["reason"]
     assert "zero1 does not train the same model" in said
     assert "a planted crash" in rows["zero2"]["reason"]
     assert "comparison_runs/tiny-gpt2/zero2/1/log.txt" in said
@@ -226,17 +289,29 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path):
     assert descendants_of_test() == []
 
 
-def test_without_libaio_infinity_is_skipped_and_dp_may_be_left_out(tmp_path, without_libaio):
-    code, out, found = compare(tmp_path, *SMALL, "--max_steps", "4", STRATEGIES="infinity zero1", NUM_GPUS=1, **without_libaio)
+def test_without_libaio_infinity_is_skipped_and_dp_may_be_left_out(tmp_path, without_libaio, llama):
+    """Also: a model in a folder, the default number of steps, repeats in turn."""
+    model = str(llama)
+    code, out, found = compare(
+        tmp_path, model, "--seq_length", "32", "--batch_size", "1", "--dataset", "pydocs", "--precision", "fp32",
+        name=model.replace("/", "_"), STRATEGIES="infinity zero1", NUM_GPUS=1, REPEATS=2, **without_libaio,
+    )  # fmt: skip
     rows = by_strategy(found)
     assert code == 0, out
     assert rows["infinity"]["status"] == "skipped" and "apt install libaio-dev" in rows["infinity"]["reason"]
     assert rows["zero1"]["status"] == "completed" and rows["zero1"]["saved"] is None
     assert found["reference"] == "zero1" and "dp, the plain reference, was left out" in out
+    assert found["same_model"] is None and found["control"] is None  # nothing was compared
     assert "One process cannot show" in out
+    assert found["work"]["steps"] == found["step_cap"] == 30 and "30 steps (the comparison's default cap), 2 repeats" in out
+    begun = [row["attempts"][repeat]["started_at"] for repeat in (0, 1) for row in found["strategies"][::-1]]
+    assert begun == sorted(begun) and len(begun) == 4
 
 
 def test_interrupt_stops_the_running_one_and_reports_the_finished(tmp_path):
+    earlier = tmp_path / "comparison_runs" / "tiny-gpt2" / "dp" / "1"
+    earlier.mkdir(parents=True)
+    (earlier / "results.json").write_text("{}")
     process = start(["bash", PROJECT / "compare_strategies.sh", *SMALL, "--max_steps", "6"], cwd=tmp_path,
                     env={"PYTHON": sys.executable, "NUM_GPUS": 2, "STRATEGIES": "dp infinity fsdp"})  # fmt: skip
     runs = tmp_path / "comparison_runs" / "tiny-gpt2"
@@ -244,7 +319,9 @@ def test_interrupt_stops_the_running_one_and_reports_the_finished(tmp_path):
     while not (runs / "infinity" / "1" / "results.json").exists():  # in the middle of its start
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    for _ in range(2):  # what a terminal does, and an impatient user
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.5)
     out, err = finish(process, 60)
     assert process.returncode == 130, out + err
     assert "Traceback" not in err
@@ -254,6 +331,7 @@ def test_interrupt_stops_the_running_one_and_reports_the_finished(tmp_path):
     }  # fmt: skip
     assert descendants_of_test() == []
     assert list(Path(os.environ["TMPDIR"]).glob("tmp.*")) == []  # nothing of infinity's files either
+    assert (tmp_path / "comparison_runs" / "tiny-gpt2.previous" / "dp" / "1" / "results.json").exists()
 
 
 @pytest.mark.parametrize("args, env, said", [
@@ -261,6 +339,10 @@ def test_interrupt_stops_the_running_one_and_reports_the_finished(tmp_path):
     ([], {"NUM_GPUS": "0"}, "NUM_GPUS=0"),
     ([], {"REPEATS": "two"}, "REPEATS=two"),
     ([], {"TIMEOUT": "-1"}, "TIMEOUT=-1"),
+    ([], {"RESUME": "yes"}, "RESUME=yes"),
+    ([], {"STRATEGIES": "dp dp"}, "dp twice"),
+    ([], {"STRATEGIES": " "}, "STRATEGIES is empty"),
+    (["."], {}, "MODEL is ."),
     (["gpt2", "--strategy", "dp"], {}, "--strategy is not for a comparison"),
     (["--output_dir=here"], {}, "--output_dir is not for a comparison"),
     (["--stratgy", "dp"], {}, "--stratgy"),
@@ -271,6 +353,14 @@ def test_wrong_usage(tmp_path, args, env, said):
     assert code == 2 and found is None
     assert out.count("❌") == 1 and said in out and "Traceback" not in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_comparisons_of_a_model_in_one_folder(tmp_path):
+    (tmp_path / "comparison_runs").mkdir()
+    with open(tmp_path / "comparison_runs" / ".tiny-gpt2.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, out, _ = compare(tmp_path, *SMALL, timeout=60)
+    assert code == 2 and out.count("❌") == 1 and "Another comparison" in out
 
 
 def test_report_of_nothing(tmp_path):
