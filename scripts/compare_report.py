@@ -80,7 +80,7 @@ def describe_attempt(attempt: Attempt) -> str:
     if not attempt.completed:
         return f"{attempt.status}: {attempt.reason}"
     speed, loss = attempt.results["samples_per_second"], attempt.results["train_loss_last"]
-    return f"completed: {speed:,.1f} samples/s, loss {attempt.results['train_loss_first']:.4f} to {loss:.4f}"
+    return f"completed: {comparing.human_rate(speed)} samples/s, loss {attempt.results['train_loss_first']:.4f} to {loss:.4f}"
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -213,10 +213,10 @@ def title(comparison: Comparison) -> str:
     accumulated = f" × {micro_steps} micro-batches" if micro_steps > 1 else ""
     capped = " (the comparison's default cap)" if comparison.step_cap == work["steps"] else ""
     repeated = f", {repeats} repeats" if repeats > 1 else ""
+    blocks = f"{work['batch_size']} block{'s' * (work['batch_size'] > 1)} of {work['seq_length']} tokens each{accumulated}"
     return (
         f"{work['model']} ({work['parameters'] / 1e6:.1f}M parameters) on {work['world_size']} "
-        f"{one if work['world_size'] == 1 else several}, {work['precision']}, {work['batch_size']} blocks of "
-        f"{work['seq_length']} tokens each{accumulated}, {work['steps']} steps{capped}{repeated}"
+        f"{one if work['world_size'] == 1 else several}, {work['precision']}, {blocks}, {work['steps']} steps{capped}{repeated}"
     )
 
 
@@ -256,7 +256,7 @@ def cost_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
             "—" if row.saved is None else f"{100 * row.saved:.0f}%",
             f"{row.host_bytes / GB:.2f}",
             f"{row.nvme_bytes / MB:.0f}" if row.nvme_bytes else "—",
-            f"{row.samples_per_second:,.1f}",
+            comparing.human_rate(row.samples_per_second),
             f"{row.tokens_per_second_per_gpu:,.0f}",
             f"{row.speed:.2f}× ({row.speed_low:.2f}–{row.speed_high:.2f})",
             f"{row.final_loss:.4f}",
@@ -356,8 +356,8 @@ def draw_speed(axes, comparison: Comparison, rows: list[Row]) -> None:
     axes.bar(range(len(rows)), middle, 0.65, yerr=[below, above], capsize=4, color="#0072B2", ecolor="#333333")
     for position, row in enumerate(rows):
         top = row.samples_per_second + above[position]
-        axes.annotate(f"{row.samples_per_second:,.1f}", (position, top), (0, 4), textcoords="offset points", ha="center",
-                      fontsize=9)  # fmt: skip
+        text = comparing.human_rate(row.samples_per_second)
+        axes.annotate(text, (position, top), (0, 4), textcoords="offset points", ha="center", fontsize=9)
     label_strategies(axes, rows)
     axes.set_ylabel("samples per second, all ranks")
     if comparison.repeated:

@@ -451,7 +451,7 @@ def _say_control(comparison: Comparison) -> list[str]:
 def _say_fastest(comparison: Comparison, done: list[Row]) -> str:
     by_speed = sorted(done, key=lambda row: -row.samples_per_second)
     fastest, slowest = by_speed[0], by_speed[-1]
-    text = f"Fastest: {fastest.strategy}, {fastest.samples_per_second:,.1f} samples/s"
+    text = f"Fastest: {fastest.strategy}, {human_rate(fastest.samples_per_second)} samples/s"
     if len(by_speed) > 1:
         text += f"; slowest: {slowest.strategy}, {slowest.samples_per_second / fastest.samples_per_second:.2f} of that"
     overlap = [row.strategy for row in by_speed[1:] if row.samples_per_second_high > fastest.samples_per_second_low]
@@ -465,10 +465,11 @@ def _say_fastest(comparison: Comparison, done: list[Row]) -> str:
 def _say_smallest(comparison: Comparison, done: list[Row]) -> str:
     by_memory = sorted(done, key=lambda row: row.memory_bytes)
     least, reference = by_memory[0], comparison.reference
-    kind = (
-        "of GPU memory at its peak" if comparison.work["device"] == "cuda" else "of model state per rank on what would be a GPU"
-    )
-    text = f"Room for the largest model: {least.strategy} needs {human_bytes(least.memory_bytes)} {kind}"
+    if comparison.work["device"] == "cuda":
+        how = "needs least, at its peak"
+    else:
+        how = "keeps least model state on what would be a GPU, at the end of backward"
+    text = f"Room for the largest model: {least.strategy} {how} {human_bytes(least.memory_bytes)} per rank"
     if least is not reference:
         text += f", {reference.strategy} {human_bytes(reference.memory_bytes)}"
     in_host = sum(least.host_categories.values())
@@ -571,6 +572,11 @@ def _types(row: Row, verb: str) -> str:
 def _names(rows: list[Row]) -> str:
     names = [row.strategy for row in rows]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def human_rate(rate: float) -> str:
+    """Three digits or more: 0.714, 46.0, 1,204.5."""
+    return f"{rate:,.1f}" if rate >= 10 else f"{rate:.3g}"
 
 
 def human_bytes(size: float) -> str:
