@@ -39,7 +39,6 @@ import io
 import logging
 import math
 import os
-import signal
 import time
 import warnings
 from datetime import timedelta
@@ -53,12 +52,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from support import data, memory, models, reporting
+from support import checkpoint, data, memory, models, reporting
 from support.config import EMBEDDED_MODEL, complete_ds_config, lookup
 from support.distributed import Run, describe_difference, open_store
-from support.errors import TrainingError, UserError
+from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, TrainingError, UserError
 from support.launch import exit_before_start, keep_freed_memory
 
+STOP_CHECK_BATCHES = 8  # batches of an evaluation between two looks whether a signal came: each look waits for all ranks
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -126,7 +126,6 @@ def load_model_and_tokenizer(args, run: Run, precision: str, blueprint: models.B
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dist.barrier()
     run.clean_up(blueprint.weights)
-    torch.manual_seed(args.seed + run.rank)  # from here on only dropout draws, and each rank its own
     run.say(f"✅ Model loaded: {blueprint.parameters:,} parameters ({blueprint.parameters / 1e6:.1f}M)")
     return model, blueprint.tokenizer
 
@@ -334,11 +333,15 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=data.IGNORED, reduction="sum")
 
 
-def count_tokens(window, device: torch.device) -> torch.Tensor:
-    """Tokens that one optimizer step is the mean over: all micro-batches of all ranks. A tensor on the device."""
-    tokens = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in window).to(device, torch.float32)
-    dist.all_reduce(tokens)
-    return tokens
+def count_tokens(window, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens that one optimizer step is the mean over: all micro-batches of all ranks; and how many ranks were asked to stop.
+
+    Two tensors on the device, from one all-reduce.
+    """
+    tokens = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in window)
+    counts = torch.stack([tokens, torch.tensor(run.stop.requested)]).to(run.device, torch.float32)
+    dist.all_reduce(counts)
+    return counts[0], counts[1]
 
 
 def autocast(model: nn.Module, device: torch.device, precision: str):
@@ -390,27 +393,32 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
         raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a lower --lr.")
 
 
-def windows_of_epoch(train: data.TokenFile, epoch: int, args, run: Run):
-    """This rank's micro-batches (inputs, labels) of each optimizer step of one epoch, on the device; see data.windows."""
-    order = data.epoch_order(train.blocks, args.seed, epoch)
+def windows_of_epoch(train: data.TokenFile, epoch: int, done: int, args, run: Run):
+    """This rank's micro-batches (inputs, labels) of each optimizer step of one epoch, on the device; see data.windows.
+
+    The first `done` steps are left out: a resumed run has them behind it.
+    """
+    global_batch = args.batch_size * args.gradient_accumulation_steps * run.world_size
+    order = data.epoch_order(train.blocks, args.seed, epoch)[done * global_batch :]
     windows = data.windows(train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size)
     return data.prefetch(windows, run.device)
 
 
-def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, args, run, precision):
+def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run, precision):
     """One epoch of plain PyTorch, for dp and fsdp."""
     model.train()
     held_back = torch.zeros((), dtype=torch.bool, device=run.device)
 
     meter.start_epoch(epoch, train, args)
-    for window in windows_of_epoch(train, epoch, args, run):
+    for window in windows_of_epoch(train, epoch, meter.batch, args, run):
         lr = learning_rate(meter.step, meter.total_steps, args)
         set_learning_rate(optimizer, lr)
-        tokens = count_tokens(window, run.device)
+        tokens, stop = count_tokens(window, run)
         loss_of_step = torch.zeros((), device=run.device)
         meter.timer.mark("data")
 
         for micro_step, (inputs, labels) in enumerate(window):
+            data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
             with gradient_sync(model, needed=micro_step + 1 == len(window)):
                 with autocast(model, run.device, precision):
                     loss = token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels) / tokens
@@ -433,26 +441,28 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, args, run, pr
         meter.timer.mark("update")
 
         meter.end_step(loss_of_step, lr, grad_norm)
+        saver.after_step(meter, stop)
         if meter.finished:
             break
 
 
-def train_epoch_deepspeed(engine, train, epoch, meter, args, run):
+def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
     """One epoch under DeepSpeed: the engine clips, scales the loss (fp16), updates and clears the gradients."""
     engine.train()
     held_back = torch.zeros((), dtype=torch.bool, device=run.device)
 
     meter.start_epoch(epoch, train, args)
-    for window in windows_of_epoch(train, epoch, args, run):
+    for window in windows_of_epoch(train, epoch, meter.batch, args, run):
         if engine.lr_scheduler is None:  # a user's DeepSpeed file may bring its own
             set_learning_rate(engine.optimizer, learning_rate(meter.step, meter.total_steps, args))
         lr = engine.optimizer.param_groups[0]["lr"]
-        tokens = count_tokens(window, run.device)
+        tokens, stop = count_tokens(window, run)
         loss_of_step = torch.zeros((), device=run.device)
         meter.timer.mark("data")
 
         for micro_step, (inputs, labels) in enumerate(window):
             # The last window of an epoch may be short, so the engine is told where a step ends instead of counting.
+            data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
             engine.set_gradient_accumulation_boundary(micro_step + 1 == len(window))
             loss = token_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels) / tokens
             meter.timer.mark("forward")
@@ -469,6 +479,7 @@ def train_epoch_deepspeed(engine, train, epoch, meter, args, run):
         meter.timer.mark("update")
 
         meter.end_step(loss_of_step, lr, grad_norm)
+        saver.after_step(meter, stop)
         if meter.finished:
             break
 
@@ -477,8 +488,8 @@ def train_epoch_deepspeed(engine, train, epoch, meter, args, run):
 
 
 @torch.no_grad()
-def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) -> tuple[float, float]:
-    """Mean loss over every validation token, each counted once, and its perplexity exp(loss).
+def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) -> tuple[float, float] | None:
+    """Mean loss over every validation token, each counted once, and its perplexity exp(loss); None if asked to stop.
 
     The blocks are dealt to the ranks; where they do not come out even, rows without labels fill up the batch.
     """
@@ -487,7 +498,9 @@ def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) 
     order = range(min(limit, validation.blocks))
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     batches = data.windows(validation, order, args.batch_size, 1, run.rank, run.world_size)
-    for [(inputs, labels)] in data.prefetch(batches, run.device):
+    for number, [(inputs, labels)] in enumerate(data.prefetch(batches, run.device)):
+        if number % STOP_CHECK_BATCHES == 0 and run.asked_to_stop():
+            return None
         with autocast(model, run.device, precision):
             total[0] += token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels)
         total[1] += (labels[:, 1:] != data.IGNORED).sum()
@@ -509,6 +522,7 @@ def new_output_dir(args, run: Run) -> Path:
             Path(name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output_dir {name} cannot be created: {error.strerror}.") from error
+        run.lock = checkpoint.lock(Path(name))
     names = [name]
     dist.broadcast_object_list(names, src=0)
     return Path(names[0])
@@ -533,9 +547,10 @@ def wrap(model, args, run: Run):
     return model, adamw(model, args)
 
 
-def train_and_evaluate(model, optimizer, train, validation, args, run: Run, precision: str, meter) -> tuple | None:
+def train_and_evaluate(
+    model, optimizer, scaler, train, validation, args, run: Run, precision: str, meter, saver
+) -> tuple | None:
     """All epochs; returns the last evaluation's (loss, perplexity), or None."""
-    scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16" and not args.ds_config_dict)
     last = None
 
     def evaluate_now():
@@ -544,20 +559,24 @@ def train_and_evaluate(model, optimizer, train, validation, args, run: Run, prec
         if not validation.blocks:
             run.warn("The corpus has one block only, so nothing is left to evaluate on.")
             return None
-        loss, perplexity = evaluate(model, validation, args, run, precision)
+        found = evaluate(model, validation, args, run, precision)
+        if found is None:
+            saver.save_and_stop(meter)
+        loss, perplexity = found
         meter.log_evaluation(loss, perplexity)
         run.say(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
         return loss, perplexity
 
-    if args.eval_first or args.eval_only:
+    epoch, done = divmod(meter.step, saver.steps_per_epoch)
+    at_the_end_of_an_epoch = args.eval and meter.step > 0 and done == 0  # the checkpoint came before its evaluation
+    if args.eval_only or at_the_end_of_an_epoch or (args.eval_first and meter.step == 0):
         last = evaluate_now()
-    epoch = 0
     while not meter.finished and not args.eval_only:
         epoch += 1
         if args.ds_config_dict:
-            train_epoch_deepspeed(model, train, epoch, meter, args, run)
+            train_epoch_deepspeed(model, train, epoch, meter, saver, args, run)
         else:
-            train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, args, run, precision)
+            train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run, precision)
         if args.eval:
             last = evaluate_now()
     return last
@@ -571,14 +590,15 @@ def main(args, launch) -> None:
         exit_before_start(error, args.verbose)
     try:
         engine = train_one_model(args, run)
+    except Preempted as stopped:
+        run.end_together(stopped.engine, EXIT_PREEMPTED)
     except BaseException as error:  # also an interrupt: no rank may be left waiting for this one
         run.end_failed(error)
-    run.end_completed(engine)
+    run.end_together(engine, EXIT_COMPLETED)
 
 
 def train_one_model(args, run: Run):
     """The run from model to results; returns what must be taken down at the end."""
-    signal.signal(signal.SIGTERM, stop_on_signal)
     reporting.say_setup(run)
     precision = preflight.choose_precision(args.precision, run.device)
     folder = new_output_dir(args, run)
@@ -610,8 +630,16 @@ def train_one_model(args, run: Run):
     per_epoch = data.steps_per_epoch(train.blocks, world_batch)
     epochs = args.epochs or (math.ceil(args.max_steps / per_epoch) if args.max_steps else 1)
     total_steps = min(epochs * per_epoch, args.max_steps or epochs * per_epoch)
-    meter = reporting.Meter(run, folder, 0 if args.eval_only else total_steps, args.logging_steps)
-    evaluation = train_and_evaluate(model, optimizer, train, validation, args, run, precision, meter)
+    scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16" and not args.ds_config_dict)
+    identity = checkpoint.identify(args, run, precision, blueprint, dataset)
+    saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, per_epoch)
+    meter = reporting.Meter(run, folder, 0 if args.eval_only else total_steps, args.logging_steps, saver.resume())
+    try:
+        evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, precision, meter, saver)
+    except Preempted:
+        results.preempted(meter.counters(), args.seq_length)
+        raise
+    run.stop.ignore()  # from here on the run only ends
     footprint.note("trained")
 
     results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint, precision))
@@ -621,11 +649,6 @@ def train_one_model(args, run: Run):
     results.complete()
     run.say(f"📁 {results.path}")
     return model
-
-
-def stop_on_signal(number: int, _frame) -> None:
-    """A scheduler or launcher ends the run: leave through the same door as any failure, so that nothing is left over."""
-    raise TrainingError(f"Stopped by {signal.Signals(number).name}; if another rank failed first, its message is above.")
 
 
 if __name__ == "__main__":

@@ -145,6 +145,13 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", help="folder for results.json and metrics.jsonl (default: runs/<model>-<strategy>-<time>)")
     add("--overwrite", action="store_true", help="replace the results of another run in --output_dir")
+    add("--save_every", type=positive_int, metavar="N", help="write a checkpoint every N optimizer steps (default: none)")
+    add("--save_epochs", action="store_true", help="write a checkpoint at the end of each epoch")
+    add("--keep_last", type=positive_int, metavar="K", help="keep the newest K checkpoints only (default: all)")
+    add("--no_save", action="store_true", help="write no checkpoint, not even when a signal stops the run")
+    add("--resume", nargs="?", const="", metavar="PATH",
+        help="go on from the newest whole checkpoint in --output_dir (from the start if there is none), or from PATH")
+    add("--resume_force", action="store_true", help="resume although the text, the batch or the seed is another")
     add("--logging_steps", type=positive_int, default=10, help="optimizer steps between two lines (default: %(default)s)")
     add("--verbose", action="store_true", help="show third-party messages and tracebacks")
     return parser
@@ -168,6 +175,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     args.given = _given_flags(parser, argv)
     if args.eval_only and not args.eval:
         raise UserError("--eval_only and --no_eval cannot both hold: leave one out.")
+    if args.resume == "" and args.output_dir is None:
+        raise UserError("--resume needs --output_dir, the run to go on with; or name a checkpoint: --resume PATH.")
+    if args.no_save and (args.save_every or args.save_epochs):
+        raise UserError("--no_save contradicts --save_every and --save_epochs: leave one out.")
+    if args.eval_only and (args.save_every or args.save_epochs):
+        raise UserError("--eval_only trains nothing that --save_every or --save_epochs could save: leave one out.")
     if args.dataset is None:
         args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
     if args.lr is None:

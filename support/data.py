@@ -283,7 +283,7 @@ def tokenize_once(source: Source, tokenizer, cache_dir: Path, temporary: list[st
     Raises:
         UserError: the cache cannot be written, or the text cannot be read.
     """
-    key = hashlib.sha256(f"{CACHE_VERSION}\0{source.fingerprint}\0{_tokenizer_fingerprint(tokenizer)}".encode())
+    key = hashlib.sha256(f"{CACHE_VERSION}\0{source.fingerprint}\0{tokenizer_fingerprint(tokenizer)}".encode())
     folder = cache_dir / key.hexdigest()[:32]
     if not (folder / "meta.json").exists():
         try:
@@ -303,7 +303,8 @@ def tokenize_once(source: Source, tokenizer, cache_dir: Path, temporary: list[st
     return {"folder": str(folder), **json.loads((folder / "meta.json").read_text())}
 
 
-def _tokenizer_fingerprint(tokenizer) -> str:
+def tokenizer_fingerprint(tokenizer) -> str:
+    """A digest of everything that decides which tokens a text becomes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()
@@ -449,6 +450,11 @@ def fill_up(file: TokenFile, indices: np.ndarray, rows: int) -> tuple[torch.Tens
         inputs[: len(indices)] = file.read(indices)
         labels[: len(indices)] = inputs[: len(indices)]
     return inputs, labels
+
+
+def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
+    """Let dropout draw from (seed, step, micro-step, rank): other numbers everywhere, and the same ones after a resume."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, micro_step, rank]).generate_state(1, np.uint64)[0] >> 1))
 
 
 def prefetch(steps: Iterator, device: torch.device) -> Iterator:

@@ -25,11 +25,44 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from support.errors import EXIT_COMPLETED, EXIT_FAILED, TrainingError, UserError, explain
+from support.errors import EXIT_FAILED, TrainingError, UserError, explain
 from support.launch import Launch
 
 GRACE_SECONDS = 5  # for a rank to end by itself after another one has failed
+SAME_REQUEST_SECONDS = 5  # signals so soon after the first are the launcher's repetition of it
 SILENT_SECONDS = 18  # without a sign of life a rank counts as gone; with the grace that makes less than 30
+
+
+class StopSignal:
+    """A scheduler's, launcher's or user's wish that the run ends: SIGTERM, SIGINT or SIGUSR1 on any rank.
+
+    Before training there is nothing to save, and a signal ends the run like an error. From `defer()` on it is only noted,
+    for the ranks to agree on between two steps. Launchers send several signals for one wish; a second Ctrl-C ends at once.
+    """
+
+    def __init__(self):
+        self.requested = False
+        self._deferred, self._first = False, 0.0
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._arrived)
+
+    def defer(self) -> None:
+        """From now on a signal waits for the end of the step."""
+        self._deferred = True
+
+    def ignore(self) -> None:
+        """Everything is written: let the run end."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
+    def _arrived(self, number: int, _frame) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        if not self._deferred:
+            raise TrainingError(f"Stopped by {name}; if another rank failed first, its message is above.")
+        if not self.requested:
+            self.requested, self._first = True, now
+        elif number == signal.SIGINT and now - self._first > SAME_REQUEST_SECONDS:
+            raise KeyboardInterrupt
 
 
 @dataclass
@@ -44,8 +77,10 @@ class Run:
     temporary: list[str] = field(default_factory=list)  # folders and files to remove, at the latest when the run ends
     on_failure: list[Callable[[UserError], None]] = field(default_factory=list)
     ending: threading.Event = field(default_factory=threading.Event)
+    stop: StopSignal = field(default_factory=lambda: StopSignal())
 
     nodes: int = 1
+    lock: Any = None  # keeps a second run out of the output folder, on rank 0
 
     @property
     def rank(self) -> int:
@@ -90,6 +125,12 @@ class Run:
         while self.store.add(f"prepared/{what}/nodes", 0) < self.nodes:
             time.sleep(0.1)  # if a first rank fails instead, `_watch` ends this process
         return json.loads(self.store.get(key))
+
+    def asked_to_stop(self) -> bool:
+        """Whether a signal has asked any rank to stop; all ranks call it together and get the same answer."""
+        asked = torch.tensor(float(self.stop.requested), device=self.device)
+        dist.all_reduce(asked)
+        return asked.item() > 0
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in the order of the ranks, on every rank."""
@@ -167,13 +208,13 @@ class Run:
         except Exception:  # the store's host has gone: it has spoken, or its launcher will
             return self.is_main
 
-    def end_completed(self, engine: Any = None) -> NoReturn:
-        """End this process after a good run.
+    def end_together(self, engine: Any, code: int) -> NoReturn:
+        """End this process, at the same time as all others, with everything written.
 
         Together: ranks that leave one by one make ZeRO-3 abort. And without the interpreter's own shutdown, in which
         the I/O threads of infinity's NVMe handles are at times destroyed while they run ("terminate called").
         """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the results are written
+        self.stop.ignore()
         try:
             dist.barrier()
             self.ending.set()
@@ -182,7 +223,7 @@ class Run:
             dist.destroy_process_group()
         finally:
             self.clean_up()
-            _exit(EXIT_COMPLETED)
+            _exit(code)
 
 
 def _exit(code: int) -> NoReturn:

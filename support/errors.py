@@ -6,6 +6,7 @@ EXIT_COMPLETED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_OUT_OF_MEMORY = 3
+EXIT_PREEMPTED = 75
 
 OUT_OF_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -39,6 +40,18 @@ class OutOfMemory(UserError):
     kind = "out_of_memory"
 
 
+class Preempted(Exception):
+    """The run was asked to stop, and has saved a checkpoint; all ranks raise it after the same step.
+
+    Attributes:
+        engine: what must be taken down.
+    """
+
+    def __init__(self, engine):
+        super().__init__()
+        self.engine = engine
+
+
 def explain(error: BaseException) -> UserError:
     """Turn any exception into the error that is shown: the library's first line, or what to do about it.
 
@@ -69,6 +82,8 @@ def explain(error: BaseException) -> UserError:
         )
     if isinstance(error, KeyboardInterrupt):
         return TrainingError("Interrupted: stopped before the end; nothing more was written.")
-    if isinstance(error, OSError) and error.errno == 28:
-        return TrainingError(f"No space left on the device while writing {error.filename or 'a file'}: free some space.")
+    if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):  # safetensors raises no OSError
+        where = getattr(error, "filename", None) or "a file"
+        return TrainingError(f"No space left on the device while writing {where}: free some space. Checkpoints that were "
+                             "complete before are untouched.")  # fmt: skip
     return TrainingError(f"{name}: {text} (run again with --verbose to see where)")

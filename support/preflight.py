@@ -99,8 +99,9 @@ def check_output_dir(args) -> None:
     folder = Path(args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file: name a folder.")
-    if (folder / "results.json").exists() and not args.overwrite:
-        raise UserError(f"--output_dir {folder} holds another run: name another folder, or add --overwrite to replace it.")
+    if (folder / "results.json").exists() and not args.overwrite and args.resume is None:
+        raise UserError(f"--output_dir {folder} holds another run: --resume goes on with it, --overwrite replaces it; or name "
+                        "another folder.")  # fmt: skip
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not os.access(existing, os.W_OK):
         raise UserError(f"--output_dir {folder}: {existing} is not writable.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -110,24 +111,54 @@ class StepTimer:
 class Meter:
     """Follows training step by step and keeps every number on the device until a line is logged."""
 
-    def __init__(self, run: Run, folder: Path, total_steps: int, logging_steps: int):
+    def __init__(self, run: Run, folder: Path, total_steps: int, logging_steps: int, before: dict | None = None):
+        """
+        Args:
+            before: the counters of a checkpoint (`counters`), to go on from.
+        """
         self.run, self.total_steps, self.logging_steps = run, total_steps, logging_steps
         self.timer = StepTimer(run.device)
         self.traffic = Traffic()
-        self.step = 0  # optimizer steps done
-        self.samples: list[int] = []  # blocks of each step, over all ranks
+        self.before = before or {"step": 0, "samples": 0, "training_seconds": 0.0, "first_loss": None, "last_loss": None}
+        self.step = self.before["step"]  # optimizer steps done
+        self.samples: list[int] = []  # blocks of each step of this process, over all ranks
         self.losses: list[float] = []
         self.memory: dict | None = None
         self.first_step_at: float | None = None
         self._pending: list[dict] = []
         self._path = folder / "metrics.jsonl" if run.is_main else None
         if self._path:
-            self._path.write_text("")
+            self._keep_lines_before()
+
+    def _keep_lines_before(self) -> None:
+        """Let metrics.jsonl end where the checkpoint was made: what came after it is made again."""
+        kept = []
+        for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else ():
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
+                record = json.loads(line)
+                # A checkpoint at an epoch's end comes before that epoch's evaluation.
+                if record["step"] < self.step or (record["step"] == self.step and "loss" in record):
+                    kept.append(line + "\n")
+        beside = self._path.with_suffix(".tmp")
+        beside.write_text("".join(kept), encoding="utf-8")
+        os.replace(beside, self._path)
+
+    def counters(self) -> dict:
+        """Counts since the very start, for a checkpoint: step, samples, training_seconds, first_loss, last_loss."""
+        self.flush()
+        first, last = self.before["first_loss"], self.before["last_loss"]
+        return {
+            "step": self.step,
+            "samples": self.before["samples"] + sum(self.samples),
+            "training_seconds": self.before["training_seconds"] + sum(sum(step.values()) for step in self.timer.steps),
+            "first_loss": self.losses[0] if first is None and self.losses else first,
+            "last_loss": self.losses[-1] if self.losses else last,
+        }
 
     @property
     def warmup_steps(self) -> int:
         """First steps that no average counts: compilation, first allocations, DeepSpeed's first look at the model."""
-        return min(5, self.step // 4)
+        return min(5, (self.step - self.before["step"]) // 4)
 
     @property
     def finished(self) -> bool:
@@ -147,9 +178,11 @@ class Meter:
             train: the training blocks.
             args: batch size and accumulation make the global batch.
         """
-        self._epoch, self._blocks, self._seq_length, self._batch = epoch, train.blocks, train.seq_length, 0
+        self._epoch, self._blocks, self._seq_length = epoch, train.blocks, train.seq_length
         self._global_batch = args.batch_size * args.gradient_accumulation_steps * self.run.world_size
-        self._batches = min(data.steps_per_epoch(train.blocks, self._global_batch), self.total_steps - self.step)
+        per_epoch = data.steps_per_epoch(train.blocks, self._global_batch)
+        self.batch = self.step - (epoch - 1) * per_epoch  # 0, unless a resumed run starts in the middle
+        self._batches = min(per_epoch, self.batch + self.total_steps - self.step)
         self.traffic.discard()
         self.timer.mark(None)
 
@@ -165,14 +198,14 @@ class Meter:
         """
         self.timer.end_step()
         self.traffic.end_step()
-        batch, batches = self._batch, self._batches
-        self._batch += 1
+        batch, batches = self.batch, self._batches
+        self.batch += 1
         self.step += 1
         # The last step of an epoch may see fewer blocks.
         self.samples.append(min(self._global_batch, self._blocks - batch * self._global_batch))
         self._pending.append({"step": self.step, "epoch": self._epoch, "loss": loss.detach().clone(), "lr": lr,
                               "grad_norm": grad_norm, "tokens": self.samples[-1] * self._seq_length})  # fmt: skip
-        shown = batch % self.logging_steps == 0 or self._batch == batches or self.finished
+        shown = batch % self.logging_steps == 0 or self.batch == batches or self.finished
         # On a CPU nothing runs ahead, so a look at every loss costs nothing.
         if shown or self.run.device.type == "cpu":
             self.flush()
@@ -187,7 +220,7 @@ class Meter:
             self.first_step_at = time.time() - sum(sum(step.values()) for step in self.timer.steps[1:])
         pending, self._pending = self._pending, []
         for record in pending:
-            tokens, seconds = record.pop("tokens"), sum(self.timer.steps[record["step"] - 1].values())
+            tokens, seconds = record.pop("tokens"), sum(self.timer.steps[record["step"] - 1 - self.before["step"]].values())
             record["loss"] = float(record["loss"])
             record["grad_norm"] = None if record["grad_norm"] is None else float(record["grad_norm"])
             if not math.isfinite(record["loss"]):
@@ -258,6 +291,16 @@ class Results:
         if self.run.is_main:
             self._write()
 
+    def preempted(self, counters: dict, seq_length: int) -> None:
+        """Write how far the run came until a signal stopped it (rank 0)."""
+        self.facts.update(
+            status="preempted", reason="stopped by a signal; a checkpoint was saved", steps=counters["step"],
+            samples=counters["samples"], tokens=counters["samples"] * seq_length, train_loss_first=counters["first_loss"],
+            train_loss_last=counters["last_loss"], training_seconds=counters["training_seconds"],
+        )  # fmt: skip
+        if self.run.is_main:
+            self._write()
+
     def fail(self, error: UserError) -> None:
         """Write why the run ended; called on the one rank that failed first, whichever it is."""
         self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
@@ -319,7 +362,7 @@ def versions() -> dict[str, str]:
 
 def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint, precision) -> dict:
     """The measured part of results.json: gathered from all ranks; throughput and times are means over them."""
-    steps = len(meter.losses)
+    counters, steps = meter.counters(), meter.step - meter.before["step"]
     device = memory.device_bytes(run.device)
     mine = {"device": device, "host_peak": memory.host_bytes()[1], "phases": footprint.noted,
             "nvme": memory.folder_bytes(args.nvme_folder) if run.launch.is_node_leader else 0,
@@ -328,11 +371,12 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
     mine["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
     ranks = run.gather(mine)
     facts = {
-        "steps": steps,
-        "samples": sum(meter.samples),
-        "tokens": sum(meter.samples) * args.seq_length,
-        "train_loss_first": meter.losses[0] if steps else None,
-        "train_loss_last": meter.losses[-1] if steps else None,
+        "steps": counters["step"],
+        "samples": counters["samples"],
+        "tokens": counters["samples"] * args.seq_length,
+        "training_seconds": counters["training_seconds"],
+        "train_loss_first": counters["first_loss"],
+        "train_loss_last": counters["last_loss"],
         "eval_loss": evaluation[0] if evaluation else None,
         "perplexity": evaluation[1] if evaluation else None,
         "seconds_to_first_step": meter.first_step_at - PROCESS_STARTED if meter.first_step_at else None,

@@ -6,6 +6,7 @@
     hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
     kill:RANK:N        that rank is killed (SIGKILL) at its N-th micro-batch
     oom:N              every rank asks for more memory than there is at its N-th micro-batch
+    kill_saving:WHAT:N the process is killed (SIGKILL) before the N-th tensor file, or manifest, of a checkpoint is written
     witness:FILE       no fault: what DeepSpeed's own communication logger counted goes to FILE
 
 FAULT_SCRIPT names another script than the project's.
@@ -98,6 +99,19 @@ def main() -> None:
             break_steps(lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == step else None)
     elif kind == "oom":
         break_steps(lambda now: torch.empty(2**50) if now == int(values[0]) else None)
+    elif kind == "kill_saving":
+        from support import checkpoint
+
+        name = {"tensors": "save_file", "manifest": "_write_text"}[values[0]]
+        write, calls = getattr(checkpoint, name), [0]
+
+        def killed(*args):
+            calls[0] += values[0] == "tensors" or "manifest" in str(args[0])
+            if calls[0] == int(values[1]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(*args)
+
+        setattr(checkpoint, name, killed)
     elif kind == "witness":
         let_deepspeed_witness(":".join(values))
     elif kind == "gpus":

@@ -260,7 +260,8 @@ runpy.run_path(%r, run_name="__main__")
 
 
 def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_seven):
-    """(all_seven has compiled what DeepSpeed needs: here it would count as a hang.)"""
+    """(all_seven has compiled what DeepSpeed needs, which would count as a hang here, and shows how fast this machine is.)"""
+    limit = 5 * int(re.search(r"\] dp .*\((\d+) s\)", all_seven[1])[1])
     project, work = tmp_path / "my project", tmp_path / "results"
     work.mkdir()
     shutil.copytree(PROJECT / "support", project / "support", ignore=shutil.ignore_patterns("__pycache__"))
@@ -272,7 +273,7 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_s
 
     code, out, found = compare(
         work, *SMALL, "--max_steps", "6", script=project / "compare_strategies.sh",
-        STRATEGIES="dp zero2 zero3 offload fsdp zero1", TIMEOUT=40, CONTROL=0,
+        STRATEGIES="dp zero2 zero3 offload fsdp zero1", TIMEOUT=limit, CONTROL=0,
     )  # fmt: skip
     rows = by_strategy(found)
     assert {name: row["status"] for name, row in rows.items()} == {
@@ -285,7 +286,7 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_s
     assert "zero1 does not train the same model" in said
     assert "a planted crash" in rows["zero2"]["reason"]
     assert "comparison_runs/tiny-gpt2/zero2/1/log.txt" in said
-    assert "40 s" in rows["zero3"]["reason"]
+    assert f"{limit} s" in rows["zero3"]["reason"]
     assert descendants_of_test() == []
 
 

@@ -1,0 +1,425 @@
+"""Checkpoints: one format for all strategies, complete or not there, and nothing in it is ever executed.
+
+    <output_dir>/checkpoints/step-00000004/
+        rank-00000-000.safetensors …    what each rank holds: per piece of a parameter its fp32 weight and Adam's moments
+        manifest.json                   every piece and where it lies; step, epoch, counters; size and SHA-256 of each file
+    <output_dir>/checkpoints/latest     name of the newest one
+
+A save is written into a folder of another name, each file flushed to disk, the manifest last; then the folder gets its
+name, and then `latest` names it. Whatever is interrupted leaves the checkpoint before as it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from support.data import tokenizer_fingerprint
+from support.distributed import Run
+from support.errors import Preempted, TrainingError, UserError
+from support.sharding import MOMENTS, ShardedState
+
+FORMAT_VERSION = 1
+KINDS = ("weight", *MOMENTS)
+FILE_BYTES = 256 << 20  # of one file; so much host memory does a save need beside what training holds
+
+
+def lock(folder: Path):
+    """Keep other runs out of an output folder for as long as this process lives.
+
+    Returns:
+        The open file that holds the lock.
+    Raises:
+        UserError: another run has it.
+    """
+    file = open(folder / ".lock", "w")  # noqa: SIM115 (it stays open)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"--output_dir {folder} is in use by another run: wait for it, or name another folder.") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+class Saver:
+    """Resumes a run, and knows when a checkpoint is due and what goes into it beside the tensors.
+
+    Args:
+        args: --save_every, --save_epochs, --keep_last, --resume, --resume_force, --no_save, --eval_only.
+        run: the ranks.
+        folder: the run's output folder.
+        model, optimizer: as wrapped by the strategy; for DeepSpeed the engine and its optimizer.
+        scaler: torch's GradScaler.
+        identity: what this run is, see `identify`.
+        steps_per_epoch: optimizer steps.
+    """
+
+    def __init__(self, args, run: Run, folder: Path, model, optimizer, scaler, identity: dict, steps_per_epoch: int):
+        self.args, self.run, self.folder, self.model, self.scaler = args, run, folder / "checkpoints", model, scaler
+        self.identity, self.steps_per_epoch = identity, steps_per_epoch
+        self.state = None if args.eval_only else ShardedState(getattr(model, "module", model), optimizer)
+        self._stop_before, self._saved_at = None, None
+        if run.is_main:
+            for partial in self.folder.glob(".step-*.partial"):  # of a save that was interrupted
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def resume(self) -> dict | None:
+        """Fill weights and moments from the checkpoint that --resume means; returns its counters, None for a new run."""
+        if not (self.args.no_save or self.args.eval_only):
+            self.run.stop.defer()
+        if self.args.resume is None:
+            return None
+        found = find(self.args.resume, self.folder, self.run)
+        if found is None:
+            self.run.warn(f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from the beginning.")
+            return None
+        path, manifest = found
+        check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.run)
+        load(path, manifest, self.state)
+        self._set_scaling(manifest["scaling"])
+        self.run.say(f"▶️  Resumed from {path}")
+        self._saved_at = manifest["counters"]["step"]
+        return manifest["counters"]
+
+    def after_step(self, meter, stop: torch.Tensor) -> None:
+        """Save if it is time to; save and end if a rank was asked to stop. Call it on every rank, after each step.
+
+        Args:
+            meter: the run's counters.
+            stop: more than 0 if any rank was asked to; the same tensor on all ranks.
+        Raises:
+            Preempted: the run was asked to stop, and its checkpoint is complete.
+        """
+        every, epochs = self.args.save_every, self.args.save_epochs
+        if (every and meter.step % every == 0) or (epochs and meter.step % self.steps_per_epoch == 0):
+            self.save(meter)
+        # On a GPU the answer of the step before: it is there already, and this step's would have to be waited for.
+        asked, self._stop_before = (self._stop_before, stop) if stop.is_cuda else (stop, None)
+        if asked is not None and asked > 0:
+            self.save_and_stop(meter)
+
+    def save_and_stop(self, meter) -> NoReturn:
+        """Save and raise Preempted; every rank calls it after the same step."""
+        self.save(meter)
+        raise Preempted(self.model)
+
+    def save(self, meter) -> None:
+        """Write a checkpoint of this moment, between two steps, unless there is one."""
+        if meter.step == self._saved_at:
+            return
+        facts = {"counters": meter.counters(), "scaling": self._scaling(), "identity": self.identity}
+        path = save(self.folder, meter.step, facts, self.state, self.run, self.args.keep_last)
+        self._saved_at = meter.step
+        self.run.say(f"💾 {path}")
+
+    def _scaling(self) -> dict:
+        """The loss scaler's state, torch's or DeepSpeed's; {} without one (all but fp16)."""
+        if self.scaler.is_enabled():
+            return self.scaler.state_dict()
+        theirs = getattr(self.state.wrapper, "loss_scaler", None)
+        names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+        return {name: getattr(theirs, name) for name in names if hasattr(theirs, name)}
+
+    def _set_scaling(self, saved: dict) -> None:
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(saved)
+            return
+        for name, value in saved.items():
+            setattr(self.state.wrapper.loss_scaler, name, value)
+
+
+def identify(args, run: Run, precision: str, blueprint, dataset: dict) -> dict:
+    """What must be the same in a run that goes on from a checkpoint: {"hard": …, "soft": …}.
+
+    "hard" differences make the tensors useless, or are not supported; "soft" ones only change what is trained on.
+    """
+    hard = {
+        "model": args.model, "parameters": blueprint.parameters, "tokenizer": tokenizer_fingerprint(blueprint.tokenizer),
+        "strategy": args.strategy, "ranks": run.world_size, "precision": precision,
+    }  # fmt: skip
+    soft = {
+        "dataset": dataset["sha256"], "blocks": dataset["blocks"], "seq_length": args.seq_length, "seed": args.seed,
+        "batch_size": args.batch_size, "gradient_accumulation_steps": args.gradient_accumulation_steps,
+    }  # fmt: skip
+    return {"hard": hard, "soft": soft}
+
+
+# ------------------------------------------------------------------------------------------------ saving
+
+
+def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, keep_last: int | None) -> Path:
+    """Write a checkpoint; every rank calls it, and returns when it is complete and on disk.
+
+    Args:
+        folder: the run's checkpoints folder.
+        step: optimizer steps done; names the checkpoint.
+        facts: what goes into the manifest beside the tensors.
+        state: where this rank's tensors are.
+        run: the ranks.
+        keep_last: remove all but so many afterwards; None keeps all.
+    Returns:
+        The new checkpoint's folder.
+    Raises:
+        OSError: the disk is full, or not writable.
+    """
+    final = folder / f"step-{step:08d}"
+    beside = folder / f".{final.name}.partial"
+    if run.is_main:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        run.temporary.append(str(beside))  # removed should this run fail before it is complete
+    dist.barrier()
+    ranks = run.gather(_write_tensors(beside, state, run))
+    if run.is_main:
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            **facts,
+            "adam_step": state.adam_step,
+            "shapes": {name: list(shape) for name, shape in state.shapes.items()},
+            "pieces": [piece for rank in ranks for piece in rank["pieces"]],
+            "files": {name: found for rank in ranks for name, found in rank["files"].items()},
+        }
+        _write_text(beside / "manifest.json", json.dumps(manifest))
+        _sync_folder(beside)
+        shutil.rmtree(final, ignore_errors=True)  # one of the same step, which was found to be broken
+        os.replace(beside, final)
+        run.temporary.remove(str(beside))
+        _write_text(folder / "latest", final.name + "\n")
+        _sync_folder(folder)
+        for old in list_checkpoints(folder)[keep_last:] if keep_last else ():
+            shutil.rmtree(old, ignore_errors=True)
+    dist.barrier()
+    return final
+
+
+def _write_tensors(folder: Path, state: ShardedState, run: Run) -> dict:
+    """Write what this rank holds, in files of about FILE_BYTES; returns {"pieces": …, "files": …} for the manifest."""
+    pieces, files, tensors = [], {}, {}
+
+    def flush() -> None:
+        name = f"rank-{run.rank:05d}-{len(files):03d}.safetensors"
+        save_file(tensors, folder / name)
+        with open(folder / name, "rb+") as file:
+            os.fsync(file.fileno())
+        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
+        tensors.clear()
+
+    for shard in state.shards:
+        with state.open(shard) as held:
+            for piece in shard.pieces:
+                # Where every rank holds all, each writes an equal part.
+                begin, end = 0, piece.numel
+                if state.replicated:
+                    begin, end = (piece.numel * r // run.world_size for r in (run.rank, run.rank + 1))
+                if begin == end:
+                    continue
+                key, start = f"{piece.name}@{piece.start + begin}", piece.start + begin
+                pieces.append({"name": piece.name, "start": start, "numel": end - begin, "moments": len(held) > 1,
+                               "file": f"rank-{run.rank:05d}-{len(files):03d}.safetensors"})  # fmt: skip
+                for kind, flat in held.items():
+                    part = flat[piece.offset + begin : piece.offset + end]
+                    tensors[f"{key}/{kind}"] = part.detach().to("cpu", torch.float32, copy=True)
+        if sum(tensor.nbytes for tensor in tensors.values()) >= FILE_BYTES:
+            flush()
+    if tensors:
+        flush()
+    return {"pieces": pieces, "files": files}
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write a small file beside its name, flush it to disk, and rename it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------ finding
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints by name, newest first; whether they are whole is another question."""
+    return sorted((path for path in folder.glob("step-*") if path.name[5:].isdigit()), reverse=True)
+
+
+def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
+    """The checkpoint to resume from: the newest whole one in `folder`, or the one that was named.
+
+    Every rank checks some of the files, and all agree.
+    Args:
+        wanted: "" for the newest, or a checkpoint's folder.
+    Returns:
+        Its folder and manifest; None if there is none at all.
+    Raises:
+        UserError: none of those that are there is whole, or the one that was named is not.
+    """
+    if wanted and (Path(wanted) / "checkpoints").is_dir():  # a run's folder instead of a checkpoint's
+        folder, wanted = Path(wanted) / "checkpoints", ""
+    candidates = [Path(wanted)] if wanted else list_checkpoints(folder)
+    for candidate in candidates:
+        manifest, why = read_manifest(candidate)
+        if not why:
+            mine = list(manifest["files"].items())[run.rank :: run.world_size]
+            why = next((found for name, facts in mine if (found := _broken(candidate / name, facts))), "")
+        why = next((found for found in run.gather(why) if found), "")
+        if not why:
+            return candidate, manifest
+        if wanted:
+            raise UserError(f"--resume {wanted}: {why}.")
+        run.warn(f"Passed over the checkpoint {candidate}: {why}.")
+    if candidates:
+        raise UserError(f"--resume: no checkpoint in {folder} is whole; remove the folder to start anew.")
+    return None
+
+
+def read_manifest(checkpoint: Path) -> tuple[dict, str]:
+    """(manifest, what is wrong with it or "")."""
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    except OSError:
+        return {}, "it has no manifest.json, so it was never completed"
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return {}, "its manifest.json is damaged"
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        return {}, "its manifest.json is damaged"
+    if manifest.get("format_version") != FORMAT_VERSION:
+        return {}, f"its format is {manifest.get('format_version')}, and this version reads {FORMAT_VERSION}"
+    return manifest, ""
+
+
+def _broken(path: Path, facts: dict) -> str:
+    try:
+        if path.stat().st_size != facts["bytes"]:
+            return f"{path.name} has {path.stat().st_size} bytes instead of {facts['bytes']}"
+        return "" if sha256_of(path) == facts["sha256"] else f"{path.name} is damaged (its SHA-256 differs)"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+@dataclass(frozen=True)
+class Source:
+    """Consecutive elements of a parameter in a checkpoint's file."""
+
+    start: int
+    numel: int
+    file: str
+    key: str
+    moments: bool
+
+
+class Reader:
+    """Reads any range of any parameter out of a checkpoint, whatever ranks wrote it.
+
+    Raises:
+        TrainingError: a file cannot be read.
+    """
+
+    def __init__(self, folder: Path, manifest: dict):
+        self.folder, self._files, self._sources = folder, {}, {}
+        for piece in manifest["pieces"]:
+            key = f"{piece['name']}@{piece['start']}"
+            source = Source(piece["start"], piece["numel"], piece["file"], key, piece["moments"])
+            self._sources.setdefault(piece["name"], []).append(source)
+
+    def _open(self, name: str):
+        if name not in self._files:
+            try:
+                self._files[name] = safe_open(self.folder / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise TrainingError(f"{self.folder / name} cannot be read: {error}") from error
+        return self._files[name]
+
+    def _parts(self, name: str, start: int, numel: int) -> Iterator[tuple[Source, int, int]]:
+        for source in self._sources[name]:
+            begin, end = max(start, source.start), min(start + numel, source.start + source.numel)
+            if begin < end:
+                yield source, begin, end
+
+    def read_into(self, flat: torch.Tensor, name: str, kind: str, start: int) -> None:
+        """Fill a flat tensor with the elements of parameter `name` from `start` on."""
+        filled = 0
+        for source, begin, end in self._parts(name, start, flat.numel()):
+            filled += end - begin
+            if kind != "weight" and not source.moments:
+                flat[begin - start : end - start].zero_()
+                continue
+            part = self._open(source.file).get_slice(f"{source.key}/{kind}")[begin - source.start : end - source.start]
+            flat[begin - start : end - start].copy_(part)
+        if filled != flat.numel():
+            raise TrainingError(f"The checkpoint {self.folder} holds {filled} of {flat.numel()} elements of {name}.")
+
+
+def load(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
+    """Fill this rank's masters and moments, and the working copies, from a checkpoint."""
+    reader = Reader(checkpoint, manifest)
+    for shard in state.shards:
+        with state.open(shard, write=True) as held:
+            for piece in shard.pieces:
+                for kind, flat in held.items():
+                    reader.read_into(flat[piece.offset : piece.offset + piece.numel], piece.name, kind, piece.start)
+    state.set_adam_step(manifest["adam_step"])
+    state.finish_writing()
+
+
+# ------------------------------------------------------------------------------------------------ same run or another
+
+
+def check_same_run(saved: dict, now: dict, forced: bool, run: Run) -> None:
+    """Refuse a checkpoint of another run.
+
+    Args:
+        saved, now: what `identify` said then, and says now.
+        forced: --resume_force: soft differences are only told.
+    Raises:
+        UserError: names the differences.
+    """
+    for kind in ("hard", "soft"):
+        there, here = saved[kind], now[kind]
+        found = [f"{key} {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]
+        if not found:
+            continue
+        if kind == "soft" and forced:
+            run.warn(f"--resume_force: going on although {'; '.join(found)}.")
+            continue
+        advice = " (--resume_force goes on all the same)" if kind == "soft" else ""
+        raise UserError(f"--resume: the checkpoint is of another run: {'; '.join(found)}{advice}.")

@@ -1,0 +1,169 @@
+"""Where each strategy keeps a parameter's fp32 weight and Adam's two moments on this rank.
+
+One description serves all seven, because every optimizer updates flat fp32 tensors ("masters"): dp the parameters
+themselves, FSDP its local shards, DeepSpeed one partition for each group (stages 1 and 2) or sub-group (stage 3, whose
+sub-groups infinity keeps on NVMe). A piece says which elements of which parameter lie where in a master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of one parameter.
+
+    Attributes:
+        name: of the parameter.
+        start: its first element here, counted in the whole parameter as it lies flat.
+        offset: where that is in the master.
+        numel: how many.
+    """
+
+    name: str
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass
+class Shard:
+    """One master on this rank.
+
+    Attributes:
+        key: what the optimizer's state is filed under.
+        pieces: whose elements it holds; without DeepSpeed's padding.
+        group: DeepSpeed's number of it.
+    """
+
+    key: torch.Tensor
+    pieces: list[Piece]
+    group: int
+
+
+class ShardedState:
+    """All masters of this rank, for reading and for writing.
+
+    Args:
+        model: the unwrapped module.
+        optimizer: torch's optimizer, or DeepSpeed's wrapper around one.
+    """
+
+    def __init__(self, model: nn.Module, optimizer):
+        self.wrapper = optimizer if hasattr(optimizer, "optimizer") else None
+        self.base = optimizer.optimizer if self.wrapper else optimizer
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters() if p.requires_grad}
+        self.stage3 = hasattr(self.wrapper, "fp32_partitioned_groups_flat")
+        self.replicated = self.wrapper is None and not any(_is_dtensor(p) for p in model.parameters())
+        if self.wrapper is None:
+            self.shards = list(self._plain_shards(model))
+        else:
+            self.shards = list(self._stage3_shards() if self.stage3 else self._stage12_shards())
+
+    # -------------------------------------------------------------------------------- what lies where
+
+    def _plain_shards(self, model: nn.Module) -> Iterator[Shard]:
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if parameter.requires_grad:
+                start, numel = _local_range(parameter)
+                yield Shard(parameter, [Piece(name, start, 0, numel)] if numel else [], number)
+
+    def _stage12_shards(self) -> Iterator[Shard]:
+        for group, parameters in enumerate(self.wrapper.bit16_groups):
+            mapped = [(self.names[id(p)], p._hp_mapping) for p in parameters if p._hp_mapping is not None]
+            pieces = [
+                Piece(name, m.lp_fragment_address.start, m.hp_fragment_address.start, m.lp_fragment_address.numel)
+                for name, m in mapped
+            ]
+            yield Shard(self.wrapper.single_partition_of_fp32_groups[group], pieces, group)
+
+    def _stage3_shards(self) -> Iterator[Shard]:
+        rank = dist.get_rank()
+        for group, master in enumerate(self.wrapper.fp32_partitioned_groups_flat):
+            pieces = []
+            for parameter in self.wrapper.fp16_groups[group]:
+                _, offset, numel = self.wrapper.grad_position[self.wrapper.get_param_id(parameter)]
+                start = rank * numel  # every rank has as many, the last ones filled up with padding
+                if (real := min(numel, parameter.ds_numel - start)) > 0:
+                    pieces.append(Piece(self.names[id(parameter)], start, offset, real))
+            yield Shard(master, pieces, group)
+
+    # -------------------------------------------------------------------------------- reading and writing
+
+    @contextmanager
+    def open(self, shard: Shard, write: bool = False):
+        """The flat tensors of one shard: {"weight", "exp_avg", "exp_avg_sq"}; without moments before the first update.
+
+        What lies on NVMe is read for the time of the context. With `write` the moments are created where there are none,
+        and what the caller puts into the tensors is kept; call `finish_writing` after the last one.
+        """
+        swapped = self.stage3 and self.wrapper._swappable_optimizer_subgroup(shard.group)
+        if swapped:
+            self.wrapper._optimizer_states_and_gradient_swap_in(shard.group)
+        state = self.base.state[shard.key] if shard.key in self.base.state or write else {}
+        if write:
+            for moment in MOMENTS:
+                if moment not in state or state[moment].numel() != shard.key.numel():
+                    state[moment] = torch.zeros_like(shard.key.data)
+        tensors = {"weight": shard.key.data, **{moment: state[moment] for moment in MOMENTS if moment in state}}
+        yield {name: _local(tensor).view(-1) for name, tensor in tensors.items()}
+        if write and self.stage3:
+            self.wrapper._reassign_or_swap_out_partitioned_parameters(shard.group)  # the working copy follows the master
+        if swapped and write:
+            self.wrapper._optimizer_states_and_gradient_swap_out(shard.group)
+        elif swapped:
+            self.wrapper._release_swap_buffers(shard.group)
+
+    @property
+    def adam_step(self) -> int:
+        """Updates that Adam has made; its bias correction depends on it."""
+        steps = [state["step"] for state in self.base.state.values() if "step" in state]
+        return int(steps[0]) if steps else 0
+
+    def set_adam_step(self, step: int) -> None:
+        """Set it for every master."""
+        as_tensor = self.base.defaults.get("fused") or self.base.defaults.get("foreach") is not None
+        for shard in self.shards:
+            self.base.state[shard.key]["step"] = (
+                torch.tensor(float(step), device=_local(shard.key).device) if as_tensor else step
+            )
+
+    def finish_writing(self) -> None:
+        """Bring the working copies of DeepSpeed's parameters, which other ranks need, to the masters' values."""
+        if self.wrapper is None:
+            return
+        if not self.stage3:
+            self.wrapper.update_lp_params()
+            self.wrapper._hp_optimizer_states_linked = False
+        elif self.wrapper.persistent_parameters:
+            self.wrapper.persistent_parameters[0].partition(self.wrapper.persistent_parameters)
+            self.wrapper.persistent_parameters[0].all_gather(self.wrapper.persistent_parameters)
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if _is_dtensor(tensor) else tensor
+
+
+def _local_range(parameter: torch.Tensor) -> tuple[int, int]:
+    """First element and number of elements of this rank's part; FSDP cuts whole rows (dimension 0)."""
+    if not _is_dtensor(parameter):
+        return 0, parameter.numel()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    row = parameter.numel() // max(1, parameter.shape[0])
+    return (offset[0] if offset else 0) * row, parameter.to_local().numel()
