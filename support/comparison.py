@@ -35,8 +35,9 @@ NEEDED = (
     "memory.peak_bytes", "memory.device_categories_bytes_by_rank", "memory.placement",
 )  # fmt: skip
 
-# torchrun's report: the rank that failed first was killed. (Those that torchrun then stops itself come before.)
-KILLED = re.compile(r"Root Cause .*?exitcode\s*: -9 ", re.S)
+# torchrun's report lists the ranks that it found dead. The one that was killed need not be the first: another that noticed
+# its connection break may be named as the cause.
+KILLED = re.compile(r"exitcode\s*: -9 ")
 
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 

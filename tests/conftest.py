@@ -105,9 +105,11 @@ def free_port() -> int:
 
 
 def start(command: list, env: dict | None = None, cwd: Path | None = None) -> subprocess.Popen:
+    """Start a command in a session of its own; Ctrl-C works in it even where these tests run in the background."""
     return subprocess.Popen(
         [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd or PROJECT,
         env={**os.environ, **{k: str(v) for k, v in (env or {}).items()}}, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
