@@ -124,6 +124,7 @@ class Saver:
         path = save(self.folder, meter.step, facts, self.state, self.run, self.args.keep_last)
         self._saved_at = meter.step
         self.run.say(f"💾 {path}")
+        meter.restart_clock()
 
     def _scaling(self) -> dict:
         """The loss scaler's state, torch's or DeepSpeed's; {} without one (all but fp16)."""

@@ -183,6 +183,10 @@ class Meter:
         per_epoch = data.steps_per_epoch(train.blocks, self._global_batch)
         self.batch = self.step - (epoch - 1) * per_epoch  # 0, unless a resumed run starts in the middle
         self._batches = min(per_epoch, self.batch + self.total_steps - self.step)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """What happened since the last step, such as an evaluation or a save, belongs to no step."""
         self.traffic.discard()
         self.timer.mark(None)
 

@@ -95,4 +95,4 @@ def test_default_output_dir_is_new_for_each_run(script, tmp_path):
     finish(start(command, cwd=tmp_path), 60)
     [folder] = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"tiny-gpt2-dp-\d{8}-\d{6}", folder.name)
-    assert {file.name for file in folder.iterdir()} == {"results.json", "metrics.jsonl"}
+    assert {file.name for file in folder.iterdir()} == {"results.json", "metrics.jsonl", ".lock"}
