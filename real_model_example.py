@@ -39,10 +39,8 @@ import io
 import logging
 import math
 import os
-import time
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -512,22 +510,6 @@ def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) 
 # ============================================================================================ the run
 
 
-def new_output_dir(args, run: Run) -> Path:
-    """The folder of results.json: as named, or a new one that rank 0 names for all."""
-    name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if run.is_main:
-        while not args.output_dir and Path(name).exists():  # two runs in one second
-            name += "x"
-        try:
-            Path(name).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--output_dir {name} cannot be created: {error.strerror}.") from error
-        run.lock = checkpoint.lock(Path(name))
-    names = [name]
-    dist.broadcast_object_list(names, src=0)
-    return Path(names[0])
-
-
 def wrap(model, args, run: Run):
     """Apply the strategy; fsdp was applied while loading.
 
@@ -601,7 +583,7 @@ def train_one_model(args, run: Run):
     """The run from model to results; returns what must be taken down at the end."""
     reporting.say_setup(run)
     precision = preflight.choose_precision(args.precision, run.device)
-    folder = new_output_dir(args, run)
+    folder = reporting.new_output_dir(args, run)
     world_batch = args.batch_size * args.gradient_accumulation_steps * run.world_size
     results = reporting.Results(run, folder, {
         "strategy": args.strategy, "model": args.model, "world_size": run.world_size, "simulated_world_size": None,
@@ -642,6 +624,7 @@ def train_one_model(args, run: Run):
     run.stop.ignore()  # from here on the run only ends
     footprint.note("trained")
 
+    results.update(checkpoint_seconds=saver.seconds)
     results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint, precision))
     run.say("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
     reporting.say_memory(run, results.facts["memory"])

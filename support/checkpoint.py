@@ -11,11 +11,11 @@ name, and then `latest` names it. Whatever is interrupted leaves the checkpoint 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,24 +36,6 @@ KINDS = ("weight", *MOMENTS)
 FILE_BYTES = 256 << 20  # of one file; so much host memory does a save need beside what training holds
 
 
-def lock(folder: Path):
-    """Keep other runs out of an output folder for as long as this process lives.
-
-    Returns:
-        The open file that holds the lock.
-    Raises:
-        UserError: another run has it.
-    """
-    file = open(folder / ".lock", "w")  # noqa: SIM115 (it stays open)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"--output_dir {folder} is in use by another run: wait for it, or name another folder.") from None
-    except OSError:  # a file system without locks
-        pass
-    return file
-
-
 class Saver:
     """Resumes a run, and knows when a checkpoint is due and what goes into it beside the tensors.
 
@@ -72,6 +54,7 @@ class Saver:
         self.identity, self.steps_per_epoch = identity, steps_per_epoch
         self.state = None if args.eval_only else ShardedState(getattr(model, "module", model), optimizer)
         self._stop_before, self._saved_at = None, None
+        self.seconds: list[float] = []  # that training waited for each save of this process
         if run.is_main:
             for partial in self.folder.glob(".step-*.partial"):  # of a save that was interrupted
                 shutil.rmtree(partial, ignore_errors=True)
@@ -90,6 +73,8 @@ class Saver:
         check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.run)
         load(path, manifest, self.state)
         self._set_scaling(manifest["scaling"])
+        if manifest["lr_scheduler"]:
+            self.model.lr_scheduler.load_state_dict(manifest["lr_scheduler"])
         self.run.say(f"▶️  Resumed from {path}")
         self._saved_at = manifest["counters"]["step"]
         return manifest["counters"]
@@ -120,10 +105,14 @@ class Saver:
         """Write a checkpoint of this moment, between two steps, unless there is one."""
         if meter.step == self._saved_at:
             return
-        facts = {"counters": meter.counters(), "scaling": self._scaling(), "identity": self.identity}
+        begun = time.monotonic()
+        scheduler = getattr(self.model, "lr_scheduler", None)  # only where a user's DeepSpeed file brings one
+        facts = {"counters": meter.counters(), "scaling": self._scaling(), "identity": self.identity,
+                 "lr_scheduler": scheduler.state_dict() if scheduler else {}}  # fmt: skip
         path = save(self.folder, meter.step, facts, self.state, self.run, self.args.keep_last)
         self._saved_at = meter.step
-        self.run.say(f"💾 {path}")
+        self.seconds.append(time.monotonic() - begun)
+        self.run.say(f"💾 {path} ({self.seconds[-1]:.1f} s)")
         meter.restart_clock()
 
     def _scaling(self) -> dict:

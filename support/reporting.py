@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from support import data, memory
 from support.communication import Traffic
@@ -263,6 +265,40 @@ class Meter:
             },
             "step_phases_seconds": {name: statistics.mean(step[name] for step in steps[excluded:]) for name in PHASES},
         }
+
+
+def new_output_dir(args, run: Run) -> Path:
+    """The folder of results.json: as named, or a new one that rank 0 names for all."""
+    name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run.is_main:
+        while not args.output_dir and Path(name).exists():  # two runs in one second
+            name += "x"
+        try:
+            Path(name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output_dir {name} cannot be created: {error.strerror}.") from error
+        run.lock = lock_folder(Path(name))
+    names = [name]
+    dist.broadcast_object_list(names, src=0)
+    return Path(names[0])
+
+
+def lock_folder(folder: Path):
+    """Keep other runs out of an output folder for as long as this process lives.
+
+    Returns:
+        The open file that holds the lock.
+    Raises:
+        UserError: another run has it.
+    """
+    file = open(folder / ".lock", "w")  # noqa: SIM115 (it stays open)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"--output_dir {folder} is in use by another run: wait for it, or name another folder.") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
 
 
 class Results:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from support.errors import TrainingError
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -106,11 +108,19 @@ class ShardedState:
 
         What lies on NVMe is read for the time of the context. With `write` the moments are created where there are none,
         and what the caller puts into the tensors is kept; call `finish_writing` after the last one.
+
+        Raises:
+            TrainingError: the optimizer, which a DeepSpeed file may choose, is not AdamW.
         """
         swapped = self.stage3 and self.wrapper._swappable_optimizer_subgroup(shard.group)
         if swapped:
             self.wrapper._optimizer_states_and_gradient_swap_in(shard.group)
         state = self.base.state[shard.key] if shard.key in self.base.state or write else {}
+        if set(state) not in (set(), {"step", *MOMENTS}):
+            raise TrainingError(
+                f"Checkpoints know the states of AdamW only, and {type(self.base).__name__} keeps {', '.join(sorted(state))}: "
+                "leave the optimizer out of the DeepSpeed file, or use --no_save."
+            )
         if write:
             for moment in MOMENTS:
                 if moment not in state or state[moment].numel() != shard.key.numel():

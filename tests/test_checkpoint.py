@@ -1,11 +1,15 @@
 """A run that was stopped and resumed is the run that never stopped, and nothing that happens to a save can lose one."""
 
+import contextlib
 import fcntl
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
+import sys
+import time
 
 import psutil
 import pytest
@@ -106,6 +110,27 @@ def test_a_signal_to_one_rank_saves_and_resume_goes_on(script, uninterrupted, tm
     assert history(tmp_path) == history(uninterrupted("zero2").folder)
 
 
+@pytest.mark.parametrize("launcher, strategy", [("deepspeed", "zero1"), ("accelerate", "dp"), ("srun", "fsdp")])
+def test_a_signal_to_the_launcher(request, tmp_path, launcher, strategy):
+    """To its process group, as schedulers and terminals send it; srun passes it on to its tasks."""
+    if launcher == "srun":
+        request.getfixturevalue("slurm")
+    process = start([*launcher_command(launcher, 2), SCRIPT, *ON_TWO, "--epochs", "50", "--strategy", strategy, "--output_dir",
+                     tmp_path])  # fmt: skip
+    while "Epoch 1" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+    os.killpg(process.pid, signal.SIGTERM)
+    finish(process, 40)
+    assert process.returncode != 0
+    until = time.monotonic() + 30
+    while descendants_of_test():  # a launcher may end before its ranks do
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["status"] == "preempted"
+    assert checkpoints(tmp_path) == ["latest", f"step-{results['steps']:08d}"]
+
+
 def test_exit_code_of_a_run_that_was_stopped(tmp_path):
     process = start([*launcher_command("python", 1), SCRIPT, *ON_ONE, "--epochs", "50", "--output_dir", tmp_path])
     while "Epoch 1" not in (line := process.stdout.readline()):
@@ -133,16 +158,95 @@ def test_a_broken_checkpoint_is_passed_over(script, alone, copy):
     assert "Resumed from" in run.out and history(copy) == history(alone.folder)
 
 
-@pytest.mark.parametrize("what", ["tensors:3", "manifest:3"])
-def test_killed_while_saving(script, alone, tmp_path, what):
-    """The third save (step 9) is cut off, before or after its tensors are written."""
+@pytest.mark.parametrize("fault", ["kill_saving:tensors:3", "kill_saving:manifest:3", "kill:0:34"])
+def test_killed(script, alone, tmp_path, fault):
+    """The third save (step 9) is cut off, before or after its tensors are written; or the process dies in step 8 or 9."""
     broken = script(*ON_ONE, "--save_every", "3", "--output_dir", tmp_path, program=FAULT, ok=False, folder=tmp_path,
-                    env={"FAULT": f"kill_saving:{what}"})  # fmt: skip
+                    env={"FAULT": fault})  # fmt: skip
     assert broken.code == -signal.SIGKILL
     run = script(*ON_ONE, "--save_every", "3", "--resume", "--output_dir", tmp_path, folder=tmp_path)
     assert "Resumed from" in run.out and "step-00000006" in run.out
     assert history(tmp_path) == history(alone.folder)
     assert checkpoints(tmp_path) == ["latest", "step-00000003", "step-00000006", "step-00000009"]  # and nothing half done
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(30))
+def test_random_kills(script, uninterrupted, tmp_path, number):
+    """kill -9 of one rank or of all, at a random moment, again and again, until the run gets through."""
+    draw = random.Random(number)
+    strategy = STRATEGIES[number % len(STRATEGIES)]
+    work = [*ON_TWO, "--precision", "bf16", "--strategy", strategy, "--save_every", "3", "--output_dir", tmp_path, "--resume"]
+    for _ in range(draw.randint(1, 2)):
+        process = start([*launcher_command("torchrun", 2), SCRIPT, *work, "--logging_steps", "1"])
+        while "Epoch" not in (line := process.stdout.readline()):
+            assert line, process.stderr.read()
+        time.sleep(draw.uniform(0, 3))
+        ranks = descendants_of_test()
+        ranks = [rank for rank in ranks if "torchrun" not in " ".join(rank.cmdline())]
+        for rank in ranks if draw.random() < 0.5 else ranks[:1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+        finish(process, 60)
+        assert descendants_of_test() == []
+    script(*work, launcher="torchrun", ranks=2, folder=tmp_path)
+    assert history(tmp_path) == history(uninterrupted(strategy).folder)
+
+
+@pytest.fixture
+def saver():
+    """A Saver of which only the loss scaler is looked at."""
+    sys.path.insert(0, str(PROJECT))
+    from support.checkpoint import Saver
+
+    return object.__new__(Saver)
+
+
+def test_loss_scaler_of_pytorch(saver):
+    """fp16 needs a GPU; that its state survives does not."""
+    import torch
+
+    def scaler(**options):
+        return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, **options)
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    saver.scaler = scaler()
+    for factor in (1.0, float("inf"), 1.0, 1.0):  # one step overflows
+        saver.scaler.scale(weight.sum() * factor).backward()
+        saver.scaler.step(optimizer)
+        saver.scaler.update()
+        optimizer.zero_grad()
+    saved = json.loads(json.dumps(saver._scaling()))
+    assert saved["scale"] == 512.0 and saved["_growth_tracker"] == 2
+    saver.scaler = scaler()
+    saver._set_scaling(saved)
+    assert saver.scaler.state_dict() == saved
+
+
+def test_loss_scaler_of_deepspeed(saver):
+    from types import SimpleNamespace
+
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    def scaler():
+        return DynamicLossScaler(init_scale=2**16, scale_factor=2, scale_window=5, min_scale=1, delayed_shift=2,
+                                 consecutive_hysteresis=False, raise_error_at_min_scale=True)  # fmt: skip
+
+    saver.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    saver.state = SimpleNamespace(wrapper=SimpleNamespace(loss_scaler=scaler()))
+    first = saver.state.wrapper.loss_scaler
+    for overflow in (True, False, True, False):
+        first.update_scale(overflow)
+    saved = json.loads(json.dumps(saver._scaling()))
+    saver.state.wrapper.loss_scaler = second = scaler()
+    saver._set_scaling(saved)
+    for overflow in (False, False, False, True, False, True):  # both go the same way from here
+        first.update_scale(overflow)
+        second.update_scale(overflow)
+        assert first.cur_scale == second.cur_scale
+    assert vars(first) == vars(second)
 
 
 def test_full_disk_keeps_the_checkpoint_before(script, tmp_path):
@@ -180,6 +284,16 @@ def test_a_checkpoint_of_another_run_is_refused(script, copy, change, said):
 def test_force_goes_on_with_another_batch(script, copy):
     run = script(*ON_ONE, "--batch_size", "4", "--epochs", "4", "--resume", "--resume_force", "--output_dir", copy, folder=copy)
     assert "batch_size 2 there, 4 here" in run.out and run.results["status"] == "completed"
+
+
+def test_the_schedule_of_a_deepspeed_file_goes_on(script, tmp_path):
+    config = json.loads((PROJECT / "ds_config_stage1.json").read_text())
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 20}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    work = ["--seq_length", "32", "--num_samples", "12", "--batch_size", "2", "--no_eval", "--ds_config", tmp_path / "ds.json"]
+    whole = script(*work, "--save_every", "3")
+    resumed = script(*work, "--resume", whole.folder / "checkpoints" / "step-00000003")
+    assert history(resumed.folder) == history(whole.folder, after=3)
 
 
 def test_resume_without_a_checkpoint(script, tmp_path):
