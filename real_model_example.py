@@ -337,7 +337,9 @@ def count_tokens(window, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     Two tensors on the device, from one all-reduce.
     """
     tokens = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in window)
-    counts = torch.stack([tokens, torch.tensor(run.stop.requested)]).to(run.device, torch.float32)
+    counts = torch.zeros(2, device=run.device)
+    counts[0] = tokens
+    counts[1].fill_(run.stop.requested)
     dist.all_reduce(counts)
     return counts[0], counts[1]
 
@@ -550,8 +552,9 @@ def train_and_evaluate(
         return loss, perplexity
 
     epoch, done = divmod(meter.step, saver.steps_per_epoch)
-    at_the_end_of_an_epoch = args.eval and meter.step > 0 and done == 0  # the checkpoint came before its evaluation
-    if args.eval_only or at_the_end_of_an_epoch or (args.eval_first and meter.step == 0):
+    # A checkpoint at the end of an epoch, or of the run, came before the evaluation there.
+    evaluation_is_due = args.eval and meter.step > 0 and (done == 0 or meter.finished)
+    if args.eval_only or evaluation_is_due or (args.eval_first and meter.step == 0):
         last = evaluate_now()
     while not meter.finished and not args.eval_only:
         epoch += 1
@@ -613,9 +616,13 @@ def train_one_model(args, run: Run):
     epochs = args.epochs or (math.ceil(args.max_steps / per_epoch) if args.max_steps else 1)
     total_steps = min(epochs * per_epoch, args.max_steps or epochs * per_epoch)
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16" and not args.ds_config_dict)
-    identity = checkpoint.identify(args, run, precision, blueprint, dataset)
+    identity = checkpoint.identify(args, run, precision, blueprint, dataset, model, total_steps)
     saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, per_epoch)
-    meter = reporting.Meter(run, folder, 0 if args.eval_only else total_steps, args.logging_steps, saver.resume())
+    counters = saver.resume()
+    if counters and counters["step"] >= total_steps and results.restore():
+        run.say("✅ This run was complete already.")
+        return model
+    meter = reporting.Meter(run, folder, 0 if args.eval_only else total_steps, args.logging_steps, counters)
     try:
         evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, precision, meter, saver)
     except Preempted:

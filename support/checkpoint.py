@@ -52,22 +52,38 @@ class Saver:
     def __init__(self, args, run: Run, folder: Path, model, optimizer, scaler, identity: dict, steps_per_epoch: int):
         self.args, self.run, self.folder, self.model, self.scaler = args, run, folder / "checkpoints", model, scaler
         self.identity, self.steps_per_epoch = identity, steps_per_epoch
-        self.state = None if args.eval_only else ShardedState(getattr(model, "module", model), optimizer)
+        self.state = self._sharded_state(model, optimizer)
         self._stop_before, self._saved_at = None, None
         self.seconds: list[float] = []  # that training waited for each save of this process
         if run.is_main:
             for partial in self.folder.glob(".step-*.partial"):  # of a save that was interrupted
                 shutil.rmtree(partial, ignore_errors=True)
 
+    def _sharded_state(self, model, optimizer) -> ShardedState | None:
+        """None where nothing is to be saved or resumed."""
+        wished = self.args.save_every or self.args.save_epochs or self.args.resume is not None
+        if self.args.eval_only or (self.args.no_save and not wished):
+            return None
+        if ShardedState.knows(optimizer):
+            return ShardedState(getattr(model, "module", model), optimizer)
+        if wished:
+            raise UserError("Checkpoints know AdamW's states only: leave the optimizer out of the DeepSpeed file, or leave out "
+                            "--save_every, --save_epochs and --resume.")  # fmt: skip
+        self.run.warn("The DeepSpeed file's optimizer is not AdamW: a signal will end this run without a checkpoint.")
+        return None
+
     def resume(self) -> dict | None:
         """Fill weights and moments from the checkpoint that --resume means; returns its counters, None for a new run."""
-        if not (self.args.no_save or self.args.eval_only):
+        if self.state is not None and not self.args.no_save:
             self.run.stop.defer()
-        if self.args.resume is None:
-            return None
-        found = find(self.args.resume, self.folder, self.run)
+        found = None
+        if self.args.resume is not None:
+            found = find(self.args.resume, self.folder, self.run)
+            if found is None:
+                self.run.warn(f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from the beginning.")
+        if self.run.is_main:
+            set_aside(self.folder, found[1]["counters"]["step"] if found else 0)
         if found is None:
-            self.run.warn(f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from the beginning.")
             return None
         path, manifest = found
         check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.run)
@@ -75,6 +91,8 @@ class Saver:
         self._set_scaling(manifest["scaling"])
         if manifest["lr_scheduler"]:
             self.model.lr_scheduler.load_state_dict(manifest["lr_scheduler"])
+            for group, saved in zip(self.state.base.param_groups, manifest["groups"], strict=True):
+                group.update(lr=saved["lr"], betas=tuple(saved["betas"]))
         self.run.say(f"▶️  Resumed from {path}")
         self._saved_at = manifest["counters"]["step"]
         return manifest["counters"]
@@ -91,10 +109,20 @@ class Saver:
         every, epochs = self.args.save_every, self.args.save_epochs
         if (every and meter.step % every == 0) or (epochs and meter.step % self.steps_per_epoch == 0):
             self.save(meter)
-        # On a GPU the answer of the step before: it is there already, and this step's would have to be waited for.
-        asked, self._stop_before = (self._stop_before, stop) if stop.is_cuda else (stop, None)
-        if asked is not None and asked > 0:
+        if self.state is not None and not self.args.no_save and self._asked(stop):
             self.save_and_stop(meter)
+
+    def _asked(self, stop: torch.Tensor) -> bool:
+        """The answer; on a GPU that of the step before, because this step's would have to be waited for."""
+        if not stop.is_cuda:
+            return stop.item() > 0
+        before, copied = self._stop_before, torch.cuda.Event()
+        self._stop_before = torch.empty((), pin_memory=True).copy_(stop, non_blocking=True), copied
+        copied.record()
+        if before is None:
+            return False
+        before[1].synchronize()
+        return before[0].item() > 0
 
     def save_and_stop(self, meter) -> NoReturn:
         """Save and raise Preempted; every rank calls it after the same step."""
@@ -108,7 +136,8 @@ class Saver:
         begun = time.monotonic()
         scheduler = getattr(self.model, "lr_scheduler", None)  # only where a user's DeepSpeed file brings one
         facts = {"counters": meter.counters(), "scaling": self._scaling(), "identity": self.identity,
-                 "lr_scheduler": scheduler.state_dict() if scheduler else {}}  # fmt: skip
+                 "lr_scheduler": scheduler.state_dict() if scheduler else {},
+                 "groups": [{"lr": g["lr"], "betas": list(g["betas"])} for g in self.state.base.param_groups]}  # fmt: skip
         path = save(self.folder, meter.step, facts, self.state, self.run, self.args.keep_last)
         self._saved_at = meter.step
         self.seconds.append(time.monotonic() - begun)
@@ -131,20 +160,27 @@ class Saver:
             setattr(self.state.wrapper.loss_scaler, name, value)
 
 
-def identify(args, run: Run, precision: str, blueprint, dataset: dict) -> dict:
-    """What must be the same in a run that goes on from a checkpoint: {"hard": …, "soft": …}.
+def identify(args, run: Run, precision: str, blueprint, dataset: dict, model, total_steps: int) -> dict:
+    """What should be the same in a run that goes on from a checkpoint: {"hard": …, "soft": …, "told": …}.
 
-    "hard" differences make the tensors useless, or are not supported; "soft" ones only change what is trained on.
+    "hard" differences make the tensors useless, or are not supported; "soft" ones change what is trained on; "told" ones
+    are the user's to choose, and are only mentioned.
     """
+    shapes = [(name, list(getattr(p, "ds_shape", p.shape))) for name, p in getattr(model, "module", model).named_parameters()]
     hard = {
-        "model": args.model, "parameters": blueprint.parameters, "tokenizer": tokenizer_fingerprint(blueprint.tokenizer),
-        "strategy": args.strategy, "ranks": run.world_size, "precision": precision,
+        "parameters": blueprint.parameters, "shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
+        "tokenizer": tokenizer_fingerprint(blueprint.tokenizer), "strategy": args.strategy, "ranks": run.world_size,
+        "precision": precision,
     }  # fmt: skip
     soft = {
-        "dataset": dataset["sha256"], "blocks": dataset["blocks"], "seq_length": args.seq_length, "seed": args.seed,
-        "batch_size": args.batch_size, "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "model": args.model, "dataset": dataset["sha256"], "blocks": dataset["blocks"], "seq_length": args.seq_length,
+        "seed": args.seed, "batch_size": args.batch_size, "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }  # fmt: skip
-    return {"hard": hard, "soft": soft}
+    told = {
+        "lr": args.lr, "lr_scheduler": args.lr_scheduler, "warmup_steps": args.warmup_steps, "total steps": total_steps,
+        "weight_decay": args.weight_decay, "max_grad_norm": args.max_grad_norm, "dropout": args.dropout,
+    }  # fmt: skip
+    return {"hard": hard, "soft": soft, "told": told}
 
 
 # ------------------------------------------------------------------------------------------------ saving
@@ -182,13 +218,13 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
             "pieces": [piece for rank in ranks for piece in rank["pieces"]],
             "files": {name: found for rank in ranks for name, found in rank["files"].items()},
         }
-        _write_text(beside / "manifest.json", json.dumps(manifest))
+        _write_text(beside / "manifest.json", json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
         _sync_folder(beside)
-        shutil.rmtree(final, ignore_errors=True)  # one of the same step, which was found to be broken
         os.replace(beside, final)
         run.temporary.remove(str(beside))
         _write_text(folder / "latest", final.name + "\n")
         _sync_folder(folder)
+        _sync_folder(folder.parent)
         for old in list_checkpoints(folder)[keep_last:] if keep_last else ():
             shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
@@ -207,23 +243,27 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run) -> dict:
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
         tensors.clear()
 
+    most = FILE_BYTES // 12  # elements in a file, of three fp32 tensors
+    room = most
     for shard in state.shards:
         with state.open(shard) as held:
             for piece in shard.pieces:
-                # Where every rank holds all, each writes an equal part.
                 begin, end = 0, piece.numel
-                if state.replicated:
+                if state.replicated:  # every rank holds all, and each writes an equal part
                     begin, end = (piece.numel * r // run.world_size for r in (run.rank, run.rank + 1))
-                if begin == end:
-                    continue
-                key, start = f"{piece.name}@{piece.start + begin}", piece.start + begin
-                pieces.append({"name": piece.name, "start": start, "numel": end - begin, "moments": len(held) > 1,
-                               "file": f"rank-{run.rank:05d}-{len(files):03d}.safetensors"})  # fmt: skip
-                for kind, flat in held.items():
-                    part = flat[piece.offset + begin : piece.offset + end]
-                    tensors[f"{key}/{kind}"] = part.detach().to("cpu", torch.float32, copy=True)
-        if sum(tensor.nbytes for tensor in tensors.values()) >= FILE_BYTES:
-            flush()
+                while begin < end:
+                    stop = min(end, begin + room)
+                    start = piece.start + begin
+                    pieces.append({"name": piece.name, "start": start, "numel": stop - begin, "moments": len(held) > 1,
+                                   "file": f"rank-{run.rank:05d}-{len(files):03d}.safetensors"})  # fmt: skip
+                    for kind, flat in held.items():
+                        part = flat[piece.offset + begin : piece.offset + stop]
+                        tensors[f"{piece.name}@{start}/{kind}"] = part.detach().to("cpu", torch.float32, copy=True)
+                    room -= stop - begin
+                    begin = stop
+                    if room == 0:
+                        flush()
+                        room = most
     if tensors:
         flush()
     return {"pieces": pieces, "files": files}
@@ -280,11 +320,12 @@ def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
     Raises:
         UserError: none of those that are there is whole, or the one that was named is not.
     """
-    if wanted and (Path(wanted) / "checkpoints").is_dir():  # a run's folder instead of a checkpoint's
-        folder, wanted = Path(wanted) / "checkpoints", ""
-    candidates = [Path(wanted)] if wanted else list_checkpoints(folder)
-    for candidate in candidates:
-        manifest, why = read_manifest(candidate)
+    named, candidates = bool(wanted), [Path(wanted)] if wanted else []
+    if not wanted or (Path(wanted) / "checkpoints").is_dir():  # a run's folder instead of a checkpoint's
+        folder = Path(wanted) / "checkpoints" if wanted else folder
+        candidates, wanted = list_checkpoints(folder), ""
+    for candidate in run.from_main(candidates):  # what rank 0 sees: others may see a shared folder's names late
+        manifest, why = run.from_main(read_manifest(candidate) if run.is_main else None)
         if not why:
             mine = list(manifest["files"].items())[run.rank :: run.world_size]
             why = next((found for name, facts in mine if (found := _broken(candidate / name, facts))), "")
@@ -294,9 +335,18 @@ def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
         if wanted:
             raise UserError(f"--resume {wanted}: {why}.")
         run.warn(f"Passed over the checkpoint {candidate}: {why}.")
-    if candidates:
-        raise UserError(f"--resume: no checkpoint in {folder} is whole; remove the folder to start anew.")
+    if named or run.from_main(bool(candidates)):
+        raise UserError(f"--resume: there is no whole checkpoint in {folder}; remove the folder to start anew.")
     return None
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoints after `step`: broken, or of a run that this one replaces. They are not taken for its own."""
+    for path in list_checkpoints(folder):
+        if int(path.name[5:]) > step:
+            aside = path.with_name(f"aside-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(path, aside)
 
 
 def read_manifest(checkpoint: Path) -> tuple[dict, str]:
@@ -307,11 +357,16 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
         return {}, "it has no manifest.json, so it was never completed"
     except (json.JSONDecodeError, UnicodeDecodeError):
         return {}, "its manifest.json is damaged"
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+    if not isinstance(manifest, dict) or manifest.pop("sha256", "") != manifest_digest(manifest):
         return {}, "its manifest.json is damaged"
     if manifest.get("format_version") != FORMAT_VERSION:
         return {}, f"its format is {manifest.get('format_version')}, and this version reads {FORMAT_VERSION}"
     return manifest, ""
+
+
+def manifest_digest(manifest: dict) -> str:
+    """SHA-256 of a manifest's content."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _broken(path: Path, facts: dict) -> str:
@@ -403,13 +458,13 @@ def check_same_run(saved: dict, now: dict, forced: bool, run: Run) -> None:
     Raises:
         UserError: names the differences.
     """
-    for kind in ("hard", "soft"):
+    for kind in ("hard", "soft", "told"):
         there, here = saved[kind], now[kind]
         found = [f"{key} {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]
         if not found:
             continue
-        if kind == "soft" and forced:
-            run.warn(f"--resume_force: going on although {'; '.join(found)}.")
+        if kind == "told" or (kind == "soft" and forced):
+            run.warn(f"--resume: going on, and not as before: {'; '.join(found)}.")
             continue
         advice = " (--resume_force goes on all the same)" if kind == "soft" else ""
         raise UserError(f"--resume: the checkpoint is of another run: {'; '.join(found)}{advice}.")

@@ -179,8 +179,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         raise UserError("--resume needs --output_dir, the run to go on with; or name a checkpoint: --resume PATH.")
     if args.no_save and (args.save_every or args.save_epochs):
         raise UserError("--no_save contradicts --save_every and --save_epochs: leave one out.")
-    if args.eval_only and (args.save_every or args.save_epochs):
-        raise UserError("--eval_only trains nothing that --save_every or --save_epochs could save: leave one out.")
+    if args.eval_only and (args.save_every or args.save_epochs or args.resume is not None):
+        raise UserError("--eval_only neither saves nor resumes: leave out --save_every, --save_epochs and --resume.")
     if args.dataset is None:
         args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
     if args.lr is None:

@@ -132,6 +132,12 @@ class Run:
         dist.all_reduce(asked)
         return asked.item() > 0
 
+    def from_main(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in the order of the ranks, on every rank."""
         values: list[Any] = [None] * self.world_size
@@ -181,14 +187,16 @@ class Run:
 
     def end_failed(self, error: BaseException) -> NoReturn:
         """End this process. Only the rank that fails first speaks: the errors of the others follow from its own."""
+        self.stop.ignore()
         shown = explain(error)
         try:
             if self.verbose:
                 traceback.print_exception(error)
-            if self._failed_first(str(shown)):
+            first = self._failed_first(str(shown))
+            self.clean_up()  # before anything is written: a half-written checkpoint may be what fills the disk
+            if first:
                 self._tell(shown)
             self.ending.set()
-            self.clean_up()
         finally:  # not sys.exit: a communicator with a broken peer can hang in its destructor
             _exit(shown.exit_code)
 

@@ -317,9 +317,17 @@ class Results:
             "hardware": hardware(run.device),
             **facts,
         }
+        self._before = self.path.read_text(encoding="utf-8") if run.is_main and self.path.exists() else ""
         if run.is_main:
             self._write()
         run.on_failure.append(self.fail)
+
+    def restore(self) -> bool:
+        """Put back the results of a run that was complete before; all ranks get the same answer, False if it was not."""
+        complete = self.run.is_main and '"status": "completed"' in self._before
+        if complete:
+            self.path.write_text(self._before, encoding="utf-8")
+        return any(self.run.gather(complete))
 
     def update(self, **facts) -> None:
         """Add or replace facts; written with the next status."""

@@ -72,6 +72,12 @@ class ShardedState:
         else:
             self.shards = list(self._stage3_shards() if self.stage3 else self._stage12_shards())
 
+    @staticmethod
+    def knows(optimizer) -> bool:
+        """Whether this is an AdamW, PyTorch's or DeepSpeed's for the CPU; a DeepSpeed file may choose any other optimizer."""
+        base = getattr(optimizer, "optimizer", optimizer)
+        return isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "ds_opt_adam")
+
     # -------------------------------------------------------------------------------- what lies where
 
     def _plain_shards(self, model: nn.Module) -> Iterator[Shard]:
@@ -110,17 +116,14 @@ class ShardedState:
         and what the caller puts into the tensors is kept; call `finish_writing` after the last one.
 
         Raises:
-            TrainingError: the optimizer, which a DeepSpeed file may choose, is not AdamW.
+            TrainingError: the optimizer keeps states that are not found.
         """
         swapped = self.stage3 and self.wrapper._swappable_optimizer_subgroup(shard.group)
         if swapped:
             self.wrapper._optimizer_states_and_gradient_swap_in(shard.group)
         state = self.base.state[shard.key] if shard.key in self.base.state or write else {}
-        if set(state) not in (set(), {"step", *MOMENTS}):
-            raise TrainingError(
-                f"Checkpoints know the states of AdamW only, and {type(self.base).__name__} keeps {', '.join(sorted(state))}: "
-                "leave the optimizer out of the DeepSpeed file, or use --no_save."
-            )
+        if not write and bool(state) != (self.adam_step > 0):
+            raise TrainingError("A part of the optimizer's states lies where checkpoints do not find it: use --no_save.")
         if write:
             for moment in MOMENTS:
                 if moment not in state or state[moment].numel() != shard.key.numel():
@@ -142,11 +145,13 @@ class ShardedState:
 
     def set_adam_step(self, step: int) -> None:
         """Set it for every master."""
-        as_tensor = self.base.defaults.get("fused") or self.base.defaults.get("foreach") is not None
+        on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
         for shard in self.shards:
-            self.base.state[shard.key]["step"] = (
-                torch.tensor(float(step), device=_local(shard.key).device) if as_tensor else step
-            )
+            device = _local(shard.key).device if on_device else "cpu"
+            own = hasattr(self.base, "ds_opt_adam")  # DeepSpeed's counts in a plain number
+            self.base.state[shard.key]["step"] = step if own else torch.tensor(float(step), device=device)
+        if hasattr(self.base, "ds_opt_adam"):
+            replay_bias_correction(self.base, step)
 
     def finish_writing(self) -> None:
         """Bring the working copies of DeepSpeed's parameters, which other ranks need, to the masters' values."""
@@ -158,6 +163,19 @@ class ShardedState:
         elif self.wrapper.persistent_parameters:
             self.wrapper.persistent_parameters[0].partition(self.wrapper.persistent_parameters)
             self.wrapper.persistent_parameters[0].all_gather(self.wrapper.persistent_parameters)
+
+
+def replay_bias_correction(cpu_adam, step: int) -> None:
+    """Bring the inside of DeepSpeed's CPU Adam to where `step` updates bring it.
+
+    Its C++ part keeps β₁ᵗ and β₂ᵗ as running products in fp32. Started at t it would compute powers instead, which differ in
+    the last bit: so the products are made again, with updates of a single number at learning rate 0.
+    """
+    group, tensors = cpu_adam.param_groups[0], [torch.zeros(1) for _ in range(4)]
+    for t in range(1, step + 1):
+        cpu_adam.ds_opt_adam.adam_update(
+            cpu_adam.opt_id, t, 0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"], *tensors
+        )
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

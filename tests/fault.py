@@ -95,8 +95,12 @@ def main() -> None:
         break_steps(hang)
     elif kind == "kill":
         rank, step = map(int, values)
-        if int(os.environ["RANK"]) == rank:
-            break_steps(lambda now: os.kill(os.getpid(), signal.SIGKILL) if now == step else None)
+
+        def kill(now):
+            if now == step and int(os.environ["RANK"]) == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        break_steps(kill)
     elif kind == "oom":
         break_steps(lambda now: torch.empty(2**50) if now == int(values[0]) else None)
     elif kind == "kill_saving":
@@ -106,7 +110,7 @@ def main() -> None:
         write, calls = getattr(checkpoint, name), [0]
 
         def killed(*args):
-            calls[0] += values[0] == "tensors" or "manifest" in str(args[0])
+            calls[0] += values[0] == "tensors" or args[0].name == "manifest.json"
             if calls[0] == int(values[1]):
                 os.kill(os.getpid(), signal.SIGKILL)
             write(*args)
