@@ -326,7 +326,7 @@ class Results:
         """Put back the results of a run that was complete before; all ranks get the same answer, False if it was not."""
         complete = self.run.is_main and '"status": "completed"' in self._before
         if complete:
-            self.path.write_text(self._before, encoding="utf-8")
+            self._replace(self._before)
         return any(self.run.gather(complete))
 
     def update(self, **facts) -> None:
@@ -355,10 +355,13 @@ class Results:
         self._write()
 
     def _write(self) -> None:
+        self._replace(json.dumps(only_finite(self.facts), indent=2) + "\n")
+
+    def _replace(self, text: str) -> None:
+        """Write beside, flush to disk, rename: results.json is whole at any moment."""
         beside = self.path.with_suffix(f".{os.getpid()}.tmp")
         with open(beside, "w", encoding="utf-8") as file:
-            json.dump(only_finite(self.facts), file, indent=2)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, self.path)

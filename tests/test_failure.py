@@ -59,7 +59,7 @@ def test_loss_that_is_not_finite_stops_the_run(script, strategy):
     assert len(run.losses) == 3  # the steps before it are on record
 
 
-def test_interrupt_ends_with_one_line_and_nothing_left(tmp_path):
+def test_stopped_infinity_leaves_nothing_on_nvme(tmp_path):
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     process = start([*launcher_command("python", 1), SCRIPT, *WORK, "--strategy", "infinity", "--nvme_path", nvme,
@@ -69,6 +69,16 @@ def test_interrupt_ends_with_one_line_and_nothing_left(tmp_path):
     assert list(nvme.iterdir())  # at work there
     process.send_signal(signal.SIGTERM)
     _, err = finish(process, 30)
+    assert process.returncode == 75 and err == ""
+    assert list(nvme.iterdir()) == []
+
+
+def test_signal_with_no_save_ends_with_one_line(tmp_path):
+    process = start([*launcher_command("python", 1), SCRIPT, *WORK, "--no_save", "--output_dir", tmp_path / "out"])
+    while "Epoch 1" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+    process.send_signal(signal.SIGTERM)
+    _, err = finish(process, 30)
     assert process.returncode == 1
     assert err.count("❌") == 1 and "SIGTERM" in err and "Traceback" not in err
-    assert list(nvme.iterdir()) == []
+    assert not (tmp_path / "out" / "checkpoints").exists()
