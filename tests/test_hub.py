@@ -23,7 +23,7 @@ def test_guides_command_online_then_offline_with_the_hub_gone(script, hub, home)
     assert "cannot be reached: using what is in the cache" in gone.out
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.soak)])
 def test_pretrained_weights_from_the_hub_on_two_ranks(script, hub, home, strategy):
     env = {"HF_ENDPOINT": hub.url, **home}
     one = script(*GUIDE, "--precision", "fp32", "--dropout", "0", env=env)

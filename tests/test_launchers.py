@@ -20,9 +20,7 @@ def check(run, strategy, ranks):
 
 # torchrun × 2 with every strategy is in test_equality.py.
 @pytest.mark.parametrize("launcher, ranks, strategy", [
-    ("python", 1, "infinity"), ("python", 1, "fsdp"), ("deepspeed", 2, "zero3"), ("deepspeed", 2, "dp"),
-    ("accelerate", 1, "zero1"), ("accelerate", 2, "fsdp"), ("accelerate", 2, "offload"), ("srun", 2, "zero2"),
-    ("srun", 2, "dp"),
+    ("deepspeed", 2, "zero3"), ("accelerate", 1, "zero1"), ("accelerate", 2, "fsdp"), ("srun", 2, "zero2"), ("srun", 2, "dp"),
 ])  # fmt: skip
 def test_launcher(script, request, launcher, ranks, strategy):
     if launcher == "srun":

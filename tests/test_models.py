@@ -32,7 +32,7 @@ def test_gpt2_architecture_needs_no_hub_from_scratch(script):
     assert run.losses[0] == pytest.approx(10.9, abs=0.3)  # ln 50257 = 10.8
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", "zero3", pytest.param("fsdp", marks=pytest.mark.soak)])
 def test_gradient_checkpointing_computes_again_and_changes_no_loss(script, llama, text_file, strategy):
     # Many narrow activations and few logits: what is not kept shows in the peak.
     work = ["--model", llama, "--dataset", text_file, "--seq_length", "128", "--num_samples", "96", "--batch_size", "48",
@@ -78,12 +78,12 @@ def test_embeddings_grow_only_when_the_tokenizer_needs_it(script, llama, text_fi
     assert_close(script("--model", tmp_path, "--dataset", text_file, *WORK, "--strategy", "zero3").losses, grown.losses, 1e-4)
 
 
-def test_dropout_draws_its_own_numbers_on_every_rank_and_repeats_with_the_seed(script):
+def test_dropout_changes_the_losses(script):
+    """That it repeats with the seed, test_checkpoint.py shows."""
     work = ["--seq_length", "32", "--num_samples", "8", "--batch_size", "2", "--no_eval", "--precision", "fp32"]
     without = script(*work, **TWO).losses
     with_dropout = script(*work, "--dropout", "0.3", **TWO).losses
     assert with_dropout[0] != without[0]
-    assert script(*work, "--dropout", "0.3", **TWO).losses == pytest.approx(with_dropout, rel=1e-5)
 
 
 @pytest.mark.parametrize("scheduler, rates", [
