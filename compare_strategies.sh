@@ -81,9 +81,10 @@ elif [[ -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -x $project/.venv/bin/python ]]; t
 else
     python=$(command -v python || command -v python3) || die "No Python found: activate your environment, or set PYTHON."
 fi
-facts=$("$python" -c '
-import sys
-sys.path.insert(0, sys.argv[1])
+in_project() { # $1: Python code that may import from the project; the rest are its arguments
+    "$python" -c "import sys; sys.path.insert(0, sys.argv.pop(1))"$'\n'"$1" "$project" "${@:2}"
+}
+facts=$(in_project '
 try:
     import matplotlib, tabulate, torch
     from support.reporting import hardware, versions
@@ -92,7 +93,7 @@ except ImportError as error:
 gpus = torch.cuda.device_count()
 print(gpus)
 print("device", hardware(torch.device("cuda" if gpus else "cpu"))["gpu" if gpus else "cpu"])
-print("cores", hardware(torch.device("cpu"))["cores"], "versions", versions())' "$project") ||
+print("cores", hardware(torch.device("cpu"))["cores"], "versions", versions())') ||
     die "A package is missing: make setup installs all into .venv (then set PYTHON=.venv/bin/python if another environment is active); or pip install -r requirements.txt."
 gpus=${facts%%$'\n'*}
 ranks=${NUM_GPUS:-$((gpus > 0 ? gpus : 2))}
@@ -111,8 +112,8 @@ arguments+=("$@")
 # strategy uses every flag.
 asked=${strategies[0]}
 [[ $named != *" infinity "* ]] || asked=infinity
-"$python" -c 'import sys; sys.path.insert(0, sys.argv[1]); from support import preflight; preflight.start(sys.argv[2:])' \
-    "$project" --model "$model" --strategy "$asked" "${arguments[@]}" || exit 2
+in_project 'from support import preflight; preflight.start(sys.argv[1:])' \
+    --model "$model" --strategy "$asked" "${arguments[@]}" || exit 2
 
 # ------------------------------------------------------------------------------------------ the folder of this comparison
 
@@ -166,7 +167,7 @@ run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments f
     shift 2
     # A signal may end either of these commands; then nothing is started, and the report is still written.
     scratch=$(mktemp -d) || return 0 # NVMe files, and whatever a run that is killed leaves behind
-    port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])') || return 0
+    port=$(in_project 'from support.launch import free_port; print(free_port())') || return 0
     [[ $interrupted == 0 ]] || return 0
     rm -rf "$folder" && mkdir -p "$folder"
     local command=(

@@ -51,10 +51,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from support import checkpoint, data, memory, models, reporting
-from support.config import EMBEDDED_MODEL, complete_ds_config, lookup
+from support.config import EMBEDDED_MODEL, complete_ds_config, uses_nvme
 from support.distributed import Run, describe_difference, open_store
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, TrainingError, UserError
 from support.launch import exit_before_start, keep_freed_memory
+from support.sharding import base_optimizer
 
 STOP_CHECK_BATCHES = 8  # batches of an evaluation between two looks whether a signal came: each look waits for all ranks
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -134,8 +135,7 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Bluepr
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    zero = args.ds_config_dict["zero_optimization"]
-    if "nvme" in (lookup(zero, "offload_optimizer.device"), lookup(zero, "offload_param.device")):
+    if uses_nvme(args.ds_config_dict):
 
         def make_folder() -> str:
             folder = preflight.make_nvme_folder(
@@ -384,7 +384,7 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
     on the device instead (GradScaler's way); the run then ends where the loss is next logged, its weights unharmed.
     """
     held_back.logical_or_(~torch.isfinite(loss))
-    base = getattr(optimizer, "optimizer", optimizer)  # inside DeepSpeed's wrapper
+    base = base_optimizer(optimizer)
     scaling = scaler is not None and scaler.is_enabled()
     if isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and not scaling:
         base.found_inf = held_back.float()

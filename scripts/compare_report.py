@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import signal
 import sys
 import textwrap
@@ -28,6 +27,7 @@ from tabulate import tabulate
 from support import comparison as comparing
 from support.comparison import GB, MB, Attempt, Comparison, Row
 from support.errors import EXIT_COMPLETED, EXIT_USAGE
+from support.files import write_atomically, write_text
 
 EXIT_NOT_COMPLETED = 3
 
@@ -97,7 +97,7 @@ def write_report(comparison: Comparison, body: str, folder: Path) -> list[Path]:
     written = []
     for suffix, text in files.items():
         written.append(folder / f"comparison_results_{comparison.name}{suffix}")
-        write_atomically(written[-1], lambda path, text=text: path.write_text(text, encoding="utf-8"))
+        write_text(written[-1], text)
     return written
 
 
@@ -109,18 +109,6 @@ def draw_figure(comparison: Comparison, folder: Path) -> list[Path]:
         return []
     write_atomically(figure, lambda path: draw(comparison, path))
     return [figure]
-
-
-def write_atomically(path: Path, write) -> None:
-    """Let `write` fill a file beside `path`, and give it the name only when it is whole and on disk."""
-    beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        write(beside)
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def body_text(comparison: Comparison) -> str:
@@ -143,8 +131,13 @@ def wrapped(sentences: list[str]) -> str:
 def full_text(comparison: Comparison, body: str) -> str:
     """The .txt file: the same, then hardware, versions, date and the exact commands."""
     lines = [body, *provenance(comparison), "", "Commands:"]
-    lines += [f"  {attempt.command}" for row in comparison.rows for attempt in row.attempts if attempt.command]
+    lines += [f"  {command}" for command in commands(comparison)]
     return "\n".join(lines) + "\n"
+
+
+def commands(comparison: Comparison) -> list[str]:
+    """The exact command of each run."""
+    return [attempt.command for row in comparison.rows for attempt in row.attempts if attempt.command]
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -157,8 +150,7 @@ def as_markdown(comparison: Comparison) -> str:
         parts.append(markdown_table(*why_table(comparison)))
         parts.append("\n".join(f"- {line}" for line in comparing.explain_traffic(comparison)))
     parts.append("\n".join(f"- {line}" for line in provenance(comparison)))
-    commands = [attempt.command for row in comparison.rows for attempt in row.attempts if attempt.command]
-    parts.append("```bash\n" + "\n".join(commands) + "\n```")
+    parts.append("```bash\n" + "\n".join(commands(comparison)) + "\n```")
     return "\n\n".join(parts) + "\n"
 
 
@@ -170,15 +162,6 @@ def markdown_table(rows: list[list[str]], headers: list[str]) -> str:
 def as_json(comparison: Comparison) -> str:
     """The .json file; keys are explained in docs/MEMORY_COMPARISON.md."""
     facts = comparison.facts
-    rows = []
-    for row in [*comparison.rows, *filter(None, [comparison.control])]:
-        numbers = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "attempts"}
-        numbers["attempts"] = [
-            {"status": attempt.status, "reason": attempt.reason, "folder": str(attempt.folder), "command": attempt.command,
-             "started_at": attempt.results.get("started_at"), "samples_per_second": attempt.results.get("samples_per_second")}
-            for attempt in row.attempts
-        ]  # fmt: skip
-        rows.append(numbers)
     report = {
         "schema_version": 1,
         "name": comparison.name,
@@ -194,10 +177,21 @@ def as_json(comparison: Comparison) -> str:
         "versions": facts.get("versions"),
         "verdict": comparing.verdict(comparison),
         "communication": comparing.explain_traffic(comparison),
-        "control": rows.pop() if comparison.control else None,
-        "strategies": rows,
+        "control": row_as_dict(comparison.control) if comparison.control else None,
+        "strategies": [row_as_dict(row) for row in comparison.rows],
     }
     return json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+
+
+def row_as_dict(row: Row) -> dict:
+    """One strategy's entry: its numbers, and what is worth knowing of each run."""
+    numbers = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "attempts"}
+    numbers["attempts"] = [
+        {"status": attempt.status, "reason": attempt.reason, "folder": str(attempt.folder), "command": attempt.command,
+         "started_at": attempt.results.get("started_at"), "samples_per_second": attempt.results.get("samples_per_second")}
+        for attempt in row.attempts
+    ]  # fmt: skip
+    return numbers
 
 
 # ------------------------------------------------------------------------------------------------ tables

@@ -29,10 +29,10 @@ from safetensors.torch import save_file
 from support.data import tokenizer_fingerprint
 from support.distributed import Run
 from support.errors import Preempted, TrainingError, UserError
-from support.sharding import MOMENTS, ShardedState
+from support.files import write_text
+from support.sharding import ShardedState
 
 FORMAT_VERSION = 1
-KINDS = ("weight", *MOMENTS)
 FILE_BYTES = 256 << 20  # of one file; so much host memory does a save need beside what training holds
 
 
@@ -53,6 +53,7 @@ class Saver:
         self.args, self.run, self.folder, self.model, self.scaler = args, run, folder / "checkpoints", model, scaler
         self.identity, self.steps_per_epoch = identity, steps_per_epoch
         self.state = self._sharded_state(model, optimizer)
+        self.may_save = self.state is not None and not args.no_save
         self._stop_before, self._saved_at = None, None
         self.seconds: list[float] = []  # that training waited for each save of this process
         if run.is_main:
@@ -74,7 +75,7 @@ class Saver:
 
     def resume(self) -> dict | None:
         """Fill weights and moments from the checkpoint that --resume means; returns its counters, None for a new run."""
-        if self.state is not None and not self.args.no_save:
+        if self.may_save:
             self.run.stop.defer()
         found = None
         if self.args.resume is not None:
@@ -109,7 +110,7 @@ class Saver:
         every, epochs = self.args.save_every, self.args.save_epochs
         if (every and meter.step % every == 0) or (epochs and meter.step % self.steps_per_epoch == 0):
             self.save(meter)
-        if self.state is not None and not self.args.no_save and self._asked(stop):
+        if self.may_save and self._asked(stop):
             self.save_and_stop(meter)
 
     def _asked(self, stop: torch.Tensor) -> bool:
@@ -218,11 +219,11 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
             "pieces": [piece for rank in ranks for piece in rank["pieces"]],
             "files": {name: found for rank in ranks for name, found in rank["files"].items()},
         }
-        _write_text(beside / "manifest.json", json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
+        write_text(beside / "manifest.json", json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
         _sync_folder(beside)
         os.replace(beside, final)
         run.temporary.remove(str(beside))
-        _write_text(folder / "latest", final.name + "\n")
+        write_text(folder / "latest", final.name + "\n")
         _sync_folder(folder)
         _sync_folder(folder.parent)
         for old in list_checkpoints(folder)[keep_last:] if keep_last else ():
@@ -269,16 +270,6 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run) -> dict:
     return {"pieces": pieces, "files": files}
 
 
-def _write_text(path: Path, text: str) -> None:
-    """Write a small file beside its name, flush it to disk, and rename it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
 def _sync_folder(folder: Path) -> None:
     """Flush the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -290,14 +281,10 @@ def _sync_folder(folder: Path) -> None:
 
 def sha256_of(path: Path) -> str:
     """Hex digest of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file) -> str:
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 

@@ -440,9 +440,8 @@ def _say_control(comparison: Comparison) -> list[str]:
     if comparison.control is None or not comparison.compared:
         return []
     reference, control = comparison.reference, comparison.control
-    higher = control.completed[0].lrs[0] / reference.completed[0].lrs[0] - 1
-    higher = f"with a learning rate {100 * higher:.0f}% higher"
-    text = f"Control: {reference.strategy} {higher} is off by up to {control.difference:.1e}"
+    higher = 100 * (control.completed[0].lrs[0] / reference.completed[0].lrs[0] - 1)
+    text = f"Control: {reference.strategy} with a learning rate {higher:.0f}% higher is off by up to {control.difference:.1e}"
     if control.departs_at:
         return [f"{text}, beyond the tolerance from step {control.departs_at} on: a fault of that size would show."]
     return [f"ℹ️  {text}, within the tolerance: a fault of that size would not show. --precision fp32 or more steps are a "
@@ -547,14 +546,12 @@ def _explain_row(row: Row, parameters: int, micro_steps: int) -> str:
     if row.strategy in ("zero3", "infinity", "fsdp"):
         per_micro_step = gathered / micro_steps
         again = f", in each of the {micro_steps} micro-batches" if micro_steps > 1 else ""
-        if row.strategy == "fsdp" and per_micro_step < 1.98:
-            reasons.append(f"parameters are gathered for forward and for backward{again}, the outermost (embeddings) only once")
-        elif per_micro_step < 1.98:
-            reasons.append(f"parameters are gathered for forward and for backward{again}, some less often")
+        but = ""
+        if per_micro_step < 1.98:
+            but = ", the outermost (embeddings) only once" if row.strategy == "fsdp" else ", some less often"
         elif per_micro_step > 2.005:
-            reasons.append(f"parameters are gathered for forward and for backward{again}, some more often than that")
-        else:
-            reasons.append(f"parameters are gathered for forward and for backward{again}")
+            but = ", some more often than that"
+        reasons.append(f"parameters are gathered for forward and for backward{again}{but}")
     return f"{text} ({'; '.join(reasons)})" if reasons else text
 
 

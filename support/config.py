@@ -259,6 +259,12 @@ def lookup(config: dict, key: str):
     return config
 
 
+def uses_nvme(config: dict) -> bool:
+    """Whether a DeepSpeed configuration keeps optimizer states or parameters on NVMe."""
+    zero = config["zero_optimization"]
+    return "nvme" in (lookup(zero, "offload_optimizer.device"), lookup(zero, "offload_param.device"))
+
+
 def _put(config: dict, key: str, value) -> None:
     *parents, last = key.split(".")
     for name in parents:

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from support.sharding import base_optimizer, local_part
+
 
 def host_bytes() -> tuple[int, int]:
     """Resident memory of this process now and at its peak, in bytes."""
@@ -78,8 +80,7 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
         "moments": bytes of Adam's moments alone (part of "optimizer"),
         "placement": "device", "host" or "nvme" for parameters, gradients and optimizer}.
     """
-    base = getattr(optimizer, "optimizer", None)  # DeepSpeed's wrapper holds the real optimizer
-    base = base if base is not None else optimizer
+    base = base_optimizer(optimizer)
     seen: set[int] = set()
     moments = _count(_optimizer_moments(base), set())
     counted = {
@@ -101,10 +102,6 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
     }
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> Counter[str]:
     """Bytes of the storages not seen before, by type of device."""
     total: Counter[str] = Counter()
@@ -112,7 +109,7 @@ def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> Counter[st
         if tensor is None or tensor.device.type == "meta":
             continue
         try:
-            storage = _local(tensor).untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()
         except (RuntimeError, NotImplementedError):  # sparse tensors and the compiler's fake ones have no storage
             continue

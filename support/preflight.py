@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 from support import launch as launching
-from support.config import EMBEDDED_MODEL, ignored_flags, lookup, parse_arguments
+from support.config import EMBEDDED_MODEL, ignored_flags, parse_arguments, uses_nvme
 from support.errors import MissingRequirement, UserError
 from support.launch import Launch
 
@@ -272,8 +272,7 @@ def check_requirements(args, device) -> None:
         MissingRequirement: a compiler, or libaio where something is kept on NVMe, is not there.
     """
     check_compiler(args.strategy, device)
-    zero = args.ds_config_dict["zero_optimization"]
-    if "nvme" in (lookup(zero, "offload_optimizer.device"), lookup(zero, "offload_param.device")):
+    if uses_nvme(args.ds_config_dict):
         check_async_io()
 
 

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import math
-import os
 import platform
 import re
 import shlex
@@ -19,12 +18,12 @@ from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from support import data, memory
 from support.communication import Traffic
 from support.distributed import Run
 from support.errors import TrainingError, UserError
+from support.files import write_text
 from support.launch import available_cores
 
 PROCESS_STARTED = psutil.Process().create_time()
@@ -141,9 +140,7 @@ class Meter:
                 # A checkpoint at an epoch's end comes before that epoch's evaluation.
                 if record["step"] < self.step or (record["step"] == self.step and "loss" in record):
                     kept.append(line + "\n")
-        beside = self._path.with_suffix(".tmp")
-        beside.write_text("".join(kept), encoding="utf-8")
-        os.replace(beside, self._path)
+        write_text(self._path, "".join(kept))
 
     def counters(self) -> dict:
         """Counts since the very start, for a checkpoint: step, samples, training_seconds, first_loss, last_loss."""
@@ -278,9 +275,7 @@ def new_output_dir(args, run: Run) -> Path:
         except OSError as error:
             raise UserError(f"--output_dir {name} cannot be created: {error.strerror}.") from error
         run.lock = lock_folder(Path(name))
-    names = [name]
-    dist.broadcast_object_list(names, src=0)
-    return Path(names[0])
+    return Path(run.from_main(name))
 
 
 def lock_folder(folder: Path):
@@ -326,7 +321,7 @@ class Results:
         """Put back the results of a run that was complete before; all ranks get the same answer, False if it was not."""
         complete = self.run.is_main and '"status": "completed"' in self._before
         if complete:
-            self._replace(self._before)
+            write_text(self.path, self._before)
         return any(self.run.gather(complete))
 
     def update(self, **facts) -> None:
@@ -341,11 +336,8 @@ class Results:
 
     def preempted(self, counters: dict, seq_length: int) -> None:
         """Write how far the run came until a signal stopped it (rank 0)."""
-        self.facts.update(
-            status="preempted", reason="stopped by a signal; a checkpoint was saved", steps=counters["step"],
-            samples=counters["samples"], tokens=counters["samples"] * seq_length, train_loss_first=counters["first_loss"],
-            train_loss_last=counters["last_loss"], training_seconds=counters["training_seconds"],
-        )  # fmt: skip
+        reason = "stopped by a signal; a checkpoint was saved"
+        self.facts.update(status="preempted", reason=reason, **progress(counters, seq_length))
         if self.run.is_main:
             self._write()
 
@@ -355,16 +347,19 @@ class Results:
         self._write()
 
     def _write(self) -> None:
-        self._replace(json.dumps(only_finite(self.facts), indent=2) + "\n")
+        write_text(self.path, json.dumps(only_finite(self.facts), indent=2) + "\n")
 
-    def _replace(self, text: str) -> None:
-        """Write beside, flush to disk, rename: results.json is whole at any moment."""
-        beside = self.path.with_suffix(f".{os.getpid()}.tmp")
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self.path)
+
+def progress(counters: dict, seq_length: int) -> dict:
+    """The meter's counters under the names of results.json."""
+    return {
+        "steps": counters["step"],
+        "samples": counters["samples"],
+        "tokens": counters["samples"] * seq_length,
+        "training_seconds": counters["training_seconds"],
+        "train_loss_first": counters["first_loss"],
+        "train_loss_last": counters["last_loss"],
+    }
 
 
 def only_finite(value):
@@ -422,12 +417,7 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
     mine["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
     ranks = run.gather(mine)
     facts = {
-        "steps": counters["step"],
-        "samples": counters["samples"],
-        "tokens": counters["samples"] * args.seq_length,
-        "training_seconds": counters["training_seconds"],
-        "train_loss_first": counters["first_loss"],
-        "train_loss_last": counters["last_loss"],
+        **progress(counters, args.seq_length),
         "eval_loss": evaluation[0] if evaluation else None,
         "perplexity": evaluation[1] if evaluation else None,
         "seconds_to_first_step": meter.first_step_at - PROCESS_STARTED if meter.first_step_at else None,

@@ -62,7 +62,7 @@ class ShardedState:
 
     def __init__(self, model: nn.Module, optimizer):
         self.wrapper = optimizer if hasattr(optimizer, "optimizer") else None
-        self.base = optimizer.optimizer if self.wrapper else optimizer
+        self.base = base_optimizer(optimizer)
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters() if p.requires_grad}
         self.stage3 = hasattr(self.wrapper, "fp32_partitioned_groups_flat")
@@ -75,7 +75,7 @@ class ShardedState:
     @staticmethod
     def knows(optimizer) -> bool:
         """Whether this is an AdamW, PyTorch's or DeepSpeed's for the CPU; a DeepSpeed file may choose any other optimizer."""
-        base = getattr(optimizer, "optimizer", optimizer)
+        base = base_optimizer(optimizer)
         return isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "ds_opt_adam")
 
     # -------------------------------------------------------------------------------- what lies where
@@ -129,7 +129,7 @@ class ShardedState:
                 if moment not in state or state[moment].numel() != shard.key.numel():
                     state[moment] = torch.zeros_like(shard.key.data)
         tensors = {"weight": shard.key.data, **{moment: state[moment] for moment in MOMENTS if moment in state}}
-        yield {name: _local(tensor).view(-1) for name, tensor in tensors.items()}
+        yield {name: local_part(tensor).view(-1) for name, tensor in tensors.items()}
         if write and self.stage3:
             self.wrapper._reassign_or_swap_out_partitioned_parameters(shard.group)  # the working copy follows the master
         if swapped and write:
@@ -140,17 +140,16 @@ class ShardedState:
     @property
     def adam_step(self) -> int:
         """Updates that Adam has made; its bias correction depends on it."""
-        steps = [state["step"] for state in self.base.state.values() if "step" in state]
-        return int(steps[0]) if steps else 0
+        return int(next((state["step"] for state in self.base.state.values() if "step" in state), 0))
 
     def set_adam_step(self, step: int) -> None:
         """Set it for every master."""
         on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
+        own = hasattr(self.base, "ds_opt_adam")  # DeepSpeed's for the CPU counts in a plain number
         for shard in self.shards:
-            device = _local(shard.key).device if on_device else "cpu"
-            own = hasattr(self.base, "ds_opt_adam")  # DeepSpeed's counts in a plain number
+            device = local_part(shard.key).device if on_device else "cpu"
             self.base.state[shard.key]["step"] = step if own else torch.tensor(float(step), device=device)
-        if hasattr(self.base, "ds_opt_adam"):
+        if own:
             replay_bias_correction(self.base, step)
 
     def finish_writing(self) -> None:
@@ -182,8 +181,14 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that FSDP shards; any other tensor itself."""
     return tensor.to_local() if _is_dtensor(tensor) else tensor
+
+
+def base_optimizer(optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside DeepSpeed's wrapper; one that is not wrapped itself."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _local_range(parameter: torch.Tensor) -> tuple[int, int]:

@@ -1,0 +1,28 @@
+"""Writing a file so that it is whole at any moment: beside its name, flushed to disk, and then renamed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file beside `path`, and give it the name only when it is whole and on disk.
+
+    Raises:
+        OSError: the disk is full, or not writable; `path` is as it was.
+    """
+    beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        write(beside)
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
