@@ -4,6 +4,8 @@
 #
 # TORCH=...   what pip installs for torch, for example TORCH="torch==2.6.0"
 PYTHON ?= python3
+# Two files of tests at a time, each with half of the cores. PARALLEL= runs one test after the other.
+PARALLEL ?= -n 2 --dist loadfile
 VENV   := .venv
 BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -48,10 +50,10 @@ lint: setup-dev
 
 test: setup-dev lint
 	@echo "== Running the tests (skips are listed with their reasons at the end)"
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" $(PARALLEL)
 
 soak: setup-dev
-	$(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest -m soak $(PARALLEL)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -40,6 +41,28 @@ def skip(reason: str) -> None:
     pytest.skip(reason)
 
 
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def pytest_configure():
+    """Give each of pytest-xdist's workers cores of its own: threads that wait for a core by spinning cost minutes."""
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1 and CORES:
+        os.sched_setaffinity(0, CORES[int(worker[2:]) :: workers] or CORES)
+
+
+def compile_ops(mark: Path) -> None:
+    """Compile DeepSpeed's ops once and side by side, before several workers need one at the same time."""
+    build = "import sys; from deepspeed.accelerator import get_accelerator as a; a().create_op_builder(sys.argv[1]).load(False)"
+    with open(mark, "a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.getsize(mark) == 0:
+            builders = ("AsyncIOBuilder", "CPUAdamBuilder", "ShareMemCommBuilder", "PinMemoryBuilder")
+            for process in [start([sys.executable, "-c", build, name], cores=CORES) for name in builders]:
+                process.communicate()  # what cannot be compiled here is for the tests to say
+            lock.write("done")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
     """A home of its own for every cache but the compiled ops, which take minutes to build."""
@@ -49,6 +72,8 @@ def environment(tmp_path_factory):
     os.environ.update(HF_HOME=str(home / "hf"), TMPDIR=str(tmp_path_factory.mktemp("tmp")), NO_PROXY="127.0.0.1")
     tempfile.tempdir = None
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        compile_ops(tmp_path_factory.getbasetemp().parent / "compiled")
 
 
 @dataclass
@@ -104,12 +129,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(command: list, env: dict | None = None, cwd: Path | None = None) -> subprocess.Popen:
+def start(command: list, env: dict | None = None, cwd: Path | None = None, cores: list | None = None) -> subprocess.Popen:
     """Start a command in a session of its own; Ctrl-C works in it even where these tests run in the background."""
+
+    def prepare():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if cores:
+            os.sched_setaffinity(0, cores)
+
     return subprocess.Popen(
         [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd or PROJECT,
         env={**os.environ, **{k: str(v) for k, v in (env or {}).items()}}, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=prepare,
     )  # fmt: skip
 
 

@@ -7,11 +7,13 @@
     kill:RANK:N        that rank is killed (SIGKILL) at its N-th micro-batch
     oom:N              every rank asks for more memory than there is at its N-th micro-batch
     kill_saving:WHAT:N the process is killed (SIGKILL) before the N-th tensor file, or manifest, of a checkpoint is written
+    full_disk:RANK:N   the N-th tensor file that this rank writes finds no room: a node whose own disk is full
     witness:FILE       no fault: what DeepSpeed's own communication logger counted goes to FILE
 
 FAULT_SCRIPT names another script than the project's.
 """
 
+import errno
 import json
 import os
 import runpy
@@ -106,7 +108,7 @@ def main() -> None:
     elif kind == "kill_saving":
         from support import checkpoint
 
-        name = {"tensors": "save_file", "manifest": "_write_text"}[values[0]]
+        name = {"tensors": "save_file", "manifest": "write_text"}[values[0]]
         write, calls = getattr(checkpoint, name), [0]
 
         def killed(*args):
@@ -116,6 +118,18 @@ def main() -> None:
             write(*args)
 
         setattr(checkpoint, name, killed)
+    elif kind == "full_disk":
+        from support import checkpoint
+
+        save_file, written = checkpoint.save_file, [0]
+
+        def save(*args):
+            written[0] += 1
+            if os.environ["RANK"] == values[0] and written[0] == int(values[1]):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            save_file(*args)
+
+        checkpoint.save_file = save
     elif kind == "witness":
         let_deepspeed_witness(":".join(values))
     elif kind == "gpus":

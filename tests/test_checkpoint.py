@@ -156,6 +156,22 @@ def test_exit_code_of_a_run_that_was_stopped(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["status"] == "preempted"
 
 
+def test_a_signal_during_an_evaluation(script, tmp_path):
+    """Before the first step at that, when there are no moments to save."""
+    work = [*ON_ONE, "--eval_first", "--eval_samples", "500", "--max_steps", "3", "--output_dir"]
+    process = start([*launcher_command("python", 1), SCRIPT, *work, tmp_path / "stopped"])
+    while "Dataset ready" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGUSR1)
+    finish(process, 30)
+    assert process.returncode == 75
+    assert checkpoints(tmp_path / "stopped") == ["latest", "step-00000000"]
+    script(*work, tmp_path / "stopped", "--resume", "--no_save")
+    script(*work, tmp_path / "whole")
+    assert history(tmp_path / "stopped") == history(tmp_path / "whole")
+
+
 def test_a_broken_checkpoint_is_passed_over(script, alone, copy):
     def file(step):
         return next((copy / "checkpoints" / f"step-{step:08d}").glob("*.safetensors"))
@@ -313,6 +329,14 @@ def test_full_disk_keeps_the_checkpoint_before(script, tmp_path):
         assert json.loads((disk / "out" / "results.json").read_text())["status"] == "failed"
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_disk_that_is_full_for_one_rank_only(script, tmp_path):
+    run = script(*ON_TWO, "--strategy", "zero1", "--save_every", "2", "--output_dir", tmp_path, folder=tmp_path, ok=False,
+                 program=FAULT, env={"FAULT": "full_disk:1:2"}, launcher="torchrun", ranks=2, timeout=60)  # fmt: skip
+    assert run.code != 0 and "No space left" in run.error and "rank 1" in run.error
+    assert run.results["status"] == "failed" and descendants_of_test() == []
+    assert checkpoints(tmp_path) == ["latest", "step-00000002"]
 
 
 def test_keep_last(script, tmp_path):
