@@ -100,7 +100,7 @@ ranks=${NUM_GPUS:-$((gpus > 0 ? gpus : 2))}
 ((gpus == 0 || ranks <= gpus)) || die "NUM_GPUS=$ranks, but only $gpus GPU(s) are visible: ask for fewer, or check CUDA_VISIBLE_DEVICES."
 
 # Dropout off: it would draw other numbers for each strategy, and the losses could not be compared.
-arguments=(--dropout 0 --no_eval --no_save)
+arguments=(--dropout 0 --no_eval --no_save --no_export)
 cap=""
 if [[ $cap_steps == yes ]]; then
     cap=30

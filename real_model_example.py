@@ -50,7 +50,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from support import checkpoint, data, memory, models, reporting
+from support import checkpoint, data, export, memory, models, reporting, sampling
 from support.config import EMBEDDED_MODEL, complete_ds_config, uses_nvme
 from support.distributed import Run, describe_difference, open_store
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, TrainingError, UserError
@@ -58,7 +58,6 @@ from support.launch import exit_before_start, keep_freed_memory
 from support.sharding import base_optimizer
 
 STOP_CHECK_BATCHES = 8  # batches of an evaluation between two looks whether a signal came: each look waits for all ranks
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # ============================================================================================ the process group
@@ -267,7 +266,7 @@ def shard_with_zero3(blueprint: models.Blueprint, run: Run, args, precision: str
 
     model = blueprint.load(run, dtype="auto")  # in the file's own type: converting here would copy the whole model
     with quiet(args.verbose):
-        deepspeed.zero.Init(module=OneByOne(model, DTYPES[precision]), config_dict_or_path=args.ds_config_dict)
+        deepspeed.zero.Init(module=OneByOne(model, models.DTYPES[precision]), config_dict_or_path=args.ds_config_dict)
     for buffer in model.buffers():  # they are not split, and DeepSpeed leaves them where they are
         buffer.data = buffer.data.to(run.device)
     return model
@@ -350,7 +349,7 @@ def autocast(model: nn.Module, device: torch.device, precision: str):
     DeepSpeed's engine has converted the weights, and FSDP2 converts them to bf16 as it gathers them (its policy).
     """
     converted = hasattr(model, "set_gradient_accumulation_boundary") or (isinstance(model, FSDPModule) and precision == "bf16")
-    return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32" and not converted)
+    return torch.autocast(device.type, models.DTYPES[precision], enabled=precision != "fp32" and not converted)
 
 
 @contextlib.contextmanager
@@ -396,10 +395,9 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
 def windows_of_epoch(train: data.TokenFile, epoch: int, done: int, args, run: Run):
     """This rank's micro-batches (inputs, labels) of each optimizer step of one epoch, on the device; see data.windows.
 
-    The first `done` steps are left out: a resumed run has them behind it.
+    The first `done` blocks are left out: a resumed run has them behind it.
     """
-    global_batch = args.batch_size * args.gradient_accumulation_steps * run.world_size
-    order = data.epoch_order(train.blocks, args.seed, epoch)[done * global_batch :]
+    order = data.epoch_order(train.blocks, args.seed, epoch)[done:]
     windows = data.windows(train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size)
     return data.prefetch(windows, run.device)
 
@@ -410,7 +408,7 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
     held_back = torch.zeros((), dtype=torch.bool, device=run.device)
 
     meter.start_epoch(epoch, train, args)
-    for window in windows_of_epoch(train, epoch, meter.batch, args, run):
+    for window in windows_of_epoch(train, epoch, meter.position, args, run):
         lr = learning_rate(meter.step, meter.total_steps, args)
         set_learning_rate(optimizer, lr)
         tokens, stop = count_tokens(window, run)
@@ -452,7 +450,7 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
     held_back = torch.zeros((), dtype=torch.bool, device=run.device)
 
     meter.start_epoch(epoch, train, args)
-    for window in windows_of_epoch(train, epoch, meter.batch, args, run):
+    for window in windows_of_epoch(train, epoch, meter.position, args, run):
         if engine.lr_scheduler is None:  # a user's DeepSpeed file may bring its own
             set_learning_rate(engine.optimizer, learning_rate(meter.step, meter.total_steps, args))
         lr = engine.optimizer.param_groups[0]["lr"]
@@ -509,6 +507,21 @@ def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) 
     return loss, math.exp(loss) if loss < 700 else math.inf
 
 
+def generate(model, blueprint: models.Blueprint, args, run: Run, precision: str) -> str:
+    """Print and return a continuation of --generate."""
+    model.eval()
+
+    def forward(**inputs):
+        with autocast(model, run.device, precision):
+            return model(**inputs)
+
+    limit = models.max_positions(blueprint.config)
+    with torch.compiler.set_stance("force_eager"):  # what was compiled is for blocks of one length
+        text = sampling.sample_text(forward, blueprint.tokenizer, args.generate, run.device, limit, args.seed)
+    run.say(f"💬 {text}")
+    return text
+
+
 # ============================================================================================ the run
 
 
@@ -551,7 +564,7 @@ def train_and_evaluate(
         run.say(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
         return loss, perplexity
 
-    epoch, done = divmod(meter.step, saver.steps_per_epoch)
+    epoch, done = divmod(meter.samples_done, train.blocks)
     # A checkpoint at the end of an epoch, or of the run, came before the evaluation there.
     evaluation_is_due = args.eval and meter.step > 0 and (done == 0 or meter.finished)
     if args.eval_only or evaluation_is_due or (args.eval_first and meter.step == 0):
@@ -612,17 +625,15 @@ def train_one_model(args, run: Run):
     if run.device.type == "cpu":
         keep_freed_memory()
 
-    per_epoch = data.steps_per_epoch(train.blocks, world_batch)
-    epochs = args.epochs or (math.ceil(args.max_steps / per_epoch) if args.max_steps else 1)
-    total_steps = min(epochs * per_epoch, args.max_steps or epochs * per_epoch)
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16" and not args.ds_config_dict)
-    identity = checkpoint.identify(args, run, precision, blueprint, dataset, model, total_steps)
-    saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, per_epoch)
-    counters = saver.resume()
-    if counters and counters["step"] >= total_steps and results.restore():
+    identity = checkpoint.identify(args, run, precision, blueprint, dataset, model)
+    saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, blueprint)
+    before = saver.resume()
+    steps = data.total_steps(train.blocks, world_batch, args.epochs, args.max_steps, before["step"], before["samples"])
+    if before["step"] >= steps and results.restore():
         run.say("✅ This run was complete already.")
         return model
-    meter = reporting.Meter(run, folder, 0 if args.eval_only else total_steps, args.logging_steps, counters)
+    meter = reporting.Meter(run, folder, 0 if args.eval_only else steps, args.logging_steps, before)
     try:
         evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, precision, meter, saver)
     except Preempted:
@@ -636,6 +647,12 @@ def train_one_model(args, run: Run):
     run.say("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
     reporting.say_memory(run, results.facts["memory"])
     reporting.say_throughput(run, results.facts)
+    if args.generate:
+        results.update(sample=generate(model, blueprint, args, run, precision))
+    if not (args.no_export or args.eval_only):
+        card = export.model_card(results.facts, saver.identity)
+        target = export.export_model(model, saver.state, blueprint, folder, args, run, card)
+        results.update(export=str(target))
     results.complete()
     run.say(f"📁 {results.path}")
     return model

@@ -2,11 +2,15 @@
 
     <output_dir>/checkpoints/step-00000004/
         rank-00000-000.safetensors …    what each rank holds: per piece of a parameter its fp32 weight and Adam's moments
-        manifest.json                   every piece and where it lies; step, epoch, counters; size and SHA-256 of each file
+        model/                          configuration and tokenizer, so that a checkpoint can be exported by itself
+        manifest.json                   every piece and where it lies; step, counters; size and SHA-256 of each file
     <output_dir>/checkpoints/latest     name of the newest one
 
 A save is written into a folder of another name, each file flushed to disk, the manifest last; then the folder gets its
 name, and then `latest` names it. Whatever is interrupted leaves the checkpoint before as it was.
+
+A piece says which elements of which parameter it holds, and nothing of strategies or ranks: so any strategy on any number
+of ranks reads what any other has written, each rank just the elements that it will hold.
 """
 
 from __future__ import annotations
@@ -24,16 +28,19 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from support import export
 from support.data import tokenizer_fingerprint
 from support.distributed import Run
 from support.errors import Preempted, TrainingError, UserError
-from support.files import write_text
+from support.files import sync_folder, write_text
 from support.sharding import ShardedState
 
 FORMAT_VERSION = 1
 FILE_BYTES = 256 << 20  # of one file; so much host memory does a save need beside what training holds
+GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # of an optimizer's parameter groups
+NEW_RUN = {"step": 0, "samples": 0, "training_seconds": 0.0, "first_loss": None, "last_loss": None}
 
 
 class Saver:
@@ -46,35 +53,33 @@ class Saver:
         model, optimizer: as wrapped by the strategy; for DeepSpeed the engine and its optimizer.
         scaler: torch's GradScaler.
         identity: what this run is, see `identify`.
-        steps_per_epoch: optimizer steps.
+        blueprint: the model's description.
     """
 
-    def __init__(self, args, run: Run, folder: Path, model, optimizer, scaler, identity: dict, steps_per_epoch: int):
+    def __init__(self, args, run: Run, folder: Path, model, optimizer, scaler, identity: dict, blueprint):
         self.args, self.run, self.folder, self.model, self.scaler = args, run, folder / "checkpoints", model, scaler
-        self.identity, self.steps_per_epoch = identity, steps_per_epoch
-        self.state = self._sharded_state(model, optimizer)
-        self.may_save = self.state is not None and not args.no_save
+        self.identity, self.blueprint = identity, blueprint
+        self.state = None if args.eval_only else ShardedState(getattr(model, "module", model), optimizer, run.device)
+        self.may_save = self._may_save(optimizer)
         self._stop_before, self._saved_at = None, None
         self.seconds: list[float] = []  # that training waited for each save of this process
         if run.is_main:
             for partial in self.folder.glob(".step-*.partial"):  # of a save that was interrupted
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _sharded_state(self, model, optimizer) -> ShardedState | None:
-        """None where nothing is to be saved or resumed."""
-        wished = self.args.save_every or self.args.save_epochs or self.args.resume is not None
-        if self.args.eval_only or (self.args.no_save and not wished):
-            return None
-        if ShardedState.knows(optimizer):
-            return ShardedState(getattr(model, "module", model), optimizer)
-        if wished:
+    def _may_save(self, optimizer) -> bool:
+        if self.args.eval_only:
+            return False
+        known = ShardedState.knows(optimizer)
+        if not known and (self.args.save_every or self.args.save_epochs or self.args.resume is not None):
             raise UserError("Checkpoints know AdamW's states only: leave the optimizer out of the DeepSpeed file, or leave out "
                             "--save_every, --save_epochs and --resume.")  # fmt: skip
-        self.run.warn("The DeepSpeed file's optimizer is not AdamW: a signal will end this run without a checkpoint.")
-        return None
+        if not known and not self.args.no_save:
+            self.run.warn("The DeepSpeed file's optimizer is not AdamW: a signal will end this run without a checkpoint.")
+        return known and not self.args.no_save
 
-    def resume(self) -> dict | None:
-        """Fill weights and moments from the checkpoint that --resume means; returns its counters, None for a new run."""
+    def resume(self) -> dict:
+        """Fill weights and moments from the checkpoint that --resume means; returns its counters, or those of a new run."""
         if self.may_save:
             self.run.stop.defer()
         found = None
@@ -85,18 +90,34 @@ class Saver:
         if self.run.is_main:
             set_aside(self.folder, found[1]["counters"]["step"] if found else 0)
         if found is None:
-            return None
+            return NEW_RUN
         path, manifest = found
         check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.run)
         load(path, manifest, self.state)
+        self._read_buffers(path / "model" / "buffers.safetensors")
         self._set_scaling(manifest["scaling"])
-        if manifest["lr_scheduler"]:
-            self.model.lr_scheduler.load_state_dict(manifest["lr_scheduler"])
-            for group, saved in zip(self.state.base.param_groups, manifest["groups"], strict=True):
-                group.update(lr=saved["lr"], betas=tuple(saved["betas"]))
+        self._set_schedule(manifest)
         self.run.say(f"▶️  Resumed from {path}")
-        self._saved_at = manifest["counters"]["step"]
+        self._saved_at = manifest["counters"]["step"] if path.parent == self.folder else None
         return manifest["counters"]
+
+    def _read_buffers(self, file: Path) -> None:
+        saved = load_file(file) if file.exists() else {}
+        for name, buffer in getattr(self.model, "module", self.model).named_buffers():
+            if name in saved:
+                buffer.copy_(saved[name])
+
+    def _set_schedule(self, manifest: dict) -> None:
+        """Let the schedule of a user's DeepSpeed file go on; our own is a function of the step."""
+        mine, saved = getattr(self.model, "lr_scheduler", None), manifest["lr_scheduler"]
+        if mine and saved:
+            mine.load_state_dict(saved)
+            for group, values in zip(self.state.base.param_groups, manifest["groups"], strict=True):
+                group.update(lr=values["lr"], betas=tuple(values["betas"]))
+        elif mine:
+            self.run.warn("--resume: the checkpoint has no state of the DeepSpeed file's scheduler, which begins anew.")
+        elif saved:
+            self.run.warn("--resume: the checkpoint's scheduler was a DeepSpeed file's; from here on --lr_scheduler decides.")
 
     def after_step(self, meter, stop: torch.Tensor) -> None:
         """Save if it is time to; save and end if a rank was asked to stop. Call it on every rank, after each step.
@@ -108,7 +129,7 @@ class Saver:
             Preempted: the run was asked to stop, and its checkpoint is complete.
         """
         every, epochs = self.args.save_every, self.args.save_epochs
-        if (every and meter.step % every == 0) or (epochs and meter.step % self.steps_per_epoch == 0):
+        if (every and meter.step % every == 0) or (epochs and meter.at_end_of_epoch):
             self.save(meter)
         if self.may_save and self._asked(stop):
             self.save_and_stop(meter)
@@ -138,56 +159,78 @@ class Saver:
         scheduler = getattr(self.model, "lr_scheduler", None)  # only where a user's DeepSpeed file brings one
         facts = {"counters": meter.counters(), "scaling": self._scaling(), "identity": self.identity,
                  "lr_scheduler": scheduler.state_dict() if scheduler else {},
-                 "groups": [{"lr": g["lr"], "betas": list(g["betas"])} for g in self.state.base.param_groups]}  # fmt: skip
-        path = save(self.folder, meter.step, facts, self.state, self.run, self.args.keep_last)
+                 "groups": [{key: group[key] for key in GROUP_KEYS} for group in self.state.base.param_groups]}  # fmt: skip
+        path = save(self.folder, meter.step, facts, self.state, self.run, self.args.keep_last, self._write_model)
         self._saved_at = meter.step
         self.seconds.append(time.monotonic() - begun)
         self.run.say(f"💾 {path} ({self.seconds[-1]:.1f} s)")
         meter.restart_clock()
 
+    def _write_model(self, folder: Path) -> None:
+        export.describe(self.blueprint.config, self.blueprint.generation, self.blueprint.tokenizer, folder)
+        if buffers := export.persistent_buffers(getattr(self.model, "module", self.model)):
+            save_file(buffers, folder / "buffers.safetensors")
+
     def _scaling(self) -> dict:
         """The loss scaler's state, torch's or DeepSpeed's; {} without one (all but fp16)."""
         if self.scaler.is_enabled():
             return self.scaler.state_dict()
-        theirs = getattr(self.state.wrapper, "loss_scaler", None)
+        theirs = self._deepspeed_scaler()
         names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-        return {name: getattr(theirs, name) for name in names if hasattr(theirs, name)}
+        return {name: getattr(theirs, name) for name in names} if theirs else {}
 
     def _set_scaling(self, saved: dict) -> None:
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(saved)
+        """Go on with a scaler's state; of the other library's only the scale itself is taken."""
+        scale, theirs = saved.get("scale", saved.get("cur_scale")), self._deepspeed_scaler()
+        if scale is None:
             return
-        for name, value in saved.items():
-            setattr(self.state.wrapper.loss_scaler, name, value)
+        if self.scaler.is_enabled():
+            state = saved if "scale" in saved else {"scale": scale}
+            self.scaler.load_state_dict({**self.scaler.state_dict(), **state})
+        elif theirs:
+            for name, value in saved.items() if "cur_scale" in saved else [("cur_scale", scale)]:
+                setattr(theirs, name, value)
+
+    def _deepspeed_scaler(self):
+        """DeepSpeed's dynamic loss scaler, if it has one."""
+        theirs = getattr(self.state.wrapper, "loss_scaler", None)
+        return theirs if hasattr(theirs, "last_overflow_iter") else None
 
 
-def identify(args, run: Run, precision: str, blueprint, dataset: dict, model, total_steps: int) -> dict:
+def identify(args, run: Run, precision: str, blueprint, dataset: dict, model) -> dict:
     """What should be the same in a run that goes on from a checkpoint: {"hard": …, "soft": …, "told": …}.
 
-    "hard" differences make the tensors useless, or are not supported; "soft" ones change what is trained on; "told" ones
-    are the user's to choose, and are only mentioned.
+    "hard" differences make the tensors useless; "soft" ones change what is trained on; "told" ones are the user's to
+    choose, and are only mentioned.
     """
-    shapes = [(name, list(getattr(p, "ds_shape", p.shape))) for name, p in getattr(model, "module", model).named_parameters()]
+    named = getattr(model, "module", model).named_parameters()
     hard = {
-        "parameters": blueprint.parameters, "shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
-        "tokenizer": tokenizer_fingerprint(blueprint.tokenizer), "strategy": args.strategy, "ranks": run.world_size,
-        "precision": precision,
-    }  # fmt: skip
+        "parameters": blueprint.parameters,
+        "shapes": digest_of_shapes({name: getattr(p, "ds_shape", p.shape) for name, p in named}),
+        "tokenizer": tokenizer_fingerprint(blueprint.tokenizer),
+    }
     soft = {
         "model": args.model, "dataset": dataset["sha256"], "blocks": dataset["blocks"], "seq_length": args.seq_length,
-        "seed": args.seed, "batch_size": args.batch_size, "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "seed": args.seed, "global batch": args.batch_size * args.gradient_accumulation_steps * run.world_size,
     }  # fmt: skip
     told = {
-        "lr": args.lr, "lr_scheduler": args.lr_scheduler, "warmup_steps": args.warmup_steps, "total steps": total_steps,
+        "strategy": args.strategy, "ranks": run.world_size, "precision": precision, "batch_size": args.batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps, "epochs": args.epochs, "max_steps": args.max_steps,
+        "lr": args.lr, "lr_scheduler": args.lr_scheduler, "warmup_steps": args.warmup_steps,
         "weight_decay": args.weight_decay, "max_grad_norm": args.max_grad_norm, "dropout": args.dropout,
     }  # fmt: skip
     return {"hard": hard, "soft": soft, "told": told}
 
 
+def digest_of_shapes(shapes: dict) -> str:
+    """SHA-256 of the names and shapes of a model's parameters, in whatever order they come."""
+    return hashlib.sha256(json.dumps(sorted((name, list(shape)) for name, shape in shapes.items())).encode()).hexdigest()
+
+
 # ------------------------------------------------------------------------------------------------ saving
 
 
-def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, keep_last: int | None) -> Path:
+def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, keep_last: int | None, describe) -> Path:
     """Write a checkpoint; every rank calls it, and returns when it is complete and on disk.
 
     Args:
@@ -197,6 +240,7 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
         state: where this rank's tensors are.
         run: the ranks.
         keep_last: remove all but so many afterwards; None keeps all.
+        describe: writes the model's description into the folder that it is given.
     Returns:
         The new checkpoint's folder.
     Raises:
@@ -212,20 +256,22 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
     ranks = run.gather(_write_tensors(beside, state, run))
     if run.is_main:
         manifest = {
-            "format_version": FORMAT_VERSION,
             **facts,
             "adam_step": state.adam_step,
             "shapes": {name: list(shape) for name, shape in state.shapes.items()},
             "pieces": [piece for rank in ranks for piece in rank["pieces"]],
             "files": {name: found for rank in ranks for name, found in rank["files"].items()},
         }
-        write_text(beside / "manifest.json", json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
-        _sync_folder(beside)
+        describe(beside / "model")
+        manifest["files"] |= {f"model/{path.name}": facts_of(path) for path in sorted((beside / "model").iterdir())}
+        sync_folder(beside / "model")
+        write_manifest(beside, manifest)
+        sync_folder(beside)
         os.replace(beside, final)
         run.temporary.remove(str(beside))
         write_text(folder / "latest", final.name + "\n")
-        _sync_folder(folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder)
+        sync_folder(folder.parent)
         for old in list_checkpoints(folder)[keep_last:] if keep_last else ():
             shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
@@ -239,9 +285,7 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run) -> dict:
     def flush() -> None:
         name = f"rank-{run.rank:05d}-{len(files):03d}.safetensors"
         save_file(tensors, folder / name)
-        with open(folder / name, "rb+") as file:
-            os.fsync(file.fileno())
-        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
+        files[name] = facts_of(folder / name)
         tensors.clear()
 
     most = FILE_BYTES // 12  # elements in a file, of three fp32 tensors
@@ -270,13 +314,17 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run) -> dict:
     return {"pieces": pieces, "files": files}
 
 
-def _sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def write_manifest(folder: Path, manifest: dict) -> None:
+    """Complete a checkpoint: what has a manifest is whole."""
+    manifest = {"format_version": FORMAT_VERSION, **manifest}
+    write_text(folder / "manifest.json", json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
+
+
+def facts_of(path: Path) -> dict:
+    """Flush a file to disk; returns its size and digest for the manifest."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def sha256_of(path: Path) -> str:
@@ -325,6 +373,24 @@ def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
     if named or run.from_main(bool(candidates)):
         raise UserError(f"--resume: there is no whole checkpoint in {folder}; remove the folder to start anew.")
     return None
+
+
+def open_alone(wanted: Path) -> tuple[Path, dict]:
+    """A checkpoint for a program that is no run: (its folder, its manifest), every file checked.
+
+    Args:
+        wanted: a checkpoint's folder, a run's, or a run's folder of checkpoints, of which the newest is taken.
+    Raises:
+        UserError: it is no checkpoint, or not whole.
+    """
+    if not (wanted / "manifest.json").exists():
+        found = list_checkpoints(wanted / "checkpoints" if (wanted / "checkpoints").is_dir() else wanted)
+        wanted = found[0] if found else wanted
+    manifest, why = read_manifest(wanted)
+    why = why or next((found for name, facts in manifest["files"].items() if (found := _broken(wanted / name, facts))), "")
+    if why:
+        raise UserError(f"{wanted}: {why}.")
+    return wanted, manifest
 
 
 def set_aside(folder: Path, step: int) -> None:
@@ -393,6 +459,10 @@ class Reader:
             source = Source(piece["start"], piece["numel"], piece["file"], key, piece["moments"])
             self._sources.setdefault(piece["name"], []).append(source)
 
+    def close(self) -> None:
+        """Close the files that are open; the next read opens them again."""
+        self._files.clear()
+
     def _open(self, name: str):
         if name not in self._files:
             try:
@@ -440,14 +510,14 @@ def check_same_run(saved: dict, now: dict, forced: bool, run: Run) -> None:
     """Refuse a checkpoint of another run.
 
     Args:
-        saved, now: what `identify` said then, and says now.
+        saved, now: what `identify` said then, and says now. What is not known of then is not compared.
         forced: --resume_force: soft differences are only told.
     Raises:
         UserError: names the differences.
     """
     for kind in ("hard", "soft", "told"):
         there, here = saved[kind], now[kind]
-        found = [f"{key} {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]
+        found = [f"{key} {there[key]} there, {here[key]} here" for key in here if key in there and there[key] != here[key]]
         if not found:
             continue
         if kind == "told" or (kind == "soft" and forced):

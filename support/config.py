@@ -74,6 +74,13 @@ def probability(text: str) -> float:
     return value
 
 
+def prompt(text: str) -> str:
+    """A text to continue."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("an empty prompt cannot be continued")
+    return text
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with an error of one line."""
 
@@ -144,7 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", help="folder for results.json and metrics.jsonl (default: runs/<model>-<strategy>-<time>)")
-    add("--overwrite", action="store_true", help="replace the results of another run in --output_dir")
+    add("--overwrite", action="store_true", help="replace another run's results in --output_dir, or what is in --export_hf")
     add("--save_every", type=positive_int, metavar="N", help="write a checkpoint every N optimizer steps (default: none)")
     add("--save_epochs", action="store_true", help="write a checkpoint at the end of each epoch")
     add("--keep_last", type=positive_int, metavar="K", help="keep the newest K checkpoints only (default: all)")
@@ -152,6 +159,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--resume", nargs="?", const="", metavar="PATH",
         help="go on from the newest whole checkpoint in --output_dir (from the start if there is none), or from PATH")
     add("--resume_force", action="store_true", help="resume although the text, the batch or the seed is another")
+    add("--export_hf", metavar="DIR", help="where the trained model goes, for from_pretrained (default: hf in --output_dir)")
+    add("--no_export", action="store_true", help="do not write the trained model")
+    add("--export_dtype", choices=("fp32", "bf16", "fp16"), default="fp32",
+        help="type of the exported weights (default: %(default)s, as they are trained)")
+    add("--generate", type=prompt, metavar="PROMPT", help="print a continuation of this text at the end")
     add("--logging_steps", type=positive_int, default=10, help="optimizer steps between two lines (default: %(default)s)")
     add("--verbose", action="store_true", help="show third-party messages and tracebacks")
     return parser
@@ -181,6 +193,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         raise UserError("--no_save contradicts --save_every and --save_epochs: leave one out.")
     if args.eval_only and (args.save_every or args.save_epochs or args.resume is not None):
         raise UserError("--eval_only neither saves nor resumes: leave out --save_every, --save_epochs and --resume.")
+    if args.export_hf and (args.no_export or args.eval_only):
+        raise UserError(f"--export_hf contradicts {'--no_export' if args.no_export else '--eval_only'}: leave one out.")
     if args.dataset is None:
         args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
     if args.lr is None:

@@ -411,9 +411,25 @@ def epoch_order(blocks: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(blocks)
 
 
-def steps_per_epoch(blocks: int, global_batch: int) -> int:
-    """Optimizer steps in an epoch; the last one may see fewer blocks."""
+def steps_of(blocks: int, global_batch: int) -> int:
+    """Optimizer steps for so many blocks; the last one may see fewer than the others."""
     return -(-blocks // global_batch)
+
+
+def total_steps(blocks: int, global_batch: int, epochs: int | None, max_steps: int | None, step: int, samples: int) -> int:
+    """Optimizer steps of the whole run, those of before a resume included.
+
+    Args:
+        blocks: in an epoch.
+        global_batch: blocks in an optimizer step, from now on.
+        epochs, max_steps: what was asked for; an epoch if neither was.
+        step, samples: optimizer steps that were made before, and the blocks they saw.
+    """
+    if epochs is None and max_steps:
+        return max_steps
+    epochs_left, rest = divmod(max(0, (epochs or 1) * blocks - samples), blocks)
+    total = step + epochs_left * steps_of(blocks, global_batch) + steps_of(rest, global_batch)
+    return min(total, max_steps or total)
 
 
 def windows(file: TokenFile, order: np.ndarray, batch_size: int, accumulation: int, rank: int, world_size: int) -> Iterator:

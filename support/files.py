@@ -1,4 +1,4 @@
-"""Writing a file so that it is whole at any moment: beside its name, flushed to disk, and then renamed."""
+"""Writing files so that they are whole at any moment: beside their name, flushed to disk, and then renamed."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

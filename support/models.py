@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, PreTrainedTokenizerFast
 
 from support.config import EMBEDDED_MODEL
 from support.distributed import Run
@@ -26,6 +26,7 @@ from support.preflight import GPT2_NAMES, huggingface_home, is_local_model
 
 END_OF_TEXT = "<|endoftext|>"
 EMBEDDED_VOCABULARY = 4096
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_REMOTE_CODE = {"trust_remote_code": False}  # without it transformers asks on the terminal whether to run code
 
 # Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M parameters).
@@ -39,6 +40,7 @@ class Blueprint:
     Attributes:
         config: a transformers configuration, with the run's changes (dropout, vocabulary) made.
         tokenizer: its tokenizer.
+        generation: its generation configuration.
         weights: local folder that `load` reads.
         seed: for weights that the folder lacks.
         parameters: how many it has; tied weights count once.
@@ -49,6 +51,7 @@ class Blueprint:
 
     config: transformers.PretrainedConfig
     tokenizer: transformers.PreTrainedTokenizerBase
+    generation: GenerationConfig
     weights: str
     seed: int
     parameters: int = 0
@@ -141,7 +144,7 @@ def find_model(args, run: Run) -> Blueprint:
     config.use_cache = False
     if args.dropout is not None:
         set_dropout(config, args.dropout, run)
-    return Blueprint(config, tokenizer, found["weights"], args.seed)
+    return Blueprint(config, tokenizer, _read_generation(found["weights"], config), found["weights"], args.seed)
 
 
 def _prepare_folders(args, run: Run) -> dict:
@@ -187,6 +190,14 @@ def _read_config(folder: str, name: str):
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"--model {name} is a {config.model_type}, which is no causal language model.")
     return config
+
+
+def _read_generation(folder: str, config) -> GenerationConfig:
+    """How the model's authors want text to be generated; older models say so in their config.json, or not at all."""
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
 
 
 def _read_tokenizer(folder: str, name: str):

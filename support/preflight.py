@@ -43,6 +43,7 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
         check_model_path(args)
         check_dataset_path(args)
         check_output_dir(args)
+        check_export_folder(args)
         check_nvme_path(args)
         args.hub_offline = not reach_hub(args, launch)
         for line in ignored_flags(args) if launch.is_main else ():
@@ -105,6 +106,22 @@ def check_output_dir(args) -> None:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not os.access(existing, os.W_OK):
         raise UserError(f"--output_dir {folder}: {existing} is not writable.")
+
+
+def check_export_folder(args) -> None:
+    """A folder named for the trained model must not hold anything else, unless --overwrite says so, and never the base."""
+    if args.export_hf is None:
+        return
+    folder = Path(args.export_hf).absolute()
+    if is_local_model(args.model) and folder.resolve() == Path(args.model).expanduser().resolve():
+        raise UserError(f"--export_hf {args.export_hf} is the folder of --model: name another one.")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--export_hf {args.export_hf} is a file: name a folder.")
+    if folder.is_dir() and any(folder.iterdir()) and not args.overwrite and args.resume is None:
+        raise UserError(f"--export_hf {args.export_hf} is not empty: --overwrite replaces it; or name another folder.")
+    existing = next(parent for parent in folder.parents if parent.exists())
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"--export_hf {args.export_hf}: {existing} is not writable.")
 
 
 def check_nvme_path(args) -> None:

@@ -112,17 +112,18 @@ class StepTimer:
 class Meter:
     """Follows training step by step and keeps every number on the device until a line is logged."""
 
-    def __init__(self, run: Run, folder: Path, total_steps: int, logging_steps: int, before: dict | None = None):
+    def __init__(self, run: Run, folder: Path, total_steps: int, logging_steps: int, before: dict):
         """
         Args:
-            before: the counters of a checkpoint (`counters`), to go on from.
+            before: the counters to go on from, of a checkpoint (see `counters`) or of a new run.
         """
         self.run, self.total_steps, self.logging_steps = run, total_steps, logging_steps
         self.timer = StepTimer(run.device)
         self.traffic = Traffic()
-        self.before = before or {"step": 0, "samples": 0, "training_seconds": 0.0, "first_loss": None, "last_loss": None}
+        self.before = before
         self.step = self.before["step"]  # optimizer steps done
-        self.samples: list[int] = []  # blocks of each step of this process, over all ranks
+        self.samples_done = self.before["samples"]  # blocks that they saw, over all ranks
+        self.samples: list[int] = []  # of each step of this process
         self.losses: list[float] = []
         self.memory: dict | None = None
         self.first_step_at: float | None = None
@@ -148,7 +149,7 @@ class Meter:
         first, last = self.before["first_loss"], self.before["last_loss"]
         return {
             "step": self.step,
-            "samples": self.before["samples"] + sum(self.samples),
+            "samples": self.samples_done,
             "training_seconds": self.before["training_seconds"] + sum(sum(step.values()) for step in self.timer.steps),
             "first_loss": self.losses[0] if first is None and self.losses else first,
             "last_loss": self.losses[-1] if self.losses else last,
@@ -158,6 +159,11 @@ class Meter:
     def warmup_steps(self) -> int:
         """First steps that no average counts: compilation, first allocations, DeepSpeed's first look at the model."""
         return min(5, (self.step - self.before["step"]) // 4)
+
+    @property
+    def at_end_of_epoch(self) -> bool:
+        """Whether all of the epoch's blocks are behind the last step."""
+        return self.position == self._blocks
 
     @property
     def finished(self) -> bool:
@@ -170,7 +176,7 @@ class Meter:
             self.timer.mark(None)
 
     def start_epoch(self, epoch: int, train, args) -> None:
-        """Note how the epoch's blocks fall into steps, and start the clock.
+        """Note how the epoch's remaining blocks fall into steps, and start the clock.
 
         Args:
             epoch: counts from 1.
@@ -179,9 +185,10 @@ class Meter:
         """
         self._epoch, self._blocks, self._seq_length = epoch, train.blocks, train.seq_length
         self._global_batch = args.batch_size * args.gradient_accumulation_steps * self.run.world_size
-        per_epoch = data.steps_per_epoch(train.blocks, self._global_batch)
-        self.batch = self.step - (epoch - 1) * per_epoch  # 0, unless a resumed run starts in the middle
-        self._batches = min(per_epoch, self.batch + self.total_steps - self.step)
+        self.position = self.samples_done - (epoch - 1) * train.blocks  # 0, unless a resumed run starts in the middle
+        self._batch = data.steps_of(self.position, self._global_batch)
+        left = data.steps_of(train.blocks - self.position, self._global_batch)
+        self._batches = self._batch + min(left, self.total_steps - self.step)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -201,14 +208,16 @@ class Meter:
         """
         self.timer.end_step()
         self.traffic.end_step()
-        batch, batches = self.batch, self._batches
-        self.batch += 1
+        batch, batches = self._batch, self._batches
+        self._batch += 1
         self.step += 1
         # The last step of an epoch may see fewer blocks.
-        self.samples.append(min(self._global_batch, self._blocks - batch * self._global_batch))
+        self.samples.append(min(self._global_batch, self._blocks - self.position))
+        self.samples_done += self.samples[-1]
+        self.position += self.samples[-1]
         self._pending.append({"step": self.step, "epoch": self._epoch, "loss": loss.detach().clone(), "lr": lr,
                               "grad_norm": grad_norm, "tokens": self.samples[-1] * self._seq_length})  # fmt: skip
-        shown = batch % self.logging_steps == 0 or self.batch == batches or self.finished
+        shown = batch % self.logging_steps == 0 or self._batch == batches or self.finished
         # On a CPU nothing runs ahead, so a look at every loss costs nothing.
         if shown or self.run.device.type == "cpu":
             self.flush()

@@ -7,6 +7,7 @@ sub-groups infinity keeps on NVMe). A piece says which elements of which paramet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,11 +44,13 @@ class Shard:
 
     Attributes:
         key: what the optimizer's state is filed under.
-        pieces: whose elements it holds; without DeepSpeed's padding.
+        names: parameters that this master's counterparts on all ranks hold together, in the same order everywhere.
+        pieces: whose elements it holds itself; without DeepSpeed's padding.
         group: DeepSpeed's number of it.
     """
 
     key: torch.Tensor
+    names: list[str]
     pieces: list[Piece]
     group: int
 
@@ -58,9 +61,11 @@ class ShardedState:
     Args:
         model: the unwrapped module.
         optimizer: torch's optimizer, or DeepSpeed's wrapper around one.
+        device: for what ranks exchange.
     """
 
-    def __init__(self, model: nn.Module, optimizer):
+    def __init__(self, model: nn.Module, optimizer, device: torch.device):
+        self.device = device
         self.wrapper = optimizer if hasattr(optimizer, "optimizer") else None
         self.base = base_optimizer(optimizer)
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -84,7 +89,7 @@ class ShardedState:
         for number, (name, parameter) in enumerate(model.named_parameters()):
             if parameter.requires_grad:
                 start, numel = _local_range(parameter)
-                yield Shard(parameter, [Piece(name, start, 0, numel)] if numel else [], number)
+                yield Shard(parameter, [name], [Piece(name, start, 0, numel)] if numel else [], number)
 
     def _stage12_shards(self) -> Iterator[Shard]:
         for group, parameters in enumerate(self.wrapper.bit16_groups):
@@ -93,7 +98,8 @@ class ShardedState:
                 Piece(name, m.lp_fragment_address.start, m.hp_fragment_address.start, m.lp_fragment_address.numel)
                 for name, m in mapped
             ]
-            yield Shard(self.wrapper.single_partition_of_fp32_groups[group], pieces, group)
+            names = [self.names[id(p)] for p in parameters]
+            yield Shard(self.wrapper.single_partition_of_fp32_groups[group], names, pieces, group)
 
     def _stage3_shards(self) -> Iterator[Shard]:
         rank = dist.get_rank()
@@ -104,16 +110,17 @@ class ShardedState:
                 start = rank * numel  # every rank has as many, the last ones filled up with padding
                 if (real := min(numel, parameter.ds_numel - start)) > 0:
                     pieces.append(Piece(self.names[id(parameter)], start, offset, real))
-            yield Shard(master, pieces, group)
+            yield Shard(master, [self.names[id(p)] for p in self.wrapper.fp16_groups[group]], pieces, group)
 
     # -------------------------------------------------------------------------------- reading and writing
 
     @contextmanager
-    def open(self, shard: Shard, write: bool = False):
+    def open(self, shard: Shard, write: bool = False, moments: bool = True):
         """The flat tensors of one shard: {"weight", "exp_avg", "exp_avg_sq"}; without moments before the first update.
 
         What lies on NVMe is read for the time of the context. With `write` the moments are created where there are none,
-        and what the caller puts into the tensors is kept; call `finish_writing` after the last one.
+        and what the caller puts into the tensors is kept; call `finish_writing` after the last one. Without `moments`
+        only the weight is given, which every optimizer has.
 
         Raises:
             TrainingError: the optimizer keeps states that are not found.
@@ -121,8 +128,8 @@ class ShardedState:
         swapped = self.stage3 and self.wrapper._swappable_optimizer_subgroup(shard.group)
         if swapped:
             self.wrapper._optimizer_states_and_gradient_swap_in(shard.group)
-        state = self.base.state[shard.key] if shard.key in self.base.state or write else {}
-        if not write and bool(state) != (self.adam_step > 0):
+        state = self.base.state[shard.key] if moments and (shard.key in self.base.state or write) else {}
+        if moments and not write and bool(state) != (self.adam_step > 0):
             raise TrainingError("A part of the optimizer's states lies where checkpoints do not find it: use --no_save.")
         if write:
             for moment in MOMENTS:
@@ -136,6 +143,25 @@ class ShardedState:
             self.wrapper._optimizer_states_and_gradient_swap_out(shard.group)
         elif swapped:
             self.wrapper._release_swap_buffers(shard.group)
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every fp32 weight in turn, put together from the ranks: (name, tensor on rank 0 and None on the others).
+
+        All ranks call it together. There is one whole weight at a time.
+        """
+        is_main = dist.get_rank() == 0
+        for shard in self.shards:
+            with self.open(shard, moments=False) as held:
+                for name in shard.names:
+                    if self.replicated:
+                        yield name, held["weight"].view(self.shapes[name]) if is_main else None
+                        continue
+                    flat = torch.zeros(math.prod(self.shapes[name]), device=self.device)
+                    for piece in (piece for piece in shard.pieces if piece.name == name):
+                        part = held["weight"][piece.offset : piece.offset + piece.numel]
+                        flat[piece.start : piece.start + piece.numel].copy_(part)
+                    dist.reduce(flat, dst=0)  # every element is on one rank, and 0 on the others
+                    yield name, flat.view(self.shapes[name]) if is_main else None
 
     @property
     def adam_step(self) -> int:

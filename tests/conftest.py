@@ -23,6 +23,7 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
 SCRIPT = PROJECT / "real_model_example.py"
+FAULT = PROJECT / "tests" / "fault.py"
 SHARED = PROJECT.parent / "shared"  # real tokenizer, WikiText-2 and a stand-in for the hub, where they are at hand
 STRATEGIES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
 
@@ -183,6 +184,26 @@ def reference(script):
     run = script(*SAME_WORK, "--precision", "fp32", "--batch_size", "8")
     assert len(run.losses) == 20
     assert run.losses[-1] < run.losses[0] - 0.5  # it learns, so equal curves mean something
+    return run
+
+
+@pytest.fixture(scope="session")
+def fp32_run(script, tmp_path_factory):
+    """fp32_run(strategy): the same work on two ranks; each runs once for all tests that look at it.
+
+    At the end it prints a sample, and the logits that the live model gives for the tokens 0 to 31 go to `logits.pt`.
+    """
+    done = {}
+
+    def run(strategy):
+        if strategy not in done:
+            folder = tmp_path_factory.mktemp(strategy)
+            done[strategy] = script(
+                *SAME_WORK, *SPLIT, "--precision", "fp32", "--strategy", strategy, "--generate", "The", launcher="torchrun",
+                ranks=2, program=FAULT, env={"FAULT": f"logits:{folder / 'logits.pt'}"}, folder=folder,
+            )  # fmt: skip
+        return done[strategy]
+
     return run
 
 
@@ -362,6 +383,15 @@ def stop_daemon(pid_file: Path) -> None:
         process.wait(10)
     except psutil.TimeoutExpired:
         process.kill()
+
+
+def load_exported(folder):
+    """The exported model in its own type, with a check that every weight was found."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model.eval()
 
 
 def assert_close(values, reference, relative: float) -> None:

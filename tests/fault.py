@@ -8,6 +8,7 @@
     oom:N              every rank asks for more memory than there is at its N-th micro-batch
     kill_saving:WHAT:N the process is killed (SIGKILL) before the N-th tensor file, or manifest, of a checkpoint is written
     full_disk:RANK:N   the N-th tensor file that this rank writes finds no room: a node whose own disk is full
+    logits:FILE        no fault: before the model is exported, its logits for the tokens 0 to 31 go to FILE
     witness:FILE       no fault: what DeepSpeed's own communication logger counted goes to FILE
 
 FAULT_SCRIPT names another script than the project's.
@@ -62,6 +63,24 @@ def let_deepspeed_witness(file: str) -> None:
         complete(results)
 
     reporting.Meter.end_step, reporting.Results.complete = end, write
+
+
+def let_the_live_model_speak(file: str) -> None:
+    import torch
+
+    from support import export
+
+    write = export.export_model
+
+    def speak_and_write(model, *args):
+        model.eval()
+        with torch.no_grad():
+            logits = model(input_ids=torch.arange(32)[None], use_cache=False).logits
+        if os.environ["RANK"] == "0":
+            torch.save(logits.clone(), file)
+        return write(model, *args)
+
+    export.export_model = speak_and_write
 
 
 def main() -> None:
@@ -130,6 +149,8 @@ def main() -> None:
             save_file(*args)
 
         checkpoint.save_file = save
+    elif kind == "logits":
+        let_the_live_model_speak(":".join(values))
     elif kind == "witness":
         let_deepspeed_witness(":".join(values))
     elif kind == "gpus":

@@ -9,9 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import PROJECT, descendants_of_test, launcher_command, path_without, skip
-
-FAULT = PROJECT / "tests" / "fault.py"
+from conftest import FAULT, PROJECT, descendants_of_test, launcher_command, path_without, skip
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ import time
 
 import psutil
 import pytest
-from conftest import PROJECT, SCRIPT, STRATEGIES, descendants_of_test, finish, launcher_command, skip, start
+from conftest import FAULT, PROJECT, SCRIPT, STRATEGIES, descendants_of_test, finish, launcher_command, skip, start
 
-FAULT = PROJECT / "tests" / "fault.py"
 # Global batches of 8 blocks: an epoch has 5 steps, the last one short. Dropout on.
 WORK = ["--dropout", "0.1", "--seq_length", "32", "--num_samples", "37", "--batch_size", "2", "--epochs", "2", "--eval_samples",
         "9", "--lr_scheduler", "cosine", "--warmup_steps", "3"]  # fmt: skip

@@ -4,22 +4,7 @@ In fp32; for bf16 see test_comparison.py.
 """
 
 import pytest
-from conftest import SAME_WORK, SPLIT, STRATEGIES, assert_close
-
-FP32 = [*SAME_WORK, "--precision", "fp32"]
-
-
-@pytest.fixture(scope="session")
-def fp32_run(script):
-    """fp32_run(strategy): that strategy on two ranks; each runs once for all tests that look at it."""
-    done = {}
-
-    def run(strategy):
-        if strategy not in done:
-            done[strategy] = script(*FP32, *SPLIT, "--strategy", strategy, launcher="torchrun", ranks=2)
-        return done[strategy]
-
-    return run
+from conftest import SAME_WORK, STRATEGIES, assert_close, load_exported
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -36,7 +21,7 @@ def test_two_ranks_with_accumulation_equal_one_process_in_fp32(fp32_run, referen
 def test_other_splits_of_the_global_batch_give_the_same_curve(script, reference, batch_size, accumulation, ranks):
     launcher = "torchrun" if ranks > 1 else "python"
     split = ["--batch_size", batch_size, "--gradient_accumulation_steps", accumulation]
-    run = script(*FP32, *split, launcher=launcher, ranks=ranks)
+    run = script(*SAME_WORK, "--precision", "fp32", *split, launcher=launcher, ranks=ranks)
     assert_close(run.losses, reference.losses, 1e-4)
 
 
@@ -65,3 +50,34 @@ def test_no_strategy_is_another_in_disguise(fp32_run):
     assert kinds["infinity"]["optimizer"] < 0.05 * whole  # in memory only while a part of it is updated
     assert held["infinity"]["nvme_bytes"] >= 3 * whole  # masters and moments of all parameters
     assert all(held[s]["nvme_bytes"] == 0 for s in STRATEGIES if s != "infinity")
+
+
+# ------------------------------------------------------------------------------------------------ and they give it away alike
+
+
+def logits(model):
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.arange(32)[None]).logits
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_exported_model_is_the_live_one(fp32_run, strategy):
+    import torch
+
+    run = fp32_run(strategy)
+    model = load_exported(run.folder / "hf")
+    assert (logits(model) - torch.load(run.folder / "logits.pt")).abs().max() < 1e-5
+    assert model.lm_head.weight is model.transformer.wte.weight  # tied, and stored once
+    assert sorted(path.name for path in (run.folder / "hf").iterdir() if "token" not in path.name) == [
+        "README.md", "config.json", "generation_config.json", "model.safetensors"]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sample_is_the_same_from_every_strategy(fp32_run, strategy):
+    sample = fp32_run(strategy).results["sample"]
+    assert sample.startswith("The") and len(sample) > 50
+    # The curves agree to 1e-5, so the first choices do; a coin that lands on its edge may part them later.
+    assert sample[:20] == fp32_run("dp").results["sample"][:20]
+    assert f"💬 {sample}" in fp32_run(strategy).out

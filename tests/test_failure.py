@@ -5,9 +5,8 @@ import time
 
 import psutil
 import pytest
-from conftest import PROJECT, SCRIPT, descendants_of_test, finish, launcher_command, start
+from conftest import FAULT, SCRIPT, descendants_of_test, finish, launcher_command, start
 
-FAULT = PROJECT / "tests" / "fault.py"
 WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval"]
 
 

@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Look into a checkpoint, or turn it into another format. Needs no network, no GPU, and the memory of its largest tensor.
+
+    python scripts/convert_checkpoint.py runs/mine --inspect
+    python scripts/convert_checkpoint.py runs/mine/checkpoints/step-00000100 --to hf my-model
+    python scripts/convert_checkpoint.py runs/mine --to torch weights
+    python scripts/convert_checkpoint.py runs/mine --to deepspeed-universal universal
+    python scripts/convert_checkpoint.py universal --to checkpoint start      # then --resume start
+
+A run's folder stands for its newest checkpoint. To start from a Hugging Face folder give it to the script itself: --model DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support.errors import EXIT_FAILED, UserError
+
+
+def main() -> None:
+    """Read the arguments, convert or inspect."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], allow_abbrev=False, epilog="\n".join(__doc__.splitlines()[2:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("source", type=Path, metavar="CKPT", help="a checkpoint, a run's or a DeepSpeed universal folder")
+    parser.add_argument("target", type=Path, metavar="OUT", nargs="?", help="the new folder")
+    parser.add_argument("--to", choices=("hf", "torch", "deepspeed-universal", "checkpoint"), help="the format of OUT")
+    parser.add_argument("--inspect", action="store_true", help="print what CKPT holds, and check its files")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of hf's weights (default: fp32)")
+    parser.add_argument("--max_shard_size", default="5GB", help="of one file of hf's weights (default: %(default)s)")
+    args = parser.parse_intermixed_args()
+    if args.inspect == bool(args.to):
+        parser.error("give either --inspect or --to FORMAT OUT")
+    if bool(args.to) != bool(args.target):
+        parser.error("--to needs OUT, the new folder" if args.to else "--inspect writes nothing: leave OUT out")
+    try:
+        run(args)
+    except UserError as error:
+        print(f"❌ {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        print(f"❌ {error.filename or args.target} cannot be written: {error.strerror}.", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+
+
+def run(args) -> None:
+    """Convert or inspect; imports torch, which takes seconds."""
+    from support import conversion, models
+
+    if not args.source.is_dir():
+        raise UserError(f"{args.source}: no such folder.")
+    if args.to == "checkpoint":
+        source = conversion.UniversalCheckpoint(args.source)
+    else:
+        source = conversion.OwnCheckpoint(args.source)
+    if args.inspect:
+        print(conversion.inspect(source))
+        return
+    conversion.convert(source, args.to, args.target, models.DTYPES[args.dtype], args.max_shard_size)
+    print(f"📁 {args.target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Checkpoints in and out of other formats, one tensor at a time.
+
+    hf                    the weights, for `AutoModelForCausalLM.from_pretrained`
+    torch                 model.pt and optimizer.pt, for `torch.load(..., weights_only=True)`
+    deepspeed-universal   DeepSpeed's universal checkpoint, which its JSON's `"checkpoint": {"load_universal": true}` reads
+    checkpoint            ours, made from a DeepSpeed universal checkpoint, for --resume
+
+What is read is data only: safetensors, JSON, and torch's files with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from support import checkpoint
+from support.errors import UserError
+from support.export import WeightFiles, finish_folder, model_card, start_folder
+from support.files import write_text
+from support.sharding import MOMENTS
+
+FP32_BYTES = 4
+
+
+class OwnCheckpoint:
+    """One of this project's checkpoints as whole tensors.
+
+    Attributes:
+        manifest: see `checkpoint.save`.
+        shapes: of all parameters.
+        adam_step: updates that Adam has made; without any there are no moments.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.manifest = checkpoint.open_alone(folder)
+        self.shapes = {name: tuple(shape) for name, shape in self.manifest["shapes"].items()}
+        self.adam_step = self.manifest["adam_step"]
+        self._reader = checkpoint.Reader(self.folder, self.manifest)
+
+    def read(self, name: str, kind: str) -> torch.Tensor:
+        """A parameter's "weight", "exp_avg" or "exp_avg_sq", whole, in fp32."""
+        flat = torch.empty(math.prod(self.shapes[name]))
+        self._reader.read_into(flat, name, kind, 0)
+        self._reader.close()  # what was read stays mapped into memory until the file is closed
+        return flat.view(self.shapes[name])
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return ("weight", *(MOMENTS if self.adam_step else ()))
+
+
+class UniversalCheckpoint:
+    """A DeepSpeed universal checkpoint, as `ds_to_universal.py` writes it; attributes as OwnCheckpoint's.
+
+    Args:
+        folder: the one with `zero/` in it, or the one above with `latest_universal`.
+    Raises:
+        UserError: it is no such folder.
+    """
+
+    FILES: ClassVar = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
+
+    def __init__(self, folder: Path):
+        if (folder / "latest_universal").is_file():
+            folder = folder / (folder / "latest_universal").read_text(encoding="utf-8").strip()
+        self.folder = folder
+        names = sorted(path.parent.relative_to(folder / "zero").as_posix() for path in folder.glob("zero/**/fp32.pt"))
+        if not names:
+            raise UserError(f"{folder} is no DeepSpeed universal checkpoint: there is no zero/*/fp32.pt. ds_to_universal.py of "
+                            "DeepSpeed makes one of its other checkpoints.")  # fmt: skip
+        self.shapes = {name: tuple(self._load(name, "weight").shape) for name in names}
+        has_moments = (folder / "zero" / names[0] / "exp_avg.pt").is_file()
+        self.adam_step = self._step(names[0]) if has_moments else 0
+        self.kinds = ("weight", *(MOMENTS if has_moments else ()))
+
+    def _load(self, name: str, kind: str) -> torch.Tensor:
+        found = load_tensors(self.folder / "zero" / name / self.FILES[kind])
+        return found["param"] if isinstance(found, dict) else found
+
+    def _step(self, name: str) -> int:
+        """Stages 1 and 2 keep it beside each parameter, stage 3 with the optimizer."""
+        if (path := self.folder / "zero" / name / "step.pt").is_file():
+            return int(load_tensors(path))
+        return int(load_tensors(self.folder / "zero" / "optimizer_state.pt")["optimizer_state_dict"]["state"][0]["step"])
+
+    def read(self, name: str, kind: str) -> torch.Tensor:
+        return self._load(name, kind).float()
+
+
+def load_tensors(path: Path):
+    """`torch.load` of data: nothing in the file is executed.
+
+    Raises:
+        UserError: the file is broken, or holds more than data.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        objects = "weights_only" in str(error)
+        why = "it holds Python objects, and no code from a file is run here" if objects else str(error).splitlines()[0]
+        raise UserError(f"{path} cannot be read: {why}.") from error
+
+
+# ------------------------------------------------------------------------------------------------ out
+
+
+def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) -> None:
+    """Write `source` as `to` into the new folder `target`.
+
+    Args:
+        dtype, file_bytes: of the weights and of one file of theirs; for "hf".
+    Raises:
+        UserError: the target is there already, or the source lacks what is needed.
+        OSError: the disk is full, or not writable.
+    """
+    if target.exists():
+        raise UserError(f"{target} exists: name a new folder.")
+    if to == "checkpoint" and not isinstance(source, UniversalCheckpoint):
+        raise UserError("--to checkpoint takes a DeepSpeed universal folder.")
+    beside = start_folder(target)
+    try:
+        if to == "hf":
+            write_hf(source, beside, dtype, file_bytes)
+        else:
+            {"torch": write_torch, "deepspeed-universal": write_universal, "checkpoint": write_checkpoint}[to](source, beside)
+        finish_folder(beside, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes: str) -> None:
+    """A folder for `from_pretrained`."""
+    described = source.folder / "model"
+    if not described.is_dir():
+        raise UserError(f"{source.folder} has no model/ folder with the configuration and the tokenizer (it was imported): "
+                        "resume it and save once, then convert that.")  # fmt: skip
+    shutil.copytree(described, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in source.shapes.items()}
+    buffers = load_file(folder / "buffers.safetensors") if (folder / "buffers.safetensors").exists() else {}
+    (folder / "buffers.safetensors").unlink(missing_ok=True)
+    try:
+        files = WeightFiles(folder, meta | {name: buffer.to("meta") for name, buffer in buffers.items()}, file_bytes)
+    except ValueError as error:
+        raise UserError(f"--max_shard_size {file_bytes}: write it as 5GB or 500MB.") from error
+    for name in source.shapes:
+        files.write(name, source.read(name, "weight"))
+    for name, buffer in buffers.items():
+        files.write(name, buffer)
+    files.finish()
+    counters, identity = source.manifest["counters"], source.manifest["identity"]
+    facts = {"model": identity["soft"]["model"], "parameters": identity["hard"]["parameters"], "steps": counters["step"],
+             "strategy": identity["told"]["strategy"], "world_size": identity["told"]["ranks"],
+             "train_loss_first": counters["first_loss"], "train_loss_last": counters["last_loss"]}  # fmt: skip
+    write_text(folder / "README.md", model_card(facts, identity))
+
+
+def write_torch(source, folder: Path) -> None:
+    """model.pt: {name: weight}; optimizer.pt: {"step": updates, "exp_avg": {name: tensor}, "exp_avg_sq": {name: tensor}}."""
+    wanted = {"model.pt": {name: (name, "weight") for name in source.shapes}}
+    if source.adam_step:
+        moments = {kind: {name: (name, kind) for name in source.shapes} for kind in MOMENTS}
+        wanted["optimizer.pt"] = {"step": source.adam_step, **moments}
+    for file, contents in wanted.items():
+        save_tensors(folder / file, contents, source)
+
+
+def save_tensors(path: Path, contents: dict, source) -> None:
+    """`torch.save` of nested dicts with (name, kind) in place of tensors, which are read from `source` one at a time.
+
+    torch first writes the file with the tensors' bytes left out; then they are put into their places.
+    """
+
+    def replaced(found):
+        if isinstance(found, dict):
+            return {key: replaced(value) for key, value in found.items()}
+        return torch.empty(source.shapes[found[0]]) if isinstance(found, tuple) else found
+
+    def fill(there, wanted, file) -> None:
+        for key, value in wanted.items():
+            if isinstance(value, dict):
+                fill(there[key], value, file)
+            elif isinstance(value, tuple):
+                file.seek(there[key].untyped_storage()._checkpoint_offset)
+                file.write(memoryview(source.read(*value).contiguous().numpy()).cast("B"))
+
+    with FakeTensorMode():
+        empty = replaced(contents)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(empty, path)
+    with FakeTensorMode():
+        there = torch.load(path)
+    with open(path, "rb+") as file:
+        fill(there, contents, file)
+
+
+def write_universal(source: OwnCheckpoint, folder: Path) -> None:
+    """What DeepSpeed's stages 1, 2 and 3 look for: a folder for each parameter, and a few small files around them."""
+    counters, groups = source.manifest["counters"], source.manifest["groups"]
+    inner = folder / f"global_step{counters['step']}_universal"
+    step = torch.tensor(float(source.adam_step))
+    for name in source.shapes:
+        place = inner / "zero" / name
+        place.mkdir(parents=True)
+        for kind, file in UniversalCheckpoint.FILES.items():
+            tensor = source.read(name, kind) if kind in source.kinds else torch.zeros(source.shapes[name])
+            torch.save({"param": tensor}, place / file)
+        torch.save(step, place / "step.pt")
+    deepspeed = {"ds_version": _version_of_deepspeed()}
+    # Stage 3 gives every group the values of the first, so what differs between them stays with the engine's own.
+    common = {key: value for key, value in groups[0].items() if key != "weight_decay"}
+    optimizer = {"state": {0: {"step": step}}, "param_groups": [common]}
+    torch.save({**deepspeed, "param_groups": groups, "optimizer_state_dict": optimizer}, inner / "zero" / "optimizer_state.pt")
+    state = {**deepspeed, "module": {}, "dp_world_size": 1, "mp_world_size": 1, "lr_scheduler": None, "skipped_steps": 0,
+             "global_steps": counters["step"], "global_samples": counters["samples"]}  # fmt: skip
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # stages 1 and 2, stage 3
+        torch.save(state, inner / name)
+    write_text(folder / "latest_universal", inner.name)
+
+
+def _version_of_deepspeed() -> str:
+    try:
+        return version("deepspeed")
+    except PackageNotFoundError:
+        return "0.19.8"  # with which this layout was tried
+
+
+# ------------------------------------------------------------------------------------------------ in
+
+
+def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
+    """A checkpoint of ours with another program's weights and moments: a starting point, so its counters are at 0."""
+    pieces, files, tensors = [], {}, {}
+
+    def flush() -> None:
+        name = f"rank-00000-{len(files):03d}.safetensors"
+        save_file(tensors, folder / name)
+        files[name] = checkpoint.facts_of(folder / name)
+        tensors.clear()
+
+    for name, shape in source.shapes.items():
+        pieces.append({"name": name, "start": 0, "numel": math.prod(shape), "moments": len(source.kinds) > 1,
+                       "file": f"rank-00000-{len(files):03d}.safetensors"})  # fmt: skip
+        for kind in source.kinds:
+            tensors[f"{name}@0/{kind}"] = source.read(name, kind).flatten().clone()
+        if sum(tensor.numel() for tensor in tensors.values()) * FP32_BYTES >= checkpoint.FILE_BYTES:
+            flush()
+    if tensors:
+        flush()
+    hard = {"parameters": sum(map(math.prod, source.shapes.values())), "shapes": checkpoint.digest_of_shapes(source.shapes)}
+    manifest = {
+        "counters": checkpoint.NEW_RUN, "scaling": {}, "identity": {"hard": hard, "soft": {}, "told": {}}, "lr_scheduler": {},
+        "groups": [], "adam_step": source.adam_step, "shapes": {name: list(shape) for name, shape in source.shapes.items()},
+        "pieces": pieces, "files": files,
+    }  # fmt: skip
+    checkpoint.write_manifest(folder, manifest)
+
+
+# ------------------------------------------------------------------------------------------------ inspecting
+
+
+def inspect(source: OwnCheckpoint) -> str:
+    """What a checkpoint holds, for the terminal; opening it has checked every file."""
+    manifest = source.manifest
+    counters, told = manifest["counters"], manifest["identity"]["told"]
+    numbers = {name: math.prod(shape) for name, shape in source.shapes.items()}
+    size = sum(facts["bytes"] for facts in manifest["files"].values())
+    width = max(map(len, numbers), default=0)
+    lines = [
+        str(source.folder),
+        f"  step {counters['step']:,}, {counters['samples']:,} samples seen, loss {counters['last_loss']}",
+        f"  written under {told.get('strategy', '?')} on {told.get('ranks', '?')} ranks, {told.get('precision', '?')}",
+        f"  {sum(numbers.values()):,} parameters; of each {', '.join(source.kinds)} in fp32; Adam's step {source.adam_step}",
+        f"  {len(manifest['files'])} files, {size:,} bytes, every SHA-256 as the manifest says",
+        "",
+        *(f"  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}" for name, shape in source.shapes.items()),
+    ]
+    return "\n".join(lines)

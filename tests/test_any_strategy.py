@@ -1,0 +1,96 @@
+"""A run goes on under any strategy, on any number of ranks, as if nothing had changed."""
+
+import json
+import sys
+
+import pytest
+from conftest import PROJECT, assert_close
+
+sys.path.insert(0, str(PROJECT))
+
+# Global batches of 6 blocks on 40: an epoch has 7 steps, the last one short. The schedule spans the whole run.
+WORK = ["--seq_length", "32", "--num_samples", "40", "--epochs", "2", "--dropout", "0", "--eval_samples", "9", "--precision",
+        "fp32", "--lr_scheduler", "cosine", "--warmup_steps", "3", "--save_every", "2", "--no_export"]  # fmt: skip
+SPLIT = {1: ["--batch_size", "2", "--gradient_accumulation_steps", "3"],
+         2: ["--batch_size", "1", "--gradient_accumulation_steps", "3"],
+         3: ["--batch_size", "2"]}  # fmt: skip
+FROM_DP = [("dp", 1), ("zero3", 2), ("infinity", 2), ("fsdp", 2), ("zero1", 3), ("offload", 1), ("dp", 2)]
+FROM_INFINITY = [("infinity", 2), ("dp", 1), ("infinity", 1)]
+FROM_FSDP = [("fsdp", 2), ("zero2", 2), ("fsdp", 1)]
+
+
+def checkpoint(run, step):
+    return run.folder / "checkpoints" / f"step-{step:08d}"
+
+
+def moments(run, step):
+    """Every weight and moment of a checkpoint, by name."""
+    from support.conversion import OwnCheckpoint
+
+    source = OwnCheckpoint(checkpoint(run, step))
+    return {(name, kind): source.read(name, kind) for name in source.shapes for kind in source.kinds}
+
+
+@pytest.fixture
+def chain(script):
+    """chain(links, *args): the first link runs to the end; each further one goes on from the one before, two steps later."""
+
+    def run(links, *args):
+        runs = []
+        for number, (strategy, ranks) in enumerate(links):
+            resume = ["--resume", checkpoint(runs[-1], 2 * number)] if runs else []
+            launcher = {"launcher": "torchrun", "ranks": ranks} if ranks > 1 else {}
+            runs.append(script(*WORK, *args, *SPLIT[ranks], "--strategy", strategy, *resume, **launcher))
+        return runs
+
+    return run
+
+
+def check(runs, links):
+    whole = runs[0]
+    assert len(whole.losses) == 14
+    for number, run in enumerate(runs[1:], 1):
+        start = 2 * number
+        (strategy, ranks), (before, ranks_before) = links[number], links[number - 1]
+        assert f"strategy {before} there, {strategy} here" in run.out or strategy == before
+        assert f"ranks {ranks_before} there, {ranks} here" in run.out or ranks == ranks_before
+        steps, wanted = ([record for record in r.metrics if "loss" in record] for r in (run, whole))
+        assert [record["step"] for record in steps] == list(range(start + 1, 15))
+        assert [record["lr"] for record in steps] == [record["lr"] for record in wanted[start:]]
+        assert_close(run.losses, whole.losses[start:], 1e-5)
+        for key in ("steps", "samples", "tokens", "train_loss_first"):
+            assert run.results[key] == whole.results[key]
+        assert run.results["eval_loss"] == pytest.approx(whole.results["eval_loss"], rel=1e-5)
+        theirs, ours = moments(whole, start + 2), moments(run, start + 2)
+        assert theirs.keys() == ours.keys() and len({kind for _, kind in ours}) == 3
+        for key, tensor in ours.items():
+            assert (tensor - theirs[key]).norm() <= 1e-3 * theirs[key].norm(), key
+
+
+def test_from_dp_over_every_strategy_back_to_dp(chain):
+    check(chain(FROM_DP), FROM_DP)
+
+
+@pytest.mark.parametrize("links", [FROM_INFINITY, FROM_FSDP], ids=["infinity", "fsdp"])
+def test_llama_from_infinity_and_from_fsdp(chain, llama, text_file, links):
+    """Grouped-query attention, untied embeddings, a tokenizer of its own."""
+    check(chain(links, "--model", llama, "--dataset", text_file, "--lr", "1e-3"), links)
+
+
+def test_other_global_batch_is_refused_and_forced_keeps_the_position_in_the_data(script, text_file):
+    work = ["--dataset", text_file, "--seq_length", "32", "--num_samples", "20", "--epochs", "2", "--no_eval", "--no_export"]
+    first = script(*work, "--batch_size", "4", "--save_every", "2")
+    refused = script(*work, "--batch_size", "6", "--resume", checkpoint(first, 2), ok=False)
+    assert refused.code == 2 and "global batch 4 there, 6 here" in refused.error
+    run = script(*work, "--batch_size", "6", "--resume", checkpoint(first, 2), "--resume_force")
+    # 8 blocks are behind it, 12 of this epoch and 20 of the next are left: 2 steps of 6, then 6, 6, 6 and 2.
+    assert run.results["steps"] == 2 + 2 + 4 and run.results["samples"] == 40
+    assert [record["epoch"] for record in run.metrics] == [1, 1, 2, 2, 2, 2]
+
+
+def test_another_precision_goes_on_too(script):
+    work = ["--seq_length", "32", "--num_samples", "24", "--batch_size", "4", "--no_eval", "--no_export"]
+    whole = script(*work, "--precision", "fp32", "--save_every", "3")
+    run = script(*work, "--precision", "bf16", "--strategy", "zero1", "--resume", checkpoint(whole, 3))
+    assert_close(run.losses, whole.losses[3:], 1e-2)
+    assert json.loads((run.folder / "results.json").read_text())["precision"] == "bf16"

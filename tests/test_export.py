@@ -1,0 +1,195 @@
+"""What a run has trained is a Hugging Face model, whatever strategy trained it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import PROJECT, assert_close, free_port, load_exported
+
+CONVERT = [sys.executable, PROJECT / "scripts" / "convert_checkpoint.py"]
+WORK = ["--seq_length", "32", "--num_samples", "8", "--batch_size", "2", "--no_eval"]
+
+
+def test_export_goes_where_and_how_it_is_asked_for(script, llama, text_file, tmp_path):
+    import torch
+    from transformers import AutoTokenizer
+
+    run = script("--model", llama, "--dataset", text_file, *WORK, "--strategy", "zero2", "--export_hf", tmp_path / "mine",
+                 "--export_dtype", "bf16", launcher="torchrun", ranks=2)  # fmt: skip
+    model = load_exported(tmp_path / "mine")
+    assert model.dtype == torch.bfloat16 and model.config.use_cache
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "mine")("the lazy dog")["input_ids"]
+    assert tokens == AutoTokenizer.from_pretrained(llama)("the lazy dog")["input_ids"]
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert str(run.results["parameters"])[:3] in card and "zero2" in card and f"{run.results['train_loss_last']:.4g}" in card
+    assert not (run.folder / "hf").exists() and run.results["export"] == str(tmp_path / "mine")
+    again = script("--model", llama, "--dataset", text_file, *WORK, "--export_hf", tmp_path / "mine", ok=False)
+    assert again.code == 2 and "--overwrite" in again.error
+    itself = script("--model", llama, "--dataset", text_file, *WORK, "--export_hf", llama, "--overwrite", ok=False)
+    assert itself.code == 2 and "--model" in itself.error
+
+
+def test_no_export(script):
+    run = script(*WORK, "--max_steps", "1", "--no_export")
+    assert not (run.folder / "hf").exists() and "export" not in run.results
+
+
+# ------------------------------------------------------------------------------------------------ converting
+
+
+def convert(*args):
+    """Run the converter; returns exit code and output."""
+    done = subprocess.run([*CONVERT, *map(str, args)], capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"})
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def saved(script):
+    """Two ranks, zero2, a checkpoint at the end; and the export of the same moment."""
+    return script(*WORK, "--precision", "fp32", "--strategy", "zero2", "--save_every", "2", launcher="torchrun", ranks=2)
+
+
+def test_inspect(saved):
+    code, out = convert(saved.folder, "--inspect")
+    assert code == 0
+    assert "step 2" in out and "zero2 on 2 ranks" in out and "4,339,200 parameters" in out
+    assert "transformer.wte.weight" in out and "4096×256" in out
+
+
+def test_to_hf_is_the_export(saved, tmp_path):
+    code, out = convert(saved.folder, "--to", "hf", tmp_path / "hf", "--max_shard_size", "5MB")
+    assert code == 0, out
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
+    exported, converted = load_exported(saved.folder / "hf").state_dict(), load_exported(tmp_path / "hf").state_dict()
+    assert all((converted[name] == weight).all() for name, weight in exported.items())
+    code, out = convert(saved.folder, "--to", "hf", tmp_path / "hf")
+    assert code == 2 and "exists" in out
+
+
+def test_to_torch(saved, tmp_path):
+    import torch
+
+    code, out = convert(saved.folder, "--to", "torch", tmp_path / "torch")
+    assert code == 0, out
+    weights = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
+    model = load_exported(saved.folder / "hf")
+    assert all((weights[name] == weight).all() for name, weight in model.named_parameters())
+    optimizer = torch.load(tmp_path / "torch" / "optimizer.pt", weights_only=True)
+    assert optimizer["step"] == 2 and optimizer["exp_avg"].keys() == optimizer["exp_avg_sq"].keys() == weights.keys()
+    assert all(moment.abs().max() > 0 for moment in optimizer["exp_avg_sq"].values())
+
+
+def test_a_damaged_or_wrong_source_is_refused(saved, tmp_path):
+    copy = shutil.copytree(saved.folder / "checkpoints", tmp_path / "copy")
+    file = next(copy.rglob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for args, said in [((copy, "--inspect"), "damaged"), ((tmp_path / "no", "--inspect"), "no such folder"),
+                       ((saved.folder, "--to", "hf"), "OUT"), ((PROJECT / "docs", "--inspect"), "manifest"),
+                       ((PROJECT / "docs", "--to", "checkpoint", tmp_path / "x"), "universal")]:  # fmt: skip
+        code, out = convert(*args)
+        assert code == 2 and said in out, out
+    assert not (tmp_path / "x").exists()
+
+
+DEEPSPEED = """
+import json, sys, torch, deepspeed
+from transformers import AutoModelForCausalLM
+config, model, universal, save = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+model = AutoModelForCausalLM.from_pretrained(model)
+groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
+          {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+deepspeed.init_distributed("gloo")
+engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+if universal != "-":
+    engine.load_checkpoint(universal)
+ids, losses = torch.arange(64).view(2, 32), []
+for _ in range(4):
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+    if len(losses) == 2 and save != "-":
+        engine.save_checkpoint(save, tag="two")
+print("LOSSES", json.dumps(losses))
+"""
+
+
+@pytest.fixture
+def plain_deepspeed(saved):
+    """plain_deepspeed(stage, universal, save): losses of four steps of a program that knows DeepSpeed only."""
+
+    def run(stage, universal="-", save="-"):
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage},
+                  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}  # fmt: skip
+        if universal != "-":
+            config["checkpoint"] = {"load_universal": True}
+        command = [sys.executable, "-c", DEEPSPEED, json.dumps(config), saved.folder / "hf", universal, save]
+        env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}  # fmt: skip
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=env)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("LOSSES")]
+        assert lines, done.stdout + done.stderr
+        return json.loads(lines[0].split(" ", 1)[1])
+
+    return run
+
+
+def plain_pytorch(folder, hf):
+    """The same four steps from `--to torch`'s files, by PyTorch alone."""
+    import torch
+
+    model, state = load_exported(hf).train(), torch.load(folder / "optimizer.pt", weights_only=True)
+    named = dict(model.named_parameters())
+    groups = [{"params": [p for p in named.values() if p.dim() > 1], "weight_decay": 0.01},
+              {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    for name, parameter in named.items():
+        optimizer.state[parameter] = {"step": torch.tensor(float(state["step"])), "exp_avg": state["exp_avg"][name],
+                                      "exp_avg_sq": state["exp_avg_sq"][name]}  # fmt: skip
+    ids, losses = torch.arange(64).view(2, 32), []
+    for _ in range(4):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_deepspeed_goes_on_from_a_universal_folder(saved, plain_deepspeed, tmp_path):
+    """Weights, moments and Adam's step: without one of them the second loss would be another."""
+    assert convert(saved.folder, "--to", "torch", tmp_path / "torch")[0] == 0
+    assert convert(saved.folder, "--to", "deepspeed-universal", tmp_path / "universal")[0] == 0
+    wanted = plain_pytorch(tmp_path / "torch", saved.folder / "hf")
+    for stage in (2, 3):
+        found = plain_deepspeed(stage, universal=tmp_path / "universal")
+        # The learning rate is the checkpoint's, 0 at the end of its schedule: see to it that something is compared.
+        assert_close(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_start_from_a_universal_folder_that_deepspeed_made(script, saved, plain_deepspeed, tmp_path, stage):
+    import torch
+
+    plain_deepspeed(stage, save=tmp_path / "native")
+    subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", tmp_path / "native" / "two",
+                    "--output_folder", tmp_path / "universal", "--inject_missing_state"], check=True,
+                   capture_output=True)  # fmt: skip
+    code, out = convert(tmp_path / "universal", "--to", "checkpoint", tmp_path / "start")
+    assert code == 0, out
+    code, out = convert(tmp_path / "start", "--to", "torch", tmp_path / "torch")
+    assert code == 0, out
+    weights = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
+    theirs = torch.load(tmp_path / "universal" / "zero" / "transformer.wte.weight" / "fp32.pt", weights_only=True)["param"]
+    assert (weights["transformer.wte.weight"] == theirs).all()
+    run = script(*WORK, "--strategy", "zero3", "--resume", tmp_path / "start", "--save_every", "2",
+                 launcher="torchrun", ranks=2)  # fmt: skip
+    manifest = json.loads((run.folder / "checkpoints" / "step-00000002" / "manifest.json").read_text())
+    assert manifest["counters"]["step"] == 2 and manifest["adam_step"] == 4
