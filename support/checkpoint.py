@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -492,7 +493,15 @@ class Reader:
 
 
 def load(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
-    """Fill this rank's masters and moments, and the working copies, from a checkpoint."""
+    """Fill this rank's masters and moments, and the working copies, from a checkpoint.
+
+    Raises:
+        UserError: the checkpoint lacks a parameter, or has it in another shape.
+    """
+    for name, shape in state.shapes.items():
+        there = manifest["shapes"].get(name)
+        if there not in (list(shape), [math.prod(shape)]):  # DeepSpeed's universal files of stage 3 are flat
+            raise UserError(f"--resume {checkpoint}: {name} is {there or 'missing'} there, and {list(shape)} in this model.")
     reader = Reader(checkpoint, manifest)
     for shard in state.shards:
         with state.open(shard, write=True) as held:

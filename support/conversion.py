@@ -77,10 +77,11 @@ class UniversalCheckpoint:
         if not names:
             raise UserError(f"{folder} is no DeepSpeed universal checkpoint: there is no zero/*/fp32.pt. ds_to_universal.py of "
                             "DeepSpeed makes one of its other checkpoints.")  # fmt: skip
-        self.shapes = {name: tuple(self._load(name, "weight").shape) for name in names}
-        has_moments = (folder / "zero" / names[0] / "exp_avg.pt").is_file()
-        self.adam_step = self._step(names[0]) if has_moments else 0
-        self.kinds = ("weight", *(MOMENTS if has_moments else ()))
+        # A tied weight may be there a second time, under its other name and without moments.
+        trained = [name for name in names if (folder / "zero" / name / "exp_avg.pt").is_file()]
+        self.shapes = {name: tuple(self._load(name, "weight").shape) for name in trained or names}
+        self.adam_step = self._step(trained[0]) if trained else 0
+        self.kinds = ("weight", *(MOMENTS if trained else ()))
 
     def _load(self, name: str, kind: str) -> torch.Tensor:
         found = load_tensors(self.folder / "zero" / name / self.FILES[kind])
@@ -96,6 +97,20 @@ class UniversalCheckpoint:
         return self._load(name, kind).float()
 
 
+class Ignored:
+    """Stands for the objects that DeepSpeed puts beside its tensors; neither its code nor theirs is run."""
+
+    def __init__(self, *_):
+        pass
+
+    def __setstate__(self, _):
+        pass
+
+
+IGNORED_OBJECTS = ["deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+                   "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"]  # fmt: skip
+
+
 def load_tensors(path: Path):
     """`torch.load` of data: nothing in the file is executed.
 
@@ -103,7 +118,8 @@ def load_tensors(path: Path):
         UserError: the file is broken, or holds more than data.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals([(Ignored, name) for name in IGNORED_OBJECTS]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         objects = "weights_only" in str(error)
         why = "it holds Python objects, and no code from a file is run here" if objects else str(error).splitlines()[0]
@@ -258,9 +274,8 @@ def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
             flush()
     if tensors:
         flush()
-    hard = {"parameters": sum(map(math.prod, source.shapes.values())), "shapes": checkpoint.digest_of_shapes(source.shapes)}
     manifest = {
-        "counters": checkpoint.NEW_RUN, "scaling": {}, "identity": {"hard": hard, "soft": {}, "told": {}}, "lr_scheduler": {},
+        "counters": checkpoint.NEW_RUN, "scaling": {}, "identity": {"hard": {}, "soft": {}, "told": {}}, "lr_scheduler": {},
         "groups": [], "adam_step": source.adam_step, "shapes": {name: list(shape) for name, shape in source.shapes.items()},
         "pieces": pieces, "files": files,
     }  # fmt: skip

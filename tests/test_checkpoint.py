@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -96,8 +97,8 @@ def test_from_any_step_in_fp32(script, alone, copy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_rank_writes_what_it_holds_and_only_data(uninterrupted, strategy):
     folder = uninterrupted(strategy).folder / "checkpoints" / "step-00000002"
-    files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    assert all(name.endswith(".safetensors") or name == "manifest.json" for name in files)
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    assert all(name.endswith((".safetensors", ".json", ".txt")) for name in files)
     by_rank = [sum(size for name, size in files.items() if name.startswith(f"rank-0000{rank}")) for rank in (0, 1)]
     assert sum(by_rank) == pytest.approx(12 * PARAMETERS, rel=0.01)  # fp32 weight and two moments
     assert by_rank[0] == pytest.approx(by_rank[1], rel=0.02)
@@ -256,14 +257,14 @@ def test_loss_scaler_of_pytorch(saver):
         optimizer.zero_grad()
     saved = json.loads(json.dumps(saver._scaling()))
     assert saved["scale"] == 512.0 and saved["_growth_tracker"] == 2
-    saver.scaler = scaler()
+    saver.scaler, saver.state = scaler(), SimpleNamespace(wrapper=None)
     saver._set_scaling(saved)
     assert saver.scaler.state_dict() == saved
+    saver._set_scaling({"cur_scale": 64.0})  # of DeepSpeed's
+    assert saver.scaler.get_scale() == 64.0
 
 
 def test_loss_scaler_of_deepspeed(saver, monkeypatch):
-    from types import SimpleNamespace
-
     import torch
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
@@ -284,6 +285,8 @@ def test_loss_scaler_of_deepspeed(saver, monkeypatch):
         second.update_scale(overflow)
         assert first.cur_scale == second.cur_scale
     assert vars(first) == vars(second)
+    saver._set_scaling({"scale": 64.0})  # of PyTorch's
+    assert second.cur_scale == 64.0
 
 
 def test_cpu_adam_goes_on_exactly_after_many_steps():
@@ -346,18 +349,11 @@ def test_keep_last(script, tmp_path):
 
 @pytest.mark.parametrize("change, said", [
     (["--seq_length", "16"], "seq_length 32 there, 16 here"),
-    (["--batch_size", "4"], "batch_size 2 there, 4 here"),
     (["--dataset", "README.md"], "dataset"),
-    (["--strategy", "zero1"], "strategy dp there, zero1 here"),
 ])  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused(script, copy, change, said):
     run = script(*ON_ONE, *change, "--resume", "--output_dir", copy, ok=False)
     assert run.code == 2 and said in run.error
-
-
-def test_force_goes_on_with_another_batch(script, copy):
-    run = script(*ON_ONE, "--batch_size", "4", "--epochs", "4", "--resume", "--resume_force", "--output_dir", copy, folder=copy)
-    assert "batch_size 2 there, 4 here" in run.out and run.results["status"] == "completed"
 
 
 def test_the_schedule_of_a_deepspeed_file_goes_on(script, tmp_path):

@@ -126,7 +126,7 @@ def plain_deepspeed(saved):
     """plain_deepspeed(stage, universal, save): losses of four steps of a program that knows DeepSpeed only."""
 
     def run(stage, universal="-", save="-"):
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage},
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0,
                   "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}  # fmt: skip
         if universal != "-":
             config["checkpoint"] = {"load_universal": True}
@@ -141,7 +141,7 @@ def plain_deepspeed(saved):
     return run
 
 
-def plain_pytorch(folder, hf):
+def plain_pytorch(folder, hf, lr):
     """The same four steps from `--to torch`'s files, by PyTorch alone."""
     import torch
 
@@ -149,7 +149,7 @@ def plain_pytorch(folder, hf):
     named = dict(model.named_parameters())
     groups = [{"params": [p for p in named.values() if p.dim() > 1], "weight_decay": 0.01},
               {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    optimizer = torch.optim.AdamW(groups, lr=lr)
     for name, parameter in named.items():
         optimizer.state[parameter] = {"step": torch.tensor(float(state["step"])), "exp_avg": state["exp_avg"][name],
                                       "exp_avg_sq": state["exp_avg_sq"][name]}  # fmt: skip
@@ -157,6 +157,7 @@ def plain_pytorch(folder, hf):
     for _ in range(4):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -167,11 +168,12 @@ def test_deepspeed_goes_on_from_a_universal_folder(saved, plain_deepspeed, tmp_p
     """Weights, moments and Adam's step: without one of them the second loss would be another."""
     assert convert(saved.folder, "--to", "torch", tmp_path / "torch")[0] == 0
     assert convert(saved.folder, "--to", "deepspeed-universal", tmp_path / "universal")[0] == 0
-    wanted = plain_pytorch(tmp_path / "torch", saved.folder / "hf")
-    for stage in (2, 3):
-        found = plain_deepspeed(stage, universal=tmp_path / "universal")
-        # The learning rate is the checkpoint's, 0 at the end of its schedule: see to it that something is compared.
-        assert_close(found, wanted, 1e-5)
+    manifest = json.loads((saved.folder / "checkpoints" / "step-00000002" / "manifest.json").read_text())
+    wanted = plain_pytorch(tmp_path / "torch", saved.folder / "hf", lr=manifest["groups"][0]["lr"])
+    assert wanted[-1] < wanted[0] - 0.1
+    assert_close(plain_deepspeed(2, universal=tmp_path / "universal"), wanted, 1e-4)
+    # DeepSpeed 0.19.8 gives all groups of stage 3 one tensor for the step, which torch's AdamW then counts up for each.
+    assert_close(plain_deepspeed(3, universal=tmp_path / "universal")[:2], wanted[:2], 1e-4)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -187,7 +189,8 @@ def test_start_from_a_universal_folder_that_deepspeed_made(script, saved, plain_
     code, out = convert(tmp_path / "start", "--to", "torch", tmp_path / "torch")
     assert code == 0, out
     weights = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
-    theirs = torch.load(tmp_path / "universal" / "zero" / "transformer.wte.weight" / "fp32.pt", weights_only=True)["param"]
+    theirs = torch.load(tmp_path / "universal" / "zero" / "transformer.wte.weight" / "fp32.pt", weights_only=True)
+    theirs = theirs["param"] if stage == 2 else theirs
     assert (weights["transformer.wte.weight"] == theirs).all()
     run = script(*WORK, "--strategy", "zero3", "--resume", tmp_path / "start", "--save_every", "2",
                  launcher="torchrun", ranks=2)  # fmt: skip
