@@ -35,23 +35,21 @@ if __name__ == "__main__":
     ARGS, LAUNCH = preflight.start(sys.argv[1:])
 
 import contextlib
-import io
-import logging
+import itertools
 import math
 import os
-import warnings
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from support import checkpoint, data, export, memory, models, reporting, sampling
-from support.config import EMBEDDED_MODEL, complete_ds_config, uses_nvme
+from support.config import EMBEDDED_MODEL
+from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
 from support.distributed import Run, describe_difference, open_store
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, TrainingError, UserError
 from support.launch import exit_before_start, keep_freed_memory
@@ -112,6 +110,8 @@ def load_model_and_tokenizer(args, run: Run, precision: str, blueprint: models.B
 
     dp, zero1, zero2 and offload hold a whole copy per rank; zero3, infinity and fsdp split it while loading.
     """
+    if args.generate:
+        sampling.tokens_of(args.generate, blueprint.tokenizer)  # a prompt that cannot be used is refused now
     if args.ds_config_dict:
         configure_deepspeed(args, run, precision, blueprint)
     if args.strategy == "fsdp":
@@ -126,41 +126,6 @@ def load_model_and_tokenizer(args, run: Run, precision: str, blueprint: models.B
     run.clean_up(blueprint.weights)
     run.say(f"✅ Model loaded: {blueprint.parameters:,} parameters ({blueprint.parameters / 1e6:.1f}M)")
     return model, blueprint.tokenizer
-
-
-def configure_deepspeed(args, run: Run, precision: str, blueprint: models.Blueprint) -> None:
-    """Complete DeepSpeed's JSON for this model and device."""
-    import deepspeed
-
-    if not args.verbose:
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if uses_nvme(args.ds_config_dict):
-
-        def make_folder() -> str:
-            folder = preflight.make_nvme_folder(
-                args.nvme_path, blueprint.parameters, run.launch.local_world_size, run.world_size
-            )
-            run.temporary.append(folder)
-            return folder
-
-        args.nvme_folder = run.once_per_node("nvme folder", make_folder)
-    if ops := preflight.ops_to_compile(args.strategy, run.device):
-        run.warn(f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine.")
-    # Under its own launcher DeepSpeed reduces through this file of 69 MB, on a CPU, and leaves it there.
-    buffer = f"deepspeed_allreduce_buffer_{os.getuid()}_{run.launch.master_addr}_{run.launch.master_port}_{run.rank}"
-    run.temporary.append(f"/dev/shm/{buffer}")
-    with quiet(args.verbose):
-        deepspeed.init_distributed(dist_backend=run.backend)  # takes over the process group that is there
-    complete_ds_config(
-        args.ds_config_dict,
-        precision=precision,
-        hidden_size=blueprint.text_config.hidden_size,
-        parameters=blueprint.parameters,
-        largest_parameter=blueprint.largest_parameter,
-        tied=blueprint.tied,
-        world_size=run.world_size,
-        nvme_folder=args.nvme_folder,
-    )
 
 
 def prepare_dataset(args, run: Run, tokenizer) -> tuple[data.TokenFile, data.TokenFile, dict]:
@@ -224,13 +189,19 @@ def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args, precision: str)
     sharded = blueprint.on_meta_device()
     # Compute in 16 bit, keep the shards and reduce the gradients in fp32. fp16 computes under autocast, see autocast().
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32)
-    mesh = init_device_mesh(run.device.type, (run.world_size,))
-    for block in models.transformer_blocks(sharded):
+    options = args.fsdp
+    offload = CPUOffloadPolicy(pin_memory=run.device.type == "cuda") if options.offload else OffloadPolicy()
+    how = {"mesh": run.mesh(options.hybrid), "mp_policy": policy, "offload_policy": offload}
+    blocks = models.blocks_to_shard(sharded, options, run)
+    for block in blocks:
         if args.compile:
             block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(sharded, mesh=mesh, mp_policy=policy)
-    sharded.to_empty(device=run.device)
+        fully_shard(block, reshard_after_forward=options.reshard_after_forward, **how)
+    fully_shard(sharded, **how)
+    if options.forward_prefetch:
+        for block, following in itertools.pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])
+    sharded.to_empty(device="cpu" if options.offload else run.device)
 
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -241,19 +212,6 @@ def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args, precision: str)
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
     return sharded
-
-
-class OneByOne(nn.Module):
-    """Shows DeepSpeed a model's parameters one after the other, each copied into memory only when its turn comes."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype):
-        super().__init__()
-        self.whole, self.dtype = model, dtype
-
-    def parameters(self, recurse: bool = True):
-        for parameter in self.whole.parameters(recurse):
-            parameter.data = parameter.data.to(self.dtype, copy=True)
-            yield parameter
 
 
 def shard_with_zero3(blueprint: models.Blueprint, run: Run, args, precision: str) -> nn.Module:
@@ -285,17 +243,6 @@ def initialize_deepspeed(model: nn.Module, args, run: Run):
     if args.compile:
         engine.compile()
     return engine
-
-
-@contextlib.contextmanager
-def quiet(verbose: bool):
-    """Hide what libraries print while they set up; on an error the caller still gets the exception."""
-    if verbose:
-        yield
-        return
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 # ============================================================================================ training
@@ -371,8 +318,10 @@ def gradient_norm(model: nn.Module) -> torch.Tensor:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     parts = [g.to_local() if isinstance(model, FSDPModule) else g for g in gradients]
     square = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in parts]).sum()
-    if isinstance(model, FSDPModule):
-        dist.all_reduce(square)  # each rank has other parts
+    if isinstance(model, FSDPModule):  # each rank has other parts; under HYBRID_SHARD each rank of a node
+        mesh = next(model.parameters()).device_mesh
+        square = square.to(mesh.device_type)
+        dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
     return square.sqrt()
 
 
@@ -606,7 +555,7 @@ def train_one_model(args, run: Run):
         "device": str(run.device.type), "backend": run.backend, "launcher": run.launch.launcher, "precision": precision,
         "batch_size": args.batch_size, "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "global_batch_size": world_batch, "seed": args.seed,
-    })  # fmt: skip
+    }, resuming=args.resume is not None)  # fmt: skip
     footprint = memory.Phases(run.device)
     if args.ds_config_dict:
         preflight.check_requirements(args, run.device)
@@ -630,16 +579,18 @@ def train_one_model(args, run: Run):
     saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, blueprint)
     before = saver.resume()
     steps = data.total_steps(train.blocks, world_batch, args.epochs, args.max_steps, before["step"], before["samples"])
-    if before["step"] >= steps and results.restore():
+    if before["step"] >= steps and results.was_complete:
         run.say("✅ This run was complete already.")
+        results.go_on_from_complete()
+        hand_out(model, saver, results, folder, args, run, blueprint, precision)
         return model
+    results.begin()
     meter = reporting.Meter(run, folder, 0 if args.eval_only else steps, args.logging_steps, before)
     try:
         evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, precision, meter, saver)
     except Preempted:
         results.preempted(meter.counters(), args.seq_length)
         raise
-    run.stop.ignore()  # from here on the run only ends
     footprint.note("trained")
 
     results.update(checkpoint_seconds=saver.seconds)
@@ -647,15 +598,21 @@ def train_one_model(args, run: Run):
     run.say("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
     reporting.say_memory(run, results.facts["memory"])
     reporting.say_throughput(run, results.facts)
-    if args.generate:
-        results.update(sample=generate(model, blueprint, args, run, precision))
-    if not (args.no_export or args.eval_only):
-        card = export.model_card(results.facts, saver.identity)
-        target = export.export_model(model, saver.state, blueprint, folder, args, run, card)
-        results.update(export=str(target))
-    results.complete()
+    hand_out(model, saver, results, folder, args, run, blueprint, precision)
     run.say(f"📁 {results.path}")
     return model
+
+
+def hand_out(model, saver, results, folder, args, run: Run, blueprint: models.Blueprint, precision: str) -> None:
+    """Export the trained model and print a sample, as far as they are wished and not there, and complete the results."""
+    there = run.from_main(results.was_complete and not args.export_hf and (folder / "hf").exists())
+    if not (args.no_export or args.eval_only or there):
+        card = export.model_card(results.facts, saver.identity)
+        results.update(export=export.export_model(model, saver.state, blueprint, folder, args, run, card))
+    if args.generate:
+        results.update(sample=generate(model, blueprint, args, run, precision))
+    run.stop.ignore()  # from here on the run only ends
+    results.complete()
 
 
 if __name__ == "__main__":

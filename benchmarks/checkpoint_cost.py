@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What a checkpoint costs: seconds that training waits, bytes written, and the share of training time.
+"""What checkpoints and the export cost: seconds that training waits, bytes written, share of the time, host memory.
 
-    python benchmarks/checkpoint_cost.py [--model gpt2] [--every 50] [arguments for the script]
+    python benchmarks/checkpoint_cost.py [--model gpt2] [--every 50] [arguments for the timed run]
 
-Runs each strategy on two processes (or --ranks N) for 6 steps with a save after every second, from random weights
-on the embedded text, and prints a table. The share is that of one save in --every steps of the same length.
+Runs each strategy on two processes (or --ranks N), from random weights on the embedded text: 6 steps with a save after
+every second, for the times; then, on blocks of 64 tokens so that activations do not hide the rest, once without and
+once with --resume and export, for the peak of resident memory. The share is that of one save in --every steps.
 """
 
 from __future__ import annotations
@@ -19,42 +20,56 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp")
+SMALL = ["--batch_size", "1", "--seq_length", "64"]
+
+
+def train(strategy: str, args, out: Path, *more) -> dict:
+    """Run the script; returns its results."""
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", "--master_port=29631",
+         PROJECT / "real_model_example.py", "--strategy", strategy, "--model", args.model, "--from_scratch", "--dataset",
+         "pydocs", "--no_eval", "--output_dir", out, *more],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return json.loads((out / "results.json").read_text())
 
 
 def measure(strategy: str, args, more: list[str]) -> dict:
-    """Run once; returns seconds of a save, seconds of a step and bytes of a checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out"
-        subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", "--master_port=29631",
-             PROJECT / "real_model_example.py", "--strategy", strategy, "--model", args.model, "--from_scratch", "--dataset",
-             "pydocs", "--no_eval", "--max_steps", "6", "--save_every", "2", "--keep_last", "1", "--output_dir", out, *more],
-            check=True, capture_output=True,
-        )  # fmt: skip
-        results = json.loads((out / "results.json").read_text())
-        newest = max((out / "checkpoints").glob("step-*"))
-        size = sum(path.stat().st_size for path in newest.iterdir())
-    return {
-        "save": statistics.median(results["checkpoint_seconds"]),
-        "step": results["step_seconds"]["median"],
-        "bytes": size,
-    }
+    """Seconds of a save, a step and the export, bytes of a checkpoint, and the highest peak of any rank in bytes."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        timed = train(strategy, args, folder / "timed", "--max_steps", "6", "--save_every", "2", "--keep_last", "1",
+                      "--no_export", *more)  # fmt: skip
+        newest = max((folder / "timed" / "checkpoints").glob("step-*"))
+        plain = train(strategy, args, folder / "plain", "--max_steps", "2", "--no_export", *SMALL)
+        resumed = train(strategy, args, folder / "resumed", "--max_steps", "8", "--resume", newest, "--resume_force", *SMALL)
+        return {
+            "save": statistics.median(timed["checkpoint_seconds"]),
+            "step": timed["step_seconds"]["median"],
+            "bytes": sum(path.stat().st_size for path in newest.rglob("*")),
+            "export": resumed["export"]["seconds"],
+            "plain": max(plain["memory"]["host_peak_bytes"]),
+            "resumed": max(resumed["memory"]["host_peak_bytes"]),
+            "exported": max(resumed["export"]["host_peak_bytes"]),
+        }
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="What a checkpoint costs under each strategy.")
+    parser = argparse.ArgumentParser(description="What checkpoints and the export cost under each strategy.")
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--every", type=int, default=50, help="steps between two saves (default: %(default)s)")
     args, more = parser.parse_known_args()
-    print(f"| strategy | seconds of a save | GB | seconds of a step | share of the time, saving every {args.every} steps |")
-    print("|---|---|---|---|---|")
+    print(f"| strategy | save, s | GB | step, s | share, saving every {args.every} steps | export, s | "
+          "peak MB of a rank: plain / after --resume / after export |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|")
     for strategy in STRATEGIES:
         found = measure(strategy, args, more)
         share = found["save"] / (found["save"] + args.every * found["step"])
-        size = found["bytes"] / 2**30
-        print(f"| {strategy} | {found['save']:.1f} | {size:.2f} | {found['step']:.1f} | {100 * share:.1f} % |", flush=True)
+        peaks = " / ".join(f"{found[key] / 2**20:,.0f}" for key in ("plain", "resumed", "exported"))
+        numbers = f"{found['save']:.1f} | {found['bytes'] / 2**30:.2f} | {found['step']:.1f} | {100 * share:.1f} %"
+        print(f"| {strategy} | {numbers} | {found['export']:.1f} | {peaks} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support.errors import EXIT_FAILED, UserError
+from support.errors import UserError, explain
 
 
 def main() -> None:
@@ -40,12 +40,10 @@ def main() -> None:
         parser.error("--to needs OUT, the new folder" if args.to else "--inspect writes nothing: leave OUT out")
     try:
         run(args)
-    except UserError as error:
-        print(f"❌ {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        print(f"❌ {error.filename or args.target} cannot be written: {error.strerror}.", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+    except Exception as error:
+        shown = explain(error)
+        print(f"❌ {shown}", file=sys.stderr)
+        sys.exit(shown.exit_code)
 
 
 def run(args) -> None:

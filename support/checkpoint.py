@@ -29,13 +29,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from support import export
 from support.data import tokenizer_fingerprint
 from support.distributed import Run
 from support.errors import Preempted, TrainingError, UserError
-from support.files import sync_folder, write_text
+from support.files import sync_folder, sync_tree, write_text
+from support.safetensors_files import save_file
 from support.sharding import ShardedState
 
 FORMAT_VERSION = 1
@@ -89,7 +90,8 @@ class Saver:
             if found is None:
                 self.run.warn(f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from the beginning.")
         if self.run.is_main:
-            set_aside(self.folder, found[1]["counters"]["step"] if found else 0)
+            mine = found and found[0].parent.resolve() == self.folder.resolve()
+            set_aside(self.folder, found[1]["counters"]["step"] if mine else -1)
         if found is None:
             return NEW_RUN
         path, manifest = found
@@ -219,6 +221,7 @@ def identify(args, run: Run, precision: str, blueprint, dataset: dict, model) ->
         "gradient_accumulation_steps": args.gradient_accumulation_steps, "epochs": args.epochs, "max_steps": args.max_steps,
         "lr": args.lr, "lr_scheduler": args.lr_scheduler, "warmup_steps": args.warmup_steps,
         "weight_decay": args.weight_decay, "max_grad_norm": args.max_grad_norm, "dropout": args.dropout,
+        "from_scratch": args.from_scratch,
     }  # fmt: skip
     return {"hard": hard, "soft": soft, "told": told}
 
@@ -264,8 +267,9 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
             "files": {name: found for rank in ranks for name, found in rank["files"].items()},
         }
         describe(beside / "model")
-        manifest["files"] |= {f"model/{path.name}": facts_of(path) for path in sorted((beside / "model").iterdir())}
-        sync_folder(beside / "model")
+        described = sorted(path for path in (beside / "model").rglob("*") if path.is_file())
+        manifest["files"] |= {path.relative_to(beside).as_posix(): facts_of(path) for path in described}
+        sync_tree(beside / "model")
         write_manifest(beside, manifest)
         sync_folder(beside)
         os.replace(beside, final)
@@ -293,7 +297,7 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run) -> dict:
     room = most
     for shard in state.shards:
         with state.open(shard) as held:
-            for piece in shard.pieces:
+            for piece in [] if state.is_copy else shard.pieces:
                 begin, end = 0, piece.numel
                 if state.replicated:  # every rank holds all, and each writes an equal part
                     begin, end = (piece.numel * r // run.world_size for r in (run.rank, run.rank + 1))
@@ -356,10 +360,7 @@ def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
     Raises:
         UserError: none of those that are there is whole, or the one that was named is not.
     """
-    named, candidates = bool(wanted), [Path(wanted)] if wanted else []
-    if not wanted or (Path(wanted) / "checkpoints").is_dir():  # a run's folder instead of a checkpoint's
-        folder = Path(wanted) / "checkpoints" if wanted else folder
-        candidates, wanted = list_checkpoints(folder), ""
+    candidates = candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
     for candidate in run.from_main(candidates):  # what rank 0 sees: others may see a shared folder's names late
         manifest, why = run.from_main(read_manifest(candidate) if run.is_main else None)
         if not why:
@@ -368,12 +369,26 @@ def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
         why = next((found for found in run.gather(why) if found), "")
         if not why:
             return candidate, manifest
-        if wanted:
+        if wanted and candidate == Path(wanted):
             raise UserError(f"--resume {wanted}: {why}.")
         run.warn(f"Passed over the checkpoint {candidate}: {why}.")
-    if named or run.from_main(bool(candidates)):
-        raise UserError(f"--resume: there is no whole checkpoint in {folder}; remove the folder to start anew.")
+    if wanted or run.from_main(bool(candidates)):
+        raise UserError(f"--resume: there is no whole checkpoint in {wanted or folder}"
+                        + ("." if wanted else "; remove the folder to start anew."))  # fmt: skip
     return None
+
+
+def candidates_in(path: Path) -> list[Path]:
+    """A checkpoint's folder as it is; of a run's folder, or its folder of checkpoints, all of them, newest first.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder.")
+    if path.name.startswith("step-") or (path / "manifest.json").exists():
+        return [path]
+    return list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
 
 
 def open_alone(wanted: Path) -> tuple[Path, dict]:
@@ -384,9 +399,7 @@ def open_alone(wanted: Path) -> tuple[Path, dict]:
     Raises:
         UserError: it is no checkpoint, or not whole.
     """
-    if not (wanted / "manifest.json").exists():
-        found = list_checkpoints(wanted / "checkpoints" if (wanted / "checkpoints").is_dir() else wanted)
-        wanted = found[0] if found else wanted
+    wanted = next(iter(candidates_in(wanted)), wanted)
     manifest, why = read_manifest(wanted)
     why = why or next((found for name, facts in manifest["files"].items() if (found := _broken(wanted / name, facts))), "")
     if why:

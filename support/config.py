@@ -12,9 +12,13 @@ import os
 from pathlib import Path
 
 from support.errors import UserError
+from support.fsdp import FsdpOptions, read_fsdp_config
+from support.runfile import read_run_file
 
 PROJECT = Path(__file__).resolve().parent.parent
 EMBEDDED_MODEL = "tiny-gpt2"
+# Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M parameters).
+GPT2_SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 AUTO = "auto"  # Hugging Face's convention for "take it from the command line"; DeepSpeed itself does not know it
 
 # Strategy -> DeepSpeed's configuration, or None for the strategies of plain PyTorch.
@@ -96,6 +100,10 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=80),
     )
+    add = parser.add_argument_group("run file").add_argument
+    add("--config", metavar="FILE", help="YAML with any of these flags by name; the command line wins")
+    add("--print_config", action="store_true", help="print the resolved run as such a file, and end")
+
     add = parser.add_argument_group("model").add_argument
     add("--model", default=EMBEDDED_MODEL,
         help="tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl, any causal language "
@@ -144,6 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="dp, zero1, zero2, zero3, offload (optimizer on the CPU), infinity (optimizer and parameters on NVMe), "
              "fsdp (default: %(default)s)")
     add("--ds_config", metavar="FILE", help="your own DeepSpeed JSON instead of ds_config_*.json")
+    add("--fsdp_config", metavar="FILE", help="JSON with FSDP's options, as accelerate and transformers write it")
     add("--nvme_path", metavar="DIR", help="where infinity keeps its files (default: the temporary folder, TMPDIR)")
     add("--ddp_timeout", type=positive_int, default=1800, help="seconds until a collective gives up (default: %(default)s)")
     add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher passes it; RANK is used
@@ -179,6 +188,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         UserError: unknown or contradicting flags, or a broken DeepSpeed file.
     """
     parser = build_parser()
+    if file := parser.parse_known_args(argv)[0].config:
+        argv = [*read_run_file(file, parser), *argv]
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [option for action in parser._actions for option in action.option_strings]
@@ -195,6 +206,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         raise UserError("--eval_only neither saves nor resumes: leave out --save_every, --save_epochs and --resume.")
     if args.export_hf and (args.no_export or args.eval_only):
         raise UserError(f"--export_hf contradicts {'--no_export' if args.no_export else '--eval_only'}: leave one out.")
+    if "export_dtype" in args.given and (args.no_export or args.eval_only):
+        raise UserError(f"--export_dtype contradicts {'--no_export' if args.no_export else '--eval_only'}: leave one out.")
+    if args.resume_force and args.resume is None:
+        raise UserError("--resume_force needs --resume.")
     if args.dataset is None:
         args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
     if args.lr is None:
@@ -203,6 +218,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if args.ds_config is not None:
         config = read_ds_config(args.ds_config)
         _adopt_strategy(args, config)
+    args.fsdp = FsdpOptions()
+    if args.fsdp_config is not None and args.strategy == "fsdp":
+        args.fsdp = read_fsdp_config(args.fsdp_config)
+        _follow_fsdp_config(args)
     if STRATEGIES[args.strategy]:
         file = args.ds_config or str(PROJECT / STRATEGIES[args.strategy])
         args.ds_config_dict = reconcile(args, read_ds_config(file), file)
@@ -216,6 +235,18 @@ def _given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
     return set(vars(parser.parse_known_args(argv)[0]))
 
 
+def _follow_fsdp_config(args) -> None:
+    """Let the FSDP file decide what the command line leaves open."""
+    wanted = args.fsdp.precision
+    if wanted and "precision" in args.given and args.precision != wanted:
+        raise UserError(f"--precision {args.precision} contradicts fsdp_mixed_precision in {args.fsdp_config} ({wanted}): "
+                        "change one of them.")  # fmt: skip
+    args.precision = wanted or args.precision
+    if args.fsdp.no_shard:
+        args.fsdp.notes.append("NO_SHARD: a whole model on each rank is --strategy dp, which this run takes")
+        args.strategy = "dp"
+
+
 def ignored_flags(args: argparse.Namespace) -> list[str]:
     """One line for each given flag that the chosen strategy has no use for."""
     lines = []
@@ -223,7 +254,9 @@ def ignored_flags(args: argparse.Namespace) -> list[str]:
         lines.append(f"--ds_config is used by the DeepSpeed strategies only: ignored under {args.strategy}")
     if "nvme_path" in args.given and args.strategy != "infinity":
         lines.append(f"--nvme_path is used by infinity only: ignored under {args.strategy}")
-    return lines
+    if "fsdp_config" in args.given and args.strategy != "fsdp" and not args.fsdp.no_shard:
+        lines.append(f"--fsdp_config is used by fsdp only: ignored under {args.strategy}")
+    return lines + [f"{args.fsdp_config}: {note}" for note in args.fsdp.notes]
 
 
 # ---------------------------------------------------------------------------------------------- DeepSpeed's JSON
@@ -316,6 +349,9 @@ def reconcile(args, config: dict, file: str) -> dict:
         section = lookup(config, parent) if parent else config
         if isinstance(section, dict) and name in section and not isinstance(section[name], dict):
             raise UserError(f"{file}: {key} must be an object, {{ … }}, and is {json.dumps(section[name])}.")
+    if stage == 1 and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
+        raise UserError(f"{file}: with data_types.grad_accum_dtype stage 1 has another optimizer, which checkpoints and the "
+                        "export do not know: leave it out, or take stage 2.")  # fmt: skip
     optimizer_on = lookup(config, "zero_optimization.offload_optimizer.device")
     wanted = {"offload": "cpu", "infinity": "nvme"}.get(args.strategy)
     if wanted and optimizer_on != wanted:
@@ -399,6 +435,29 @@ def _reconcile_scheduler(args, config: dict, file: str) -> None:
         raise UserError(f'{file}: give the scheduler its numbers instead of "auto", or leave it out and use --lr_scheduler.')
 
 
+def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[str, int]:
+    """Elements of DeepSpeed's buckets for a model, by their keys under zero_optimization.
+
+    DeepSpeed's default buckets hold 5e8 elements, more than the whole of GPT-2 medium. Ours hold one transformer
+    block, about 12 · hidden² parameters (4 · hidden² in attention, 8 · hidden² in the MLP), so that communication
+    overlaps with the computation of the next block and a bucket costs little beside the model.
+    """
+    block = min(max(12 * hidden_size**2, 1_000_000), max(parameters, 1))
+    return {
+        "reduce_bucket_size": block,
+        "allgather_bucket_size": block,
+        # DeepSpeed 0.19 reads ahead from NVMe without noticing that a weight used twice is already on its way, and
+        # stops with "already assigned swap buffer": without read-ahead it cannot.
+        "stage3_prefetch_bucket_size": 0 if tied_on_nvme else block,
+        # Norms and biases stay whole on every rank: gathering them would cost more time than they cost memory.
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+        # A gathered parameter that is not needed again within one block is released at once.
+        "stage3_max_live_parameters": 2 * block,
+        "stage3_max_reuse_distance": block,
+        "sub_group_size": max(4 * block, 10_000_000),
+    }
+
+
 def complete_ds_config(
     config: dict,
     *,
@@ -411,10 +470,6 @@ def complete_ds_config(
     nvme_folder: str | None,
 ) -> dict:
     """Fill in what depends on the device and the model.
-
-    DeepSpeed's default buckets hold 5e8 elements, more than the whole of GPT-2 medium. Ours hold one transformer
-    block, about 12 · hidden² parameters (4 · hidden² in attention, 8 · hidden² in the MLP), so that communication
-    overlaps with the computation of the next block and a bucket costs little beside the model.
 
     Args:
         config: the reconciled configuration; changed in place.
@@ -430,27 +485,11 @@ def complete_ds_config(
     Raises:
         UserError: an "auto" where none can be filled in.
     """
-    block = min(max(12 * hidden_size**2, 1_000_000), max(parameters, 1))
     for name in ("bf16", "fp16"):
         if precision == name or name in config:
             config.setdefault(name, {})["enabled"] = precision == name
     zero = config["zero_optimization"]
-    automatic = {
-        "reduce_bucket_size": block,
-        "allgather_bucket_size": block,
-        "stage3_prefetch_bucket_size": block,
-        # Norms and biases stay whole on every rank: gathering them would cost more time than they cost memory.
-        "stage3_param_persistence_threshold": 10 * hidden_size,
-        # A gathered parameter that is not needed again within one block is released at once.
-        "stage3_max_live_parameters": 2 * block,
-        "stage3_max_reuse_distance": block,
-        "sub_group_size": max(4 * block, 10_000_000),
-    }
-    if tied and lookup(zero, "offload_param.device") == "nvme":
-        # DeepSpeed 0.19 reads ahead from NVMe without noticing that a weight used twice is already on its way, and
-        # stops with "already assigned swap buffer": without read-ahead it cannot.
-        automatic["stage3_prefetch_bucket_size"] = 0
-    for key, value in automatic.items():
+    for key, value in bucket_sizes(hidden_size, parameters, tied and lookup(zero, "offload_param.device") == "nvme").items():
         if zero.get(key) == AUTO:
             zero[key] = value
     for part in ("offload_optimizer", "offload_param"):

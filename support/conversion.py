@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support import checkpoint
 from support.errors import UserError
-from support.export import WeightFiles, finish_folder, model_card, start_folder
+from support.export import finish_folder, model_card, start_folder
 from support.files import write_text
+from support.safetensors_files import WeightFiles, save_file, write_at
 from support.sharding import MOMENTS
 
 FP32_BYTES = 4
@@ -55,7 +56,8 @@ class OwnCheckpoint:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return ("weight", *(MOMENTS if self.adam_step else ()))
+        """What can be read of a parameter; without the moments before the first update."""
+        return ("weight", *(MOMENTS if any(piece["moments"] for piece in self.manifest["pieces"]) else ()))
 
 
 class UniversalCheckpoint:
@@ -161,7 +163,7 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
                         "resume it and save once, then convert that.")  # fmt: skip
     shutil.copytree(described, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in source.shapes.items()}
     buffers = load_file(folder / "buffers.safetensors") if (folder / "buffers.safetensors").exists() else {}
@@ -174,7 +176,7 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
         files.write(name, source.read(name, "weight"))
     for name, buffer in buffers.items():
         files.write(name, buffer)
-    files.finish()
+    files.check_complete()
     counters, identity = source.manifest["counters"], source.manifest["identity"]
     facts = {"model": identity["soft"]["model"], "parameters": identity["hard"]["parameters"], "steps": counters["step"],
              "strategy": identity["told"]["strategy"], "world_size": identity["told"]["ranks"],
@@ -185,7 +187,7 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
 def write_torch(source, folder: Path) -> None:
     """model.pt: {name: weight}; optimizer.pt: {"step": updates, "exp_avg": {name: tensor}, "exp_avg_sq": {name: tensor}}."""
     wanted = {"model.pt": {name: (name, "weight") for name in source.shapes}}
-    if source.adam_step:
+    if len(source.kinds) > 1:
         moments = {kind: {name: (name, kind) for name in source.shapes} for kind in MOMENTS}
         wanted["optimizer.pt"] = {"step": source.adam_step, **moments}
     for file, contents in wanted.items():
@@ -196,7 +198,12 @@ def save_tensors(path: Path, contents: dict, source) -> None:
     """`torch.save` of nested dicts with (name, kind) in place of tensors, which are read from `source` one at a time.
 
     torch first writes the file with the tensors' bytes left out; then they are put into their places.
+
+    Raises:
+        UserError: this torch does not tell the places.
     """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        raise UserError(f"--to torch needs torch 2.7 or newer; this is {torch.__version__}.")
 
     def replaced(found):
         if isinstance(found, dict):
@@ -208,8 +215,7 @@ def save_tensors(path: Path, contents: dict, source) -> None:
             if isinstance(value, dict):
                 fill(there[key], value, file)
             elif isinstance(value, tuple):
-                file.seek(there[key].untyped_storage()._checkpoint_offset)
-                file.write(memoryview(source.read(*value).contiguous().numpy()).cast("B"))
+                write_at(file, there[key].untyped_storage()._checkpoint_offset, source.read(*value))
 
     with FakeTensorMode():
         empty = replaced(contents)
@@ -224,6 +230,8 @@ def save_tensors(path: Path, contents: dict, source) -> None:
 def write_universal(source: OwnCheckpoint, folder: Path) -> None:
     """What DeepSpeed's stages 1, 2 and 3 look for: a folder for each parameter, and a few small files around them."""
     counters, groups = source.manifest["counters"], source.manifest["groups"]
+    if not groups:
+        raise UserError(f"{source.folder} was imported and never trained on: resume it and save once, then convert that.")
     inner = folder / f"global_step{counters['step']}_universal"
     step = torch.tensor(float(source.adam_step))
     for name in source.shapes:

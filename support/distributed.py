@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from support.errors import EXIT_FAILED, TrainingError, UserError, explain
 from support.launch import Launch
@@ -102,6 +103,16 @@ class Run:
     def warn(self, text: str) -> None:
         """Say something the user should know, on rank 0 only."""
         self.say(f"ℹ️  {text}")
+
+    def mesh(self, hybrid: bool):
+        """All ranks in a row; `hybrid` a row for each node, along which FSDP shards, with copies down the columns."""
+        if not hybrid:
+            return init_device_mesh(self.device.type, (self.world_size,))
+        if self.nodes == 1:
+            self.warn("HYBRID_SHARD on one node is FULL_SHARD: there is no other node to hold a copy.")
+        return init_device_mesh(
+            self.device.type, (self.nodes, self.launch.local_world_size), mesh_dim_names=("replicate", "shard")
+        )
 
     # -------------------------------------------------------------------------------- preparation, once per node
 

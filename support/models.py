@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, PreTrainedTokenizerFast
 
-from support.config import EMBEDDED_MODEL
+from support.config import EMBEDDED_MODEL, GPT2_SHAPES
 from support.distributed import Run
 from support.errors import UserError
 from support.preflight import GPT2_NAMES, huggingface_home, is_local_model
@@ -28,9 +28,6 @@ END_OF_TEXT = "<|endoftext|>"
 EMBEDDED_VOCABULARY = 4096
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_REMOTE_CODE = {"trust_remote_code": False}  # without it transformers asks on the terminal whether to run code
-
-# Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M parameters).
-GPT2_SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 
 
 @dataclass
@@ -316,6 +313,19 @@ def set_dropout(config, probability: float, run: Run) -> None:
 def max_positions(config) -> int | None:
     """The longest block the model was made for; None where there is no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def blocks_to_shard(model: nn.Module, options, run: Run) -> list[nn.Module]:
+    """The layers that FSDP shards one by one: those that its configuration names, else the model's own blocks."""
+    if not options.wrap_layers:
+        return []
+    named = [module for module in model.modules() if type(module).__name__ in options.layers]
+    if options.layers and not named:
+        blocks = transformer_blocks(model)
+        kind = type(blocks[0]).__name__ if blocks else "none"
+        run.warn(f"This model has no layer of class {', '.join(options.layers)}: sharding its own blocks ({kind}).")
+        return blocks
+    return named or transformer_blocks(model)
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import urllib.error
@@ -16,8 +17,9 @@ from pathlib import Path
 
 from support import launch as launching
 from support.config import EMBEDDED_MODEL, ignored_flags, parse_arguments, uses_nvme
-from support.errors import MissingRequirement, UserError
+from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
 from support.launch import Launch
+from support.runfile import as_yaml
 
 PROBE_SECONDS = 4  # the hub answers within one; the clients' own retries take 23 s to 11 minutes
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
@@ -39,6 +41,9 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
         # The launcher comes first: the DeepSpeed file's total batch size depends on the number of ranks.
         launch = launching.detect_launch()
         args = parse_arguments(argv)
+        if args.print_config:
+            print(as_yaml(args), end="")
+            sys.exit(EXIT_COMPLETED)
         launching.tune_process(args, launch)
         check_model_path(args)
         check_dataset_path(args)
@@ -109,19 +114,26 @@ def check_output_dir(args) -> None:
 
 
 def check_export_folder(args) -> None:
-    """A folder named for the trained model must not hold anything else, unless --overwrite says so, and never the base."""
-    if args.export_hf is None:
+    """The trained model replaces the folder where it goes: that may be an earlier export, and nothing else that is there."""
+    if args.no_export or args.eval_only or not (args.export_hf or args.output_dir):
         return
-    folder = Path(args.export_hf).absolute()
-    if is_local_model(args.model) and folder.resolve() == Path(args.model).expanduser().resolve():
-        raise UserError(f"--export_hf {args.export_hf} is the folder of --model: name another one.")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--export_hf {args.export_hf} is a file: name a folder.")
-    if folder.is_dir() and any(folder.iterdir()) and not args.overwrite and args.resume is None:
-        raise UserError(f"--export_hf {args.export_hf} is not empty: --overwrite replaces it; or name another folder.")
+    folder = Path(args.export_hf or Path(args.output_dir) / "hf").absolute()
+    where = f"--export_hf {args.export_hf}" if args.export_hf else f"The export, {folder},"
+    needed = {"the current folder": ".", "--output_dir": args.output_dir, "--resume": args.resume,
+              "--model": args.model if is_local_model(args.model) else None,
+              "--dataset": args.dataset if is_local_dataset(args.dataset) else None}  # fmt: skip
+    for name, path in needed.items():
+        if path and folder.resolve() in (place := Path(path).expanduser().resolve(), *place.parents):
+            raise UserError(f"{where} would replace {name}: name another folder with --export_hf.")
+    if folder.exists() and (not folder.is_dir() or os.path.ismount(folder)):
+        raise UserError(f"{where} is a {'file' if folder.is_file() else 'mount point'}: name a folder in it or beside it.")
+    if args.export_hf and folder.is_dir() and any(folder.iterdir()):
+        exported = (folder / "config.json").is_file() and (folder / "README.md").is_file()
+        if not exported or not (args.overwrite or args.resume is not None):
+            raise UserError(f"{where} is not empty: name another folder" + ("; or --overwrite." if exported else "."))
     existing = next(parent for parent in folder.parents if parent.exists())
     if not os.access(existing, os.W_OK):
-        raise UserError(f"--export_hf {args.export_hf}: {existing} is not writable.")
+        raise UserError(f"{where}: {existing} is not writable.")
 
 
 def check_nvme_path(args) -> None:

@@ -308,7 +308,7 @@ def lock_folder(folder: Path):
 class Results:
     """results.json: written at the start with status "running", and at the end, whichever end it is."""
 
-    def __init__(self, run: Run, folder: Path, facts: dict):
+    def __init__(self, run: Run, folder: Path, facts: dict, resuming: bool):
         self.run, self.path = run, folder / "results.json"
         self.facts = {
             "schema_version": 1,
@@ -321,17 +321,22 @@ class Results:
             "hardware": hardware(run.device),
             **facts,
         }
-        self._before = self.path.read_text(encoding="utf-8") if run.is_main and self.path.exists() else ""
-        if run.is_main:
-            self._write()
+        # A run that was complete keeps its results until the resumed one has begun.
+        kept = resuming and run.is_main and self.path.exists() and '"status": "completed"' in self.path.read_text("utf-8")
+        self.was_complete = run.from_main(kept)
+        if not self.was_complete:
+            self.begin()
         run.on_failure.append(self.fail)
 
-    def restore(self) -> bool:
-        """Put back the results of a run that was complete before; all ranks get the same answer, False if it was not."""
-        complete = self.run.is_main and '"status": "completed"' in self._before
-        if complete:
-            write_text(self.path, self._before)
-        return any(self.run.gather(complete))
+    def begin(self) -> None:
+        """From here on the file tells of this run (rank 0)."""
+        self.was_complete = False
+        if self.run.is_main:
+            self._write()
+
+    def go_on_from_complete(self) -> None:
+        """Take over the facts of the run that was complete."""
+        self.facts = self.run.from_main(json.loads(self.path.read_text(encoding="utf-8")) if self.run.is_main else None)
 
     def update(self, **facts) -> None:
         """Add or replace facts; written with the next status."""
@@ -352,6 +357,8 @@ class Results:
 
     def fail(self, error: UserError) -> None:
         """Write why the run ended; called on the one rank that failed first, whichever it is."""
+        if self.was_complete:
+            return
         self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
         self._write()
 

@@ -7,8 +7,22 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from support.errors import UserError
+
 NEW_TOKENS = 100
 TEMPERATURE, TOP_K = 0.8, 50
+
+
+def tokens_of(prompt: str, tokenizer) -> list[int]:
+    """A prompt's tokens.
+
+    Raises:
+        UserError: the tokenizer makes none of it.
+    """
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise UserError(f"--generate {prompt!r}: this model's tokenizer makes no token of it.")
+    return ids
 
 
 @torch.no_grad()
@@ -27,12 +41,12 @@ def sample_text(forward: Callable, tokenizer, prompt: str, device: torch.device,
         seed: for the choice of tokens.
     """
     room = (positions or 2**31) - 1
-    ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"][-room:]], device=device)
+    ids = torch.tensor([tokens_of(prompt, tokenizer)[-room:]], device=device)
     generator = torch.Generator().manual_seed(seed)
     cache, end = None, tokenizer.eos_token_id
     for _ in range(min(NEW_TOKENS, room + 1 - ids.shape[1])):
         out = forward(input_ids=ids if cache is None else ids[:, -1:], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        cache = getattr(out, "past_key_values", None)  # some architectures have none: then the whole text is computed again
         likeliest = out.logits[0, -1].float().cpu().topk(min(TOP_K, out.logits.shape[-1]))
         choice = torch.multinomial(torch.softmax(likeliest.values / TEMPERATURE, 0), 1, generator=generator)
         chosen = likeliest.indices[choice].to(device)

@@ -71,7 +71,10 @@ class ShardedState:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters() if p.requires_grad}
         self.stage3 = hasattr(self.wrapper, "fp32_partitioned_groups_flat")
-        self.replicated = self.wrapper is None and not any(_is_dtensor(p) for p in model.parameters())
+        sharded = next((p for p in model.parameters() if _is_dtensor(p)), None)
+        self.replicated = self.wrapper is None and sharded is None
+        # Under HYBRID_SHARD every node holds all pieces, and those of the first one count.
+        self.is_copy = sharded is not None and sharded.device_mesh.ndim > 1 and sharded.device_mesh.get_local_rank(0) > 0
         if self.wrapper is None:
             self.shards = list(self._plain_shards(model))
         else:
@@ -123,13 +126,14 @@ class ShardedState:
         only the weight is given, which every optimizer has.
 
         Raises:
-            TrainingError: the optimizer keeps states that are not found.
+            TrainingError: DeepSpeed keeps states that are not found.
         """
         swapped = self.stage3 and self.wrapper._swappable_optimizer_subgroup(shard.group)
         if swapped:
             self.wrapper._optimizer_states_and_gradient_swap_in(shard.group)
         state = self.base.state[shard.key] if moments and (shard.key in self.base.state or write) else {}
-        if moments and not write and bool(state) != (self.adam_step > 0):
+        # torch's AdamW has none for a parameter that never got a gradient. DeepSpeed's masters are updated together.
+        if moments and not write and not state and self.wrapper is not None and self.adam_step > 0:
             raise TrainingError("A part of the optimizer's states lies where checkpoints do not find it: use --no_save.")
         if write:
             for moment in MOMENTS:
@@ -157,7 +161,7 @@ class ShardedState:
                         yield name, held["weight"].view(self.shapes[name]) if is_main else None
                         continue
                     flat = torch.zeros(math.prod(self.shapes[name]), device=self.device)
-                    for piece in (piece for piece in shard.pieces if piece.name == name):
+                    for piece in (piece for piece in shard.pieces if piece.name == name and not self.is_copy):
                         part = held["weight"][piece.offset : piece.offset + piece.numel]
                         flat[piece.start : piece.start + piece.numel].copy_(part)
                     dist.reduce(flat, dst=0)  # every element is on one rank, and 0 on the others

@@ -308,81 +308,37 @@ def hub(hub_root):
 
 
 @pytest.fixture(scope="session")
-def slurm(tmp_path_factory):
-    """A real Slurm with this machine as its only node: munged, slurmctld and slurmd, stopped at the end."""
+def machines():
+    """Three hosts of their own on this machine: names, addresses, network namespaces. See machines.py."""
+    from machines import Machines
+
+    missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
+    if missing:
+        skip(f"needs {', '.join(missing)}: apt install iproute2 util-linux")
+    if os.geteuid() != 0:
+        skip("needs root to make network namespaces")
+    found = Machines(3)
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+
+
+@pytest.fixture(scope="session")
+def slurm(machines):
+    """A real Slurm with the first two machines as its nodes: munged, slurmctld and two slurmd, stopped at the end."""
+    from machines import Slurm
+
     missing = [name for name in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(name) is None]
     if missing:
         skip(f"needs Slurm ({', '.join(missing)} not found): apt install slurm-wlm munge")
-    if os.geteuid() != 0:
-        skip("needs root to start Slurm's daemons")
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # munge's socket path must be short
-    folder.chmod(0o755)
-    key = folder / "munge.key"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o600)
-    host = socket.gethostname().split(".")[0]
-    (folder / "slurm.conf").write_text(
-        f"""
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={free_port()}
-SlurmdPort={free_port()}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SlurmdParameters=config_overrides
-SchedulerParameters=batch_sched_delay=0,sched_interval=1
-ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=4000
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-    )
-    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-    (folder / "state").mkdir()
-    (folder / "spool").mkdir()
-    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-    munge_files = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
-    subprocess.run(["munged", "--force", f"--socket={folder}/munge.sock", *munge_files], check=True)
-    subprocess.run(["slurmctld"], check=True)
-    subprocess.run(["slurmd"], check=True)
+    cluster = Slurm(machines)
     try:
-        for _ in range(100):
-            state = subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%N"], capture_output=True, text=True).stdout
-            if state.strip():
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail(f"Slurm did not come up: {(folder / 'slurmctld.log').read_text()[-2000:]}")
-        yield
+        cluster.start()
+        yield cluster
     finally:
-        for pid_file in ("slurmd.pid", "slurmctld.pid", "munge.pid"):
-            stop_daemon(folder / pid_file)
-        del os.environ["SLURM_CONF"]
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def stop_daemon(pid_file: Path) -> None:
-    try:
-        process = psutil.Process(int(pid_file.read_text()))
-    except (OSError, ValueError, psutil.Error):
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(10)
-    except psutil.TimeoutExpired:
-        process.kill()
+        cluster.stop()
 
 
 def load_exported(folder):

@@ -1,6 +1,7 @@
 """A run goes on under any strategy, on any number of ranks, as if nothing had changed."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -77,15 +78,19 @@ def test_llama_from_infinity_and_from_fsdp(chain, llama, text_file, links):
     check(chain(links, "--model", llama, "--dataset", text_file, "--lr", "1e-3"), links)
 
 
-def test_other_global_batch_is_refused_and_forced_keeps_the_position_in_the_data(script, text_file):
+def test_other_global_batch_is_refused_and_forced_keeps_the_position_in_the_data(script, text_file, tmp_path):
     work = ["--dataset", text_file, "--seq_length", "32", "--num_samples", "20", "--epochs", "2", "--no_eval", "--no_export"]
     first = script(*work, "--batch_size", "4", "--save_every", "2")
     refused = script(*work, "--batch_size", "6", "--resume", checkpoint(first, 2), ok=False)
     assert refused.code == 2 and "global batch 4 there, 6 here" in refused.error
-    run = script(*work, "--batch_size", "6", "--resume", checkpoint(first, 2), "--resume_force")
+    # Into a folder that holds another run's checkpoints: they are not mixed up with this one's.
+    shutil.copytree(first.folder, tmp_path / "used")
+    run = script(*work, "--batch_size", "6", "--resume", checkpoint(first, 2), "--resume_force", "--output_dir",
+                 tmp_path / "used", folder=tmp_path / "used")  # fmt: skip
+    assert all(path.name.startswith("aside-") for path in (tmp_path / "used" / "checkpoints").glob("*step-*"))
     # 8 blocks are behind it, 12 of this epoch and 20 of the next are left: 2 steps of 6, then 6, 6, 6 and 2.
     assert run.results["steps"] == 2 + 2 + 4 and run.results["samples"] == 40
-    assert [record["epoch"] for record in run.metrics] == [1, 1, 2, 2, 2, 2]
+    assert [record["epoch"] for record in run.metrics if record["step"] > 2] == [1, 1, 2, 2, 2, 2]
 
 
 def test_another_precision_goes_on_too(script):

@@ -15,7 +15,18 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import FAULT, PROJECT, SCRIPT, STRATEGIES, descendants_of_test, finish, launcher_command, skip, start
+from conftest import (
+    FAULT,
+    PROJECT,
+    SCRIPT,
+    STRATEGIES,
+    descendants_of_test,
+    finish,
+    launcher_command,
+    load_exported,
+    skip,
+    start,
+)
 
 # Global batches of 8 blocks: an epoch has 5 steps, the last one short. Dropout on.
 WORK = ["--dropout", "0.1", "--seq_length", "32", "--num_samples", "37", "--batch_size", "2", "--epochs", "2", "--eval_samples",
@@ -191,11 +202,11 @@ def test_a_broken_checkpoint_is_passed_over(script, alone, copy):
     assert checkpoints(copy) == [*(f"aside-step-{step:08d}" for step in (5, 6, 9, 10)), "latest", "step-00000008"]
 
 
-def test_a_run_that_was_complete_is_left_alone(script, alone, copy):
-    before = (copy / "results.json").read_text(), (copy / "metrics.jsonl").read_text()
-    run = script(*ON_ONE, "--resume", "--output_dir", copy, folder=copy)
-    assert "complete already" in run.out
-    assert ((copy / "results.json").read_text(), (copy / "metrics.jsonl").read_text()) == before
+def test_a_run_that_was_complete_is_left_alone_but_for_what_is_asked_for(script, alone, copy, tmp_path):
+    run = script(*ON_ONE, "--resume", "--output_dir", copy, "--export_hf", tmp_path / "late", folder=copy)
+    assert "complete already" in run.out and load_exported(tmp_path / "late")
+    assert run.metrics == alone.metrics
+    assert {**run.results, "export": None} == {**alone.results, "export": None}
 
 
 @pytest.mark.parametrize("fault", ["kill_saving:tensors:3", "kill_saving:manifest:3", "kill:0:34"])
@@ -355,8 +366,10 @@ def test_keep_last(script, tmp_path):
     (["--dataset", "README.md"], "dataset"),
 ])  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused(script, copy, change, said):
+    before = (copy / "results.json").read_text()
     run = script(*ON_ONE, *change, "--resume", "--output_dir", copy, ok=False)
     assert run.code == 2 and said in run.error
+    assert (copy / "results.json").read_text() == before  # of the run that was complete
 
 
 def test_the_schedule_of_a_deepspeed_file_goes_on(script, tmp_path):

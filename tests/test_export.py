@@ -25,12 +25,18 @@ def test_export_goes_where_and_how_it_is_asked_for(script, llama, text_file, tmp
     tokens = AutoTokenizer.from_pretrained(tmp_path / "mine")("the lazy dog")["input_ids"]
     assert tokens == AutoTokenizer.from_pretrained(llama)("the lazy dog")["input_ids"]
     card = (tmp_path / "mine" / "README.md").read_text()
-    assert str(run.results["parameters"])[:3] in card and "zero2" in card and f"{run.results['train_loss_last']:.4g}" in card
-    assert not (run.folder / "hf").exists() and run.results["export"] == str(tmp_path / "mine")
+    assert f"{run.results['parameters']:,} parameters" in card and "zero2" in card
+    assert f"{run.results['train_loss_last']:.4g}" in card
+    assert not (run.folder / "hf").exists() and run.results["export"]["folder"] == str(tmp_path / "mine")
     again = script("--model", llama, "--dataset", text_file, *WORK, "--export_hf", tmp_path / "mine", ok=False)
     assert again.code == 2 and "--overwrite" in again.error
-    itself = script("--model", llama, "--dataset", text_file, *WORK, "--export_hf", llama, "--overwrite", ok=False)
-    assert itself.code == 2 and "--model" in itself.error
+    for target, said in [(llama, "--model"), (".", "current"), (text_file.parent, "--dataset")]:
+        refused = script("--model", llama, "--dataset", text_file, *WORK, "--export_hf", target, "--overwrite", ok=False)
+        assert refused.code == 2 and f"would replace {said}" in refused.error.replace("the current", "current")
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "thesis.txt").write_text("years of work")
+    other = script("--model", llama, "--dataset", text_file, *WORK, "--export_hf", tmp_path / "papers", "--overwrite", ok=False)
+    assert other.code == 2 and (tmp_path / "papers" / "thesis.txt").exists()
 
 
 def test_no_export(script):
@@ -188,10 +194,12 @@ def test_start_from_a_universal_folder_that_deepspeed_made(script, saved, plain_
     assert code == 0, out
     code, out = convert(tmp_path / "start", "--to", "torch", tmp_path / "torch")
     assert code == 0, out
-    weights = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
-    theirs = torch.load(tmp_path / "universal" / "zero" / "transformer.wte.weight" / "fp32.pt", weights_only=True)
-    theirs = theirs["param"] if stage == 2 else theirs
-    assert (weights["transformer.wte.weight"] == theirs).all()
+    name = "transformer.h.0.mlp.c_fc.weight"
+    state = torch.load(tmp_path / "torch" / "optimizer.pt", weights_only=True)
+    state["fp32"] = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
+    for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+        theirs = torch.load(tmp_path / "universal" / "zero" / name / f"{kind}.pt", weights_only=True)
+        assert (state[kind][name] == (theirs["param"] if stage == 2 else theirs)).all()  # stage 3 keeps them flat
     run = script(*WORK, "--strategy", "zero3", "--resume", tmp_path / "start", "--save_every", "2",
                  launcher="torchrun", ranks=2)  # fmt: skip
     manifest = json.loads((run.folder / "checkpoints" / "step-00000002" / "manifest.json").read_text())

@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Seconds and peak host memory of scripts/convert_checkpoint.py for one checkpoint.
+
+    python benchmarks/conversion_memory.py RUN_OR_CHECKPOINT
+
+"Anonymous" is memory that the process fills and that counts against a limit; "resident" adds file pages that are only
+mapped. What importing torch and transformers takes is in both.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "convert_checkpoint.py"
+
+
+def watch(*args) -> tuple[float, int, int]:
+    """Run the converter; returns seconds and the highest anonymous and resident bytes seen."""
+    begun, anonymous, resident = time.monotonic(), 0, 0
+    process = psutil.Popen([sys.executable, SCRIPT, *map(str, args)], stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        try:
+            memory = process.memory_info()
+            anonymous, resident = max(anonymous, memory.rss - memory.shared), max(resident, memory.rss)
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(0.01)
+    if process.wait():
+        sys.exit("❌ the converter failed")
+    return time.monotonic() - begun, anonymous, resident
+
+
+def main() -> None:
+    """Print the table."""
+    source = sys.argv[1]
+    print("| | seconds | peak MB: anonymous / resident |\n|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, args in {
+            "--inspect": ["--inspect"],
+            **{f"--to {to}": ["--to", to, Path(folder) / to] for to in ("hf", "torch", "deepspeed-universal")},
+        }.items():
+            seconds, anonymous, resident = watch(source, *args)
+            print(f"| {name} | {seconds:.1f} | {anonymous / 2**20:,.0f} / {resident / 2**20:,.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Before DeepSpeed takes over: its configuration for this model and machine, and its messages."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+
+import torch
+from torch import nn
+
+from support import preflight
+from support.config import complete_ds_config, uses_nvme
+from support.distributed import Run
+
+
+def configure_deepspeed(args, run: Run, precision: str, blueprint) -> None:
+    """Complete DeepSpeed's JSON for this model and device."""
+    import deepspeed
+
+    if not args.verbose:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if uses_nvme(args.ds_config_dict):
+
+        def make_folder() -> str:
+            folder = preflight.make_nvme_folder(
+                args.nvme_path, blueprint.parameters, run.launch.local_world_size, run.world_size
+            )
+            run.temporary.append(folder)
+            return folder
+
+        args.nvme_folder = run.once_per_node("nvme folder", make_folder)
+    if ops := preflight.ops_to_compile(args.strategy, run.device):
+        run.warn(f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine.")
+    # Under its own launcher DeepSpeed reduces through this file of 69 MB, on a CPU, and leaves it there.
+    buffer = f"deepspeed_allreduce_buffer_{os.getuid()}_{run.launch.master_addr}_{run.launch.master_port}_{run.rank}"
+    run.temporary.append(f"/dev/shm/{buffer}")
+    with quiet(args.verbose):
+        deepspeed.init_distributed(dist_backend=run.backend)  # takes over the process group that is there
+    complete_ds_config(
+        args.ds_config_dict,
+        precision=precision,
+        hidden_size=blueprint.text_config.hidden_size,
+        parameters=blueprint.parameters,
+        largest_parameter=blueprint.largest_parameter,
+        tied=blueprint.tied,
+        world_size=run.world_size,
+        nvme_folder=args.nvme_folder,
+    )
+
+
+class OneByOne(nn.Module):
+    """Shows DeepSpeed a model's parameters one after the other, each copied into memory only when its turn comes."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.whole, self.dtype = model, dtype
+
+    def parameters(self, recurse: bool = True):
+        for parameter in self.whole.parameters(recurse):
+            parameter.data = parameter.data.to(self.dtype, copy=True)
+            yield parameter
+
+
+@contextlib.contextmanager
+def quiet(verbose: bool):
+    """Hide what libraries print while they set up; on an error the caller still gets the exception."""
+    if verbose:
+        yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

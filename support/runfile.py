@@ -1,0 +1,123 @@
+"""A YAML file that says what the command line would say.
+
+Every flag goes by its name. The sections `training:` and `distributed:` only group them, and a few keys have the names that
+other trainers give them. The file becomes arguments in front of the command line, which therefore wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from pathlib import Path
+
+from support.errors import UserError
+
+SECTIONS = ("training", "distributed")
+OTHER_NAMES = {"learning_rate": "lr", "num_epochs": "epochs", "num_train_epochs": "epochs", "mixed_precision": "precision",
+               "per_device_train_batch_size": "batch_size", "max_seq_length": "seq_length", "max_length": "seq_length",
+               "model_name_or_path": "model", "model_name": "model", "deepspeed_config": "ds_config"}  # fmt: skip
+SWITCHES = ("use_deepspeed", "use_fsdp")
+NOT_SHOWN = ("config", "print_config", "local_rank", "given", "ds_config_dict", "nvme_folder", "hub_offline", "fsdp")
+
+
+def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
+    """The file's contents as arguments.
+
+    Raises:
+        UserError: the file is missing or no YAML, a key is unknown or given twice, or switches contradict each other.
+    """
+    values = _flatten(_read(path), path)
+    flags = {action.dest: action for action in reversed(parser._actions) if action.option_strings and action.dest != "help"}
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        name = OTHER_NAMES.get(key, key)
+        if name not in flags and name not in SWITCHES:
+            near = difflib.get_close_matches(key, [*flags, *OTHER_NAMES, *SWITCHES], n=1)
+            raise UserError(f"{path}: unknown key {key}" + (f": did you mean {near[0]}?" if near else " (--help lists all)."))
+        if name in found:
+            raise UserError(f"{path} gives {name} twice, the second time as {key}: leave one out.")
+        found[name] = value
+    _apply_switches(found, path)
+    arguments: list[str] = []
+    for name, value in found.items():
+        arguments += _as_arguments(name, value, flags[name], path)
+    return arguments
+
+
+def _read(path: str) -> dict:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}.") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"--config {path}{where}: {getattr(error, 'problem', None) or 'not YAML'}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path}: a run file is a list of `key: value` lines.")
+    return content
+
+
+def _flatten(content: dict, path: str) -> dict:
+    values: dict[str, object] = {}
+    for key, value in content.items():
+        inner = value if key in SECTIONS else {key: value}
+        if not isinstance(inner, dict):
+            raise UserError(f"{path}: {key} is a section; write its keys below it, indented.")
+        for name, item in inner.items():
+            if name in values:
+                raise UserError(f"{path} gives {name} twice: leave one out.")
+            values[name] = item
+    return values
+
+
+def _apply_switches(found: dict, path: str) -> None:
+    """use_deepspeed and use_fsdp choose a strategy, or must fit the one that is given."""
+    deepspeed, fsdp = (found.pop(name, False) is True for name in SWITCHES)
+    strategy = found.get("strategy")
+    if deepspeed and fsdp:
+        raise UserError(f"{path}: use_deepspeed and use_fsdp cannot both be true.")
+    if fsdp and strategy not in (None, "fsdp"):
+        raise UserError(f"{path}: use_fsdp is true, but strategy is {strategy}: leave one out.")
+    if deepspeed and strategy in ("dp", "fsdp"):
+        raise UserError(f"{path}: use_deepspeed is true, but strategy is {strategy}: leave one out.")
+    if deepspeed and strategy is None and not found.get("ds_config"):
+        raise UserError(f"{path}: use_deepspeed needs deepspeed_config, or strategy: zero1, zero2, zero3, offload or infinity.")
+    if fsdp:
+        found["strategy"] = "fsdp"
+    # One file serves both: the configuration of the one that is off is not used.
+    if not deepspeed and strategy in (None, "dp", "fsdp"):
+        found.pop("ds_config", None)
+    if not fsdp and strategy != "fsdp":
+        found.pop("fsdp_config", None)
+
+
+def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[str]:
+    option = action.option_strings[0]
+    if name == "precision" and value in ("no", False):
+        value = "fp32"
+    if value is None:
+        return []
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return [f"--{name}" if value else f"--no_{name}"] if isinstance(value, bool) else _wrong(path, name, value)
+    if action.nargs == 0:
+        return ([option] if value else []) if isinstance(value, bool) else _wrong(path, name, value)
+    if isinstance(value, bool | dict | list):
+        return _wrong(path, name, value)
+    return [f"{option}={value}"]
+
+
+def _wrong(path: str, name: str, value):
+    raise UserError(f"{path}: {name} cannot be {value!r}.")
+
+
+def as_yaml(args: argparse.Namespace) -> str:
+    """The resolved run, to be read or fed back with --config."""
+    import yaml
+
+    shown = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SHOWN}
+    # What is off or unset is what it would be without a line; evaluation alone is on by default.
+    kept = {name: value for name, value in shown.items() if name == "eval" or (value is not None and value is not False)}
+    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
