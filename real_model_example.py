@@ -50,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 from support import checkpoint, data, export, memory, models, reporting, sampling
 from support.config import EMBEDDED_MODEL
 from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
-from support.distributed import Run, describe_difference, open_store
+from support.distributed import ARRIVAL_SECONDS, Run, describe_difference, meet, open_store
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, TrainingError, UserError
 from support.launch import exit_before_start, keep_freed_memory
 from support.sharding import base_optimizer
@@ -72,7 +72,9 @@ def setup_distributed(args, launch) -> Run:
         backend = "nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.ddp_timeout))
+    limit = timedelta(seconds=args.ddp_timeout)
+    store = meet(launch, backend, min(args.ddp_timeout, ARRIVAL_SECONDS))
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
     run = Run(launch, device, backend, args.verbose)
     if launch.world_size > 1:
         run.store = open_store(launch)

@@ -7,8 +7,10 @@ collective: a collective has a time limit, needs every rank, and hangs when one 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -19,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -251,6 +254,91 @@ def _exit(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
+
+
+def meet(launch: Launch, backend: str, timeout: float) -> dist.Store:
+    """Let every rank say that it is there, and on what it runs; nothing here is a collective, so nothing can hang.
+
+    Args:
+        launch: this process's place.
+        backend: of the process group that is to come.
+        timeout: seconds to wait for the last rank.
+    Returns:
+        The store that `dist.init_process_group` is to use.
+    Raises:
+        TrainingError: ranks have not arrived, or differ in what must be the same; the line names them and their hosts.
+    """
+    mine = {"host": socket.gethostname(), **what_must_agree(), "backend": backend}
+    hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, which outlives its ranks
+    try:
+        store = dist.TCPStore(
+            launch.master_addr, launch.master_port, launch.world_size, is_master=launch.is_main and not hosted_by_agent,
+            wait_for_workers=False, timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
+    except dist.DistNetworkError as error:
+        if launch.is_main:
+            raise  # the port is taken
+        raise TrainingError(f"Rank 0 does not answer at {launch.master_addr}:{launch.master_port}. Has it started, and is the "
+                            f"port open between the hosts? [rank {launch.rank} on {mine['host']}]") from error  # fmt: skip
+    # After an elastic restart the agent's store still holds what the attempt before wrote.
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{launch.world_size}"
+    arrived = dist.PrefixStore(f"arrived/{attempt}", store)
+    arrived.set(str(launch.rank), json.dumps(mine))
+    until, missing = time.monotonic() + timeout, list(range(launch.world_size))
+    while missing and time.monotonic() < until:
+        missing = [rank for rank in missing if not arrived.check([str(rank)])]
+        time.sleep(0.05 if missing else 0)
+    ranks = {rank: json.loads(arrived.get(str(rank))) for rank in range(launch.world_size) if rank not in missing}
+    wrong = _who_is_missing(missing, ranks, launch, timeout) if missing else _who_differs(ranks)
+    if wrong and launch.rank != min(ranks):
+        _exit(EXIT_FAILED)  # one of them says it
+    if wrong:
+        time.sleep(2)  # the others read this, too, and rank 0 may hold the store
+        raise TrainingError(wrong)
+    return dist.PrefixStore(f"group/{attempt}", store)
+
+
+def _who_differs(ranks: dict) -> str:
+    for rank, facts in ranks.items():
+        found = [f"{key} {value} there and {ranks[0].get(key)} on {ranks[0]['host']}" for key, value in facts.items()
+                 if key != "host" and value != ranks[0].get(key)]  # fmt: skip
+        if found:
+            return f"Rank {rank} on {facts['host']} is not as rank 0: {'; '.join(found)}. Make them the same."
+    return ""
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def what_must_agree() -> dict[str, str]:
+    """Versions and this project's own code: ranks that differ in them may wait for each other for ever."""
+    project = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in [project / "real_model_example.py", *sorted((project / "support").glob("*.py"))]:
+        digest.update(path.read_bytes())
+    found = {name: versions()[name] for name in ("python", "torch", "transformers", "deepspeed", "cuda") if name in versions()}
+    return {**found, "script": digest.hexdigest()[:12]}
+
+
+def _who_is_missing(missing: list[int], ranks: dict, launch: Launch, timeout: float) -> str:
+    nodes = ", ".join(str(node) for node in sorted({rank // launch.local_world_size for rank in missing}))
+    there = ", ".join(sorted({facts["host"] for facts in ranks.values()}))
+    first = f"rank {missing[0]}{' and more' if len(missing) > 1 else ''}, node {nodes}"
+    return (f"After {timeout:.0f} s {len(missing)} of {launch.world_size} ranks have not arrived ({first}). Here are {there}. "
+            f"Look at what the others print, and whether they reach {launch.master_addr}:{launch.master_port}.")  # fmt: skip
 
 
 def open_store(launch: Launch, timeout: float = 60) -> dist.Store:

@@ -23,6 +23,7 @@ from support.config import EMBEDDED_MODEL, GPT2_SHAPES
 from support.distributed import Run
 from support.errors import UserError
 from support.preflight import GPT2_NAMES, huggingface_home, is_local_model
+from support.safetensors_files import save_file
 
 END_OF_TEXT = "<|endoftext|>"
 EMBEDDED_VOCABULARY = 4096
@@ -264,7 +265,13 @@ def grow_vocabulary(folder: str, config, entries: int, seed: int, run: Run) -> s
 def _save_temporarily(model: nn.Module, run: Run) -> str:
     folder = tempfile.mkdtemp(prefix="distributed_training_weights_")
     run.temporary.append(folder)
-    model.save_pretrained(folder)
+    # Not model.save_pretrained: it writes nothing on a rank other than 0, and every node needs the folder.
+    for name, value in as_dtype(torch.float32).items():
+        setattr(model.config, name, value)
+    model.config.save_pretrained(folder)
+    saved = model.state_dict().keys()
+    weights = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
+    save_file(weights, Path(folder) / "model.safetensors")
     return folder
 
 

@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,7 @@ import torch
 
 from support import data, memory
 from support.communication import Traffic
-from support.distributed import Run
+from support.distributed import Run, versions
 from support.errors import TrainingError, UserError
 from support.files import write_text
 from support.launch import available_cores
@@ -407,19 +406,6 @@ def cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
 
 
 def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint, precision) -> dict:

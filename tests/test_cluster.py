@@ -1,0 +1,505 @@
+"""Several machines: every file in slurm/ and every generated file runs as it is, on a real Slurm and without one."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import PROJECT, SCRIPT, assert_close, descendants_of_test, finish, load_exported, skip, start
+
+sys.path.insert(0, str(PROJECT))
+
+# Global batch of 4 blocks on two ranks; 10 steps.
+WORK = ["--seq_length", "32", "--num_samples", "40", "--batch_size", "2", "--dropout", "0", "--no_eval", "--precision", "fp32",
+        "--no_export"]  # fmt: skip
+ONE_RANK_A_NODE = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+EXAMPLES = ["train_single_node.slurm", "train_multi_node.slurm", "train_srun.slurm", "train_requeue.slurm"]
+
+
+@pytest.fixture(scope="session")
+def alone(script):
+    """The same work in one process."""
+    return script(*[*WORK, "--batch_size", "4"])
+
+
+@pytest.fixture
+def project(tmp_path):
+    """The project in a folder with a space in its name, and another folder to work in."""
+    (tmp_path / "my project").symlink_to(PROJECT)
+    (tmp_path / "my work").mkdir()
+    return tmp_path / "my project"
+
+
+def submit(file, *args, sbatch=(), cwd, wait=True, env=None):
+    """Submit a job; returns its number."""
+    command = ["sbatch", "--parsable", *(["--wait"] if wait else []), *sbatch, file, *args]
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, **(env or {})})  # fmt: skip
+    job = done.stdout.strip()
+    assert job and (done.returncode == 0 or wait), done.stderr
+    return job, done.returncode
+
+
+def output_of(cwd, job):
+    return "".join(path.read_text() for path in sorted(cwd.glob(f"*-{job}.*")))
+
+
+def results_of(cwd, job):
+    return json.loads((cwd / "runs" / f"train-{job}" / "results.json").read_text())
+
+
+def losses_of(cwd, job):
+    return [json.loads(line)["loss"] for line in (cwd / "runs" / f"train-{job}" / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for(condition, seconds, what):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.2)
+
+
+def test_examples_are_what_the_templates_make():
+    from support import jobs
+
+    for name, text in jobs.examples().items():
+        assert (PROJECT / "slurm" / name).read_text() == text
+        assert len(text.splitlines()) < 90
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_on_one_rank_a_node(slurm, alone, project, example):
+    """From another folder, with spaces in the paths."""
+    work, nodes = project.parent / "my work", 1 if "single" in example else 2
+    ranks = ["--gpus-per-node=2", "--cpus-per-task=2"] if nodes == 1 else ONE_RANK_A_NODE
+    job, code = submit(project / "slurm" / example, *WORK, sbatch=ranks, cwd=work)
+    said = output_of(work, job)
+    assert code == 0, said
+    assert re.search(rf"Job {job} on {nodes} nodes: node", said) and "Master: node1:" in said
+    assert (work / f"train-{job}.out").exists() and (work / f"train-{job}.err").exists()
+    results = results_of(work, job)
+    assert results["status"] == "completed" and results["world_size"] == 2
+    assert_close(losses_of(work, job), alone.losses, 1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("example", [*EXAMPLES, "compare.slurm"])
+def test_example_unedited_and_without_arguments(slurm, project, example):
+    work = project.parent / "my work"
+    job, code = submit(project / "slurm" / example, cwd=work)
+    assert code == 0, output_of(work, job)
+    if example != "compare.slurm":
+        assert results_of(work, job)["world_size"] == (4 if "single" in example else 8)
+
+
+def test_deepspeeds_launcher_and_the_comparison_as_jobs(slurm, project):
+    work = project.parent / "my work"
+    job, code = submit(
+        project / "slurm" / "train_single_node.slurm",
+        *WORK,
+        "--strategy",
+        "zero1",
+        sbatch=["--gpus-per-node=2", "--cpus-per-task=2"],
+        cwd=work,
+        env={"LAUNCHER": "deepspeed"},
+    )
+    assert code == 0, output_of(work, job)
+    assert results_of(work, job)["launcher"] == "deepspeed"
+    job, code = submit(
+        project / "slurm" / "compare.slurm",
+        "tiny-gpt2",
+        "--max_steps",
+        "4",
+        "--seq_length",
+        "32",
+        cwd=work,
+        env={"STRATEGIES": "dp fsdp", "CONTROL": "0"},
+    )
+    assert code == 0, output_of(work, job)
+    assert (work / "comparison_results_tiny-gpt2.md").exists()
+
+
+def begun(work, job):
+    return "Epoch 1" in output_of(work, job)
+
+
+def test_requeued_job_goes_on_to_the_same_end(slurm, alone, project):
+    """Warned as Slurm warns before the time limit; see the soak for the limit itself."""
+    work = project.parent / "my work"
+    job, _ = submit(
+        project / "slurm" / "train_requeue.slurm",
+        *WORK,
+        "--epochs",
+        "40",
+        "--max_steps",
+        "300",
+        "--logging_steps",
+        "1",
+        sbatch=ONE_RANK_A_NODE,
+        cwd=work,
+        wait=False,
+    )
+    wait_for(lambda: begun(work, job), 90, "the job does not train")
+    subprocess.run(["scancel", "--signal=USR1", job], check=True)
+    wait_for(lambda: "Resumed from" in output_of(work, job), 90, "the job was not requeued")
+    wait_for(lambda: not subprocess.run(["squeue", "-h", "-j", job], capture_output=True, text=True).stdout, 120, "no end")
+    results = results_of(work, job)
+    assert results["status"] == "completed" and results["steps"] == 300, output_of(work, job)
+    assert len(losses_of(work, job)) == 300
+
+
+@pytest.mark.soak
+def test_time_limit_is_survived(slurm, project):
+    work = project.parent / "my work"
+    job, _ = submit(project / "slurm" / "train_requeue.slurm", *WORK, "--epochs", "4000", "--max_steps", "8000",
+                    sbatch=[*ONE_RANK_A_NODE, "--time=1", "--signal=USR1@30"], cwd=work, wait=False)  # fmt: skip
+    wait_for(lambda: "Resumed from" in output_of(work, job), 240, "the time limit ended the job")
+    subprocess.run(["scancel", job], check=True)
+
+
+def test_a_rank_that_dies_fails_the_job(slurm, project):
+    work = project.parent / "my work"
+    job, _ = submit(
+        project / "slurm" / "train_srun.slurm", *WORK, "--epochs", "4000", sbatch=ONE_RANK_A_NODE, cwd=work, wait=False
+    )
+    wait_for(lambda: begun(work, job), 90, "the job does not train")
+    victim = next(p for p in descendants_of_test() if p.environ().get("SLURM_PROCID") == "1" and "srun" not in p.name())
+    victim.kill()
+    wait_for(
+        lambda: not subprocess.run(["squeue", "-h", "-j", job], capture_output=True, text=True).stdout, 60, "the job hangs"
+    )
+    state = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
+    assert "JobState=FAILED" in state, state
+    assert descendants_of_test() == []
+
+
+def test_scancel_leaves_a_checkpoint_to_resume(slurm, script, project):
+    work = project.parent / "my work"
+    job, _ = submit(project / "slurm" / "train_multi_node.slurm", *WORK, "--epochs", "4000", sbatch=ONE_RANK_A_NODE, cwd=work,
+                    wait=False)  # fmt: skip
+    wait_for(lambda: begun(work, job), 90, "the job does not train")
+    subprocess.run(["scancel", job], check=True)
+    folder = work / "runs" / f"train-{job}"
+    wait_for(lambda: '"preempted"' in (folder / "results.json").read_text(), 40, output_of(work, job))
+    wait_for(lambda: descendants_of_test() == [], 40, "ranks are left")
+    steps = json.loads((folder / "results.json").read_text())["steps"]
+    run = script(*WORK, "--batch_size", "4", "--max_steps", str(steps + 2), "--resume", "--output_dir", folder, folder=folder)
+    assert "Resumed from" in run.out and run.results["steps"] == steps + 2
+
+
+# ------------------------------------------------------------------------------------------------ the generator
+
+
+def setup(*args, cwd):
+    """Run scripts/distributed_setup.py; returns exit code and output."""
+    command = [sys.executable, PROJECT / "scripts" / "distributed_setup.py", *map(str, args)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """A folder with a config.yaml of the guide's shape."""
+    lines = ["training:", "  seq_length: 32", "  num_samples: 40", "  batch_size: 2", "  dropout: 0", "  eval: false",
+             "  mixed_precision: no", "  no_export: true", "  learning_rate: 1e-3", "distributed:", "  use_deepspeed: true",
+             "  strategy: zero1"]  # fmt: skip
+    (tmp_path / "config.yaml").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("args, strategy", [
+    (["--zero_stage", "2", "--offload_optimizer", "--bf16"], "offload"),
+    (["--zero_stage", "3"], "zero3"),
+    (["--zero_stage", "3", "--offload_optimizer", "--offload_param", "--nvme_path", "NVME"], "infinity"),
+])  # fmt: skip
+def test_deepspeed_file_is_valid_and_trains(script, tmp_path, args, strategy):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    args = [str(tmp_path) if arg == "NVME" else arg for arg in args]
+    code, out = setup("deepspeed", *args, "--output", "config/ds_config.json", cwd=tmp_path)
+    assert code == 0, out
+    DeepSpeedConfig(str(tmp_path / "config" / "ds_config.json"))
+    run = script("--ds_config", tmp_path / "config" / "ds_config.json", "--seq_length", "32", "--max_steps", "2", "--no_eval",
+                 "--no_export")  # fmt: skip
+    assert run.results["strategy"] == strategy and run.results["precision"] == ("bf16" if "--bf16" in args else "fp32")
+    assert setup("deepspeed", *args, "--output", "config/ds_config.json", cwd=tmp_path)[0] == 2  # it exists
+
+
+@pytest.mark.parametrize(
+    "strategy, said", [("SHARD_GRAD_OP", ""), ("HYBRID_SHARD", "FULL_SHARD"), ("NO_SHARD", "--strategy dp")]
+)
+def test_fsdp_file_trains_the_same_model(script, alone, tmp_path, strategy, said):
+    code, out = setup(
+        "fsdp", "--sharding_strategy", strategy, "--mixed_precision", "FLOAT32", "--output", "f.json", cwd=tmp_path
+    )
+    assert code == 0, out
+    run = script(*WORK, "--strategy", "fsdp", "--fsdp_config", tmp_path / "f.json", launcher="torchrun", ranks=2)
+    assert said in run.out
+    assert_close(run.losses, alone.losses, 1e-5)
+
+
+def test_every_key_of_accelerates_fsdp_file_is_answered(script, alone, tmp_path):
+    (tmp_path / "f.json").write_text(json.dumps({
+        "fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "fsdp_sharding_strategy": "FULL_SHARD",
+        "fsdp_state_dict_type": "FULL_STATE_DICT", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_backward_prefetch_policy": "BACKWARD_POST", "fsdp_forward_prefetch": True, "fsdp_use_orig_params": False,
+        "fsdp_sync_module_states": True, "fsdp_cpu_ram_efficient_loading": False, "fsdp_cuda_graphs": True,
+        "fsdp_mixed_precision": "NO", "fsdp_offload_params": True,
+    }))  # fmt: skip
+    work = [arg for arg in WORK if arg not in ("--precision", "fp32")]
+    run = script(*work, "--strategy", "fsdp", "--fsdp_config", tmp_path / "f.json", launcher="torchrun", ranks=2)
+    for key in ("state_dict_type", "backward_prefetch_policy", "use_orig_params", "cpu_ram_efficient_loading", "cuda_graphs"):
+        assert len([line for line in run.out.splitlines() if f"fsdp_{key}" in line]) == 1, key
+    assert "no layer of class LlamaDecoderLayer" in run.out and "GPT2Block" in run.out
+    assert_close(run.losses, alone.losses, 1e-5)
+    (tmp_path / "f.json").write_text('{"fsdp_sharding_strateg": "FULL_SHARD"}')
+    refused = script("--strategy", "fsdp", "--fsdp_config", tmp_path / "f.json", ok=False)
+    assert refused.code == 2 and "did you mean fsdp_sharding_strategy" in refused.error
+
+
+def test_launcher_scripts_run(script, alone, run_file):
+    for args, launcher in [(["--use_deepspeed"], "deepspeed"), ([], "torchrun")]:
+        code, out = setup("launcher", "--config", "config.yaml", "--num_gpus_per_node", "2", *args, "--force", cwd=run_file)
+        assert code == 0, out
+        process = start(["bash", run_file / "scripts" / "run_training.sh", "--output_dir", run_file / launcher], cwd=run_file)
+        _, err = finish(process, 120)
+        assert process.returncode == 0, err
+        results = json.loads((run_file / launcher / "results.json").read_text())
+        assert results["launcher"] == launcher and results["world_size"] == 2 and results["strategy"] == "zero1"
+
+
+def test_hybrid_sharding_on_two_nodes(slurm, script, alone, tmp_path):
+    """Shards inside a node, copies across: the same curve, and a checkpoint and an export with everything in it once."""
+    assert (
+        setup(
+            "fsdp", "--sharding_strategy", "HYBRID_SHARD", "--mixed_precision", "FLOAT32", "--output", "f.json", cwd=tmp_path
+        )[0]
+        == 0
+    )
+    work = [argument for argument in WORK if argument != "--no_export"]
+    command = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", sys.executable, SCRIPT, *work, "--batch_size", "1",
+               "--strategy", "fsdp", "--fsdp_config", tmp_path / "f.json", "--save_every", "5", "--output_dir", tmp_path / "out"]  # fmt: skip
+    process = start(command)
+    out, err = finish(process, 120)
+    assert process.returncode == 0, out + err
+    found = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert_close(found, alone.losses, 1e-5)
+    load_exported(tmp_path / "out" / "hf")
+    resumed = script(*WORK, "--batch_size", "4", "--resume", tmp_path / "out" / "checkpoints" / "step-00000005")
+    assert_close(resumed.losses, alone.losses[5:], 1e-5)
+
+
+@pytest.fixture
+def ssh(machines, tmp_path):
+    """An sshd on the first two machines that takes a key made for it; returns the command that reaches them."""
+    sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    if sshd is None:
+        skip("needs sshd: apt install openssh-server")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    options = ["Port=2222", f"HostKey={tmp_path}/host", f"AuthorizedKeysFile={tmp_path}/user.pub", "StrictModes=no", "UsePAM=no",
+               "PermitRootLogin=yes", "PidFile=none"]  # fmt: skip
+    daemons = [start(machines.on(name, sshd, "-D", "-e", "-f", "/dev/null", *(f"-o{option}" for option in options)))
+               for name in machines.names[:2]]  # fmt: skip
+    yield (f"ssh -p 2222 -i {tmp_path}/user -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "
+           "-o LogLevel=ERROR -o ConnectTimeout=10")  # fmt: skip
+    for daemon in daemons:
+        daemon.terminate()
+        daemon.communicate()
+
+
+def test_one_script_starts_all_hosts_over_ssh(machines, ssh, alone, run_file):
+    (run_file / "hosts.txt").write_text("node1 slots=1\n# a comment\nnode2\n")
+    with open(run_file / "config.yaml", "a") as file:
+        file.write(f"cache_dir: {run_file}/cache\n")
+    code, out = setup("launcher", "--config", "config.yaml", "--num_gpus_per_node", "1", "--hosts", "hosts.txt", cwd=run_file)
+    assert code == 0, out
+    command = ["env", f"SSH={ssh}", "bash", "-c", f"cd {run_file} && bash scripts/run_training.sh --output_dir {run_file}/out"]
+    process = start(machines.on("node3", *command))
+    out, err = finish(process, 120)
+    assert process.returncode == 0, out + err
+    assert "node1: Epoch 1" in out.replace("\r", "")
+    found = [json.loads(line)["loss"] for line in (run_file / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert_close(found, alone.losses, 1e-5)
+    assert json.loads((run_file / "out" / "results.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    "args, nodes",
+    [
+        (["--num_nodes", "2", "--use_deepspeed", "--requeue"], 2),
+        (["--use_deepspeed", "--time_limit", "00:10:00", "--partition", "debug"], 1),
+    ],
+)
+def test_generated_job_runs(slurm, alone, run_file, args, nodes):
+    code, out = setup("slurm", "--config", "config.yaml", "--num_gpus_per_node", str(2 // nodes), *args, cwd=run_file)
+    assert code == 0, out
+    job, code = submit("scripts/slurm_job.sh", cwd=run_file)
+    assert code == 0, output_of(run_file, job)
+    assert_close(losses_of(run_file, job), alone.losses, 1e-5)
+
+
+@pytest.mark.parametrize("args, said", [
+    (["deepspeed", "--bf16", "--fp16"], "--bf16 and --fp16"),
+    (["deepspeed", "--zero_stage", "2", "--offload_param"], "--zero_stage 3"),
+    (["deepspeed", "--zero_stag", "2"], "--zero_stag"),
+    (["launcher", "--config", "nothing.yaml"], "no such file"),
+    (["launcher", "--config", "config.yaml", "--num_nodes", "2"], "--master_addr"),
+    (["slurm", "--config", "config.yaml", "--time_limit", "soon"], "HH:MM:SS"),
+    (["fsdp", "--sharding_strategy", "HALF_SHARD"], "FULL_SHARD"),
+])  # fmt: skip
+def test_generator_refuses(run_file, args, said):
+    code, out = setup(*args, cwd=run_file)
+    assert code == 2 and said in out
+
+
+# ------------------------------------------------------------------------------------------------ the run file
+
+
+def test_run_file(script, run_file, tmp_path):
+    shown = script("--config", run_file / "config.yaml", "--lr", "2e-3", "--print_config").out
+    assert "strategy: zero1" in shown and "lr: 0.002" in shown and "precision: fp32" in shown  # the command line wins
+    (tmp_path / "again.yaml").write_text("\n".join(line for line in shown.splitlines() if not line.startswith("output_dir")))
+    again = script("--config", tmp_path / "again.yaml", "--print_config").out
+    assert [line for line in again.splitlines() if "output_dir" not in line] == (
+        tmp_path / "again.yaml"
+    ).read_text().splitlines()
+
+
+@pytest.mark.parametrize("text, said", [
+    ("lerning_rate: 1", "did you mean learning_rate"),
+    ("training:\n  batch_size: many", "--batch_size"),
+    ("training: 3", "section"),
+    ("lr: 1\ntraining:\n  learning_rate: 2", "twice"),
+    ("use_deepspeed: true\nuse_fsdp: true", "both"),
+    ("use_deepspeed: true", "deepspeed_config"),
+    ("a: [", "line"),
+    ("compile: 3", "compile"),
+])  # fmt: skip
+def test_run_file_that_is_wrong(script, tmp_path, text, said):
+    (tmp_path / "run.yaml").write_text(text)
+    run = script("--config", tmp_path / "run.yaml", ok=False)
+    assert run.code == 2 and said in run.error
+
+
+# ------------------------------------------------------------------------------------------------ machines without Slurm
+
+
+def on_each(machines, *args, nnodes="3", names=None, programs=None, env=None):
+    """Start torchrun on each machine, as a user does in three terminals; returns the processes by name."""
+    torchrun = [Path(sys.executable).parent / "torchrun", f"--nnodes={nnodes}", "--nproc_per_node=1", "--rdzv_backend=c10d",
+                "--rdzv_endpoint=node1:29500", f"--rdzv_id={time.time()}"]  # fmt: skip
+    if ":" in nnodes:
+        torchrun += ["--max_restarts=3", "--rdzv_conf=last_call_timeout=5"]
+    programs = programs or {}
+    return {name: start(machines.on(name, *torchrun, programs.get(name, SCRIPT), *args), env=env)
+            for name in names or machines.names}  # fmt: skip
+
+
+def ends(processes, timeout):
+    """Wait for all; returns {name: (exit code, everything it printed)}."""
+    until, said = time.monotonic() + timeout, {}
+    for name, process in processes.items():
+        out, err = finish(process, max(1, until - time.monotonic()))
+        said[name] = (process.returncode, out + err)
+    return said
+
+
+def errors(said):
+    return [line for _, text in said.values() for line in text.splitlines() if "❌" in line]
+
+
+def reached(process, text):
+    while line := process.stdout.readline():
+        if text in line:
+            return
+    pytest.fail(process.stderr.read())
+
+
+def kill_machine(name):
+    """Everything that trains there at once, as when the power goes."""
+    for process in psutil.process_iter(["environ", "cmdline"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if SCRIPT.name in command and "nsenter" not in command and host_of(process) == name:
+            process.kill()
+
+
+def host_of(process):
+    try:
+        done = subprocess.run(["nsenter", f"--target={process.pid}", "--uts", "hostname"], capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def test_a_machine_that_is_lost_ends_the_others_with_its_name(machines, tmp_path):
+    processes = on_each(machines, *WORK, "--epochs", "4000", "--output_dir", tmp_path)
+    reached(processes["node1"], "Epoch 1")
+    kill_machine("node3")
+    said = ends(processes, 60)
+    assert all(code != 0 for code, _ in said.values())
+    assert any("Rank 2 ended without a word" in line or "onnection" in line for line in errors(said)), said
+    assert descendants_of_test() == []
+
+
+def test_an_elastic_run_outlives_a_machine(machines, tmp_path):
+    work = [
+        *WORK,
+        "--max_steps",
+        "120",
+        "--epochs",
+        "100",
+        "--save_every",
+        "5",
+        "--resume",
+        "--resume_force",
+        "--output_dir",
+        tmp_path,
+    ]
+    processes = on_each(machines, *work, "--logging_steps", "1", nnodes="1:3")
+    reached(processes["node1"], "checkpoints/step-00000010")
+    kill_machine("node3")
+    said = ends({name: processes[name] for name in ("node1", "node2")}, 150)
+    finish(processes["node3"], 30)
+    assert "Resumed from" in said["node1"][1] + said["node2"][1], said
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["status"] == "completed" and results["world_size"] == 2 and results["steps"] == 120
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 121))
+
+
+def test_a_machine_that_differs_is_named(machines, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(PROJECT / "support", other / "support", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(SCRIPT, other)
+    with open(other / "support" / "data.py", "a") as file:
+        file.write("# another version\n")
+    said = ends(on_each(machines, *WORK, "--output_dir", tmp_path / "out", programs={"node3": other / SCRIPT.name}), 60)
+    [line] = errors(said)
+    assert "node3" in line and "script" in line
+
+
+def test_a_rank_that_never_comes_is_named(machines, tmp_path):
+    processes = {}
+    for rank, name in enumerate(machines.names[:2]):
+        env = {
+            "RANK": rank,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "WORLD_SIZE": 3,
+            "MASTER_ADDR": "node1",
+            "MASTER_PORT": 29600,
+        }
+        work = [*WORK, "--ddp_timeout", "8", "--output_dir", tmp_path]
+        processes[name] = start(machines.on(name, sys.executable, SCRIPT, *work), env=env)
+    said = ends(processes, 40)
+    [line] = errors(said)
+    assert "rank 2" in line and "node1, node2" in line and all(code == 1 for code, _ in said.values())
