@@ -44,7 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--bf16", action="store_true", help="train in bf16")
     add("--fp16", action="store_true", help="train in fp16 with a dynamic loss scale")
     add("--batch_size", type=positive_int, default=4, help="blocks per GPU in a micro-batch (default: %(default)s)")
-    add("--model", default="gpt2", help="bucket sizes follow this model: a GPT-2 or a folder with config.json (default: gpt2)")
+    add("--model", default="gpt2",
+        help="bucket sizes follow this model: tiny-gpt2, a GPT-2, or a folder with config.json (default: %(default)s)")
 
     add = subcommand("fsdp", "an FSDP configuration, for --fsdp_config", "config/fsdp_config.json")
     add("--sharding_strategy", choices=generators.SHARDING, default="FULL_SHARD", help="(default: %(default)s)")

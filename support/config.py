@@ -19,6 +19,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 EMBEDDED_MODEL = "tiny-gpt2"
 # Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M parameters).
 GPT2_SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
+EMBEDDED_SHAPE, EMBEDDED_VOCABULARY = (4, 4, 256), 4096
 AUTO = "auto"  # Hugging Face's convention for "take it from the command line"; DeepSpeed itself does not know it
 
 # Strategy -> DeepSpeed's configuration, or None for the strategies of plain PyTorch.
@@ -206,8 +207,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         raise UserError("--eval_only neither saves nor resumes: leave out --save_every, --save_epochs and --resume.")
     if args.export_hf and (args.no_export or args.eval_only):
         raise UserError(f"--export_hf contradicts {'--no_export' if args.no_export else '--eval_only'}: leave one out.")
-    if "export_dtype" in args.given and (args.no_export or args.eval_only):
-        raise UserError(f"--export_dtype contradicts {'--no_export' if args.no_export else '--eval_only'}: leave one out.")
+    if args.export_dtype != "fp32" and (args.no_export or args.eval_only):
+        other = "--no_export" if args.no_export else "--eval_only"
+        raise UserError(f"--export_dtype {args.export_dtype} contradicts {other}: leave one out.")
     if args.resume_force and args.resume is None:
         raise UserError("--resume_force needs --resume.")
     if args.dataset is None:

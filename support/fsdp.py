@@ -70,6 +70,8 @@ def read_fsdp_config(path: str) -> FsdpOptions:
         raise UserError(f"{path}: an FSDP configuration is a JSON object, {{ … }}.")
     options = FsdpOptions()
     for key, value in config.items():
+        if key.startswith("_"):  # a comment
+            continue
         _take(options, key, value, path)
     return options
 

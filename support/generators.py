@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from support import jobs
-from support.config import GPT2_SHAPES, PROJECT, bucket_sizes
+from support.config import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES, PROJECT, bucket_sizes
 from support.errors import UserError
 from support.fsdp import SHARDING
 
@@ -62,16 +62,17 @@ def read_model(name: str) -> dict:
     Raises:
         UserError: it is neither.
     """
-    if name in GPT2_SHAPES:
-        layers, _, width = GPT2_SHAPES[name]
-        vocabulary, tied = 50257, True
+    if name in GPT2_SHAPES or name == EMBEDDED_MODEL:
+        layers, _, width = GPT2_SHAPES.get(name, EMBEDDED_SHAPE)
+        vocabulary, tied = 50257 if name in GPT2_SHAPES else EMBEDDED_VOCABULARY, True
     else:
         try:
             config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
             layers = config.get("num_hidden_layers") or config["n_layer"]
             width, vocabulary = config.get("hidden_size") or config["n_embd"], config["vocab_size"]
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"--model {name}: take one of {', '.join(GPT2_SHAPES)}, or a folder with config.json.") from error
+            known = ", ".join([EMBEDDED_MODEL, *GPT2_SHAPES])
+            raise UserError(f"--model {name}: take {known}, or a folder with config.json.") from error
         tied = config.get("tie_word_embeddings", True)
     embedding = vocabulary * width
     parameters = 12 * layers * width**2 + embedding * (1 if tied else 2)

@@ -19,14 +19,13 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, PreTrainedTokenizerFast
 
-from support.config import EMBEDDED_MODEL, GPT2_SHAPES
+from support.config import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.distributed import Run
 from support.errors import UserError
 from support.preflight import GPT2_NAMES, huggingface_home, is_local_model
 from support.safetensors_files import save_file
 
 END_OF_TEXT = "<|endoftext|>"
-EMBEDDED_VOCABULARY = 4096
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_REMOTE_CODE = {"trust_remote_code": False}  # without it transformers asks on the terminal whether to run code
 
@@ -151,7 +150,7 @@ def _prepare_folders(args, run: Run) -> dict:
     if args.model == EMBEDDED_MODEL:
         tokenizer_folder = embedded_tokenizer(cache_folder(args.cache_dir), run.temporary)
         # Dropout 0, as is usual where training starts from random weights; --dropout changes it.
-        config = gpt2_config(4, 4, 256, vocab_size=EMBEDDED_VOCABULARY, positions=512, dropout=0.0, end_of_text=0)
+        config = gpt2_config(*EMBEDDED_SHAPE, vocab_size=EMBEDDED_VOCABULARY, positions=512, dropout=0.0, end_of_text=0)
         return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": None}
     if is_local_model(args.model):
         folder = os.path.expanduser(args.model)

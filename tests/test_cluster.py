@@ -217,7 +217,7 @@ def run_file(tmp_path):
 @pytest.mark.parametrize("args, strategy", [
     (["--zero_stage", "2", "--offload_optimizer", "--bf16"], "offload"),
     (["--zero_stage", "3"], "zero3"),
-    (["--zero_stage", "3", "--offload_optimizer", "--offload_param", "--nvme_path", "NVME"], "infinity"),
+    ("--zero_stage 3 --offload_optimizer --offload_param --nvme_path NVME --model tiny-gpt2".split(), "infinity"),
 ])  # fmt: skip
 def test_deepspeed_file_is_valid_and_trains(script, tmp_path, args, strategy):
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -277,16 +277,12 @@ def test_launcher_scripts_run(script, alone, run_file):
 
 def test_hybrid_sharding_on_two_nodes(slurm, script, alone, tmp_path):
     """Shards inside a node, copies across: the same curve, and a checkpoint and an export with everything in it once."""
-    assert (
-        setup(
-            "fsdp", "--sharding_strategy", "HYBRID_SHARD", "--mixed_precision", "FLOAT32", "--output", "f.json", cwd=tmp_path
-        )[0]
-        == 0
-    )
+    args = ["--sharding_strategy", "HYBRID_SHARD", "--mixed_precision", "FLOAT32", "--output", "f.json"]
+    assert setup("fsdp", *args, cwd=tmp_path)[0] == 0
     work = [argument for argument in WORK if argument != "--no_export"]
-    command = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", sys.executable, SCRIPT, *work, "--batch_size", "1",
-               "--strategy", "fsdp", "--fsdp_config", tmp_path / "f.json", "--save_every", "5", "--output_dir", tmp_path / "out"]  # fmt: skip
-    process = start(command)
+    work += ["--batch_size", "1", "--strategy", "fsdp", "--fsdp_config", tmp_path / "f.json", "--save_every", "5"]
+    tasks = ["--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1"]
+    process = start(["srun", *tasks, sys.executable, SCRIPT, *work, "--output_dir", tmp_path / "out"])
     out, err = finish(process, 120)
     assert process.returncode == 0, out + err
     found = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -305,8 +301,8 @@ def ssh(machines, tmp_path):
     Path("/run/sshd").mkdir(exist_ok=True)
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
-    options = ["Port=2222", f"HostKey={tmp_path}/host", f"AuthorizedKeysFile={tmp_path}/user.pub", "StrictModes=no", "UsePAM=no",
-               "PermitRootLogin=yes", "PidFile=none"]  # fmt: skip
+    keys = [f"HostKey={tmp_path}/host", f"AuthorizedKeysFile={tmp_path}/user.pub", "StrictModes=no"]
+    options = ["Port=2222", *keys, "UsePAM=no", "PermitRootLogin=yes", "PidFile=none"]
     daemons = [start(machines.on(name, sshd, "-D", "-e", "-f", "/dev/null", *(f"-o{option}" for option in options)))
                for name in machines.names[:2]]  # fmt: skip
     yield (f"ssh -p 2222 -i {tmp_path}/user -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "
