@@ -217,7 +217,7 @@ def run_file(tmp_path):
 @pytest.mark.parametrize("args, strategy", [
     (["--zero_stage", "2", "--offload_optimizer", "--bf16"], "offload"),
     (["--zero_stage", "3"], "zero3"),
-    ("--zero_stage 3 --offload_optimizer --offload_param --nvme_path NVME --model tiny-gpt2".split(), "infinity"),
+    (["--zero_stage", "3", "--offload_optimizer", "--offload_param", "--nvme_path", "NVME", "--model", "tiny-gpt2"], "infinity"),
 ])  # fmt: skip
 def test_deepspeed_file_is_valid_and_trains(script, tmp_path, args, strategy):
     from deepspeed.runtime.config import DeepSpeedConfig
