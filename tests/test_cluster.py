@@ -19,6 +19,7 @@ sys.path.insert(0, str(PROJECT))
 WORK = ["--seq_length", "32", "--num_samples", "40", "--batch_size", "2", "--dropout", "0", "--no_eval", "--precision", "fp32",
         "--no_export"]  # fmt: skip
 ONE_RANK_A_NODE = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+OFFLOAD_ALL = ["--offload_optimizer", "--offload_param"]
 EXAMPLES = ["train_single_node.slurm", "train_multi_node.slurm", "train_srun.slurm", "train_requeue.slurm"]
 
 
@@ -217,7 +218,7 @@ def run_file(tmp_path):
 @pytest.mark.parametrize("args, strategy", [
     (["--zero_stage", "2", "--offload_optimizer", "--bf16"], "offload"),
     (["--zero_stage", "3"], "zero3"),
-    (["--zero_stage", "3", "--offload_optimizer", "--offload_param", "--nvme_path", "NVME", "--model", "tiny-gpt2"], "infinity"),
+    (["--zero_stage", "3", *OFFLOAD_ALL, "--nvme_path", "NVME", "--model", "tiny-gpt2"], "infinity"),
 ])  # fmt: skip
 def test_deepspeed_file_is_valid_and_trains(script, tmp_path, args, strategy):
     from deepspeed.runtime.config import DeepSpeedConfig
