@@ -46,7 +46,7 @@ demo: setup
 
 lint: setup-dev
 	$(BIN)/ruff check .
-	git ls-files | grep -E '\.sh$$|^\.ci/run$$' | xargs -r $(BIN)/shellcheck
+	git ls-files | grep -E '\.(sh|slurm)$$|^\.ci/run$$' | xargs -r $(BIN)/shellcheck
 
 test: setup-dev lint
 	@echo "== Running the tests (skips are listed with their reasons at the end)"

@@ -336,10 +336,11 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
     held_back.logical_or_(~torch.isfinite(loss))
     base = base_optimizer(optimizer)
     scaling = scaler is not None and scaler.is_enabled()
-    if isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and not scaling:
+    beside_it = base.param_groups[0]["params"][0].device == held_back.device
+    if isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and beside_it and not scaling:
         base.found_inf = held_back.float()
     elif held_back.item():
-        # GradScaler and DeepSpeed's CPU Adam wait for the GPU at every step anyway, so there is nothing to save.
+        # GradScaler and an optimizer on the CPU wait for the GPU at every step anyway, so there is nothing to save.
         raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a lower --lr.")
 
 

@@ -35,7 +35,7 @@ from support import export
 from support.data import tokenizer_fingerprint
 from support.distributed import Run
 from support.errors import Preempted, TrainingError, UserError
-from support.files import sync_folder, sync_tree, write_text
+from support.files import sha256_of, sync_folder, sync_tree, write_text
 from support.safetensors_files import save_file
 from support.sharding import ShardedState
 
@@ -330,15 +330,6 @@ def facts_of(path: Path) -> dict:
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-
-
-def sha256_of(path: Path) -> str:
-    """Hex digest of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------ finding

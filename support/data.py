@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from support.errors import UserError
+from support.files import sha256_of
 from support.preflight import is_local_dataset
 
 CACHE_VERSION = 1  # raise it when the layout of the cache or the way of tokenising changes
@@ -85,21 +86,13 @@ def _open_files(path: Path, name: str, text_column: str) -> Source:
         raise UserError(f"--dataset {name}: the folder holds no files.")
     digest = hashlib.sha256(text_column.encode())
     for file in files:
-        digest.update(file.suffix.encode() + _file_digest(file))
+        digest.update(file.suffix.encode() + bytes.fromhex(sha256_of(file)))
     return Source(name, digest.hexdigest(), {"train": lambda: _documents_of_files(files, text_column)})
 
 
 def _is_data_file(file: Path, folder: Path) -> bool:
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
     return file.is_file() and not hidden and file.stat().st_size > 0
-
-
-def _file_digest(file: Path) -> bytes:
-    digest = hashlib.sha256()
-    with open(file, "rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.digest()
 
 
 def _documents_of_files(files: list[Path], text_column: str) -> Documents:
@@ -211,7 +204,7 @@ def _open_hub(name: str, repository: str, config: str | None, text_column: str, 
         splits["validation"] = corpus["validation"]
     for split in splits.values():
         for file in sorted(entry["filename"] for entry in split.cache_files):
-            digest.update(_file_digest(Path(file)))
+            digest.update(bytes.fromhex(sha256_of(Path(file))))
 
     def documents(split) -> Documents:
         rows = (row for batch in split.iter(batch_size=1000) for row in batch[text_column])

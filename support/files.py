@@ -1,7 +1,8 @@
-"""Writing files so that they are whole at any moment: beside their name, flushed to disk, and then renamed."""
+"""Files that are whole at any moment: written beside their name, flushed to disk, and then renamed; and their digests."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -46,3 +47,12 @@ def sync_tree(folder: Path) -> None:
         else:
             sync_folder(path)
     sync_folder(folder)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
