@@ -73,11 +73,11 @@ def setup_distributed(args, launch) -> Run:
     else:
         device, backend = torch.device("cpu"), "gloo"
     limit = timedelta(seconds=args.ddp_timeout)
-    store = meet(launch, backend, min(args.ddp_timeout, ARRIVAL_SECONDS))
+    store, attempt = meet(launch, backend, min(args.ddp_timeout, ARRIVAL_SECONDS))
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
-    run = Run(launch, device, backend, args.verbose)
+    run = Run(launch, device, backend, args.verbose, attempt)
     if launch.world_size > 1:
-        run.store = open_store(launch)
+        run.store = open_store(launch, attempt)
         run.watch_for_failures()
         run.nodes = sum(run.gather(launch.is_node_leader))
     os.environ.setdefault("DS_ACCELERATOR", device.type)
@@ -210,6 +210,7 @@ def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args, precision: str)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(sharded, whole.state_dict() if run.is_main else {}, options=options)
     for name, buffer in sharded.named_buffers():  # rotary frequencies and the like are in no state dict
+        buffer.data = buffer.data.to(run.device)  # also where the parameters stay on the CPU
         if run.is_main:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
@@ -537,7 +538,7 @@ def main(args, launch) -> None:
     try:
         run = setup_distributed(args, launch)
     except BaseException as error:
-        exit_before_start(error, args.verbose)
+        exit_before_start(error, args.verbose, linger=2)
     try:
         engine = train_one_model(args, run)
     except Preempted as stopped:

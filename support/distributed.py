@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -77,6 +78,7 @@ class Run:
     device: torch.device
     backend: str
     verbose: bool
+    attempt: str = ""  # prefix of this start's keys in the store
     store: dist.Store | None = None
     temporary: list[str] = field(default_factory=list)  # folders and files to remove, at the latest when the run ends
     on_failure: list[Callable[[UserError], None]] = field(default_factory=list)
@@ -163,7 +165,7 @@ class Run:
     def watch_for_failures(self) -> None:
         """Start the thread that ends this process when another rank has failed."""
         if self.world_size > 1:
-            threading.Thread(target=self._watch, args=(open_store(self.launch),), daemon=True).start()
+            threading.Thread(target=self._watch, args=(open_store(self.launch, self.attempt),), daemon=True).start()
 
     def _watch(self, store: dist.Store) -> None:
         """The main thread may be stuck in a collective that will never end, so this thread ends the process.
@@ -259,55 +261,106 @@ def _exit(code: int) -> NoReturn:
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 
 
-def meet(launch: Launch, backend: str, timeout: float) -> dist.Store:
+def meet(launch: Launch, backend: str, timeout: float) -> tuple[dist.Store, str]:
     """Let every rank say that it is there, and on what it runs; nothing here is a collective, so nothing can hang.
+
+    torchrun's store outlives its ranks, and after a restart it still holds what the attempt before wrote, while each agent
+    counts restarts for itself. So every start has a number of its own, drawn at random; rank 0 puts the numbers that
+    it finds under a new name for this attempt, until all ranks say that theirs are among them.
 
     Args:
         launch: this process's place.
         backend: of the process group that is to come.
         timeout: seconds to wait for the last rank.
     Returns:
-        The store that `dist.init_process_group` is to use.
+        The store that `dist.init_process_group` is to use, and the attempt's name, for the keys of this run.
     Raises:
         TrainingError: ranks have not arrived, or differ in what must be the same; the line names them and their hosts.
     """
-    mine = {"host": socket.gethostname(), **what_must_agree(), "backend": backend}
-    hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, which outlives its ranks
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
-            launch.master_addr, launch.master_port, launch.world_size, is_master=launch.is_main and not hosted_by_agent,
+            launch.master_addr, launch.master_port, launch.world_size, is_master=launch.is_main and not by_agent,
             wait_for_workers=False, timeout=timedelta(seconds=timeout),
         )  # fmt: skip
     except dist.DistNetworkError as error:
         if launch.is_main:
             raise  # the port is taken
         raise TrainingError(f"Rank 0 does not answer at {launch.master_addr}:{launch.master_port}. Has it started, and is the "
-                            f"port open between the hosts? [rank {launch.rank} on {mine['host']}]") from error  # fmt: skip
-    # After an elastic restart the agent's store still holds what the attempt before wrote.
-    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{launch.world_size}"
-    arrived = dist.PrefixStore(f"arrived/{attempt}", store)
-    arrived.set(str(launch.rank), json.dumps(mine))
-    until, missing = time.monotonic() + timeout, list(range(launch.world_size))
-    while missing and time.monotonic() < until:
-        missing = [rank for rank in missing if not arrived.check([str(rank)])]
-        time.sleep(0.05 if missing else 0)
-    ranks = {rank: json.loads(arrived.get(str(rank))) for rank in range(launch.world_size) if rank not in missing}
-    wrong = _who_is_missing(missing, ranks, launch, timeout) if missing else _who_differs(ranks)
-    if wrong and launch.rank != min(ranks):
-        _exit(EXIT_FAILED)  # one of them says it
+                            "port open between the hosts?") from error  # fmt: skip
+    mine = {"number": uuid.uuid4().hex, "host": socket.gethostname(), "facts": {**what_must_agree(), "backend": backend}}
+    place = f"meeting/{launch.world_size}"
+    store.set(f"{place}/here/{launch.rank}", json.dumps(mine))
+    until = time.monotonic() + timeout
+    attempt, wrong = (_call_the_roll if launch.is_main else _answer_the_roll)(store, place, mine, launch, until)
+    if wrong and not launch.is_main:
+        time.sleep(5)  # rank 0 says it; a launcher ends all when one ends
+        _exit(EXIT_FAILED)
     if wrong:
-        time.sleep(2)  # the others read this, too, and rank 0 may hold the store
         raise TrainingError(wrong)
-    return dist.PrefixStore(f"group/{attempt}", store)
+    return dist.PrefixStore(f"{attempt}/group", store), attempt
 
 
-def _who_differs(ranks: dict) -> str:
-    for rank, facts in ranks.items():
-        found = [f"{key} {value} there and {ranks[0].get(key)} on {ranks[0]['host']}" for key, value in facts.items()
-                 if key != "host" and value != ranks[0].get(key)]  # fmt: skip
+def _call_the_roll(store: dist.Store, place: str, mine: dict, launch: Launch, until: float) -> tuple[str, str]:
+    """Rank 0's part: announce who is seen until all have answered; returns (attempt, what is wrong or "")."""
+    announced, attempt, silent = {}, "", list(range(launch.world_size))
+    while silent and time.monotonic() < until:
+        seen = {r: json.loads(store.get(f"{place}/here/{r}")) for r in range(launch.world_size)
+                if store.check([f"{place}/here/{r}"])}  # fmt: skip
+        if seen != announced:
+            announced, attempt = seen, f"attempt/{uuid.uuid4().hex}"
+            numbers = {r: rank["number"] for r, rank in seen.items()}
+            store.set(f"{place}/roll", json.dumps({"attempt": attempt, "numbers": numbers}))
+        silent = [r for r in range(1, launch.world_size) if not store.check([f"{attempt}/present/{r}"])]
+        time.sleep(0.05 if silent else 0)
+    wrong = _who_is_missing(silent, announced, launch) if silent else _who_differs(announced)
+    store.set(f"{attempt}/verdict", wrong)
+    return attempt, wrong
+
+
+def _answer_the_roll(store: dist.Store, place: str, mine: dict, launch: Launch, until: float) -> tuple[str, str]:
+    """Another rank's part: answer every roll that it is on, until rank 0 gives its verdict."""
+    attempt = ""
+    while time.monotonic() < until + 5:  # rank 0 waits as long, and then says who is missing
+        try:
+            roll = json.loads(store.get(f"{place}/roll")) if store.check([f"{place}/roll"]) else {"numbers": {}}
+            if roll["numbers"].get(str(launch.rank)) == mine["number"]:
+                attempt = roll["attempt"]
+                store.set(f"{attempt}/present/{launch.rank}", "")
+                if store.check([f"{attempt}/verdict"]):
+                    return attempt, store.get(f"{attempt}/verdict").decode()
+        except RuntimeError:  # the store has gone, and with it rank 0, which has said why
+            return attempt, "rank 0 has ended"
+        time.sleep(0.05)
+    raise TrainingError(f"Rank 0 has not arrived at {launch.master_addr}:{launch.master_port}: look at what it prints.")
+
+
+def _who_is_missing(missing: list[int], seen: dict, launch: Launch) -> str:
+    nodes = ", ".join(str(node) for node in sorted({rank // launch.local_world_size for rank in missing}))
+    there = ", ".join(sorted({rank["host"] for number, rank in seen.items() if number not in missing}))
+    first = f"rank {missing[0]}{' and more' if len(missing) > 1 else ''}, node {nodes}"
+    return (f"{len(missing)} of {launch.world_size} ranks have not arrived ({first}). Here are {there}. Look at what the "
+            f"others print, and whether they reach {launch.master_addr}:{launch.master_port}.")  # fmt: skip
+
+
+def _who_differs(seen: dict) -> str:
+    first = seen[0]
+    for number, rank in seen.items():
+        found = [f"{key} {value} there and {first['facts'].get(key)} on {first['host']}"
+                 for key, value in rank["facts"].items() if value != first["facts"].get(key)]  # fmt: skip
         if found:
-            return f"Rank {rank} on {facts['host']} is not as rank 0: {'; '.join(found)}. Make them the same."
+            return f"Rank {number} on {rank['host']} is not as rank 0: {'; '.join(found)}. Make them the same."
     return ""
+
+
+def what_must_agree() -> dict[str, str]:
+    """Versions and this project's own code: ranks that differ in them may wait for each other for ever."""
+    project = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in [project / "real_model_example.py", *sorted((project / "support").glob("*.py"))]:
+        digest.update(path.read_bytes())
+    found = {name: versions()[name] for name in ("python", "torch", "transformers", "deepspeed", "cuda") if name in versions()}
+    return {**found, "script": digest.hexdigest()[:12]}
 
 
 def versions() -> dict[str, str]:
@@ -323,31 +376,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def what_must_agree() -> dict[str, str]:
-    """Versions and this project's own code: ranks that differ in them may wait for each other for ever."""
-    project = Path(__file__).resolve().parent.parent
-    digest = hashlib.sha256()
-    for path in [project / "real_model_example.py", *sorted((project / "support").glob("*.py"))]:
-        digest.update(path.read_bytes())
-    found = {name: versions()[name] for name in ("python", "torch", "transformers", "deepspeed", "cuda") if name in versions()}
-    return {**found, "script": digest.hexdigest()[:12]}
-
-
-def _who_is_missing(missing: list[int], ranks: dict, launch: Launch, timeout: float) -> str:
-    nodes = ", ".join(str(node) for node in sorted({rank // launch.local_world_size for rank in missing}))
-    there = ", ".join(sorted({facts["host"] for facts in ranks.values()}))
-    first = f"rank {missing[0]}{' and more' if len(missing) > 1 else ''}, node {nodes}"
-    return (f"After {timeout:.0f} s {len(missing)} of {launch.world_size} ranks have not arrived ({first}). Here are {there}. "
-            f"Look at what the others print, and whether they reach {launch.master_addr}:{launch.master_port}.")  # fmt: skip
-
-
-def open_store(launch: Launch, timeout: float = 60) -> dist.Store:
-    """A connection of its own to the store that rank 0 (or torchrun's agent) hosts."""
+def open_store(launch: Launch, attempt: str, timeout: float = 60) -> dist.Store:
+    """A connection of its own to the store that rank 0 (or torchrun's agent) hosts; `attempt` as `meet` has it."""
     store = dist.TCPStore(
         launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )
-    # After an elastic restart the agent's store still holds the failure of the attempt before.
-    return dist.PrefixStore(f"run/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore(attempt, store)
 
 
 def describe_difference(values: list[Any], what: str) -> None:

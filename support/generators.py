@@ -132,7 +132,8 @@ def launch_script(args, made_by: str) -> str:
         "MADE_BY": made_by, "PROJECT": shlex.quote(str(PROJECT)), "CONFIG": config_path(args.config), "NODES": nodes,
         "GPUS": args.num_gpus_per_node, "NODE_RANK": args.node_rank, "MASTER_PORT": args.master_port,
         "MASTER_ADDR": shlex.quote(hosts[0].split("@")[-1] if hosts and args.master_addr == "127.0.0.1" else args.master_addr),
-        "HOSTS": " ".join(map(shlex.quote, hosts)),
+        "HOSTS": " ".join(map(shlex.quote, hosts)), "GPUS_OF_DEEPSPEED": jobs.GPUS_OF_DEEPSPEED,
+        "RANKS": args.num_gpus_per_node,
     })  # fmt: skip
 
 
@@ -144,10 +145,13 @@ def slurm_job(args, made_by: str) -> str:
         if getattr(args, flag) and not re.fullmatch(r"[\w.,+-]+", getattr(args, flag)):
             raise UserError(f"--{flag} {getattr(args, flag)!r} is no name that Slurm knows.")
     one_node = args.num_nodes == 1 and not args.requeue
-    launch = jobs.REQUEUE.replace("@LAUNCH@", jobs.TORCHRUN) if args.requeue else jobs.TORCHRUN
+    # torchrun kills its ranks 30 s after a signal, so a job that is to be saved does without.
+    launch = jobs.REQUEUE.replace("@LAUNCH@", jobs.PLAIN_SRUN) if args.requeue else jobs.TORCHRUN
     about = f"Made by:\n    {made_by}\n\nSubmit it with\n    sbatch {shlex.quote(str(args.output))}"
     job = jobs.Job(about, "train", jobs.DEEPSPEED if args.use_deepspeed and one_node else launch, nodes=args.num_nodes,
                    gpus=args.num_gpus_per_node, cpus=2 * args.num_gpus_per_node, time=args.time_limit)  # fmt: skip
+    if args.requeue:
+        job.tasks_per_node, job.cpus = args.num_gpus_per_node, 2
     job.sbatch += [f"#SBATCH --{flag}={getattr(args, flag)}" for flag in ("partition", "account") if getattr(args, flag)]
     job.sbatch += jobs.REQUEUE_LINES if args.requeue else []
     job.project = f"project={shlex.quote(str(PROJECT))}"

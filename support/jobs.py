@@ -19,7 +19,7 @@ HEADER = """\
 #
 #SBATCH --job-name=@NAME@
 #SBATCH --nodes=@NODES@
-#SBATCH --ntasks-per-node=@TASKS@
+#SBATCH --ntasks-per-node=@TASKS@@TASKS_NOTE@
 #SBATCH --gpus-per-node=@GPUS@            # EDIT: without GPUs take the line out; the ranks are then CPU processes
 #SBATCH --cpus-per-task=@CPUS@            # EDIT
 #SBATCH --time=@TIME@           # EDIT
@@ -40,7 +40,11 @@ ENVIRONMENT = """\
 PROJECT_OF_EXAMPLES = """\
 # Slurm runs a copy of this file, so $0 does not lead to the project; the job's record knows where the file was.
 file=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\\(.*\\.slurm\\).*/\\1/p')
-project=${PROJECT:-$(cd "$(dirname "$file")/.." && pwd)}"""
+project=${TRAINING_PROJECT:-$(cd "$(dirname "$file")/.." && pwd)}
+if [[ ! -f $project/real_model_example.py ]]; then
+    echo "❌ $project is not the project: submit slurm/*.slurm from it, or export TRAINING_PROJECT." >&2
+    exit 2
+fi"""
 
 ACTIVATE_ANY = """\
 if [[ -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -d $project/.venv ]]; then export PATH="$project/.venv/bin:$PATH"; fi"""
@@ -65,10 +69,11 @@ SRUN_NOTES = """\
 # --kill-on-bad-exit: one rank's failure ends all. --cpus-per-task: since Slurm 22.05 srun does not take it from the job."""
 
 TORCHRUN = """\
-# torchrun dies of SIGUSR1 unless it is told to pass it on. $SLURM_NODEID would be expanded here, on the first node, for all of
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1 # torchrun passes these on; of SIGUSR1 it would die (torch 2.9 and newer)
+# $SLURM_NODEID would be expanded here, on the first node, for all of
 # them: with c10d no node needs a number, they agree on one.
 @SRUN@ torchrun \\
-    --nnodes="${#hosts[@]}" --nproc_per_node="$ranks" --signals_to_handle=SIGTERM,SIGINT,SIGUSR1 \\
+    --nnodes="${#hosts[@]}" --nproc_per_node="$ranks" \\
     --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv_id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \\
     @SCRIPT@"""
 
@@ -76,30 +81,47 @@ TORCHRUN_ONE_NODE = """\
 # LAUNCHER=deepspeed sbatch … takes DeepSpeed's launcher instead: here in the batch shell and never under srun, where every task
 # would start all ranks. A signal does not reach its ranks, so time limits cost what is not saved.
 if [[ ${LAUNCHER:-torchrun} == deepspeed ]]; then
-    deepspeed --num_gpus="$ranks" --master_port="$MASTER_PORT" @SCRIPT@
-else # torchrun dies of SIGUSR1 unless it is told to pass it on
+    @GPUS_OF_DEEPSPEED@
+    deepspeed "${gpus[@]}" --master_port="$MASTER_PORT" @SCRIPT@
+else # torchrun passes these on; of SIGUSR1 it would die (torch 2.9 and newer)
+    export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1
     @SRUN@ torchrun \\
-        --nnodes=1 --nproc_per_node="$ranks" --master_port="$MASTER_PORT" --signals_to_handle=SIGTERM,SIGINT,SIGUSR1 \\
-        @SCRIPT@
+        --nnodes=1 --nproc_per_node="$ranks" --master_port="$MASTER_PORT" @SCRIPT@
 fi"""
 
 DEEPSPEED = """\
 # DeepSpeed's launcher in the batch shell, never under srun, where every task would start all ranks. A signal does not reach its
 # ranks, so a time limit costs what is not saved.
-deepspeed --num_gpus="$ranks" --master_port="$MASTER_PORT" @SCRIPT@"""
+@GPUS_OF_DEEPSPEED@
+deepspeed "${gpus[@]}" --master_port="$MASTER_PORT" @SCRIPT@"""
+
+# With --num_gpus DeepSpeed forgets which GPUs were granted and takes the first ones.
+GPUS_OF_DEEPSPEED = """\
+gpus=(--num_gpus="@RANKS@")
+if command -v nvidia-smi > /dev/null && [[ -n ${CUDA_VISIBLE_DEVICES-} ]]; then
+    gpus=(--include="localhost:$CUDA_VISIBLE_DEVICES")
+fi"""
 
 PLAIN_SRUN = """\
+if [[ ${SLURM_GPUS_ON_NODE:-$SLURM_NTASKS_PER_NODE} != "$SLURM_NTASKS_PER_NODE" ]]; then
+    echo "❌ $SLURM_GPUS_ON_NODE GPUs a node, $SLURM_NTASKS_PER_NODE tasks: let --ntasks-per-node be as --gpus-per-node." >&2
+    exit 2
+fi
 # No launcher: srun starts one task a GPU, and the script reads its rank from SLURM_PROCID. No --gpus-per-task: a rank that sees
 # only its own GPU cannot talk to its neighbours directly.
 @SRUN@ \\
     python @SCRIPT@"""
 
 REQUEUE = """\
+for ((i = 1; i < $#; i++)); do
+    [[ ${!i} != --output_dir ]] || { next=$((i + 1)) && output=${!next}; }
+done
+cp "$output/results.json" "$output/.results.before" 2> /dev/null || true # a turn that fails before it trains leaves it as it is
 # Signals go to the ranks (--signal without B:, which would warn this shell alone). They save and end; then the job asks for its
 # next turn, in which --resume goes on. A run that fails is not repeated.
 code=0
 @LAUNCH@ || code=$?
-if grep -q '"status": "preempted"' "$output/results.json"; then
+if grep -q '"status": "preempted"' "$output/results.json" && ! cmp -s "$output/results.json" "$output/.results.before"; then
     echo "Stopped and saved: requeued (start $((${SLURM_RESTART_COUNT:-0} + 1)))"
     scontrol requeue "$SLURM_JOB_ID"
     sleep 60 # the requeue ends this shell
@@ -153,6 +175,8 @@ class Job:
         return fill("\n".join(parts), {
             "ABOUT": "\n".join(f"# {line}".rstrip() for line in self.about.strip().splitlines()), "NAME": self.name,
             "NODES": self.nodes, "GPUS": self.gpus, "CPUS": self.cpus, "TIME": self.time, "TASKS": self.tasks_per_node,
+            "TASKS_NOTE": "          # EDIT: as many as GPUs" if self.tasks_per_node > 1 else "",
+            "GPUS_OF_DEEPSPEED": GPUS_OF_DEEPSPEED, "RANKS": "$ranks",
             "MORE_SBATCH": "\n".join(self.sbatch), "PROJECT_LINE": self.project, "MODULES": self.modules,
             "ACTIVATE": self.activate, "SRUN": SRUN, "SCRIPT": script,
         }) + "\n"  # fmt: skip
@@ -218,13 +242,15 @@ if [[ -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -d $project/.venv ]]; then export PA
 """
 
 ONE_MACHINE = LAUNCH_HEADER + """\
-exec deepspeed --num_gpus=@GPUS@ --master_port=@MASTER_PORT@ "$project/real_model_example.py" --config @CONFIG@ "$@"
+@GPUS_OF_DEEPSPEED@
+exec deepspeed "${gpus[@]}" --master_port=@MASTER_PORT@ "$project/real_model_example.py" --config @CONFIG@ "$@"
 """
 
 EACH_MACHINE = LAUNCH_HEADER + """\
 # Run it on each machine with its number: NODE_RANK=0 on @MASTER_ADDR@, then 1, 2, …
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1,SIGHUP
 exec torchrun --nnodes=@NODES@ --nproc_per_node=@GPUS@ --node_rank="${NODE_RANK:-@NODE_RANK@}" \\
-    --master_addr=@MASTER_ADDR@ --master_port=@MASTER_PORT@ --signals_to_handle=SIGTERM,SIGINT,SIGUSR1 \\
+    --master_addr=@MASTER_ADDR@ --master_port=@MASTER_PORT@ \\
     "$project/real_model_example.py" --config @CONFIG@ "$@"
 """
 
@@ -237,6 +263,8 @@ OVER_SSH = """\
 # SSH: the command, for example SSH="ssh -p 2222".
 set -euo pipefail
 project=@PROJECT@
+if [[ -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -d $project/.venv ]]; then export PATH="$project/.venv/bin:$PATH"; fi
+torchrun=$(command -v torchrun)
 hosts=(@HOSTS@)
 read -ra ssh <<< "${SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10}"
 pids=()
@@ -244,13 +272,14 @@ pids=()
 stop() { kill "${pids[@]}" 2> /dev/null || true; }
 trap stop EXIT
 trap 'exit 130' INT TERM
-bin=${VIRTUAL_ENV:-$project/.venv}/bin
+# What the other hosts are to know of this shell's settings.
+settings=(PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1,SIGHUP)
+for name in $(compgen -e | grep -E '^(NCCL|GLOO|HF|OMP)_|^TORCH_EXTENSIONS_DIR$'); do settings+=("$name=${!name}"); done
 for number in "${!hosts[@]}"; do
-    command=("$bin/torchrun" --nnodes=@NODES@ --nproc_per_node=@GPUS@ --node_rank="$number"
-        --master_addr=@MASTER_ADDR@ --master_port=@MASTER_PORT@ --signals_to_handle=SIGTERM,SIGINT,SIGUSR1
-        "$project/real_model_example.py" --config @CONFIG@ "$@")
+    command=(env "${settings[@]}" "$torchrun" --nnodes=@NODES@ --nproc_per_node=@GPUS@ --node_rank="$number"
+        --master_addr=@MASTER_ADDR@ --master_port=@MASTER_PORT@ "$project/real_model_example.py" --config @CONFIG@ "$@")
     far="cd $(printf %q "$PWD") && exec$(printf ' %q' "${command[@]}")" # quoted for the shell over there
-    { "${ssh[@]}" -tt "${hosts[number]}" "$far" < /dev/null 2>&1 | sed -u "s/^/${hosts[number]}: /"; } &
+    "${ssh[@]}" -tt "${hosts[number]}" "$far" < /dev/null > >(sed -u "s/^/${hosts[number]}: /") 2>&1 &
     pids+=($!)
 done
 # The first host that fails ends all; its messages are above.

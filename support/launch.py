@@ -198,11 +198,14 @@ def _mallopt(**settings: int) -> bool:
     return all(mallopt(numbers[name], value) for name, value in settings.items())
 
 
-def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
+def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) -> NoReturn:
     """Report an error found before the ranks can talk to each other, and end with its exit code.
 
     As a rule every rank finds such an error, so rank 0 speaks for all. The others wait: a launcher ends all ranks when
     one ends, and rank 0 must have had its say. Whoever is still there then has an error of its own.
+
+    Args:
+        linger: seconds that rank 0 stays after its message, because it may host the store in which the others read.
     """
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     host, shown = "", explain(error)
@@ -212,4 +215,5 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
     if verbose:
         traceback.print_exception(error)
     print(f"❌ {shown}{host}", file=sys.stderr, flush=True)
+    time.sleep(linger if rank == 0 else 0)
     os._exit(shown.exit_code)

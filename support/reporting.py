@@ -283,7 +283,25 @@ def new_output_dir(args, run: Run) -> Path:
         except OSError as error:
             raise UserError(f"--output_dir {name} cannot be created: {error.strerror}.") from error
         run.lock = lock_folder(Path(name))
-    return Path(run.from_main(name))
+    folder = Path(run.from_main(name))
+    if run.nodes > 1 and not (args.no_save and args.no_export):
+        check_all_see(folder, run)
+    return folder
+
+
+def check_all_see(folder: Path, run: Run) -> None:
+    """Every rank writes its part of a checkpoint: find out now, and not hours later, that a node has another disk.
+
+    Raises:
+        UserError: names the hosts that do not see the folder.
+    """
+    until = time.monotonic() + 10  # NFS shows a new folder late
+    while not (folder / ".lock").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    blind = sorted({host for host in run.gather("" if (folder / ".lock").exists() else platform.node()) if host})
+    if blind:
+        raise UserError(f"--output_dir {folder} is on no disk that {', '.join(blind)} shares with rank 0: name one that all "
+                        "nodes see, or use --no_save --no_export.")  # fmt: skip
 
 
 def lock_folder(folder: Path):

@@ -31,7 +31,7 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     found: dict[str, object] = {}
     for key, value in values.items():
         name = OTHER_NAMES.get(key, key)
-        if name not in flags and name not in SWITCHES:
+        if name not in flags and name not in (*SWITCHES, "report_to"):
             near = difflib.get_close_matches(key, [*flags, *OTHER_NAMES, *SWITCHES], n=1)
             raise UserError(f"{path}: unknown key {key}" + (f": did you mean {near[0]}?" if near else " (--help lists all)."))
         if name in found:
@@ -75,7 +75,12 @@ def _flatten(content: dict, path: str) -> dict:
 
 def _apply_switches(found: dict, path: str) -> None:
     """use_deepspeed and use_fsdp choose a strategy, or must fit the one that is given."""
-    deepspeed, fsdp = (found.pop(name, False) is True for name in SWITCHES)
+    for name in SWITCHES:
+        if not isinstance(found.get(name, False), bool):
+            _wrong(path, name, found[name])
+    deepspeed, fsdp = (found.pop(name, False) for name in SWITCHES)
+    if found.pop("report_to", None) not in (None, "none", [], "metrics"):
+        raise UserError(f"{path}: report_to: metrics.jsonl is what this version writes; leave it out, or write none.")
     strategy = found.get("strategy")
     if deepspeed and fsdp:
         raise UserError(f"{path}: use_deepspeed and use_fsdp cannot both be true.")

@@ -132,7 +132,10 @@ def test_a_signal_to_one_rank_saves_and_resume_goes_on(script, uninterrupted, tm
     assert history(tmp_path) == history(uninterrupted("zero2").folder)
 
 
-@pytest.mark.parametrize("launcher, strategy", [("deepspeed", "zero1"), ("accelerate", "dp"), ("srun", "fsdp")])
+@pytest.mark.parametrize("launcher, strategy", [
+    ("deepspeed", "zero1"), ("accelerate", "dp"),
+    pytest.param("srun", "fsdp", marks=pytest.mark.soak),  # test_cluster.py cancels and requeues jobs
+])
 def test_a_signal_to_the_launcher(request, tmp_path, launcher, strategy):
     """To its process group, as a terminal sends it; under Slurm to the job's steps, as scancel and time limits do."""
     if launcher == "srun":

@@ -130,7 +130,7 @@ def begun(work, job):
     return "Epoch 1" in output_of(work, job)
 
 
-def test_requeued_job_goes_on_to_the_same_end(slurm, alone, project):
+def test_requeued_job_goes_on_to_the_same_end(slurm, script, project):
     """Warned as Slurm warns before the time limit; see the soak for the limit itself."""
     work = project.parent / "my work"
     job, _ = submit(
@@ -152,7 +152,8 @@ def test_requeued_job_goes_on_to_the_same_end(slurm, alone, project):
     wait_for(lambda: not subprocess.run(["squeue", "-h", "-j", job], capture_output=True, text=True).stdout, 120, "no end")
     results = results_of(work, job)
     assert results["status"] == "completed" and results["steps"] == 300, output_of(work, job)
-    assert len(losses_of(work, job)) == 300
+    whole = script(*WORK, "--epochs", "40", "--max_steps", "300", launcher="torchrun", ranks=2)
+    assert losses_of(work, job) == whole.losses
 
 
 @pytest.mark.soak
@@ -178,6 +179,17 @@ def test_a_rank_that_dies_fails_the_job(slurm, project):
     state = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
     assert "JobState=FAILED" in state, state
     assert descendants_of_test() == []
+
+
+def test_a_turn_that_fails_is_not_repeated(slurm, script, project):
+    """The results of the turn before say "preempted" still when this one ends before it trains."""
+    work = project.parent / "my work"
+    before = {"status": "preempted"}
+    (work / "out").mkdir()
+    (work / "out" / "results.json").write_text(json.dumps(before, indent=2))
+    args = [*WORK, "--batch_size", "0", "--output_dir", "out"]
+    job, code = submit(project / "slurm" / "train_requeue.slurm", *args, sbatch=ONE_RANK_A_NODE, cwd=work)
+    assert code != 0 and "--batch_size" in output_of(work, job) and "requeued" not in output_of(work, job)
 
 
 def test_scancel_leaves_a_checkpoint_to_resume(slurm, script, project):
@@ -437,7 +449,7 @@ def host_of(process):
     return done.stdout.strip()
 
 
-def test_a_machine_that_is_lost_ends_the_others_with_its_name(machines, tmp_path):
+def test_a_machine_that_is_lost_ends_the_others(machines, tmp_path):
     processes = on_each(machines, *WORK, "--epochs", "4000", "--output_dir", tmp_path)
     reached(processes["node1"], "Epoch 1")
     kill_machine("node3")

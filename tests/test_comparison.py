@@ -370,7 +370,7 @@ def test_report_of_nothing(tmp_path):
         assert done.returncode == 2 and done.stderr.count("❌") == 1 and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("strategy, stage", [("zero2", 2), ("zero3", 3)])
+@pytest.mark.parametrize("strategy, stage", [("zero3", 3), pytest.param("zero2", 2, marks=pytest.mark.soak)])
 def test_deepspeeds_own_logger_counts_the_same_bytes(script, tmp_path, strategy, stage):
     config = json.loads((PROJECT / f"ds_config_stage{stage}.json").read_text())
     config["comms_logger"] = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}

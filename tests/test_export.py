@@ -182,7 +182,7 @@ def test_deepspeed_goes_on_from_a_universal_folder(saved, plain_deepspeed, tmp_p
     assert_close(plain_deepspeed(3, universal=tmp_path / "universal")[:2], wanted[:2], 1e-4)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_start_from_a_universal_folder_that_deepspeed_made(script, saved, plain_deepspeed, tmp_path, stage):
     import torch
 

@@ -18,10 +18,9 @@ def check(run, strategy, ranks):
     assert ("=== Distributed Setup ===" in run.out) == (ranks > 1)
 
 
-# torchrun × 2 with every strategy is in test_equality.py.
-@pytest.mark.parametrize("launcher, ranks, strategy", [
-    ("deepspeed", 2, "zero3"), ("accelerate", 1, "zero1"), ("accelerate", 2, "fsdp"), ("srun", 2, "zero2"), ("srun", 2, "dp"),
-])  # fmt: skip
+# torchrun × 2 with every strategy is in test_equality.py, srun in test_cluster.py.
+@pytest.mark.parametrize("launcher, ranks, strategy", [("deepspeed", 2, "zero3"), ("accelerate", 1, "zero1"),
+                                                       ("accelerate", 2, "fsdp")])  # fmt: skip
 def test_launcher(script, request, launcher, ranks, strategy):
     if launcher == "srun":
         request.getfixturevalue("slurm")
@@ -55,6 +54,7 @@ def test_twenty_zero3_runs_end_with_exit_code_0(script):
     assert codes == [0] * 20
 
 
+@pytest.mark.soak
 def test_a_batch_scripts_own_shell_is_one_process(slurm, tmp_path):
     """In a batch script, outside srun, Slurm's variables speak of tasks that do not run."""
     import sys

@@ -7,6 +7,7 @@ WORK = ["--seq_length", "64", "--num_samples", "12", "--batch_size", "2", "--pre
 TWO = {"launcher": "torchrun", "ranks": 2}
 
 
+@pytest.mark.soak  # test_any_strategy.py takes a Llama through dp, zero2, infinity and fsdp
 def test_llama_trains_alike_under_dp_zero3_and_fsdp(script, llama, text_file):
     work = ["--model", llama, "--dataset", text_file, *WORK, "--lr", "1e-3"]
     plain = script(*work, "--batch_size", "4")

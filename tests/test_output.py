@@ -33,7 +33,7 @@ def test_console(run):
         r"Evaluation .*", r"Epoch 2 \| Batch 0/11 .*", r"Epoch 2 \| Batch 10/11 .*", r"Evaluation .*",
         r"✅ Training Complete!", r"Process Memory: \d+\.\d\d GB resident \| \d+\.\d\d GB peak",
         r"Throughput: [\d,.]+ samples/sec \| [\d,]+ tokens/sec \| [\d,]+ tokens/sec/process \| MFU N/A "
-        r"\(first 5 of 22 steps left out\)",
+        r"\(first 5 of 22 steps left out\)", r"🤗 .*/hf", r"📁 .*/results.json",
     ]  # fmt: skip
     position = 0
     for pattern in wanted:
@@ -46,7 +46,7 @@ def test_nothing_of_other_libraries_shows(script):
     for strategy in ("zero3", "infinity", "fsdp"):
         run = script("--strategy", strategy, "--seq_length", "32", "--max_steps", "2", "--batch_size", "1", "--no_eval")
         assert run.err == ""
-        assert all(re.match(r"[🚀📋✅📁ℹ]|Epoch|Process Memory|Throughput", line) for line in run.out.splitlines()), run.out
+        assert all(re.match(r"[🚀📋✅📁🤗ℹ]|Epoch|Process Memory|Throughput", line) for line in run.out.splitlines()), run.out
 
 
 def test_results_json(run):
@@ -95,4 +95,4 @@ def test_default_output_dir_is_new_for_each_run(script, tmp_path):
     finish(start(command, cwd=tmp_path), 60)
     [folder] = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"tiny-gpt2-dp-\d{8}-\d{6}", folder.name)
-    assert {file.name for file in folder.iterdir()} == {"results.json", "metrics.jsonl", ".lock"}
+    assert {file.name for file in folder.iterdir()} == {"results.json", "metrics.jsonl", ".lock", "hf"}
