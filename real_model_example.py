@@ -337,7 +337,8 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
     held_back.logical_or_(~torch.isfinite(loss))
     base = base_optimizer(optimizer)
     scaling = scaler is not None and scaler.is_enabled()
-    beside_it = base.param_groups[0]["params"][0].device == held_back.device
+    held = next((p for group in base.param_groups for p in group["params"]), held_back)  # DeepSpeed's stage 3 hides its own
+    beside_it = held.device == held_back.device
     if isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and beside_it and not scaling:
         base.found_inf = held_back.float()
     elif held_back.item():
