@@ -27,8 +27,10 @@ class Machines:
     """
 
     def __init__(self, number: int):
-        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-        self.net, self.bridge = f"10.{90 + worker}.0", f"dt{worker}br{os.getpid() % 10000}"
+        used = run("ip", "-4", "-o", "addr").stdout
+        first = 90 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+        self.net = next(net for net in (f"10.{n}.0" for n in range(first, first + 10)) if f" {net}." not in used)
+        self.bridge = f"dt{os.getpid()}"
         self.names = [f"node{n}" for n in range(1, number + 1)]
         self.folder = Path(tempfile.mkdtemp(prefix="machines-", dir="/tmp"))  # munge's socket path must be short
         self.folder.chmod(0o755)
