@@ -38,8 +38,11 @@ SAME_REQUEST_SECONDS = 5  # signals so soon after the first are the launcher's r
 SILENT_SECONDS = 18  # without a sign of life a rank counts as gone; with the grace that makes less than 30
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
 class StopSignal:
-    """A scheduler's, launcher's or user's wish that the run ends: SIGTERM, SIGINT or SIGUSR1 on any rank.
+    """A scheduler's, launcher's or user's wish that the run ends: SIGTERM, SIGINT, SIGUSR1, or SIGHUP of a lost terminal.
 
     Before training there is nothing to save, and a signal ends the run like an error. From `defer()` on it is only noted,
     for the ranks to agree on between two steps. Launchers send several signals for one wish; a second Ctrl-C ends at once.
@@ -48,8 +51,9 @@ class StopSignal:
     def __init__(self):
         self.requested = False
         self._deferred, self._first = False, 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._arrived)
+        for number in STOP_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup wants it ignored
+                signal.signal(number, self._arrived)
 
     def defer(self) -> None:
         """From now on a signal waits for the end of the step."""
@@ -57,7 +61,7 @@ class StopSignal:
 
     def ignore(self) -> None:
         """Everything is written: let the run end."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def _arrived(self, number: int, _frame) -> None:

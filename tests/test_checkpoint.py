@@ -160,12 +160,13 @@ def test_a_signal_to_the_launcher(request, tmp_path, launcher, strategy):
     assert checkpoints(tmp_path) == ["latest", f"step-{results['steps']:08d}"]
 
 
-def test_exit_code_of_a_run_that_was_stopped(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_exit_code_of_a_run_that_was_stopped(tmp_path, number):
     process = start([*launcher_command("python", 1), SCRIPT, *ON_ONE, "--epochs", "50", "--output_dir", tmp_path])
     while "Epoch 1" not in (line := process.stdout.readline()):
         assert line, process.stderr.read()
     for _ in range(3):  # launchers repeat themselves
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
     _, err = finish(process, 30)
     assert process.returncode == 75 and err == ""
     assert json.loads((tmp_path / "results.json").read_text())["status"] == "preempted"
