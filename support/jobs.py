@@ -170,7 +170,8 @@ class Job:
         script = f'"$project/real_model_example.py" --output_dir "$output"{self.arguments} "$@"'
         output = f"output={self.output}\n" if self.launch != COMPARE else ""
         launch = f"{SRUN_NOTES}\n{self.launch}" if "@SRUN@" in self.launch else self.launch
-        ranks = RANKS if "$ranks" in launch else ""  # srun's own tasks are counted by #SBATCH
+        counted_here = "$ranks" in launch or "@GPUS_OF_DEEPSPEED@" in launch  # srun's own tasks are counted by #SBATCH
+        ranks = RANKS if counted_here else ""
         parts = [HEADER, ENVIRONMENT, ranks + FACTS + output, launch]
         return fill("\n".join(parts), {
             "ABOUT": "\n".join(f"# {line}".rstrip() for line in self.about.strip().splitlines()), "NAME": self.name,
