@@ -38,7 +38,7 @@ def project(tmp_path):
 
 
 def submit(file, *args, sbatch=(), cwd, wait=True, env=None):
-    """Submit a job; returns its number and, if it is waited for, its exit code. (sbatch --wait looks only every half minute.)"""
+    """Submit a job; returns its number and, if it is waited for, its exit code. (sbatch --wait looks twice a minute.)"""
     command = ["sbatch", "--parsable", *sbatch, file, *args]
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, capture_output=True, text=True, env={**os.environ, **(env or {})}
@@ -185,10 +185,8 @@ def test_a_rank_that_dies_fails_the_job(slurm, project):
     wait_for(lambda: begun(work, job), 90, "the job does not train")
     victim = next(p for p in descendants_of_test() if p.environ().get("SLURM_PROCID") == "1" and "srun" not in p.name())
     victim.kill()
-    wait_for(
-        lambda: not subprocess.run(["squeue", "-h", "-j", job], capture_output=True, text=True).stdout, 60, "the job hangs"
-    )
-    state = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
+    wait_for(lambda: is_over(job), 60, "the job hangs")
+    state = state_of(job)
     assert "JobState=FAILED" in state, state
     assert descendants_of_test() == []
 
