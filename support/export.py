@@ -43,7 +43,8 @@ def export_model(model, state, blueprint, output_dir: Path, args, run, card: str
     Raises:
         OSError: the disk is full, or not writable.
     """
-    folder, dtype = Path(args.export_hf or output_dir / "hf").absolute(), models.DTYPES[args.export_dtype]
+    named, dtype = Path(args.export_hf or output_dir / "hf"), models.DTYPES[args.export_dtype]
+    folder = named.absolute()
     begun = time.monotonic()
     buffers = persistent_buffers(getattr(model, "module", model))
     files = None
@@ -63,9 +64,9 @@ def export_model(model, state, blueprint, output_dir: Path, args, run, card: str
         write_text(beside / "README.md", card)
         finish_folder(beside, folder)
         run.temporary.remove(str(beside))
-    run.say(f"🤗 {folder}")
+    run.say(f"🤗 {named}")
     peaks = run.gather(memory.host_bytes()[1])
-    return {"folder": str(folder), "seconds": time.monotonic() - begun, "host_peak_bytes": peaks}
+    return {"folder": str(named), "seconds": time.monotonic() - begun, "host_peak_bytes": peaks}
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
