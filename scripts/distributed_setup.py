@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import generators
 from support.config import Parser, positive_int
 from support.errors import EXIT_FAILED, UserError
+from support.fsdp import SHARDING
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="bucket sizes follow this model: tiny-gpt2, a GPT-2, or a folder with config.json (default: %(default)s)")
 
     add = subcommand("fsdp", "an FSDP configuration, for --fsdp_config", "config/fsdp_config.json")
-    add("--sharding_strategy", choices=generators.SHARDING, default="FULL_SHARD", help="(default: %(default)s)")
+    add("--sharding_strategy", choices=SHARDING, default="FULL_SHARD", help="(default: %(default)s)")
     add("--mixed_precision", choices=("BFLOAT16", "FLOAT16", "FLOAT32"), default="BFLOAT16", help="(default: %(default)s)")
     add("--offload_params", action="store_true", help="parameters, gradients and optimizer states in host memory")
     add("--layer_class", metavar="NAME", help="class of the layers that are sharded one by one (default: the model's blocks)")

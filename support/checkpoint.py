@@ -31,7 +31,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from support import export
+from support import export, models
 from support.data import tokenizer_fingerprint
 from support.distributed import Run
 from support.errors import Preempted, TrainingError, UserError
@@ -171,7 +171,7 @@ class Saver:
 
     def _write_model(self, folder: Path) -> None:
         export.describe(self.blueprint.config, self.blueprint.generation, self.blueprint.tokenizer, folder)
-        if buffers := export.persistent_buffers(getattr(self.model, "module", self.model)):
+        if buffers := models.persistent_buffers(getattr(self.model, "module", self.model)):
             save_file(buffers, folder / "buffers.safetensors")
 
     def _scaling(self) -> dict:

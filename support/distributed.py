@@ -296,7 +296,10 @@ def meet(launch: Launch, backend: str, timeout: float) -> tuple[dist.Store, str]
     place = f"meeting/{launch.world_size}"
     store.set(f"{place}/here/{launch.rank}", json.dumps(mine))
     until = time.monotonic() + timeout
-    attempt, wrong = (_call_the_roll if launch.is_main else _answer_the_roll)(store, place, mine, launch, until)
+    if launch.is_main:
+        attempt, wrong = _call_the_roll(store, place, launch, until)
+    else:
+        attempt, wrong = _answer_the_roll(store, place, launch, until, mine["number"])
     if wrong and not launch.is_main:
         time.sleep(5)  # rank 0 says it; a launcher ends all when one ends
         _exit(EXIT_FAILED)
@@ -305,7 +308,7 @@ def meet(launch: Launch, backend: str, timeout: float) -> tuple[dist.Store, str]
     return dist.PrefixStore(f"{attempt}/group", store), attempt
 
 
-def _call_the_roll(store: dist.Store, place: str, mine: dict, launch: Launch, until: float) -> tuple[str, str]:
+def _call_the_roll(store: dist.Store, place: str, launch: Launch, until: float) -> tuple[str, str]:
     """Rank 0's part: announce who is seen until all have answered; returns (attempt, what is wrong or "")."""
     announced, attempt, silent = {}, "", list(range(launch.world_size))
     while silent and time.monotonic() < until:
@@ -322,13 +325,13 @@ def _call_the_roll(store: dist.Store, place: str, mine: dict, launch: Launch, un
     return attempt, wrong
 
 
-def _answer_the_roll(store: dist.Store, place: str, mine: dict, launch: Launch, until: float) -> tuple[str, str]:
+def _answer_the_roll(store: dist.Store, place: str, launch: Launch, until: float, number: str) -> tuple[str, str]:
     """Another rank's part: answer every roll that it is on, until rank 0 gives its verdict."""
     attempt = ""
     while time.monotonic() < until + 5:  # rank 0 waits as long, and then says who is missing
         try:
             roll = json.loads(store.get(f"{place}/roll")) if store.check([f"{place}/roll"]) else {"numbers": {}}
-            if roll["numbers"].get(str(launch.rank)) == mine["number"]:
+            if roll["numbers"].get(str(launch.rank)) == number:
                 attempt = roll["attempt"]
                 store.set(f"{attempt}/present/{launch.rank}", "")
                 if store.check([f"{attempt}/verdict"]):

@@ -46,7 +46,7 @@ def export_model(model, state, blueprint, output_dir: Path, args, run, card: str
     named, dtype = Path(args.export_hf or output_dir / "hf"), models.DTYPES[args.export_dtype]
     folder = named.absolute()
     begun = time.monotonic()
-    buffers = persistent_buffers(getattr(model, "module", model))
+    buffers = models.persistent_buffers(getattr(model, "module", model))
     files = None
     if run.is_main:
         beside = start_folder(folder)
@@ -67,12 +67,6 @@ def export_model(model, state, blueprint, output_dir: Path, args, run, card: str
     run.say(f"🤗 {named}")
     peaks = run.gather(memory.host_bytes()[1])
     return {"folder": str(named), "seconds": time.monotonic() - begun, "host_peak_bytes": peaks}
-
-
-def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to the weights; most models have none."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def start_folder(folder: Path) -> Path:

@@ -10,9 +10,6 @@ from pathlib import Path
 from support import jobs
 from support.config import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES, PROJECT, bucket_sizes
 from support.errors import UserError
-from support.fsdp import SHARDING
-
-__all__ = ["SHARDING", "deepspeed_config", "fsdp_config", "launch_script", "next_step", "slurm_job"]
 
 
 def deepspeed_config(args, made_by: str) -> dict:
@@ -133,7 +130,7 @@ def launch_script(args, made_by: str) -> str:
         "GPUS": args.num_gpus_per_node, "NODE_RANK": args.node_rank, "MASTER_PORT": args.master_port,
         "MASTER_ADDR": shlex.quote(hosts[0].split("@")[-1] if hosts and args.master_addr == "127.0.0.1" else args.master_addr),
         "HOSTS": " ".join(map(shlex.quote, hosts)), "GPUS_OF_DEEPSPEED": jobs.GPUS_OF_DEEPSPEED,
-        "RANKS": args.num_gpus_per_node,
+        "RANKS": args.num_gpus_per_node, "ACTIVATE": jobs.ACTIVATE_ANY,
     })  # fmt: skip
 
 

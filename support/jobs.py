@@ -62,7 +62,6 @@ echo "Job $SLURM_JOB_ID on ${#hosts[@]} nodes: $SLURM_JOB_NODELIST; GPUs on each
 echo "Master: $MASTER_ADDR:$MASTER_PORT"
 """
 
-# Since Slurm 22.05 srun no longer takes --cpus-per-task from the job, and would bind each task to one core.
 SRUN = """srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}\""""
 
 SRUN_NOTES = """\
@@ -239,7 +238,7 @@ LAUNCH_HEADER = """\
 # Further arguments go on to real_model_example.py.
 set -euo pipefail
 project=@PROJECT@
-if [[ -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -d $project/.venv ]]; then export PATH="$project/.venv/bin:$PATH"; fi
+@ACTIVATE@
 """
 
 ONE_MACHINE = LAUNCH_HEADER + """\
@@ -264,7 +263,7 @@ OVER_SSH = """\
 # SSH: the command, for example SSH="ssh -p 2222".
 set -euo pipefail
 project=@PROJECT@
-if [[ -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -d $project/.venv ]]; then export PATH="$project/.venv/bin:$PATH"; fi
+@ACTIVATE@
 torchrun=$(command -v torchrun)
 hosts=(@HOSTS@)
 read -ra ssh <<< "${SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10}"

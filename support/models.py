@@ -268,9 +268,7 @@ def _save_temporarily(model: nn.Module, run: Run) -> str:
     for name, value in as_dtype(torch.float32).items():
         setattr(model.config, name, value)
     model.config.save_pretrained(folder)
-    saved = model.state_dict().keys()
-    weights = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
-    save_file(weights, Path(folder) / "model.safetensors")
+    save_file(dict(model.named_parameters()) | persistent_buffers(model), Path(folder) / "model.safetensors")
     return folder
 
 
@@ -314,6 +312,12 @@ def set_dropout(config, probability: float, run: Run) -> None:
         setattr(text, name, probability)
     if not names and probability:
         run.warn("--dropout: this architecture has no dropout.")
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to the weights; most models have none."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def max_positions(config) -> int | None:
