@@ -6,10 +6,12 @@ import contextlib
 import io
 import logging
 import os
+import shlex
 import warnings
 
 import torch
 from torch import nn
+from torch.utils import cpp_extension
 
 from support import preflight
 from support.config import complete_ds_config, uses_nvme
@@ -32,6 +34,8 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint) -> None:
             return folder
 
         args.nvme_folder = run.once_per_node("nvme folder", make_folder)
+    # Torch quotes the folders of headers but not the one of its libraries: a space in its path would end the compilation.
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
     if ops := preflight.ops_to_compile(args.strategy, run.device):
         run.warn(f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine.")
     # Under its own launcher DeepSpeed reduces through this file of 69 MB, on a CPU, and leaves it there.

@@ -7,6 +7,7 @@ collective: a collective has a time limit, needs every rank, and hangs when one 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -106,8 +107,14 @@ class Run:
 
     def say(self, text: str) -> None:
         """Print on rank 0 only."""
-        if self.is_main:
+        if not self.is_main:
+            return
+        try:
             print(text, flush=True)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (the terminal is gone, and what SIGHUP asks for is still to be done)
 
     def warn(self, text: str) -> None:
         """Say something the user should know, on rank 0 only."""
