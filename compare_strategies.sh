@@ -11,6 +11,7 @@
 #
 #   STRATEGIES="dp zero2"   only these (default: dp zero1 zero2 zero3 offload infinity fsdp)
 #   NUM_GPUS=4              ranks (default: all visible GPUs; on a CPU 2 processes)
+#   SIMULATE_GPUS=4         no training: the memory of rank 0 of 4 under each strategy, on one GPU or the CPU
 #   REPEATS=3               run each strategy so often, in turn: medians and spread (default: 1)
 #   TIMEOUT=1800            seconds for one run, the first compilation of DeepSpeed's parts included (default: 1800)
 #   CONTROL=0               leave out the control: dp with a 10% higher learning rate, which shows whether the losses of
@@ -69,7 +70,7 @@ for name in RESUME CONTROL; do
 done
 [[ $model == *[^./]* ]] || die "MODEL is $model: name a model, or a folder by its own name."
 command -v timeout > /dev/null || die "timeout is missing: apt install coreutils (brew install coreutils on a Mac)."
-for name in NUM_GPUS REPEATS TIMEOUT; do
+for name in NUM_GPUS SIMULATE_GPUS REPEATS TIMEOUT; do
     [[ ! -v $name || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} must be a whole number of 1 or more."
 done
 repeats=${REPEATS:-1} limit=${TIMEOUT:-1800}
@@ -97,12 +98,15 @@ print("cores", hardware(torch.device("cpu"))["cores"], "versions", versions())')
     die "A package is missing: make setup installs all into .venv (then set PYTHON=.venv/bin/python if another environment is active); or pip install -r requirements.txt."
 gpus=${facts%%$'\n'*}
 ranks=${NUM_GPUS:-$((gpus > 0 ? gpus : 2))}
+[[ -z ${SIMULATE_GPUS-} ]] || ranks=1
 ((gpus == 0 || ranks <= gpus)) || die "NUM_GPUS=$ranks, but only $gpus GPU(s) are visible: ask for fewer, or check CUDA_VISIBLE_DEVICES."
 
 # Dropout off: it would draw other numbers for each strategy, and the losses could not be compared.
 arguments=(--dropout 0 --no_eval --no_save --no_export)
 cap=""
-if [[ $cap_steps == yes ]]; then
+if [[ -n ${SIMULATE_GPUS-} ]]; then
+    arguments+=(--simulate_gpus "$SIMULATE_GPUS")
+elif [[ $cap_steps == yes ]]; then
     cap=30
     [[ $model == tiny-gpt2 ]] && cap=40
     arguments+=(--max_steps "$cap")
@@ -170,8 +174,10 @@ run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments f
     port=$(in_project 'from support.launch import free_port; print(free_port())') || return 0
     [[ $interrupted == 0 ]] || return 0
     rm -rf "$folder" && mkdir -p "$folder"
+    local launcher=(-m torch.distributed.run --nproc_per_node="$ranks" --master_addr=127.0.0.1 --master_port="$port")
+    [[ -z ${SIMULATE_GPUS-} ]] || launcher=()
     local command=(
-        "$python" -m torch.distributed.run --nproc_per_node="$ranks" --master_addr=127.0.0.1 --master_port="$port"
+        "$python" "${launcher[@]}"
         "$project/real_model_example.py" --model "$model" --output_dir "$folder" "${arguments[@]}" "$@"
     )
     printf '%q ' "${command[@]}" > "$folder/command.txt"
@@ -222,9 +228,12 @@ run_and_say() { # as run_once; a completed run is kept under RESUME=1
 
 # The control needs a reference, and something to compare with it.
 control=${CONTROL-1}
+[[ -z ${SIMULATE_GPUS-} ]] || control=0
 [[ $named == *" dp "* && ${#strategies[@]} -gt 1 ]] || control=0
 total=$((repeats * ${#strategies[@]} + control))
-echo "Comparing ${strategies[*]} on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The first use of a DeepSpeed strategy on a machine compiles for some minutes."
+doing="Comparing ${strategies[*]}"
+[[ -z ${SIMULATE_GPUS-} ]] || doing="Simulating the memory of ${SIMULATE_GPUS} ranks under ${strategies[*]}"
+echo "$doing on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The first use of a DeepSpeed strategy on a machine compiles for some minutes."
 for ((repeat = 1; repeat <= repeats; repeat++)); do # in turn, so that a machine that slows down does so for all
     for strategy in "${strategies[@]}"; do
         run_and_say "$strategy" "$repeat" --strategy "$strategy"

@@ -47,13 +47,22 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from support import checkpoint, data, export, memory, models, reporting, sampling
+from support import checkpoint, data, export, memory, models, reporting, sampling, tracing
 from support.config import EMBEDDED_MODEL
 from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
-from support.distributed import ARRIVAL_SECONDS, Run, describe_difference, meet, open_store
+from support.distributed import (
+    ARRIVAL_SECONDS,
+    Run,
+    communicate_nothing,
+    describe_difference,
+    meet,
+    open_store,
+    simulate_process_group,
+)
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, TrainingError, UserError
 from support.launch import exit_before_start, keep_freed_memory
-from support.sharding import base_optimizer
+from support.planner import NORM_CHUNK
+from support.sharding import base_optimizer, local_part
 
 STOP_CHECK_BATCHES = 8  # batches of an evaluation between two looks whether a signal came: each look waits for all ranks
 
@@ -73,10 +82,14 @@ def setup_distributed(args, launch) -> Run:
     else:
         device, backend = torch.device("cpu"), "gloo"
     limit = timedelta(seconds=args.ddp_timeout)
-    store, attempt = meet(launch, backend, min(args.ddp_timeout, ARRIVAL_SECONDS))
-    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
+    if args.simulate_gpus:
+        backend, attempt = "fake", ""
+        simulate_process_group(launch.world_size, limit)
+    else:
+        store, attempt = meet(launch, backend, min(args.ddp_timeout, ARRIVAL_SECONDS))
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
     run = Run(launch, device, backend, args.verbose, attempt)
-    if launch.world_size > 1:
+    if launch.world_size > 1 and not run.simulated:
         run.store = open_store(launch, attempt)
         run.watch_for_failures()
         run.nodes = sum(run.gather(launch.is_node_leader))
@@ -101,7 +114,7 @@ def find_model(args, run: Run) -> models.Blueprint:
         args.seq_length = min(256 if args.model == EMBEDDED_MODEL else 512, limit or 512)
     if limit and args.seq_length > limit:
         raise UserError(f"--seq_length {args.seq_length} is more than the {limit} positions of {args.model}.")
-    doing = "Evaluating" if args.eval_only else "Fine-tuning"
+    doing = "Simulating the memory of" if run.simulated else "Evaluating" if args.eval_only else "Fine-tuning"
     run.say(f"🚀 {doing} {args.model} ({reporting.human_count(blueprint.parameters)} parameters)")
     run.say(f"📋 Strategy: {args.strategy.upper()}")
     return blueprint
@@ -173,12 +186,15 @@ def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
     model.to(run.device)
     if run.world_size == 1:
         return model
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=[run.device.index] if run.device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # gradients live in the buckets that are communicated, not beside them
         broadcast_buffers=False,  # masks and rotary frequencies: the same on every rank, and never changed
     )
+    if run.simulated:
+        wrapped.register_comm_hook(None, communicate_nothing)
+    return wrapped
 
 
 def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args, precision: str) -> nn.Module:
@@ -316,10 +332,10 @@ def gradient_norm(model: nn.Module) -> torch.Tensor:
     """Norm of the whole gradient, a scalar; summed in fp64 as DeepSpeed does.
 
     In fp32 PyTorch's norm on a CPU is off by 1e-5 for a million elements and 3e-3 for 38 million (GPT-2's embedding), which
-    clipping would turn into another step.
+    clipping would turn into another step. A part at a time: the fp64 copy of a whole embedding would be memory for nothing.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    parts = [g.to_local() if isinstance(model, FSDPModule) else g for g in gradients]
+    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
+    parts = [part for gradient in gradients for part in gradient.flatten().split(NORM_CHUNK)]
     square = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in parts]).sum()
     if isinstance(model, FSDPModule):  # each rank has other parts; under HYBRID_SHARD each rank of a node
         mesh = next(model.parameters()).device_mesh
@@ -328,12 +344,14 @@ def gradient_norm(model: nn.Module) -> torch.Tensor:
     return square.sqrt()
 
 
-def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tensor, scaler=None) -> None:
+def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tensor, run: Run, scaler=None) -> None:
     """Let the coming update do nothing if the loss is not finite, now or before, without asking the GPU.
 
     `if not loss.isfinite()` would make the host wait for the GPU at every step. Torch's fused AdamW reads such a flag
     on the device instead (GradScaler's way); the run then ends where the loss is next logged, its weights unharmed.
     """
+    if run.simulated:  # what other ranks would have sent is missing in it
+        return
     held_back.logical_or_(~torch.isfinite(loss))
     base = base_optimizer(optimizer)
     scaling = scaler is not None and scaler.is_enabled()
@@ -367,30 +385,30 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
         set_learning_rate(optimizer, lr)
         tokens, stop = count_tokens(window, run)
         loss_of_step = torch.zeros((), device=run.device)
-        meter.timer.mark("data")
+        meter.mark("data")
 
         for micro_step, (inputs, labels) in enumerate(window):
             data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
             with gradient_sync(model, needed=micro_step + 1 == len(window)):
                 with autocast(model, run.device, precision):
                     loss = token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels) / tokens
-                meter.timer.mark("forward")
+                meter.mark("forward")
                 # DDP and FSDP divide the sum over the ranks by their number; `tokens` already counts all ranks.
                 scaler.scale(loss * run.world_size).backward()
-                meter.timer.mark("backward")
+                meter.mark("backward")
             loss_of_step += loss.detach()
 
         dist.all_reduce(loss_of_step)  # the parts of all ranks add up to the mean over all tokens
-        meter.after_backward(getattr(model, "module", model), optimizer)
+        meter.after_backward()
         scaler.unscale_(optimizer)
         grad_norm = gradient_norm(model)
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        hold_back_if_not_finite(optimizer, loss_of_step, held_back, scaler)
+        hold_back_if_not_finite(optimizer, loss_of_step, held_back, run, scaler)
         scaler.step(optimizer)  # without loss scaling (fp32, bf16) just optimizer.step()
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        meter.timer.mark("update")
+        meter.mark("update")
 
         meter.end_step(loss_of_step, lr, grad_norm)
         saver.after_step(meter, stop)
@@ -410,25 +428,25 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
         lr = engine.optimizer.param_groups[0]["lr"]
         tokens, stop = count_tokens(window, run)
         loss_of_step = torch.zeros((), device=run.device)
-        meter.timer.mark("data")
+        meter.mark("data")
 
         for micro_step, (inputs, labels) in enumerate(window):
             # The last window of an epoch may be short, so the engine is told where a step ends instead of counting.
             data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
             engine.set_gradient_accumulation_boundary(micro_step + 1 == len(window))
             loss = token_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels) / tokens
-            meter.timer.mark("forward")
+            meter.mark("forward")
             # As in train_epoch_ddp the ranks are averaged; the accumulation steps are already in `tokens`.
             engine.backward(loss * run.world_size, scale_wrt_gas=False)
-            meter.timer.mark("backward")
+            meter.mark("backward")
             loss_of_step += loss.detach()
 
         dist.all_reduce(loss_of_step)
-        meter.after_backward(engine.module, engine.optimizer)
-        hold_back_if_not_finite(engine.optimizer, loss_of_step, held_back)
+        meter.after_backward()
+        hold_back_if_not_finite(engine.optimizer, loss_of_step, held_back, run)
         engine.step()
         grad_norm = engine.get_global_grad_norm()
-        meter.timer.mark("update")
+        meter.mark("update")
 
         meter.end_step(loss_of_step, lr, grad_norm)
         saver.after_step(meter, stop)
@@ -556,17 +574,21 @@ def train_one_model(args, run: Run):
     folder = reporting.new_output_dir(args, run)
     world_batch = args.batch_size * args.gradient_accumulation_steps * run.world_size
     results = reporting.Results(run, folder, {
-        "strategy": args.strategy, "model": args.model, "world_size": run.world_size, "simulated_world_size": None,
+        "strategy": args.strategy, "model": args.model,
+        "world_size": run.real_world_size, "simulated_world_size": args.simulate_gpus,
         "device": str(run.device.type), "backend": run.backend, "launcher": run.launch.launcher, "precision": precision,
         "batch_size": args.batch_size, "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "global_batch_size": world_batch, "seed": args.seed,
     }, resuming=args.resume is not None)  # fmt: skip
     footprint = memory.Phases(run.device)
+    run.memory_advice.append(footprint.describe)
+    snapshot = tracing.MemorySnapshot(args.memory_snapshot, run) if args.memory_snapshot else None
     if args.ds_config_dict:
         preflight.check_requirements(args, run.device)
 
     # The data comes before the weights: what is wrong with it shows in seconds, however large the model is.
     blueprint = find_model(args, run)
+    run.memory_advice.append(lambda: preflight.ways_to_fit(args, run, precision, blueprint))
     train, validation, dataset = prepare_dataset(args, run, blueprint.tokenizer)
     model, _tokenizer = load_model_and_tokenizer(args, run, precision, blueprint)
     footprint.note("model_loaded")
@@ -590,19 +612,36 @@ def train_one_model(args, run: Run):
         hand_out(model, saver, results, folder, args, run, blueprint, precision)
         return model
     results.begin()
-    meter = reporting.Meter(run, folder, 0 if args.eval_only else steps, args.logging_steps, before)
+    logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size
+    detailed = args.profile_memory or run.simulated
+    step_memory = memory.StepMemory(getattr(model, "module", model), optimizer, run.device, detailed, logits)
+    run.memory_advice.insert(1, step_memory.describe)
+    meter = reporting.Meter(run, folder, 0 if args.eval_only else steps, args.logging_steps, before, footprint, step_memory)
+    if args.profile:
+        meter.trace = tracing.Trace(args.profile, run)
+    if snapshot:
+        run.memory_advice.append(snapshot.write)
     try:
         evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, precision, meter, saver)
     except Preempted:
         results.preempted(meter.counters(), args.seq_length)
         raise
     footprint.note("trained")
+    if meter.trace:
+        meter.trace.stop()
+    if snapshot:
+        run.say("\n".join(snapshot.write()))
 
     results.update(checkpoint_seconds=saver.seconds)
     results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint, precision))
-    run.say("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
-    reporting.say_memory(run, results.facts["memory"])
-    reporting.say_throughput(run, results.facts)
+    if args.profile_memory or run.simulated:
+        reporting.say_memory_profile(run, results.facts["memory"])
+    if run.simulated:
+        run.say(f"✅ Memory simulation complete: rank 0 of {run.world_size}. Nothing was trained.")
+    else:
+        run.say("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
+        reporting.say_memory(run, results.facts["memory"])
+        reporting.say_throughput(run, results.facts)
     hand_out(model, saver, results, folder, args, run, blueprint, precision)
     run.say(f"📁 {results.path}")
     return model

@@ -33,7 +33,7 @@ EXIT_NOT_COMPLETED = 3
 
 # Okabe and Ito's colours, which stay apart for the colour-blind; one for each kind of memory, one for each strategy.
 KIND_COLOURS = {"parameters": "#0072B2", "gradients": "#56B4E9", "optimizer": "#E69F00", "buffers and other": "#999999",
-                "activations and temporary": "#009E73"}  # fmt: skip
+                "activations and temporary": "#009E73", "activations": "#009E73", "logits": "#CC79A7"}  # fmt: skip
 STRATEGY_COLOURS = {"dp": "#000000", "zero1": "#E69F00", "zero2": "#56B4E9", "zero3": "#009E73", "offload": "#F0E442",
                     "infinity": "#D55E00", "fsdp": "#CC79A7"}  # fmt: skip
 MARKERS = dict(zip(STRATEGY_COLOURS, "os^DvPX", strict=True))
@@ -79,6 +79,9 @@ def describe_attempt(attempt: Attempt) -> str:
     """One line for the terminal while the comparison runs."""
     if not attempt.completed:
         return f"{attempt.status}: {attempt.reason}"
+    if attempt.results.get("simulated_world_size"):
+        states = sum(attempt.results["memory"]["device_categories_bytes_by_rank"][0][kind] for kind in comparing.STATES)
+        return f"completed: {states / MB:,.1f} MB of model states"
     speed, loss = attempt.results["samples_per_second"], attempt.results["train_loss_last"]
     return f"completed: {comparing.human_rate(speed)} samples/s, loss {attempt.results['train_loss_first']:.4f} to {loss:.4f}"
 
@@ -114,9 +117,9 @@ def draw_figure(comparison: Comparison, folder: Path) -> list[Path]:
 def body_text(comparison: Comparison) -> str:
     """What the terminal shows: both tables, the verdict, the explanation."""
     parts = [title(comparison)]
-    parts.append(tabulate(*cost_table(comparison), tablefmt="simple", disable_numparse=True))
+    parts.append(tabulate(*first_table(comparison), tablefmt="simple", disable_numparse=True))
     parts.append(wrapped(comparing.verdict(comparison)))
-    if comparison.reference:
+    if comparison.reference and not comparison.simulated:
         parts.append("Where the time of a step goes, and what a rank sends:")
         parts.append(tabulate(*why_table(comparison), tablefmt="simple", disable_numparse=True))
         parts.append(wrapped(comparing.explain_traffic(comparison)))
@@ -142,10 +145,11 @@ def commands(comparison: Comparison) -> list[str]:
 
 def as_markdown(comparison: Comparison) -> str:
     """The .md file, for a README or a lab book."""
-    parts = [f"## {title(comparison)}", markdown_table(*cost_table(comparison))]
+    parts = [f"## {title(comparison)}", markdown_table(*first_table(comparison))]
     parts.append("\n".join(f"- {sentence}" for sentence in comparing.verdict(comparison)))
     if comparison.reference:
         parts.append(f"![Memory, throughput and losses](comparison_results_{comparison.name}.png)")
+    if comparison.reference and not comparison.simulated:
         parts.append("### Where the time of a step goes, and what a rank sends")
         parts.append(markdown_table(*why_table(comparison)))
         parts.append("\n".join(f"- {line}" for line in comparing.explain_traffic(comparison)))
@@ -176,7 +180,7 @@ def as_json(comparison: Comparison) -> str:
         "hardware": facts.get("hardware"),
         "versions": facts.get("versions"),
         "verdict": comparing.verdict(comparison),
-        "communication": comparing.explain_traffic(comparison),
+        "communication": [] if comparison.simulated else comparing.explain_traffic(comparison),
         "control": row_as_dict(comparison.control) if comparison.control else None,
         "strategies": [row_as_dict(row) for row in comparison.rows],
     }
@@ -203,14 +207,17 @@ def title(comparison: Comparison) -> str:
     if not work:
         return f"Comparison of strategies: {comparison.name}"
     one, several = ("GPU", "GPUs") if work["device"] == "cuda" else ("CPU process", "CPU processes")
+    ranks = f"{work['world_size']} {one if work['world_size'] == 1 else several}"
+    if comparison.simulated:
+        ranks = f"1 of {work['simulated_world_size']} simulated {several}"
     micro_steps, repeats = work["gradient_accumulation_steps"], max(len(row.attempts) for row in comparison.rows)
     accumulated = f" × {micro_steps} micro-batches" if micro_steps > 1 else ""
     capped = " (the comparison's default cap)" if comparison.step_cap == work["steps"] else ""
     repeated = f", {repeats} repeats" if repeats > 1 else ""
     blocks = f"{work['batch_size']} block{'s' * (work['batch_size'] > 1)} of {work['seq_length']} tokens each{accumulated}"
     return (
-        f"{work['model']} ({work['parameters'] / 1e6:.1f}M parameters) on {work['world_size']} "
-        f"{one if work['world_size'] == 1 else several}, {work['precision']}, {blocks}, {work['steps']} steps{capped}{repeated}"
+        f"{work['model']} ({work['parameters'] / 1e6:.1f}M parameters) on {ranks}, "
+        f"{work['precision']}, {blocks}, {work['steps']} steps{capped}{repeated}"
     )
 
 
@@ -228,12 +235,42 @@ def provenance(comparison: Comparison) -> list[str]:
     ]
 
 
+def first_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
+    """Memory, speed and losses; of a simulation memory alone, kind by kind."""
+    return memory_table(comparison) if comparison.simulated else cost_table(comparison)
+
+
+def memory_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
+    """What rank 0 would hold, and what the planner says of it."""
+    headers = ["\nstrategy", "\nstatus", "para-\nmeters", "gradi-\nents", "opti-\nmizer", "model\nstates", "\nplanned",
+               "saved\nvs dp", "buffers,\nother", "activa-\ntions", "\nlogits", "peak of\na step", "\nplanned"]  # fmt: skip
+    rows = []
+    for row in comparison.rows:
+        if not row.completed:
+            rows.append([row.strategy, row.status.replace("_", " "), *["—"] * (len(headers) - 2)])
+            continue
+        kinds, states = row.categories, sum(row.categories[kind] for kind in comparing.STATES)
+        planned = sum(row.planned[kind] for kind in comparing.STATES) if row.planned else None
+        sizes = [*(kinds[kind] for kind in comparing.STATES), states, planned]
+        rest = [kinds["buffers"] + kinds["other"], row.activations, row.logits, row.step_peak_bytes]
+        peak = row.planned.get("peak") if row.step_peak_bytes else None
+        rows.append([row.strategy, row.status, *map(in_mb, sizes), "—" if row.saved is None else f"{100 * row.saved:.0f}%",
+                     *map(in_mb, rest), in_mb(peak)])  # fmt: skip
+    return rows, headers
+
+
+def in_mb(size: float | None) -> str:
+    """MB, 2^20 bytes; a dash for what is not known."""
+    return "—" if size is None else f"{size / MB:,.1f}"
+
+
 def cost_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
     """The first table: what each strategy needs, how fast it is, and whether it trains the same model."""
     on_gpu = comparison.work.get("device") == "cuda"
     reference = comparison.reference.strategy if comparison.reference else "dp"
     headers = [
-        "\nstrategy", "\nstatus", "GPU\npeak\nGB" if on_gpu else "model\nstate\nMB/rank", f"saved\nvs\n{reference}",
+        "\nstrategy", "\nstatus", "GPU\npeak\nGB" if on_gpu else "model\nstate\nMB/rank", "\n\nplanned",
+        f"saved\nvs\n{reference}",
         "host\npeak\nGB/rank", "\nNVMe\nMB", "\nsamples\n/s", f"\ntokens/s\n/{'GPU' if on_gpu else 'rank'}",
         f"speed vs {reference}\n(spread of\n{'repeats' if comparison.repeated else 'steps'})", "\nfinal\nloss",
         "largest\nloss\ndifference",
@@ -247,6 +284,7 @@ def cost_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
             row.strategy,
             row.status.replace("_", " "),
             f"{row.memory_bytes / GB:.2f}" if on_gpu else f"{row.memory_bytes / MB:.1f}",
+            "—" if row.planned_bytes is None else f"{row.planned_bytes / (GB if on_gpu else MB):.{2 if on_gpu else 1}f}",
             "—" if row.saved is None else f"{100 * row.saved:.0f}%",
             f"{row.host_bytes / GB:.2f}",
             f"{row.nvme_bytes / MB:.0f}" if row.nvme_bytes else "—",
@@ -289,11 +327,23 @@ def draw(comparison: Comparison, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = [row for row in comparison.rows if row.completed]
+    if comparison.simulated:
+        figure, memory = plt.subplots(figsize=(9, 5.5), layout="constrained")
+        draw_memory(memory, comparison, rows)
+        finish_figure(figure, comparison, path)
+        return
     figure, ((memory, speed), (losses, differences)) = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
     draw_memory(memory, comparison, rows)
     draw_speed(speed, comparison, rows)
     draw_losses(losses, rows)
     draw_differences(differences, comparison, rows)
+    finish_figure(figure, comparison, path)
+
+
+def finish_figure(figure, comparison: Comparison, path: Path) -> None:
+    """Title, provenance, and the file."""
+    import matplotlib.pyplot as plt
+
     figure.suptitle(title(comparison), fontsize=12)
     figure.supxlabel("\n".join(provenance(comparison)), fontsize=8, color="#555555")
     figure.savefig(path, dpi=110)
@@ -312,8 +362,13 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
             axes.bar(positions, [size / unit for size in sizes], 0.65, bottom=bottoms, label=label, **style)
             bottoms[:] = [bottom + size / unit for bottom, size in zip(bottoms, sizes, strict=True)]
 
-    for kind in ("parameters", "gradients", "optimizer"):
+    for kind in comparing.STATES:
         stack(kind, [row.categories[kind] for row in rows], color=KIND_COLOURS[kind])
+    planned = [row.planned_bytes for row in rows]
+    if comparison.simulated and not on_gpu:
+        for kind in ("activations", "logits"):
+            stack(kind, [getattr(row, kind) or 0 for row in rows], color=KIND_COLOURS[kind])
+        planned = [sum(row.planned.get(kind, 0) for kind in (*comparing.STATES, "activations", "logits")) for row in rows]
     if on_gpu:
         stack("buffers and other", [row.categories["buffers"] + row.categories["other"] for row in rows],
               color=KIND_COLOURS["buffers and other"])  # fmt: skip
@@ -322,6 +377,9 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
     for position, bottom in zip(positions, list(bottoms), strict=True):
         axes.annotate(f"{bottom:.2f}" if on_gpu else f"{bottom:.1f}", (position, bottom), (0, 3), textcoords="offset points",
                       ha="center", fontsize=9)  # fmt: skip
+    if any(planned):
+        marks = [(position, size / unit) for position, size in zip(positions, planned, strict=True) if size]
+        axes.plot(*zip(*marks, strict=True), linestyle="none", marker="_", markersize=26, color="black", label="planned")
     if not on_gpu:  # what a GPU would not hold, lighter and above the number
         gap = 0.07 * max(bottoms)
         bottoms[:] = [bottom + gap * bool(row.host_categories) for bottom, row in zip(bottoms, rows, strict=True)]
@@ -338,7 +396,8 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
                   fontsize=9)  # fmt: skip
     label_strategies(axes, rows)
     axes.set_ylabel(f"{name} on the fullest rank")
-    axes.set_title("GPU memory at its peak" if on_gpu else "Model state per rank (counted; a GPU would hold it)")
+    counted = "Model state and activations" if comparison.simulated else "Model state"
+    axes.set_title("GPU memory at its peak" if on_gpu else f"{counted} per rank (counted; a GPU would hold it)")
     axes.legend(fontsize=8, ncols=2, loc="upper right")
 
 

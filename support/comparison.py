@@ -29,16 +29,15 @@ SAME_WORK = (
     "hardware.cpu", "hardware.cores", "hardware.gpu", "versions.torch", "versions.deepspeed", "versions.transformers",
 )  # fmt: skip
 
-# What a completed run must have; an older version's results.json may lack some.
-NEEDED = (
-    "samples_per_second", "tokens_per_second_per_gpu", "step_phases_seconds", "train_loss_last", "hardware", "precision",
-    "memory.peak_bytes", "memory.device_categories_bytes_by_rank", "memory.placement",
-)  # fmt: skip
+# What a completed run must have; an older version's results.json may lack some. A memory simulation has no speed and no losses.
+NEEDED = ("hardware", "precision", "memory.peak_bytes", "memory.device_categories_bytes_by_rank", "memory.placement")
+NEEDED_OF_TRAINING = ("samples_per_second", "tokens_per_second_per_gpu", "step_phases_seconds", "train_loss_last")
 
 # torchrun's report lists the ranks that it found dead. The one that was killed need not be the first: another that noticed
 # its connection break may be named as the cause.
 KILLED = re.compile(r"exitcode\s*: -9 ")
 
+STATES = ("parameters", "gradients", "optimizer")
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -91,9 +90,12 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
         return "interrupted", "stopped by the user"
     said = results.get("status")
     if said == "completed" and outcome in ("exit", "") and number in ("0", ""):
-        if lacking := [key for key in NEEDED if lookup(results, key) is None]:
+        simulated = results.get("simulated_world_size")
+        needed = NEEDED if simulated else (*NEEDED, *NEEDED_OF_TRAINING)
+        if lacking := [key for key in needed if lookup(results, key) is None]:
             return "failed", f"results.json lacks {', '.join(lacking)}: was it made by --eval_only, or by an older version?"
-        return ("completed", "") if steps == results["steps"] else ("failed", "metrics.jsonl does not hold every step")
+        whole = simulated or steps == results["steps"]
+        return ("completed", "") if whole else ("failed", "metrics.jsonl does not hold every step")
     if KILLED.search(_read_text(folder / "log.txt")):
         return "oom", "a rank was killed (SIGKILL): by the kernel, as a rule, when the host has no memory left"
     reason = results.get("reason") or last_error(folder / "log.txt") or f"ended with exit code {number or 'unknown'}"
@@ -143,6 +145,10 @@ class Row:
 
     Attributes:
         memory_bytes: peak of the GPU's allocator; on a CPU parameters, gradients and optimizer states that a GPU would hold.
+        planned_bytes: what support/planner.py predicts for memory_bytes.
+        planned: its whole prediction, in bytes by kind.
+        step_peak_bytes: most live tensors at any moment of the last step; not known on a CPU for ordinary runs, and where
+            part of them would not be on a GPU. `activations`, `logits`: held at the end of forward, known as far.
         categories: live bytes on the device by category at the end of backward; `host_categories`: in host memory.
         saved: share of the reference's memory_bytes that is not needed; None where sharding has nobody to share with.
         samples_per_second: with _low and _high, the slowest and fastest repeat, or of one run the tenth and ninetieth
@@ -157,6 +163,11 @@ class Row:
     reason: str
     attempts: list[Attempt]
     memory_bytes: float | None = None
+    planned_bytes: float | None = None
+    planned: dict[str, int] = field(default_factory=dict)
+    step_peak_bytes: float | None = None
+    activations: float | None = None
+    logits: float | None = None
     categories: dict[str, float] = field(default_factory=dict)
     host_categories: dict[str, float] = field(default_factory=dict)
     saved: float | None = None
@@ -209,6 +220,11 @@ class Comparison:
     tolerance: float | None
     step_cap: int | None
     control: Row | None = None
+
+    @property
+    def simulated(self) -> bool:
+        """Memory simulations: no speed, no losses."""
+        return bool(self.work.get("simulated_world_size"))
 
     @property
     def repeated(self) -> bool:
@@ -309,15 +325,32 @@ def _measure(row: Row) -> None:
     row.host_categories = {
         kind: median(everywhere[kind] - device[kind] for device, everywhere in fullest) for kind in ("gradients", "optimizer")
     }
-    if results[0]["device"] == "cuda":
+    on_gpu = results[0]["device"] == "cuda"
+    if on_gpu:
         row.memory_bytes = median(max(found["peak_bytes"]) for found in memory)
     else:
-        row.memory_bytes = sum(row.categories[kind] for kind in ("parameters", "gradients", "optimizer"))
+        row.memory_bytes = sum(row.categories[kind] for kind in STATES)
+    _add_plan_and_step(row, memory[0], on_gpu)
     row.host_bytes = median(max(found["host_peak_bytes"]) for found in memory)
     row.nvme_bytes = median(found["nvme_bytes"] for found in memory)
+    if results[0].get("simulated_world_size"):
+        return
     row.final_loss = median(found["train_loss_last"] for found in results)
     _measure_speed(row)
     _measure_traffic(row, results)
+
+
+def _add_plan_and_step(row: Row, memory: dict, on_gpu: bool) -> None:
+    """What was planned for the run, and what came and went within its last step."""
+    if memory.get("predicted_bytes"):
+        row.planned = memory["predicted_bytes"]
+        row.planned_bytes = row.planned["peak"] if on_gpu else sum(row.planned[kind] for kind in STATES)
+    ranks = memory["device_categories_bytes_by_rank"]
+    if ranks[0].get("activations") is not None:
+        row.activations, row.logits = (max(rank[kind] for rank in ranks) for kind in ("activations", "logits"))
+    steps = memory.get("step_bytes_by_rank") or [None]
+    if steps[0] and (on_gpu or row.strategy not in ("offload", "infinity")):
+        row.step_peak_bytes = max(phase["peak"] for step in steps for phase in step.values())
 
 
 def _measure_speed(row: Row) -> None:
@@ -367,8 +400,11 @@ def _compare(row: Row, reference: Row, tolerance: float) -> None:
     if not row.completed:
         return
     shards_only = row.strategy not in ("offload", "infinity")
-    if row is not reference and not (shards_only and row.completed[0].results["world_size"] == 1):
+    results = row.completed[0].results
+    if row is not reference and not (shards_only and (results["simulated_world_size"] or results["world_size"]) == 1):
         row.saved = 1 - row.memory_bytes / reference.memory_bytes
+    if results["simulated_world_size"]:
+        return
     base = reference.samples_per_second
     row.speed = row.samples_per_second / base
     row.speed_low, row.speed_high = row.samples_per_second_low / base, row.samples_per_second_high / base
@@ -395,6 +431,8 @@ def verdict(comparison: Comparison) -> list[str]:
     if comparison.reference is None:
         return ["❌ No strategy completed, so there is nothing to compare."]
     right = [row for row in comparison.rows if row.completed and row.departs_at is None]
+    if comparison.simulated:
+        return [*_say_simulated(comparison), *_say_incomplete(comparison)]
     return [
         *_say_same_model(comparison),
         *_say_control(comparison),
@@ -403,6 +441,20 @@ def verdict(comparison: Comparison) -> list[str]:
         *_say_limits(comparison, right),
         *_say_incomplete(comparison),
     ]
+
+
+def _say_simulated(comparison: Comparison) -> list[str]:
+    """What a memory simulation is, and how far the plan was off."""
+    ranks = comparison.work["simulated_world_size"]
+    sentences = [f"A memory simulation: one process allocated what rank 0 of {ranks} would, without the others. Nothing was "
+                 "trained, so there are no losses and no speeds. The table is in MB, 2^20 bytes."]  # fmt: skip
+    planned = [row for row in comparison.rows if row.completed and row.planned_bytes]
+    if planned:
+        worst = max(planned, key=lambda row: abs(row.planned_bytes / row.memory_bytes - 1))
+        off = 100 * (worst.planned_bytes / worst.memory_bytes - 1)
+        what = "peaks" if comparison.work["device"] == "cuda" else "model states"
+        sentences.append(f"The planner's {what} are within {abs(off):.1f}% of the simulated ones ({worst.strategy}).")
+    return sentences
 
 
 def _say_same_model(comparison: Comparison) -> list[str]:

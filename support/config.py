@@ -20,6 +20,7 @@ EMBEDDED_MODEL = "tiny-gpt2"
 # Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M parameters).
 GPT2_SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 EMBEDDED_SHAPE, EMBEDDED_VOCABULARY = (4, 4, 256), 4096
+SIMULATED_STEPS = 3  # Adam's states are there after the first; the last is measured
 AUTO = "auto"  # Hugging Face's convention for "take it from the command line"; DeepSpeed itself does not know it
 
 # Strategy -> DeepSpeed's configuration, or None for the strategies of plain PyTorch.
@@ -175,6 +176,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="type of the exported weights (default: %(default)s, as they are trained)")
     add("--generate", type=prompt, metavar="PROMPT", help="print a continuation of this text at the end")
     add("--logging_steps", type=positive_int, default=10, help="optimizer steps between two lines (default: %(default)s)")
+
+    add = parser.add_argument_group("memory and debugging").add_argument
+    add("--profile_memory", action="store_true", help="show memory after each phase and by kind of state (slows the last step "
+                                                      "on a CPU)")
+    add("--simulate_gpus", type=positive_int, metavar="N",
+        help="measure the memory of rank 0 of N in this one process: real allocations, nothing communicated, no losses "
+             "(3 steps)")
+    add("--memory_snapshot", metavar="FILE", help="write PyTorch's snapshot of the GPU's memory, for pytorch.org/memory_viz")
+    add("--profile", metavar="DIR", help="write a trace of 3 steps, for ui.perfetto.dev")
     add("--verbose", action="store_true", help="show third-party messages and tracebacks")
     return parser
 
@@ -212,6 +222,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"--export_dtype {args.export_dtype} contradicts {other}: leave one out.")
     if args.resume_force and args.resume is None:
         raise UserError("--resume_force needs --resume.")
+    if args.profile and (args.profile_memory or args.simulate_gpus):
+        other = "--profile_memory" if args.profile_memory else "--simulate_gpus"
+        raise UserError(f"--profile and {other} both need torch's profiler: leave one out.")
+    if args.simulate_gpus:
+        _only_measure(args)
     if args.dataset is None:
         args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
     if args.lr is None:
@@ -228,6 +243,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         file = args.ds_config or str(PROJECT / STRATEGIES[args.strategy])
         args.ds_config_dict = reconcile(args, read_ds_config(file), file)
     return args
+
+
+def _only_measure(args) -> None:
+    """A memory simulation trains nothing, so there is nothing to evaluate, save or continue."""
+    for flag in ("resume", "save_every", "save_epochs", "eval_only", "eval_first", "generate", "export_hf"):
+        if getattr(args, flag):
+            raise UserError(f"--simulate_gpus trains no model, so --{flag} has nothing to work on: leave one out.")
+    args.eval, args.no_save, args.no_export = False, True, True
+    args.max_steps = args.max_steps or SIMULATED_STEPS
 
 
 def _given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
@@ -396,7 +420,7 @@ def _as_flag(flag: str, key: str, value, file: str):
 
 
 def _reconcile_total_batch(args, config: dict, accumulation_is_open: bool, file: str) -> None:
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
     wanted, at_once = config.get("train_batch_size"), args.batch_size * world_size
     if accumulation_is_open and isinstance(wanted, int) and wanted >= at_once and wanted % at_once == 0:
         args.gradient_accumulation_steps = config["gradient_accumulation_steps"] = wanted // at_once
@@ -500,6 +524,10 @@ def complete_ds_config(
     if lookup(zero, "offload_param.buffer_size") == AUTO:
         # Each rank's part of any parameter must fit one, with its padding.
         zero["offload_param"]["buffer_size"] = -(-largest_parameter // world_size) + 4096
+    if lookup(config, "aio.block_size") == AUTO:
+        # Reads and writes of a rank's part of the largest tensor fill the queue; 1 MiB where parts are large.
+        part, queue = 2 * largest_parameter // world_size, lookup(config, "aio.queue_depth") or 8
+        config["aio"]["block_size"] = min(2**20, max(2**17, 2 ** ((part // queue).bit_length() - 1)))
     left = _find_auto(config)
     if left:
         raise UserError(f'DeepSpeed configuration: "auto" cannot be filled in for {left}: give a value.')

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from support.errors import EXIT_FAILED, TrainingError, UserError, explain
+from support.errors import EXIT_FAILED, LESS_MEMORY, OutOfMemory, TrainingError, UserError, explain
 from support.launch import Launch
 
 GRACE_SECONDS = 5  # for a rank to end by itself after another one has failed
@@ -87,6 +87,7 @@ class Run:
     store: dist.Store | None = None
     temporary: list[str] = field(default_factory=list)  # folders and files to remove, at the latest when the run ends
     on_failure: list[Callable[[UserError], None]] = field(default_factory=list)
+    memory_advice: list[Callable[[], list[str]]] = field(default_factory=list)  # lines to add when memory runs out
     ending: threading.Event = field(default_factory=threading.Event)
     stop: StopSignal = field(default_factory=lambda: StopSignal())
 
@@ -104,6 +105,16 @@ class Run:
     @property
     def is_main(self) -> bool:
         return self.launch.is_main
+
+    @property
+    def simulated(self) -> bool:
+        """This process stands for rank 0 of several that do not exist; what it computes means nothing, what it holds does."""
+        return self.backend == "fake"
+
+    @property
+    def real_world_size(self) -> int:
+        """Processes that there are."""
+        return 1 if self.simulated else self.world_size
 
     def say(self, text: str) -> None:
         """Print on rank 0 only."""
@@ -162,11 +173,15 @@ class Run:
     def from_main(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         values = [value]
+        if self.simulated:
+            return value
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in the order of the ranks, on every rank."""
+        """The values of all ranks, in the order of the ranks, on every rank; of a simulation, of the one that is there."""
+        if self.simulated:
+            return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
@@ -228,11 +243,22 @@ class Run:
             _exit(shown.exit_code)
 
     def _tell(self, shown: UserError) -> None:
+        if isinstance(shown, OutOfMemory):
+            shown = self._with_memory_advice(shown)
         where = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
         print(f"❌ {shown}{where}", file=sys.stderr, flush=True)
         for tell in self.on_failure:
             with contextlib.suppress(OSError):  # a full disk must not hide the message above
                 tell(shown)
+
+    def _with_memory_advice(self, shown: OutOfMemory) -> OutOfMemory:
+        """The error, with what is known of this run instead of what is true of any."""
+        lines = []
+        for advice in self.memory_advice:
+            with contextlib.suppress(Exception):  # there may be no memory left to look around in
+                lines += advice()
+        said = str(shown).removesuffix(f" {LESS_MEMORY}") if len(lines) > len(self.memory_advice) else str(shown)
+        return OutOfMemory("\n   ".join([said, *lines]))
 
     def _failed_first(self, message: str) -> bool:
         if self.store is None:
@@ -396,6 +422,23 @@ def open_store(launch: Launch, attempt: str, timeout: float = 60) -> dist.Store:
         launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )
     return dist.PrefixStore(attempt, store)
+
+
+def simulate_process_group(world_size: int, timeout: timedelta) -> None:
+    """Make this process rank 0 of `world_size` in a group whose collectives return at once and move nothing.
+
+    It is PyTorch's own, for tests: every strategy allocates as it would among real ranks.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size, timeout=timeout)
+
+
+def communicate_nothing(_state, bucket):
+    """DDP's communication hook in a simulation: DDP's own all-reduce insists on an answer of the other ranks."""
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def describe_difference(values: list[Any], what: str) -> None:

@@ -11,6 +11,10 @@ EXIT_PREEMPTED = 75
 OUT_OF_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
+LESS_MEMORY = ("Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
+               "--seq_length, or a strategy that shards more (zero2, zero3, offload).")  # fmt: skip
+
+
 class UserError(Exception):
     """Something the user can put right. Its text is the one line that says what to do."""
 
@@ -69,10 +73,7 @@ def explain(error: BaseException) -> UserError:
     text = lines[0].strip() if lines else ""
     # CUDA raises torch.OutOfMemoryError; the CPU allocator raises a RuntimeError whose text is all there is to go by.
     if name == "OutOfMemoryError" or isinstance(error, MemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY_SIGNS):
-        return OutOfMemory(
-            f"Out of memory: {text or name}. Try a smaller --batch_size with more --gradient_accumulation_steps, "
-            "--gradient_checkpointing, a shorter --seq_length, or a strategy that shards more (zero2, zero3, offload)."
-        )
+        return OutOfMemory(f"Out of memory: {text or name}. {LESS_MEMORY}")
     if isinstance(error, ModuleNotFoundError) and error.name == "deepspeed":
         return MissingRequirement("This strategy needs DeepSpeed: pip install deepspeed. dp and fsdp run without it.")
     if name in ("MissingCUDAException", "CUDAMismatchException"):  # DeepSpeed's builder, before it compiles an op

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,7 +27,7 @@ class Launch:
     """This process's place among all processes of the run.
 
     Attributes:
-        launcher: "python", "torchrun" (also accelerate's several processes), "deepspeed" or "srun".
+        launcher: "python", "torchrun" (also accelerate's several processes), "deepspeed", "srun" or "simulated".
         rank, world_size: place among all processes; 0 … world_size - 1.
         local_rank, local_world_size: the same among the processes of this node.
         node: number of this node.
@@ -79,6 +79,18 @@ def detect_launch() -> Launch:
         LOCAL_WORLD_SIZE=str(launch.local_world_size), MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
     )  # fmt: skip
     return launch
+
+
+def simulated(launch: Launch, world_size: int) -> Launch:
+    """Rank 0 of `world_size`, in this one process.
+
+    Raises:
+        UserError: a launcher has started several processes.
+    """
+    if launch.world_size > 1:
+        raise UserError("--simulate_gpus measures one rank in one process: start it with python, without a launcher.")
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    return replace(launch, launcher="simulated", world_size=world_size, local_world_size=world_size)
 
 
 def _from_rank_variables(env) -> Launch:
@@ -153,6 +165,7 @@ def tune_process(args, launch: Launch) -> None:
     if args.deterministic:
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     env.setdefault("TOKENIZERS_PARALLELISM", "true")
+    env.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would announce its start and end
     if not args.verbose:
         warnings.simplefilter("ignore")
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -13,9 +13,11 @@ import tempfile
 import threading
 import urllib.error
 import urllib.request
+from dataclasses import asdict
 from pathlib import Path
 
 from support import launch as launching
+from support import planner
 from support.config import EMBEDDED_MODEL, ignored_flags, parse_arguments, uses_nvme
 from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
 from support.launch import Launch
@@ -45,6 +47,8 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
             print(as_yaml(args), end="")
             sys.exit(EXIT_COMPLETED)
         launching.tune_process(args, launch)
+        if args.simulate_gpus:
+            launch = launching.simulated(launch, args.simulate_gpus)
         check_model_path(args)
         check_dataset_path(args)
         check_output_dir(args)
@@ -240,6 +244,8 @@ def check_visible_gpus(launch: Launch, visible: int) -> int:
     Raises:
         UserError: there are fewer GPUs than ranks on this node.
     """
+    if launch.launcher == "simulated":
+        return 0
     if launch.launcher == "srun" and (visible == 1 or "SLURM_GPUS_PER_TASK" in os.environ):
         return 0  # Slurm shows each task its own GPUs (--gpus-per-task, --gpu-bind)
     if launch.local_world_size > visible:
@@ -281,6 +287,39 @@ def cpu_computes_bf16() -> bool:
     except (OSError, StopIteration):
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def planned_work(args, run, precision: str, blueprint) -> planner.Work:
+    """This run as the planner sees it.
+
+    Raises:
+        UserError: an architecture that the planner does not know.
+    """
+    model = planner.read_architecture(blueprint.config.to_dict(), args.model)
+    return planner.Work(model, run.world_size, args.batch_size, args.seq_length, precision, args.gradient_checkpointing,
+                        args.gradient_accumulation_steps, run.device.type)  # fmt: skip
+
+
+def predicted_bytes(args, run, precision: str, blueprint) -> dict[str, int] | None:
+    """What the planner says of this run; None for an architecture that it does not know."""
+    try:
+        need = asdict(planner.predict(planned_work(args, run, precision, blueprint), args.strategy))
+    except UserError:
+        return None
+    return {name: size for name, size in need.items() if isinstance(size, int)}
+
+
+def ways_to_fit(args, run, precision: str, blueprint) -> list[str]:
+    """What the planner would change, for a run that ran out of memory: lines.
+
+    Raises:
+        UserError: an architecture that the planner does not know.
+    """
+    from support.memory import memory_limit
+
+    sharing = 1 if run.simulated or run.device.type == "cuda" else run.launch.local_world_size  # of the host's memory
+    limits = planner.Limits(memory_limit(run.device) // sharing)
+    return planner.describe_ways(planned_work(args, run, precision, blueprint), args.strategy, limits)
 
 
 def ops_to_compile(strategy: str, device) -> list[str]:

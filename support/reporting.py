@@ -18,8 +18,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from support import data, memory
+from support import data, memory, preflight
 from support.communication import Traffic
+from support.comparison import human_bytes
 from support.distributed import Run, versions
 from support.errors import TrainingError, UserError
 from support.files import write_text
@@ -111,12 +112,16 @@ class StepTimer:
 class Meter:
     """Follows training step by step and keeps every number on the device until a line is logged."""
 
-    def __init__(self, run: Run, folder: Path, total_steps: int, logging_steps: int, before: dict):
+    def __init__(self, run: Run, folder: Path, total_steps: int, logging_steps: int, before: dict, footprint, step_memory):
         """
         Args:
             before: the counters to go on from, of a checkpoint (see `counters`) or of a new run.
+            footprint: memory.Phases, which learns of the first step's phases.
+            step_memory: memory.StepMemory, which measures the last step.
         """
         self.run, self.total_steps, self.logging_steps = run, total_steps, logging_steps
+        self.footprint, self.step_memory = footprint, step_memory
+        self.trace = None  # of --profile
         self.timer = StepTimer(run.device)
         self.traffic = Traffic()
         self.before = before
@@ -124,7 +129,6 @@ class Meter:
         self.samples_done = self.before["samples"]  # blocks that they saw, over all ranks
         self.samples: list[int] = []  # of each step of this process
         self.losses: list[float] = []
-        self.memory: dict | None = None
         self.first_step_at: float | None = None
         self._pending: list[dict] = []
         self._path = folder / "metrics.jsonl" if run.is_main else None
@@ -168,10 +172,29 @@ class Meter:
     def finished(self) -> bool:
         return self.step >= self.total_steps
 
-    def after_backward(self, model: torch.nn.Module, optimizer) -> None:
+    @property
+    def _in_last_step(self) -> bool:
+        return self.step + 1 == self.total_steps
+
+    def mark(self, phase: str) -> None:
+        """The time and the memory since the last mark belong to this phase of the step; see PHASES."""
+        self.timer.mark(phase)
+        name = "optimizer_step" if phase == "update" else phase
+        self.footprint.doing = memory.AFTER.get(name, self.footprint.doing)
+        if self.step == self.before["step"] and phase != "data":
+            self.footprint.note(name)
+        if not self._in_last_step:
+            return
+        if phase == "data":
+            self.step_memory.begin()
+        else:
+            self.step_memory.mark(phase)
+        self.timer.mark(None)
+
+    def after_backward(self) -> None:
         """At the last step, count live tensors: everything a step needs is there now."""
-        if self.step + 1 == self.total_steps:
-            self.memory = memory.live_bytes(model, optimizer, self.run.device)
+        if self._in_last_step:
+            self.step_memory.after_backward()
             self.timer.mark(None)
 
     def start_epoch(self, epoch: int, train, args) -> None:
@@ -207,6 +230,10 @@ class Meter:
         """
         self.timer.end_step()
         self.traffic.end_step()
+        if self._in_last_step:
+            self.step_memory.end()
+        if self.trace:
+            self.trace.end_step()
         batch, batches = self._batch, self._batches
         self._batch += 1
         self.step += 1
@@ -220,7 +247,9 @@ class Meter:
         # On a CPU nothing runs ahead, so a look at every loss costs nothing.
         if shown or self.run.device.type == "cpu":
             self.flush()
-        if shown:
+        if self.run.simulated:
+            self.run.say(f"Step {self.step}/{self.total_steps} of the memory simulation")
+        elif shown:
             self.run.say(f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}")
         self.timer.mark(None)
 
@@ -230,7 +259,7 @@ class Meter:
         if self.first_step_at is None and self.timer.steps:
             self.first_step_at = time.time() - sum(sum(step.values()) for step in self.timer.steps[1:])
         pending, self._pending = self._pending, []
-        for record in pending:
+        for record in () if self.run.simulated else pending:
             tokens, seconds = record.pop("tokens"), sum(self.timer.steps[record["step"] - 1 - self.before["step"]].values())
             record["loss"] = float(record["loss"])
             record["grad_norm"] = None if record["grad_norm"] is None else float(record["grad_norm"])
@@ -253,12 +282,15 @@ class Meter:
 
     def speed(self, seq_length: int) -> dict:
         """Throughput and step times of this rank, without the first steps (compilation, first allocations)."""
-        steps = self.timer.steps
         excluded = self.warmup_steps
-        seconds = sorted(sum(step.values()) for step in steps[excluded:])
+        if self.run.simulated:
+            return {"warmup_steps_excluded": 0}
+        until = len(self.samples) - (self.step_memory.slows_down and len(self.samples) > excluded + 1)
+        steps = self.timer.steps[excluded:until]
+        seconds = sorted(sum(step.values()) for step in steps)
         if not seconds:
             return {"warmup_steps_excluded": 0}
-        per_second = sum(self.samples[excluded:]) / sum(seconds)
+        per_second = sum(self.samples[excluded:until]) / sum(seconds)
         return {
             "warmup_steps_excluded": excluded,
             "samples_per_second": per_second,
@@ -268,7 +300,7 @@ class Meter:
                 "p10": seconds[int(0.1 * (len(seconds) - 1))],
                 "p90": seconds[math.ceil(0.9 * (len(seconds) - 1))],
             },
-            "step_phases_seconds": {name: statistics.mean(step[name] for step in steps[excluded:]) for name in PHASES},
+            "step_phases_seconds": {name: statistics.mean(step[name] for step in steps) for name in PHASES},
         }
 
 
@@ -429,10 +461,8 @@ def cpu_name() -> str:
 def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint, precision) -> dict:
     """The measured part of results.json: gathered from all ranks; throughput and times are means over them."""
     counters, steps = meter.counters(), meter.step - meter.before["step"]
-    device = memory.device_bytes(run.device)
-    mine = {"device": device, "host_peak": memory.host_bytes()[1], "phases": footprint.noted,
-            "nvme": memory.folder_bytes(args.nvme_folder) if run.launch.is_node_leader else 0,
-            "live": meter.memory, "speed": meter.speed(args.seq_length)}  # fmt: skip
+    mine = {"memory": memory.of_this_rank(footprint, meter.step_memory, args.nvme_folder, run.launch.is_node_leader),
+            "speed": meter.speed(args.seq_length)}  # fmt: skip
     traffic = meter.traffic.per_step(meter.warmup_steps)
     mine["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
     ranks = run.gather(mine)
@@ -460,22 +490,8 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
     if steps and Traffic.complete(run.device, args.ds_config_dict is not None):
         facts["communication_bytes_per_step"] = statistics.mean(rank["sent"] for rank in ranks)
         facts["communication_per_step"] = traffic
-    facts["memory"] = {
-        "allocated_bytes": [rank["device"]["allocated"] for rank in ranks],
-        "reserved_bytes": [rank["device"]["reserved"] for rank in ranks],
-        "peak_bytes": [rank["device"]["peak"] for rank in ranks],
-        "host_peak_bytes": [rank["host_peak"] for rank in ranks],
-        "nvme_bytes": sum(rank["nvme"] for rank in ranks),
-        "categories_bytes": meter.memory["categories"] if meter.memory else None,
-        "categories_bytes_by_rank": [rank["live"]["categories"] if rank["live"] else None for rank in ranks],
-        "device_categories_bytes_by_rank": [rank["live"]["on_device"] if rank["live"] else None for rank in ranks],
-        "moments_bytes": meter.memory["moments"] if meter.memory else None,
-        "placement": meter.memory["placement"] if meter.memory else None,
-        "phases_bytes": {
-            phase: {kind: [rank["phases"][phase][kind] for rank in ranks] for kind in kinds}
-            for phase, kinds in footprint.noted.items()
-        },
-    }
+    facts["memory"] = memory.over_ranks([rank["memory"] for rank in ranks])
+    facts["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, run, precision, blueprint)
     return facts
 
 
@@ -508,6 +524,57 @@ def say_memory(run: Run, memory_by_rank: dict) -> None:
         run.say(f"GPU Memory: {allocated:.2f} GB allocated | {reserved:.2f} GB reserved | {peak:.2f} GB peak")
     else:
         run.say(f"Process Memory: {allocated:.2f} GB resident | {peak:.2f} GB peak")
+
+
+def say_memory_profile(run: Run, found: dict) -> None:
+    """--profile_memory: the device's numbers, then each phase, each kind of state, the host and NVMe.
+
+    Of several ranks the most is shown, and the least beside it where it is less.
+    """
+    kind = "GPU" if run.device.type == "cuda" else "Process"
+    names = (("Allocated", "allocated"), ("Reserved", "reserved"), ("Peak", "peak"))
+    for rank in range(len(found["peak_bytes"])):
+        run.say(f"{kind} {rank} Memory:")
+        for name, key in names:
+            value = found[f"{key}_bytes"][rank]
+            run.say(f"  {name}: " + (f"{value / GB:.2f} GB" if value is not None else "—"))
+    run.say("Memory after each phase:")
+    for phase, values in found["phases_bytes"].items():
+        shown = PHASE_COLUMNS if run.device.type == "cuda" else PHASE_COLUMNS[-1:]
+        columns = [f"{name} {most_and_least(values[key])}" for name, key in shown]
+        run.say(f"  {phase:20}" + " | ".join(columns))
+    if found["step_bytes_by_rank"][0]:
+        run.say("Live tensors in the last step:")
+        for phase in found["step_bytes_by_rank"][0]:
+            steps = [step[phase] for step in found["step_bytes_by_rank"]]
+            live, peak = ([step[key] for step in steps] for key in ("live", "peak"))
+            run.say(f"  {phase:20}at its end {most_and_least(live)} | at its peak {most_and_least(peak)}")
+    run.say("Live tensors by kind in the last step (end of backward; activations and logits: end of forward):")
+    for name in found["categories_bytes"] or ():
+        whole, on_device = ([rank[name] for rank in found[key]] for key in ("categories_bytes_by_rank", CATEGORIES_ON_DEVICE))
+        if whole[0] is not None:
+            elsewhere = "" if whole == on_device else f" | of it on the device {most_and_least(on_device)}"
+            run.say(f"  {name:20}{most_and_least(whole)}{elsewhere}")
+    host, pinned = (most_and_least(found[key]) for key in ("host_peak_bytes", "pinned_bytes"))
+    run.say(f"Host: {host} at its peak, {pinned} pinned")
+    if found["nvme_bytes"]:
+        held, written = (human_bytes(found[key]) for key in ("nvme_bytes", "nvme_written_bytes_per_step"))
+        run.say(f"NVMe: {held} held, {written} written in a step, by all ranks")
+    if found["device_used"][0]:
+        used, unseen = ([rank[key] for rank in found["device_used"]] for key in ("used", "unseen"))
+        run.say(f"The device itself: {most_and_least(used)} in use, of it {most_and_least(unseen)} that PyTorch does not "
+                "see (CUDA context, libraries, NCCL, other processes)")  # fmt: skip
+
+
+PHASE_COLUMNS = (("allocated", "device_allocated"), ("reserved", "device_reserved"), ("peak", "device_peak"),
+                 ("host", "host_resident"))  # fmt: skip
+CATEGORIES_ON_DEVICE = "device_categories_bytes_by_rank"
+
+
+def most_and_least(values: list[int]) -> str:
+    """Bytes of several ranks: "1.25 GB", or "1.25 GB (1.10 GB)" with the least in brackets."""
+    most, least = human_bytes(max(values)), human_bytes(min(values))
+    return most if most == least else f"{most} ({least})"
 
 
 def say_throughput(run: Run, facts: dict) -> None:

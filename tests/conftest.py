@@ -199,8 +199,8 @@ def fp32_run(script, tmp_path_factory):
         if strategy not in done:
             folder = tmp_path_factory.mktemp(strategy)
             done[strategy] = script(
-                *SAME_WORK, *SPLIT, "--precision", "fp32", "--strategy", strategy, "--generate", "The", launcher="torchrun",
-                ranks=2, program=FAULT, env={"FAULT": f"logits:{folder / 'logits.pt'}"}, folder=folder,
+                *SAME_WORK, *SPLIT, "--precision", "fp32", "--strategy", strategy, "--generate", "The", "--profile_memory",
+                launcher="torchrun", ranks=2, program=FAULT, env={"FAULT": f"logits:{folder / 'logits.pt'}"}, folder=folder,
             )  # fmt: skip
         return done[strategy]
 

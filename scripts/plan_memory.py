@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Which strategy fits: predict the memory of a run without weights, torch or a GPU, and print the command for it.
+
+    python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16
+    python scripts/plan_memory.py --model path/to/config.json --gpus 8 --gpu_memory 80 --seq_length 4096
+    python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16 --solve batch      # the largest batch of each
+    python scripts/plan_memory.py --gpus 4 --gpu_memory 24 --solve model                      # the largest GPT-2
+    python scripts/plan_memory.py --model gpt2-xl --gpu_memory 16 --solve gpus                # the fewest GPUs
+
+The formulas and their sources are in support/planner.py, the measurements that they are held against in
+docs/MEMORY_COMPARISON.md. Exit code: 0, 1 if nothing fits, 2 for wrong usage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tabulate import tabulate
+
+from support import planner
+from support.config import EMBEDDED_MODEL, Parser, positive_float, positive_int
+from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
+from support.planner import CUDA_CONTEXT, GB, PREFERENCE, Limits, Need, Work
+
+
+def build_parser() -> Parser:
+    """The flags; those of the run have the names that real_model_example.py gives them."""
+    parser = Parser(prog="plan_memory.py", description="Predict the memory of a run under every strategy.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", default="gpt2", help="gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, a model folder or a config.json "
+                                        "(GPT-2, Llama, Mistral, Qwen, GPT-NeoX; default: %(default)s)")
+    add("--gpus", type=positive_int, default=1, help="ranks in all, one a GPU (default: %(default)s)")
+    add("--gpus_per_node", type=positive_int, help="of one node (default: --gpus, at most 8)")
+    add("--gpu_memory", type=positive_float, required=True, metavar="GB", help="of one GPU, as nvidia-smi counts (2^30 bytes)")
+    add("--host_memory", type=positive_float, metavar="GB", help="of a node, for offload and infinity (default: no limit)")
+    add("--nvme_free", type=positive_float, metavar="GB", help="of a node's disk, for infinity (default: no limit)")
+    add("--batch_size", type=positive_int, default=4, help="blocks per GPU in a micro-batch (default: %(default)s)")
+    add("--seq_length", type=positive_int, help="tokens in a block (default: as real_model_example.py has it)")
+    add("--gradient_accumulation_steps", type=positive_int, default=1, help="(default: %(default)s)")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: %(default)s)")
+    add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--solve", choices=("batch", "model", "gpus"),
+        help="find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, for each strategy")
+    add("--json", action="store_true", help="print JSON instead (bytes)")
+    return parser
+
+
+def main() -> None:
+    """Read the arguments, print the plan."""
+    try:
+        args = build_parser().parse_args()
+        model = planner.find_architecture(args.model)
+        longest = 256 if args.model == EMBEDDED_MODEL else 512
+        if args.seq_length is None:
+            args.seq_length = min(longest, model.limit or longest)
+        elif model.limit and args.seq_length > model.limit:
+            raise UserError(f"--seq_length {args.seq_length} is more than the {model.limit} positions of {args.model}.")
+    except UserError as error:
+        print(f"❌ {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    work = Work(model, args.gpus, args.batch_size, args.seq_length, args.precision, args.gradient_checkpointing,
+                args.gradient_accumulation_steps)  # fmt: skip
+    args.gpus_per_node = min(args.gpus_per_node or 8, args.gpus)
+    limits = Limits(*(None if size is None else int(size * GB) for size in (args.gpu_memory, args.host_memory, args.nvme_free)),
+                    args.gpus_per_node)  # fmt: skip
+    answer = solve if args.solve else plan
+    sys.exit(answer(args, work, limits))
+
+
+# ------------------------------------------------------------------------------------------------ one plan
+
+
+def plan(args, work: Work, limits: Limits) -> int:
+    """Print what every strategy needs, and the command of the one to take; returns the exit code."""
+    needs = planner.predict_all(work)
+    batches = {need.strategy: planner.largest_batch(work, need.strategy, limits) for need in needs}
+    chosen, work = choose(work, limits, batches)
+    command = run_command(args, work, chosen.strategy) if chosen else None
+    if args.json:
+        print(json.dumps({
+            "model": args.model, "parameters": work.model.total, "gpus": args.gpus, "cuda_context_bytes": CUDA_CONTEXT,
+            "strategies": [as_dict(need, limits, batches[need.strategy]) for need in needs],
+            "recommended": chosen.strategy if chosen else None, "command": command,
+        }, indent=2))  # fmt: skip
+        return EXIT_COMPLETED if chosen else EXIT_FAILED
+    print(title(args, work) + "\n")
+    headers = ["\nstrategy", "para-\nmeters", "gradi-\nents", "opti-\nmizer", "\nbuffers", "activa-\ntions", "\nlogits",
+               "\npeak", "\nfits", "host\n/node", "NVMe\n/node", "sent\n/step"]  # fmt: skip
+    print(tabulate([row(need, limits, batches[need.strategy]) for need in needs], headers, tablefmt="simple",
+                   disable_numparse=True))  # fmt: skip
+    print("\nGB (2^30 bytes) per GPU. A peak is the most at any moment; "
+          f"{CUDA_CONTEXT / GB:.0f} GB more is set aside for the CUDA\ncontext and NCCL.")  # fmt: skip
+    if chosen is None:
+        print("❌ Nothing fits, not even one block at a time: more GPUs (--solve gpus), a smaller model (--solve model), a\n"
+              "   shorter --seq_length, or --gradient_checkpointing.")  # fmt: skip
+        return EXIT_FAILED
+    print(f"Take {chosen.strategy}, the simplest that fits ({chosen.peak / GB:.1f} GB):\n\n    {command}")
+    return EXIT_COMPLETED
+
+
+def choose(work: Work, limits: Limits, batches: dict[str, int]) -> tuple[Need | None, Work]:
+    """The strategy to take; where none holds the batch, the first that holds a part of it, with accumulation."""
+    if need := planner.recommend(work, limits):
+        return need, work
+    for strategy in PREFERENCE:
+        parts = [size for size in range(1, batches[strategy] + 1) if work.batch_size % size == 0]
+        if parts:
+            steps = work.accumulation * work.batch_size // parts[-1]
+            smaller = dataclasses.replace(work, batch_size=parts[-1], accumulation=steps)
+            if limits.hold(need := planner.predict(smaller, strategy)):
+                return need, smaller
+    return None, work
+
+
+def row(need: Need, limits: Limits, batch: int) -> list[str]:
+    """One line of the table."""
+    if limits.hold(need):
+        fits = "yes"
+    else:
+        fits = f"with batch {batch}" if batch else "no"
+    on_node = [size * limits.ranks_per_node for size in (need.host, need.nvme)]
+    sizes = (need.parameters, need.gradients, need.optimizer, need.buffers, need.activations, need.logits, need.peak)
+    return [need.strategy, *map(in_gb, sizes), fits, *map(in_gb, on_node), in_gb(need.sent)]
+
+
+def in_gb(size: int) -> str:
+    """Two digits after the point; a dash for nothing."""
+    return f"{size / GB:.2f}" if size else "—"
+
+
+def title(args, work: Work) -> str:
+    """What is planned."""
+    checkpointing = ", gradient checkpointing" if work.gradient_checkpointing else ""
+    accumulated = f" × {args.gradient_accumulation_steps} micro-batches" if args.gradient_accumulation_steps > 1 else ""
+    return (f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on {args.gpus} GPU{'s' * (args.gpus > 1)} of "
+            f"{args.gpu_memory:g} GB: {args.precision}, {args.batch_size} blocks of {args.seq_length} tokens each{accumulated}"
+            f"{checkpointing}")  # fmt: skip
+
+
+def run_command(args, work: Work, strategy: str) -> str:
+    """The command line that trains what was planned."""
+    flags = ["--model", args.model, "--strategy", strategy, "--batch_size", work.batch_size, "--seq_length", args.seq_length,
+             "--precision", args.precision]  # fmt: skip
+    if work.accumulation > 1:
+        flags += ["--gradient_accumulation_steps", work.accumulation]
+    flags += ["--gradient_checkpointing"] * args.gradient_checkpointing
+    nodes = -(-args.gpus // args.gpus_per_node)
+    if args.gpus == 1:
+        launcher = ["python"]
+    elif nodes == 1:
+        launcher = ["torchrun", f"--nproc_per_node={args.gpus}"]
+    else:
+        launcher = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={args.gpus_per_node}", "--kill-on-bad-exit=1", "python"]
+    return shlex.join(map(str, [*launcher, "real_model_example.py", *flags]))
+
+
+def as_dict(need: Need, limits: Limits, batch: int) -> dict:
+    """One strategy for --json: bytes of one rank, and whether it fits."""
+    sizes = {f"{name}_bytes": value for name, value in dataclasses.asdict(need).items() if isinstance(value, int)}
+    return {"strategy": need.strategy, **sizes, "fits": limits.hold(need), "largest_batch": batch}
+
+
+# ------------------------------------------------------------------------------------------------ --solve
+
+
+def solve(args, work: Work, limits: Limits) -> int:
+    """Print the largest batch or model, or the fewest GPUs, of each strategy; returns the exit code."""
+    found, name = {}, {"batch": "batch_size", "model": "parameters", "gpus": "gpus"}[args.solve]
+    for strategy in PREFERENCE:
+        if args.solve == "batch":
+            found[strategy] = planner.largest_batch(work, strategy, limits)
+            text = f"--batch_size {found[strategy]}"
+        elif args.solve == "gpus":
+            most = dataclasses.replace(limits, ranks_per_node=args.gpus_per_node if args.gpus > 1 else 8)
+            found[strategy] = planner.fewest_gpus(work, strategy, most)
+            text = f"{found[strategy]} GPUs"
+        else:
+            model = planner.largest_gpt2(work, strategy, limits)
+            found[strategy] = model.total if model else 0
+            text = f"{model.total / 1e6:,.0f}M: {model.layers} layers, width {model.hidden}" if model else ""
+        if not args.json:
+            print(f"{strategy:9} {text if found[strategy] else 'nothing fits'}")
+    if args.json:
+        print(json.dumps({"solve": args.solve, name: found}, indent=2))
+    return EXIT_COMPLETED if any(found.values()) else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    main()
