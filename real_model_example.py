@@ -44,16 +44,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from support import checkpoint, data, export, memory, models, reporting, sampling, tracing
-from support.config import EMBEDDED_MODEL
+from support import checkpoint, checks, data, export, memory, models, reporting, sampling, tracing
+from support.config import EMBEDDED_MODEL, NORM_CHUNK
 from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
 from support.distributed import (
     ARRIVAL_SECONDS,
     Run,
-    communicate_nothing,
     describe_difference,
     meet,
     open_store,
@@ -61,8 +61,8 @@ from support.distributed import (
 )
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, TrainingError, UserError
 from support.launch import exit_before_start, keep_freed_memory
-from support.planner import NORM_CHUNK
 from support.sharding import base_optimizer, local_part
+from support.trackers import Trackers
 
 STOP_CHECK_BATCHES = 8  # batches of an evaluation between two looks whether a signal came: each look waits for all ranks
 
@@ -88,7 +88,7 @@ def setup_distributed(args, launch) -> Run:
     else:
         store, attempt = meet(launch, backend, min(args.ddp_timeout, ARRIVAL_SECONDS))
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
-    run = Run(launch, device, backend, args.verbose, attempt)
+    run = Run(launch, device, backend, args.verbose, args.quiet, attempt)
     if launch.world_size > 1 and not run.simulated:
         run.store = open_store(launch, attempt)
         run.watch_for_failures()
@@ -152,7 +152,8 @@ def prepare_dataset(args, run: Run, tokenizer) -> tuple[data.TokenFile, data.Tok
 
     def tokenize() -> dict:
         source = data.open_source(args.dataset, args.dataset_config, args.text_column)
-        return data.tokenize_once(source, tokenizer, models.cache_folder(args.cache_dir), run.temporary)
+        with run.bar("Tokenising", unit="characters") as bar:
+            return data.tokenize_once(source, tokenizer, models.cache_folder(args.cache_dir), run.temporary, bar.advance)
 
     prepared = run.once_per_node("dataset", tokenize)
     describe_difference(run.gather((prepared["sha256"], prepared["splits"])), "The text of the dataset")
@@ -192,8 +193,8 @@ def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
         gradient_as_bucket_view=True,  # gradients live in the buckets that are communicated, not beside them
         broadcast_buffers=False,  # masks and rotary frequencies: the same on every rank, and never changed
     )
-    if run.simulated:
-        wrapped.register_comm_hook(None, communicate_nothing)
+    if run.simulated:  # DDP's own all-reduce insists on an answer of the other ranks
+        wrapped.register_comm_hook(None, noop_hook)
     return wrapped
 
 
@@ -468,12 +469,14 @@ def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) 
     order = range(min(limit, validation.blocks))
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     batches = data.windows(validation, order, args.batch_size, 1, run.rank, run.world_size)
-    for number, [(inputs, labels)] in enumerate(data.prefetch(batches, run.device)):
-        if number % STOP_CHECK_BATCHES == 0 and run.asked_to_stop():
-            return None
-        with autocast(model, run.device, precision):
-            total[0] += token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels)
-        total[1] += (labels[:, 1:] != data.IGNORED).sum()
+    with run.bar("Evaluation", -(-len(order) // (args.batch_size * run.world_size)), "batch") as bar:
+        for number, [(inputs, labels)] in enumerate(data.prefetch(batches, run.device)):
+            if number % STOP_CHECK_BATCHES == 0 and run.asked_to_stop():
+                return None
+            with autocast(model, run.device, precision):
+                total[0] += token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels)
+            total[1] += (labels[:, 1:] != data.IGNORED).sum()
+            bar.advance()
     dist.all_reduce(total)
     loss = (total[0] / total[1]).item()
     return loss, math.exp(loss) if loss < 700 else math.inf
@@ -528,6 +531,7 @@ def train_and_evaluate(
         if not validation.blocks:
             run.warn("The corpus has one block only, so nothing is left to evaluate on.")
             return None
+        meter.footprint.doing = "evaluation"
         found = evaluate(model, validation, args, run, precision)
         if found is None:
             saver.save_and_stop(meter)
@@ -559,6 +563,8 @@ def main(args, launch) -> None:
     except BaseException as error:
         exit_before_start(error, args.verbose, linger=2)
     try:
+        if args.check:
+            run.end_together(None, checks.check(args, run, preflight.choose_precision(args.precision, run.device)))
         engine = train_one_model(args, run)
     except Preempted as stopped:
         run.end_together(stopped.engine, EXIT_PREEMPTED)
@@ -581,14 +587,15 @@ def train_one_model(args, run: Run):
         "global_batch_size": world_batch, "seed": args.seed,
     }, resuming=args.resume is not None)  # fmt: skip
     footprint = memory.Phases(run.device)
-    run.memory_advice.append(footprint.describe)
+    run.memory_facts.append(footprint.describe)
     snapshot = tracing.MemorySnapshot(args.memory_snapshot, run) if args.memory_snapshot else None
+    run.memory_facts += [snapshot.write] if snapshot else []
     if args.ds_config_dict:
         preflight.check_requirements(args, run.device)
 
     # The data comes before the weights: what is wrong with it shows in seconds, however large the model is.
     blueprint = find_model(args, run)
-    run.memory_advice.append(lambda: preflight.ways_to_fit(args, run, precision, blueprint))
+    run.ways_to_fit = lambda: preflight.ways_to_fit(args, run, precision, blueprint)
     train, validation, dataset = prepare_dataset(args, run, blueprint.tokenizer)
     model, _tokenizer = load_model_and_tokenizer(args, run, precision, blueprint)
     footprint.note("model_loaded")
@@ -601,7 +608,8 @@ def train_one_model(args, run: Run):
     if run.device.type == "cpu":
         keep_freed_memory()
 
-    scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16" and not args.ds_config_dict)
+    scale = 1.0 if run.simulated else 2.0**16  # gradients of a simulation would overflow, and their steps be left out
+    scaler = torch.amp.GradScaler(run.device.type, scale, enabled=precision == "fp16" and not args.ds_config_dict)
     identity = checkpoint.identify(args, run, precision, blueprint, dataset, model)
     saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, blueprint)
     before = saver.resume()
@@ -612,25 +620,24 @@ def train_one_model(args, run: Run):
         hand_out(model, saver, results, folder, args, run, blueprint, precision)
         return model
     results.begin()
-    logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size
+    logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size  # fp32, what the loss keeps
     detailed = args.profile_memory or run.simulated
-    step_memory = memory.StepMemory(getattr(model, "module", model), optimizer, run.device, detailed, logits)
-    run.memory_advice.insert(1, step_memory.describe)
+    step_memory = memory.StepMemory(getattr(model, "module", model), optimizer, footprint.peak, detailed, logits)
+    run.memory_facts.append(step_memory.describe)
+    trackers = Trackers(args, run, folder, before["step"])
     meter = reporting.Meter(run, folder, 0 if args.eval_only else steps, args.logging_steps, before, footprint, step_memory)
+    meter.trackers = trackers
     if args.profile:
         meter.trace = tracing.Trace(args.profile, run)
-    if snapshot:
-        run.memory_advice.append(snapshot.write)
     try:
         evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, precision, meter, saver)
     except Preempted:
         results.preempted(meter.counters(), args.seq_length)
+        trackers.close()
         raise
     footprint.note("trained")
     if meter.trace:
         meter.trace.stop()
-    if snapshot:
-        run.say("\n".join(snapshot.write()))
 
     results.update(checkpoint_seconds=saver.seconds)
     results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint, precision))
@@ -643,6 +650,11 @@ def train_one_model(args, run: Run):
         reporting.say_memory(run, results.facts["memory"])
         reporting.say_throughput(run, results.facts)
     hand_out(model, saver, results, folder, args, run, blueprint, precision)
+    if snapshot:
+        run.say("\n".join(snapshot.write()))
+    if args.generate:
+        trackers.sample(meter.step, results.facts["sample"])
+    trackers.close()
     run.say(f"📁 {results.path}")
     return model
 

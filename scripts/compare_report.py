@@ -242,8 +242,10 @@ def first_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
 
 def memory_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
     """What rank 0 would hold, and what the planner says of it."""
+    reference = comparison.reference.strategy if comparison.reference else "dp"
     headers = ["\nstrategy", "\nstatus", "para-\nmeters", "gradi-\nents", "opti-\nmizer", "model\nstates", "\nplanned",
-               "saved\nvs dp", "buffers,\nother", "activa-\ntions", "\nlogits", "peak of\na step", "\nplanned"]  # fmt: skip
+               f"saved\nvs {reference}", "buffers,\nother", "activa-\ntions", "\nlogits", "peak of\na step",
+               "\nplanned"]  # fmt: skip
     rows = []
     for row in comparison.rows:
         if not row.completed:

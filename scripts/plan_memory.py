@@ -26,7 +26,7 @@ from tabulate import tabulate
 from support import planner
 from support.config import EMBEDDED_MODEL, Parser, positive_float, positive_int
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
-from support.planner import CUDA_CONTEXT, GB, PREFERENCE, Limits, Need, Work
+from support.planner import CUDA_CONTEXT, GB, GPU_SLACK, PREFERENCE, Limits, Need, Work
 
 
 def build_parser() -> Parser:
@@ -59,14 +59,19 @@ def main() -> None:
         longest = 256 if args.model == EMBEDDED_MODEL else 512
         if args.seq_length is None:
             args.seq_length = min(longest, model.limit or longest)
-        elif model.limit and args.seq_length > model.limit:
+        if args.gpus_per_node and args.gpus > 1 and args.gpus % min(args.gpus_per_node, args.gpus):
+            raise UserError(f"--gpus {args.gpus} is no multiple of --gpus_per_node {args.gpus_per_node}.")
+        if args.gpus > 8 and not args.gpus_per_node and args.gpus % 8:
+            raise UserError(f"--gpus {args.gpus} on nodes of 8: name another number with --gpus_per_node.")
+        if model.limit and args.seq_length > model.limit:
             raise UserError(f"--seq_length {args.seq_length} is more than the {model.limit} positions of {args.model}.")
     except UserError as error:
         print(f"❌ {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     work = Work(model, args.gpus, args.batch_size, args.seq_length, args.precision, args.gradient_checkpointing,
                 args.gradient_accumulation_steps)  # fmt: skip
-    args.gpus_per_node = min(args.gpus_per_node or 8, args.gpus)
+    args.most_per_node = args.gpus_per_node or 8
+    args.gpus_per_node = min(args.most_per_node, args.gpus)
     limits = Limits(*(None if size is None else int(size * GB) for size in (args.gpu_memory, args.host_memory, args.nvme_free)),
                     args.gpus_per_node)  # fmt: skip
     answer = solve if args.solve else plan
@@ -80,7 +85,7 @@ def plan(args, work: Work, limits: Limits) -> int:
     """Print what every strategy needs, and the command of the one to take; returns the exit code."""
     needs = planner.predict_all(work)
     batches = {need.strategy: planner.largest_batch(work, need.strategy, limits) for need in needs}
-    chosen, work = choose(work, limits, batches)
+    chosen, work = choose(work, limits)
     command = run_command(args, work, chosen.strategy) if chosen else None
     if args.json:
         print(json.dumps({
@@ -91,11 +96,15 @@ def plan(args, work: Work, limits: Limits) -> int:
         return EXIT_COMPLETED if chosen else EXIT_FAILED
     print(title(args, work) + "\n")
     headers = ["\nstrategy", "para-\nmeters", "gradi-\nents", "opti-\nmizer", "\nbuffers", "activa-\ntions", "\nlogits",
-               "\npeak", "\nfits", "host\n/node", "NVMe\n/node", "sent\n/step"]  # fmt: skip
-    print(tabulate([row(need, limits, batches[need.strategy]) for need in needs], headers, tablefmt="simple",
-                   disable_numparse=True))  # fmt: skip
-    print("\nGB (2^30 bytes) per GPU. A peak is the most at any moment; "
-          f"{CUDA_CONTEXT / GB:.0f} GB more is set aside for the CUDA\ncontext and NCCL.")  # fmt: skip
+               "\npeak", "\nfits", "host\n/node", "NVMe\n/node", "sent\n/step", "sent\nvs dp"]  # fmt: skip
+    plain = needs[0].sent
+    rows = [row(need, limits, batches[need.strategy], plain) for need in needs]
+    print(tabulate(rows, headers, tablefmt="simple", disable_numparse=True))
+    slack, context = 100 * GPU_SLACK - 100, CUDA_CONTEXT / GB
+    print(f"""
+GB (2^30 bytes) per GPU. A peak is the most at any moment; to fit, {slack:.0f} % and {context:.0f} GB more are set aside for
+the allocator's holes, the CUDA context and NCCL. Dropout is not counted. "Sent" is by a rank in a step: what
+a strategy costs in speed where the network is slow.""")
     if chosen is None:
         print("❌ Nothing fits, not even one block at a time: more GPUs (--solve gpus), a smaller model (--solve model), a\n"
               "   shorter --seq_length, or --gradient_checkpointing.")  # fmt: skip
@@ -104,29 +113,26 @@ def plan(args, work: Work, limits: Limits) -> int:
     return EXIT_COMPLETED
 
 
-def choose(work: Work, limits: Limits, batches: dict[str, int]) -> tuple[Need | None, Work]:
+def choose(work: Work, limits: Limits) -> tuple[Need | None, Work]:
     """The strategy to take; where none holds the batch, the first that holds a part of it, with accumulation."""
     if need := planner.recommend(work, limits):
         return need, work
     for strategy in PREFERENCE:
-        parts = [size for size in range(1, batches[strategy] + 1) if work.batch_size % size == 0]
-        if parts:
-            steps = work.accumulation * work.batch_size // parts[-1]
-            smaller = dataclasses.replace(work, batch_size=parts[-1], accumulation=steps)
-            if limits.hold(need := planner.predict(smaller, strategy)):
-                return need, smaller
+        if split := planner.fitting_split(work, strategy, limits):
+            return planner.predict(split, strategy), split
     return None, work
 
 
-def row(need: Need, limits: Limits, batch: int) -> list[str]:
-    """One line of the table."""
+def row(need: Need, limits: Limits, batch: int, plain: int) -> list[str]:
+    """One line of the table; `plain` is what dp sends."""
     if limits.hold(need):
         fits = "yes"
     else:
         fits = f"with batch {batch}" if batch else "no"
     on_node = [size * limits.ranks_per_node for size in (need.host, need.nvme)]
     sizes = (need.parameters, need.gradients, need.optimizer, need.buffers, need.activations, need.logits, need.peak)
-    return [need.strategy, *map(in_gb, sizes), fits, *map(in_gb, on_node), in_gb(need.sent)]
+    return [need.strategy, *map(in_gb, sizes), fits, *map(in_gb, on_node), in_gb(need.sent),
+            f"{need.sent / plain:.2f}" if plain else "—"]
 
 
 def in_gb(size: int) -> str:
@@ -145,7 +151,11 @@ def title(args, work: Work) -> str:
 
 def run_command(args, work: Work, strategy: str) -> str:
     """The command line that trains what was planned."""
-    flags = ["--model", args.model, "--strategy", strategy, "--batch_size", work.batch_size, "--seq_length", args.seq_length,
+    path = Path(args.model)
+    folder = path.parent if path.is_file() else path if path.is_dir() else None  # the script takes a folder
+    flags = ["--model", folder or args.model]
+    flags += ["--from_scratch"] if folder and not any(folder.glob("*.safetensors")) else []
+    flags += ["--strategy", strategy, "--batch_size", work.batch_size, "--seq_length", args.seq_length,
              "--precision", args.precision]  # fmt: skip
     if work.accumulation > 1:
         flags += ["--gradient_accumulation_steps", work.accumulation]
@@ -156,7 +166,8 @@ def run_command(args, work: Work, strategy: str) -> str:
     elif nodes == 1:
         launcher = ["torchrun", f"--nproc_per_node={args.gpus}"]
     else:
-        launcher = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={args.gpus_per_node}", "--kill-on-bad-exit=1", "python"]
+        launcher = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={args.gpus_per_node}",
+                    f"--gpus-per-node={args.gpus_per_node}", "--kill-on-bad-exit=1", "python"]
     return shlex.join(map(str, [*launcher, "real_model_example.py", *flags]))
 
 
@@ -177,8 +188,8 @@ def solve(args, work: Work, limits: Limits) -> int:
             found[strategy] = planner.largest_batch(work, strategy, limits)
             text = f"--batch_size {found[strategy]}"
         elif args.solve == "gpus":
-            most = dataclasses.replace(limits, ranks_per_node=args.gpus_per_node if args.gpus > 1 else 8)
-            found[strategy] = planner.fewest_gpus(work, strategy, most)
+            nodes = dataclasses.replace(limits, ranks_per_node=args.most_per_node)
+            found[strategy] = planner.fewest_gpus(work, strategy, nodes)
             text = f"{found[strategy]} GPUs"
         else:
             model = planner.largest_gpt2(work, strategy, limits)

@@ -163,7 +163,8 @@ class Saver:
         facts = {"counters": meter.counters(), "scaling": self._scaling(), "identity": self.identity,
                  "lr_scheduler": scheduler.state_dict() if scheduler else {},
                  "groups": [{key: group[key] for key in GROUP_KEYS} for group in self.state.base.param_groups]}  # fmt: skip
-        path = save(self.folder, meter.step, facts, self.state, self.run, self.args.keep_last, self._write_model)
+        with self.run.bar("Saving a checkpoint", unit=""):
+            path = save(self.folder, meter.step, facts, self.state, self.run, self.args.keep_last, self._write_model)
         self._saved_at = meter.step
         self.seconds.append(time.monotonic() - begun)
         self.run.say(f"💾 {path} ({self.seconds[-1]:.1f} s)")

@@ -401,9 +401,9 @@ def _compare(row: Row, reference: Row, tolerance: float) -> None:
         return
     shards_only = row.strategy not in ("offload", "infinity")
     results = row.completed[0].results
-    if row is not reference and not (shards_only and (results["simulated_world_size"] or results["world_size"]) == 1):
+    if row is not reference and not (shards_only and (results.get("simulated_world_size") or results["world_size"]) == 1):
         row.saved = 1 - row.memory_bytes / reference.memory_bytes
-    if results["simulated_world_size"]:
+    if results.get("simulated_world_size"):
         return
     base = reference.samples_per_second
     row.speed = row.samples_per_second / base

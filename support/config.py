@@ -9,17 +9,20 @@ import argparse
 import difflib
 import json
 import os
+import re
 from pathlib import Path
 
 from support.errors import UserError
 from support.fsdp import FsdpOptions, read_fsdp_config
 from support.runfile import read_run_file
 
+VERSION = "0.8"
 PROJECT = Path(__file__).resolve().parent.parent
 EMBEDDED_MODEL = "tiny-gpt2"
 # Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M parameters).
 GPT2_SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 EMBEDDED_SHAPE, EMBEDDED_VOCABULARY = (4, 4, 256), 4096
+NORM_CHUNK = 2**24  # elements of a gradient whose norm is taken at a time, in fp64
 SIMULATED_STEPS = 3  # Adam's states are there after the first; the last is measured
 AUTO = "auto"  # Hugging Face's convention for "take it from the command line"; DeepSpeed itself does not know it
 
@@ -33,6 +36,7 @@ STRATEGIES = {
     "infinity": "ds_config_infinity.json",
     "fsdp": None,
 }
+REPORTERS = ("tensorboard", "wandb")
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3}
 
 # Value in a DeepSpeed file -> the flag that says the same.
@@ -88,20 +92,45 @@ def prompt(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with an error of one line."""
+    """argparse, with an error of one line, and a guess at what a misspelt value was meant to be."""
 
     def error(self, message: str):
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
+            message += f": did you mean {near[0]}?" if near else ""
         raise UserError(f"{message} (--help lists every flag)")
+
+
+def reporters(text: str) -> list[str]:
+    """A comma list of --report_to."""
+    names = [name for name in text.split(",") if name and name != "none"]
+    for name in names:
+        if name not in REPORTERS:
+            near = difflib.get_close_matches(name, REPORTERS, n=1)
+            guess = f": did you mean {near[0]}?" if near else f" (there are {', '.join(REPORTERS)})"
+            raise argparse.ArgumentTypeError(f"{name} is no tracker{guess}")
+    return names
+
+
+EXIT_CODES = """\
+exit codes: 0 completed, 1 failed, 2 wrong usage or bad input, 3 out of memory,
+75 stopped by a signal and saved. Launchers may turn any but 0 into their own:
+programs read "status" in results.json."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Every flag with its default and unit."""
     parser = Parser(
         prog="real_model_example.py",
+        usage="%(prog)s [flags]",
         description="Fine-tune a causal language model under one of seven data-parallel strategies.",
+        epilog=EXIT_CODES,
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=80),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=80),
     )
+    parser.add_argument("--version", action="version", version=f"distributed-training {VERSION}")
+    parser.add_argument("--check", action="store_true",
+                        help="try everything that the run needs of this machine and its network, and train nothing")
     add = parser.add_argument_group("run file").add_argument
     add("--config", metavar="FILE", help="YAML with any of these flags by name; the command line wins")
     add("--print_config", action="store_true", help="print the resolved run as such a file, and end")
@@ -156,6 +185,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ds_config", metavar="FILE", help="your own DeepSpeed JSON instead of ds_config_*.json")
     add("--fsdp_config", metavar="FILE", help="JSON with FSDP's options, as accelerate and transformers write it")
     add("--nvme_path", metavar="DIR", help="where infinity keeps its files (default: the temporary folder, TMPDIR)")
+    add = parser.add_argument_group("cluster").add_argument
     add("--ddp_timeout", type=positive_int, default=1800, help="seconds until a collective gives up (default: %(default)s)")
     add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher passes it; RANK is used
     add("--local-rank", type=int, dest="local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -176,8 +206,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="type of the exported weights (default: %(default)s, as they are trained)")
     add("--generate", type=prompt, metavar="PROMPT", help="print a continuation of this text at the end")
     add("--logging_steps", type=positive_int, default=10, help="optimizer steps between two lines (default: %(default)s)")
+    add("--report_to", type=reporters, default=[], metavar="LIST",
+        help="tensorboard, wandb, or both with a comma between (default: none; metrics.jsonl is always written)")
+    add("--quiet", action="store_true", help="print warnings and errors only")
 
-    add = parser.add_argument_group("memory and debugging").add_argument
+    add = parser.add_argument_group("debugging").add_argument
     add("--profile_memory", action="store_true", help="show memory after each phase and by kind of state (slows the last step "
                                                       "on a CPU)")
     add("--simulate_gpus", type=positive_int, metavar="N",
@@ -248,10 +281,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def _only_measure(args) -> None:
     """A memory simulation trains nothing, so there is nothing to evaluate, save or continue."""
     for flag in ("resume", "save_every", "save_epochs", "eval_only", "eval_first", "generate", "export_hf"):
-        if getattr(args, flag):
+        if getattr(args, flag) not in (None, False):
             raise UserError(f"--simulate_gpus trains no model, so --{flag} has nothing to work on: leave one out.")
+    if args.max_steps == 1:
+        raise UserError("--simulate_gpus needs --max_steps 2 or more: Adam's states are there after the first.")
     args.eval, args.no_save, args.no_export = False, True, True
-    args.max_steps = args.max_steps or SIMULATED_STEPS
+    args.max_steps, args.epochs = args.max_steps or SIMULATED_STEPS, None
 
 
 def _given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:

@@ -263,7 +263,7 @@ class TokenFile:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def tokenize_once(source: Source, tokenizer, cache_dir: Path, temporary: list[str]) -> dict:
+def tokenize_once(source: Source, tokenizer, cache_dir: Path, temporary: list[str], advance: Callable[[int], None]) -> dict:
     """Tokenise a corpus, or find it in the cache from an earlier run.
 
     Args:
@@ -271,6 +271,7 @@ def tokenize_once(source: Source, tokenizer, cache_dir: Path, temporary: list[st
         tokenizer: a Hugging Face tokenizer.
         cache_dir: where tokenised corpora are kept.
         temporary: gets the folder that is written to, for removal if the run ends meanwhile.
+        advance: told now and then how many more characters are done.
     Returns:
         {folder, dtype, sha256 of the text, splits: {name: tokens}}; JSON.
     Raises:
@@ -286,7 +287,7 @@ def tokenize_once(source: Source, tokenizer, cache_dir: Path, temporary: list[st
         except OSError as error:
             raise UserError(f"The cache {cache_dir} cannot be written ({error.strerror}): use --cache_dir.") from error
         try:
-            _write_tokens(source, tokenizer, beside)
+            _write_tokens(source, tokenizer, beside, advance)
             os.rename(beside, folder)  # whole, or not at all
         except OSError as error:
             if not (folder / "meta.json").exists():  # otherwise another run was faster
@@ -303,13 +304,13 @@ def tokenizer_fingerprint(tokenizer) -> str:
     return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()
 
 
-def _write_tokens(source: Source, tokenizer, folder: Path) -> None:
+def _write_tokens(source: Source, tokenizer, folder: Path, advance: Callable[[int], None]) -> None:
     dtype = "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
     digest, splits = hashlib.sha256(), {}
     for name, open_documents in source.splits.items():
         splits[name] = 0
         with open(folder / f"{name}.bin", "wb") as file:
-            for ids in _token_batches(open_documents(), tokenizer, digest):
+            for ids in _token_batches(open_documents(), tokenizer, digest, advance):
                 np.asarray(ids, dtype=dtype).tofile(file)
                 splits[name] += len(ids)
             file.flush()
@@ -317,7 +318,7 @@ def _write_tokens(source: Source, tokenizer, folder: Path) -> None:
     (folder / "meta.json").write_text(json.dumps({"dtype": dtype, "sha256": digest.hexdigest(), "splits": splits}))
 
 
-def _token_batches(documents: Documents, tokenizer, digest) -> Iterator[list[int]]:
+def _token_batches(documents: Documents, tokenizer, digest, advance) -> Iterator[list[int]]:
     """Token ids in batches, the end-of-text token between documents; the tokenizer's own threads use all cores."""
     between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pieces: list[str] = []
@@ -341,6 +342,7 @@ def _token_batches(documents: Documents, tokenizer, digest) -> Iterator[list[int
             characters, new, any_before = characters + len(piece), False, True
             if characters >= BATCH_CHARACTERS:
                 yield encode()
+                advance(characters)
                 characters = 0
         digest.update(b"\0")
     if pieces:

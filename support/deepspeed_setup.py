@@ -28,7 +28,7 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint) -> None:
 
         def make_folder() -> str:
             folder = preflight.make_nvme_folder(
-                args.nvme_path, blueprint.parameters, run.launch.local_world_size, run.world_size
+                args.nvme_path, blueprint.parameters, 1 if run.simulated else run.launch.local_world_size, run.world_size
             )
             run.temporary.append(folder)
             return folder
@@ -43,6 +43,8 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint) -> None:
     run.temporary.append(f"/dev/shm/{buffer}")
     with quiet(args.verbose):
         deepspeed.init_distributed(dist_backend=run.backend)  # takes over the process group that is there
+    if run.simulated and "fp16" in args.ds_config_dict:
+        args.ds_config_dict["fp16"]["loss_scale"] = 1  # gradients would overflow, and their steps be left out
     complete_ds_config(
         args.ds_config_dict,
         precision=precision,

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -31,9 +31,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from support.errors import EXIT_FAILED, LESS_MEMORY, OutOfMemory, TrainingError, UserError, explain
+from support import progress
+from support.advice import LESS_MEMORY
+from support.errors import EXIT_FAILED, OutOfMemory, TrainingError, UserError, explain
 from support.launch import Launch
 
+HOST_IS_FULL = "It is the host's memory, not the GPU's: fewer ranks on a node, or a strategy that offloads less."
 GRACE_SECONDS = 5  # for a rank to end by itself after another one has failed
 SAME_REQUEST_SECONDS = 5  # signals so soon after the first are the launcher's repetition of it
 SILENT_SECONDS = 18  # without a sign of life a rank counts as gone; with the grace that makes less than 30
@@ -83,11 +86,13 @@ class Run:
     device: torch.device
     backend: str
     verbose: bool
+    quiet: bool = False
     attempt: str = ""  # prefix of this start's keys in the store
     store: dist.Store | None = None
     temporary: list[str] = field(default_factory=list)  # folders and files to remove, at the latest when the run ends
     on_failure: list[Callable[[UserError], None]] = field(default_factory=list)
-    memory_advice: list[Callable[[], list[str]]] = field(default_factory=list)  # lines to add when memory runs out
+    memory_facts: list[Callable[[], list[str]]] = field(default_factory=list)  # lines to add when memory runs out
+    ways_to_fit: Callable[[], list[str]] = field(default=lambda: [])  # and what to change
     ending: threading.Event = field(default_factory=threading.Event)
     stop: StopSignal = field(default_factory=lambda: StopSignal())
 
@@ -118,18 +123,25 @@ class Run:
 
     def say(self, text: str) -> None:
         """Print on rank 0 only."""
-        if not self.is_main:
-            return
+        if self.is_main and not self.quiet:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
         try:
-            print(text, flush=True)
+            progress.write(text)  # not through a bar
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (the terminal is gone, and what SIGHUP asks for is still to be done)
 
     def warn(self, text: str) -> None:
-        """Say something the user should know, on rank 0 only."""
-        self.say(f"ℹ️  {text}")
+        """Say something the user should know, on rank 0 only, also under --quiet."""
+        if self.is_main:
+            self._print(f"ℹ️  {text}")
+
+    def bar(self, what: str, total: int | None = None, unit: str = "step", done: int = 0) -> progress.Bar:
+        """A live bar, where somebody watches rank 0."""
+        return progress.Bar(what, total, unit, self.is_main and not self.quiet and progress.on_terminal(), done)
 
     def mesh(self, hybrid: bool):
         """All ranks in a row; `hybrid` a row for each node, along which FSDP shards, with copies down the columns."""
@@ -243,22 +255,28 @@ class Run:
             _exit(shown.exit_code)
 
     def _tell(self, shown: UserError) -> None:
-        if isinstance(shown, OutOfMemory):
-            shown = self._with_memory_advice(shown)
         where = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
         print(f"❌ {shown}{where}", file=sys.stderr, flush=True)
         for tell in self.on_failure:
             with contextlib.suppress(OSError):  # a full disk must not hide the message above
                 tell(shown)
+        if isinstance(shown, OutOfMemory):
+            self.ending.set()  # looking around may take longer than `_watch` has patience
+            for line in self._about_memory(shown):
+                print(f"   {line}", file=sys.stderr, flush=True)
 
-    def _with_memory_advice(self, shown: OutOfMemory) -> OutOfMemory:
-        """The error, with what is known of this run instead of what is true of any."""
-        lines = []
-        for advice in self.memory_advice:
+    def _about_memory(self, shown: OutOfMemory) -> Iterator[str]:
+        """What was held where it ran out, and what would have fitted."""
+        facts = [HOST_IS_FULL] if shown.on_host and self.device.type == "cuda" else []
+        for look in self.memory_facts:
             with contextlib.suppress(Exception):  # there may be no memory left to look around in
-                lines += advice()
-        said = str(shown).removesuffix(f" {LESS_MEMORY}") if len(lines) > len(self.memory_advice) else str(shown)
-        return OutOfMemory("\n   ".join([said, *lines]))
+                facts += look()
+        ways = []
+        if not (shown.on_host and self.device.type == "cuda"):
+            with contextlib.suppress(Exception):  # an architecture that the planner does not know
+                ways = self.ways_to_fit()
+        yield from facts
+        yield from ways or [LESS_MEMORY]
 
     def _failed_first(self, message: str) -> bool:
         if self.store is None:
@@ -432,13 +450,6 @@ def simulate_process_group(world_size: int, timeout: timedelta) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size, timeout=timeout)
-
-
-def communicate_nothing(_state, bucket):
-    """DDP's communication hook in a simulation: DDP's own all-reduce insists on an answer of the other ranks."""
-    done = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
 
 
 def describe_difference(values: list[Any], what: str) -> None:

@@ -44,28 +44,45 @@ def memory_limit(device: torch.device) -> int:
     if soft != resource.RLIM_INFINITY:  # it counts addresses, most of which hold nothing
         usage = psutil.Process().memory_info()
         limits.append(soft - (usage.vms - usage.rss))
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(limits)
+    return min(*limits, *control_group_limits())
+
+
+def control_group_limits() -> list[int]:
+    """Bytes that the control groups of this process allow, as a scheduler or a container sets them (cgroup v2, or v1)."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+            if "memory" in controllers.split(","):
+                root, name = root / "memory", "memory.limit_in_bytes"
+            elif controllers:
+                continue
+            folder = root / path.lstrip("/")
+            for group in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                    found.append(int((group / name).read_text()))
+    return found
 
 
 class DevicePeak:
-    """The most that PyTorch's allocator held on a GPU, in parts of the run and in all of it."""
+    """The most that PyTorch's allocator held on a GPU, in parts of the run and in all of it; nothing on a CPU."""
 
     def __init__(self, device: torch.device):
-        self.device, self.highest = device, 0
+        self.device, self.highest, self.last = device, 0, 0
 
-    def since_last(self) -> int:
-        """Bytes at the highest moment since the last call (or the start)."""
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.highest = max(self.highest, peak)
-        return peak
+    def mark(self) -> None:
+        """What was the most since the last call is `last` from now on, and the most of all `highest`."""
+        if self.device.type == "cuda":
+            self.last = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.highest = max(self.highest, self.last)
 
 
-# What a run does after each phase that is noted.
-AFTER = {"libraries_imported": "loading the model", "model_loaded": "handing the model to the strategy", "wrapped": "forward",
-         "forward": "backward", "backward": "the update", "optimizer_step": "forward"}  # fmt: skip
+# What a run does after each phase that is noted. After backward comes the next micro-batch, or `Meter.after_backward`.
+AFTER = {"libraries_imported": "loading model and data", "model_loaded": "handing the model to the strategy",
+         "wrapped": "preparing the first step", "data": "forward", "forward": "backward", "backward": "forward",
+         "optimizer_step": "between two steps", "trained": "the end of the run"}  # fmt: skip
 
 
 class Phases:
@@ -77,15 +94,20 @@ class Phases:
         self.doing = ""
         self.note("libraries_imported")
 
-    def note(self, phase: str) -> None:
-        """Record what the device holds, its peak since the last phase, and host memory now and at its peak so far."""
+    def note(self, phase: str, mark: bool = True) -> None:
+        """Record what the device holds, its peak since the last phase, and host memory now and at its peak so far.
+
+        With `mark` false the caller has marked the peak itself.
+        """
         self.doing = AFTER.get(phase, self.doing)
+        if mark:
+            self.peak.mark()
         now, peak = host_bytes()
         on_gpu = self.device.type == "cuda"
         self.noted[phase] = {
             "device_allocated": torch.cuda.memory_allocated(self.device) if on_gpu else now,
             "device_reserved": torch.cuda.memory_reserved(self.device) if on_gpu else None,
-            "device_peak": self.peak.since_last() if on_gpu else None,
+            "device_peak": self.peak.last if on_gpu else None,
             "host_resident": now,
             "host_peak": peak,
         }
@@ -103,7 +125,7 @@ class Phases:
         and nothing is reserved.
         """
         if self.device.type == "cuda":
-            self.peak.since_last()
+            self.peak.mark()
             allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
             return {"allocated": allocated, "reserved": reserved, "peak": self.peak.highest}
         now, peak = host_bytes()
@@ -155,27 +177,27 @@ class StepMemory:
         model: the unwrapped module.
         optimizer: torch's optimizer, or DeepSpeed's wrapper around one.
         device: the training device.
+        peak: of the device, which all of the run shares.
         detailed: follow the phases of a step on a CPU, too.
         logits: bytes that the loss keeps of the logits of one micro-batch: log-probabilities in fp32.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer, device: torch.device, detailed: bool, logits: int):
-        self.model, self.optimizer, self.device, self.logits = model, optimizer, device, logits
+    def __init__(self, model: torch.nn.Module, optimizer, peak: DevicePeak, detailed: bool, logits: int):
+        self.model, self.optimizer, self.device, self.logits = model, optimizer, peak.device, logits
+        device, self._peak = peak.device, peak
         self.live: dict | None = None
         self.phases: dict[str, dict[str, int]] | None = None
         self.slows_down = detailed and device.type == "cpu"
         self._follows = detailed or device.type == "cuda"
-        self._profiler, self._marks, self._gathered = None, [], {"forward": 0}
+        self._profiler, self._marks, self._gathered, self._written_before = None, [], 0, 0
         self.written = 0
 
     def begin(self) -> None:
         """The step that is to be measured starts."""
-        self.written = written_bytes()
+        self._written_before = written_bytes()
         if not self._follows:
             return
         if self.device.type == "cuda":
-            self._peak = DevicePeak(self.device)
-            self._peak.since_last()
             self._start = torch.cuda.memory_allocated(self.device)
         else:
             self._start = sum(_count(_all_tensors(), set()).values())
@@ -185,13 +207,13 @@ class StepMemory:
         self.mark("data")
 
     def mark(self, phase: str) -> None:
-        """What came and went since the last mark belongs to `phase`."""
+        """What came and went since the last mark belongs to `phase`; on a GPU the peak has just been marked."""
         if not self._follows:
             return
         if phase == "forward":
-            self._gathered["forward"] = gathered_bytes(self.model)
+            self._gathered = gathered_bytes(self.model)
         if self.device.type == "cuda":
-            self._marks.append((phase, torch.cuda.memory_allocated(self.device), self._peak.since_last()))
+            self._marks.append((phase, torch.cuda.memory_allocated(self.device), self._peak.last))
         else:
             with torch.profiler.record_function(f"{MARK}{phase}"):
                 pass
@@ -208,7 +230,7 @@ class StepMemory:
 
     def end(self) -> None:
         """The measured step is over, its last mark made."""
-        self.written = written_bytes() - self.written
+        self.written = written_bytes() - self._written_before
         if not self._follows:
             return
         if self._profiler is not None:
@@ -219,7 +241,7 @@ class StepMemory:
             found = self.phases.setdefault(phase, {"live": 0, "peak": 0})
             found.update(live=live, peak=max(found["peak"], peak))
             if phase == "forward":  # of the last micro-batch; on a GPU and on a CPU alike, what was gathered is not saved
-                self.live_activations = live - before - self._gathered["forward"]
+                self.live_activations = live - before - self._gathered
             before = live
         self.live["categories"].update(activations=max(0, self.live_activations - self.logits), logits=self.logits)
         self.live["on_device"].update(activations=max(0, self.live_activations - self.logits), logits=self.logits)

@@ -16,19 +16,35 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from support.config import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES, STRATEGIES, bucket_sizes
+from support.config import (
+    EMBEDDED_MODEL,
+    EMBEDDED_SHAPE,
+    EMBEDDED_VOCABULARY,
+    GPT2_SHAPES,
+    NORM_CHUNK,
+    STRATEGIES,
+    bucket_sizes,
+)
 from support.errors import UserError
 
 GB = 2**30
 MASTER_AND_MOMENTS = 12  # bytes a parameter: fp32 weight, exp_avg, exp_avg_sq (ZeRO's K)
-CUDA_CONTEXT = 1 * GB  # an allowance for the CUDA context, cuBLAS workspaces and NCCL, which no tensor shows; not measured here
+# Allowances, not measured: the CUDA context, cuBLAS workspaces and NCCL, which no tensor shows; holes between the tensors.
+CUDA_CONTEXT, GPU_SLACK = 1 * GB, 1.05
 
 # On a CPU: resident memory of Python and the libraries, and what glibc's heap holds beyond the live tensors (tiny-gpt2, fp32,
 # 64 blocks of 512 tokens, torch 2.13: 6.7 GB resident where 5.1 GB of tensors were live).
 CPU_LIBRARIES, CPU_SLACK = GB // 2, 1.3
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-FAMILIES = ("gpt2", "gpt_neox", *LLAMA_LIKE)
+# The families that are known, and what transformers fills in where their config.json says nothing.
+DEFAULTS = {
+    "gpt2": {"n_positions": 1024, "vocab_size": 50257, "tie_word_embeddings": True, "activation_function": "gelu_new"},
+    "gpt_neox": {"hidden_act": "gelu", "use_parallel_residual": True, "attention_bias": True},
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -45,7 +61,8 @@ class Architecture:
         limit: the longest block; None if the configuration does not say.
         tied: the output layer is the input embedding.
         activation: of the MLP, by transformers' name.
-        qkv_bias, qk_norm, parallel: biases on query, key and value; a norm on query and key; attention and MLP side by side.
+        qkv_bias, out_bias, mlp_bias: biases on query, key and value; on attention's output; in the MLP (GPT-2 has all).
+        qk_norm, parallel: a norm on query and key; attention and MLP side by side.
     """
 
     family: str
@@ -61,6 +78,8 @@ class Architecture:
     tied: bool
     activation: str
     qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     parallel: bool = False
 
@@ -80,11 +99,13 @@ class Architecture:
         if self.family == "gpt2":
             return [h, h, 3 * h * h, 3 * h, h * h, h, h, h, h * f, f, f * h, h]
         if self.family == "gpt_neox":
-            return [h, h, h, h, 3 * h * h, 3 * h, h * h, h, h * f, f, f * h, h]
-        bias = [q, k, k] if self.qkv_bias else [0, 0, 0]
-        attention = [q * h, bias[0], k * h, bias[1], k * h, bias[2], q * h]
+            biases = (3 * h, h) if self.qkv_bias else (0, 0)
+            return [n for n in (h, h, h, h, 3 * h * h, biases[0], h * h, biases[1], h * f, f, f * h, h) if n]
+        qkv, out = [q, k, k] if self.qkv_bias else [0, 0, 0], h if self.out_bias else 0
+        attention = [q * h, qkv[0], k * h, qkv[1], k * h, qkv[2], q * h, out]
         norms = [self.head_dim, self.head_dim] if self.qk_norm else []
-        return [n for n in (*attention, *norms, h * f, h * f, f * h, h, h) if n]
+        gate, down = (f, h) if self.mlp_bias else (0, 0)
+        return [n for n in (*attention, *norms, h * f, gate, h * f, gate, f * h, down, h, h) if n]
 
     def parameters(self) -> list[int]:
         """Elements of each parameter, in the model's order."""
@@ -134,40 +155,36 @@ def find_architecture(model: str) -> Architecture:
 
 
 def read_architecture(config: dict, path: str) -> Architecture:
-    """The architecture that a config.json describes; what it leaves out has transformers' defaults."""
-    family = config.get("model_type")
-    try:
-        if family == "gpt2":
-            return _read_gpt2(config)
-        looks_like_llama = {"rms_norm_eps", "intermediate_size", "hidden_size", "num_hidden_layers"} <= config.keys()
-        if family not in FAMILIES and not (looks_like_llama and "num_experts" not in json.dumps(config)):
-            known = ", ".join(FAMILIES)
-            raise UserError(f"--model {path} is a {family}: this planner knows {known} and what is built like them.")
-        return _read_rotary(config, family)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"--model {path}: this config.json lacks {error}.") from error
+    """The architecture that a config.json describes; what it leaves out has transformers' defaults.
 
+    Raises:
+        UserError: of no known family, or without a size that there is no default for.
+    """
+    family = config.get("model_type") if isinstance(config, dict) else None
+    if family not in DEFAULTS:
+        raise UserError(f"--model {path} is a {family}: this planner knows {', '.join(DEFAULTS)}.")
+    config = {**DEFAULTS[family], **{key: value for key, value in config.items() if value is not None}}
 
-def _read_gpt2(config: dict) -> Architecture:
-    hidden = config["n_embd"]
-    return replace(
-        gpt2(config["n_layer"], config["n_head"], hidden, config["vocab_size"], config["n_positions"]),
-        intermediate=config.get("n_inner") or 4 * hidden, tied=config.get("tie_word_embeddings", True),
-        activation=config.get("activation_function", "gelu_new"),
-    )  # fmt: skip
+    def size(name: str, default: int | None = None) -> int:
+        value = config.get(name, default)
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"--model {path}: {name} is {value}, and must be a whole number.")
+        return value
 
-
-def _read_rotary(config: dict, family: str) -> Architecture:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    neox = family == "gpt_neox"
+    if family == "gpt2":
+        hidden = size("n_embd")
+        shape = gpt2(size("n_layer"), size("n_head"), hidden, size("vocab_size"), size("n_positions"))
+        tied, activation = config["tie_word_embeddings"], config["activation_function"]
+        return replace(shape, intermediate=size("n_inner", 4 * hidden), tied=tied, activation=activation)
+    hidden, heads, neox = size("hidden_size"), size("num_attention_heads"), family == "gpt_neox"
     return Architecture(
-        family="gpt_neox" if neox else "llama", layers=config["num_hidden_layers"], hidden=hidden, heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads, head_dim=config.get("head_dim") or hidden // heads,
-        intermediate=config["intermediate_size"], vocabulary=config["vocab_size"], positions=0,
+        family="gpt_neox" if neox else "llama", layers=size("num_hidden_layers"), hidden=hidden, heads=heads,
+        kv_heads=size("num_key_value_heads", heads), head_dim=size("head_dim", hidden // heads),
+        intermediate=size("intermediate_size"), vocabulary=size("vocab_size"), positions=0,
         limit=config.get("max_position_embeddings"), tied=config.get("tie_word_embeddings", False),
-        activation=config.get("hidden_act", "gelu" if neox else "silu"),
-        qkv_bias=neox or family == "qwen2" or config.get("attention_bias", False), qk_norm=family == "qwen3",
-        parallel=neox and config.get("use_parallel_residual", True),
+        activation=config.get("hidden_act", "silu"), qkv_bias=family == "qwen2" or config.get("attention_bias", False),
+        out_bias=family != "qwen2" and config.get("attention_bias", False), mlp_bias=config.get("mlp_bias", False),
+        qk_norm=family == "qwen3", parallel=config.get("use_parallel_residual", False),
     )  # fmt: skip
 
 
@@ -186,6 +203,7 @@ class Work:
         gradient_checkpointing: keep only the inputs of the blocks for the backward pass.
         accumulation: micro-batches in a step.
         device: "cuda", or "cpu" for what a simulation on a CPU measures (autocast's rules differ).
+        rank: whose memory; None: the one that holds most.
     """
 
     model: Architecture
@@ -196,6 +214,7 @@ class Work:
     gradient_checkpointing: bool = False
     accumulation: int = 1
     device: str = "cuda"
+    rank: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -281,7 +300,7 @@ def logits_bytes(work: Work) -> int:
 
 @dataclass(frozen=True)
 class Need:
-    """What one strategy needs; bytes of rank 0, which never holds less than another.
+    """What one strategy needs; bytes of one rank.
 
     Attributes:
         parameters, gradients, optimizer: model states on the GPU at the end of backward.
@@ -311,7 +330,7 @@ class Need:
     def total(self) -> int:
         """What must fit the memory of the device: on a CPU the host's, with what a GPU would not hold."""
         if self.device == "cuda":
-            return self.peak + CUDA_CONTEXT
+            return int(GPU_SLACK * self.peak) + CUDA_CONTEXT
         return int(CPU_SLACK * (self.peak + self.host)) + CPU_LIBRARIES
 
     @property
@@ -320,76 +339,126 @@ class Need:
         return self.parameters + self.gradients + self.optimizer
 
 
+@dataclass(frozen=True)
+class _Held:
+    """What a strategy holds besides activations and logits, in bytes of one rank.
+
+    Attributes:
+        parameters, gradients, optimizer, buffers: as in Need.
+        steady: all through the forward pass.
+        gathered, in_backward: on top of it, from the forward pass on, and while backward runs.
+        at_end: in all, at the end of backward, where activations have gone and the embedding's gradients come.
+        update: on top of steady, while weights are updated.
+        host, nvme, sent: as in Need.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    steady: int
+    at_end: int
+    update: int
+    sent: int
+    buffers: int = 0
+    gathered: int = 0
+    in_backward: int = 0
+    host: int = 0
+    nvme: int = 0
+
+
 def predict(work: Work, strategy: str) -> Need:
     """Bytes of each kind for one strategy."""
+    families = {"dp": _dp, "fsdp": _fsdp, "zero3": _stage3, "infinity": _stage3}
+    held = families.get(strategy, _stages12)(work, strategy)
+    m, c = work.model, work.item
+    active, logits, largest = activation_bytes(work, strategy), logits_bytes(work), max(m.parameters())
+    # Where the loss is derived: log-probabilities, their gradient and the logits' gradient, all in fp32. Then the output layer,
+    # with its gradient and DeepSpeed's buckets.
+    loss, output_layer = active + 3 * logits, active + c * logits // 4 + c * largest
+    block = saved_by_block(work, work.autocast(strategy)) if work.gradient_checkpointing else 0
+    working = max(loss, held.in_backward + output_layer, held.in_backward + active + block)
+    peak = max(held.steady + held.gathered + working, held.at_end, held.steady + held.update)
+    sent = held.sent * (work.world_size - 1) // work.world_size
+    return Need(strategy, held.parameters, held.gradients, held.optimizer, held.buffers, active, logits, peak, held.host,
+                held.nvme, sent, work.device)  # fmt: skip
+
+
+def _dp(work: Work, _strategy: str) -> _Held:
+    """DDP: everything whole, in fp32; its gradient buckets stay from step to step."""
+    sizes = work.model.parameters()
+    total, largest = sum(sizes), max(sizes)
+    states = 16 * total
+    stay = work.world_size > 1 or work.accumulation > 1
+    uses = 2 if work.model.tied else 1  # the embedding's gradient comes from each of its uses
+    return _Held(
+        4 * total, 4 * total, 8 * total, steady=states if stay else states - 4 * total, at_end=states + uses * 4 * largest,
+        update=8 * min(largest, NORM_CHUNK) + (0 if stay else 4 * total), sent=2 * 4 * total,
+    )  # fmt: skip
+
+
+def _stages12(work: Work, strategy: str) -> _Held:
+    """zero1, zero2, offload: a flat working copy, and this rank's part of masters and moments."""
+    m, c = work.model, work.item
+    sizes = m.parameters()
+    total, largest, share = sum(sizes), max(sizes), _partition(m, sizes, work.world_size)
+    offload = strategy == "offload"
+    parameters, optimizer = c * total, 0 if offload else MASTER_AND_MOMENTS * share
+    gradients = 0 if offload else c * _kept_gradients(work, sizes)
+    before = 0  # gradients of the micro-batches before: stage 1 reduces them, whole, with the last one's
+    if work.accumulation > 1:
+        before = c * total if strategy == "zero1" else gradients
+    # Staging for the largest gradient, on both sides; in host memory fp32 gradients and a 16-bit copy for the way back, too.
+    buffers = c * largest if offload else 0
+    host = (MASTER_AND_MOMENTS + 4 + c) * share + c * largest + (c * total if work.accumulation > 1 else 0)
+    in_backward = 2 * c * bucket_sizes(m.hidden, total, False)["reduce_bucket_size"]
+    states = parameters + optimizer + buffers
+    reductions = 1 if strategy == "zero1" else work.accumulation
+    return _Held(
+        parameters, gradients, optimizer, steady=states + before,
+        at_end=states + before + in_backward + gradients + 3 * c * largest,
+        update=0 if offload else max(8 * min(largest, share), (4 + c) * share), sent=(2 * reductions + 1) * c * total,
+        buffers=buffers, in_backward=in_backward, host=host if offload else 0,
+    )  # fmt: skip
+
+
+def _stage3(work: Work, strategy: str) -> _Held:
+    """zero3 and infinity: a part of every parameter, whole for the time of its use."""
     m, c, n = work.model, work.item, work.world_size
     sizes = m.parameters()
     total, largest = sum(sizes), max(sizes)
     parts = sum(-(-size // n) for size in sizes)  # a rank's part of every parameter, filled up to a whole element
     buckets = bucket_sizes(m.hidden, total, False)
-    bucket, persistent = c * buckets["reduce_bucket_size"], _persistent(sizes, buckets)
-    active, logits = activation_bytes(work, strategy), logits_bytes(work)
-    host = nvme = buffers = in_backward = gathered = 0
-    if strategy == "dp":
-        parameters, gradients, optimizer = 4 * total, 4 * total, 8 * total
-        copies = 2 * 4 * largest if m.tied else 4 * largest  # the embedding's gradient, from its two uses
-        update = 8 * min(largest, NORM_CHUNK)
-        steady = parameters + optimizer + (gradients if n > 1 or work.accumulation > 1 else 0)  # DDP's buckets stay
-        at_end = steady + (0 if n > 1 else gradients) + copies
-        sent = 2 * 4 * total
-    elif strategy in ("zero1", "zero2", "offload"):
-        share = _partition(m, sizes, n)
-        parameters = c * total
-        on_host = strategy == "offload"
-        gradients = 0 if on_host else c * _kept_gradients(m, sizes, n)
-        optimizer = 0 if on_host else MASTER_AND_MOMENTS * share
-        between = gradients if work.accumulation > 1 else 0  # of the micro-batches before
-        if on_host:  # fp32 gradients, a 16-bit copy for the way back, and staging for the largest gradient on both sides
-            host = (MASTER_AND_MOMENTS + 4 + c) * share + c * largest
-            buffers = c * largest
-        in_backward = 2 * bucket
-        steady = parameters + optimizer + buffers + between
-        at_end = steady - between + in_backward + gradients + 3 * c * largest
-        update = 0 if on_host else max(8 * min(largest, share), (4 + c) * share)
-        sent = 3 * c * total
-    elif strategy in ("zero3", "infinity"):
-        nvme_too = strategy == "infinity"
-        # Infinity keeps on the GPU only what every rank has whole.
-        kept = sum(-(-size // n) for size in persistent) + sum(persistent)
-        parameters = c * (kept if nvme_too else parts + sum(persistent))
-        gradients = 0 if nvme_too else c * parts
-        optimizer = 0 if nvme_too else MASTER_AND_MOMENTS * parts
-        buffers = bucket
-        gathered = c * (largest + min(2 * buckets["reduce_bucket_size"], total - largest))
-        steady = parameters + gradients + optimizer + buffers
-        at_end = steady + gathered + 4 * c * largest
-        update = 0 if nvme_too else (4 if c < 4 else 0) * parts + 8 * largest // n
-        if nvme_too:
-            nvme = (MASTER_AND_MOMENTS + 4 + c) * parts
-            # buffers of ds_config_infinity.json: 5 for parameters, 4 for a sub-group's states, and the gradients
-            host = c * 5 * (largest // n + 4096) + 4 * 4 * min(parts, buckets["sub_group_size"]) + c * parts
-        sent = 3 * c * total
-    else:
-        parameters, gradients, optimizer = 4 * parts, 4 * parts, 8 * parts
-        block = sum(m.block())
-        outside = total - m.layers * block
-        gathered = c * outside
-        steady = parameters + optimizer + (4 * total if work.accumulation > 1 else 0)  # whole until the last micro-batch
-        at_end = steady + gradients + (2 * c + 4) * outside + 4 * outside // n
-        update = gradients + 8 * min(largest // n, NORM_CHUNK)
-        in_backward = 2 * c * block
-        sent = (2 * c + 4) * total
-    # Where the loss is derived: log-probabilities, their gradient and the logits' gradient, all in fp32. Then the output layer,
-    # with its gradient and DeepSpeed's buckets.
-    loss, output_layer = active + 3 * logits, active + c * logits // 4 + c * largest
-    block = saved_by_block(work, work.autocast(strategy)) if work.gradient_checkpointing else 0
-    working = max(loss, in_backward + output_layer, in_backward + active + block)
-    peak = max(steady + gathered + working, at_end, steady + update)
-    sent = sent * (n - 1) // n
-    return Need(strategy, parameters, gradients, optimizer, buffers, active, logits, peak, host, nvme, sent, work.device)
+    bucket, persistent = buckets["reduce_bucket_size"], _persistent(sizes, buckets)
+    swaps = strategy == "infinity"
+    # Infinity keeps on the GPU only what every rank has whole.
+    parameters = c * (sum(-(-size // n) for size in persistent) if swaps else parts) + c * sum(persistent)
+    gradients, optimizer = (0, 0) if swaps else (c * parts, MASTER_AND_MOMENTS * parts)
+    gathered = c * (largest + min(2 * bucket, total - largest))
+    steady = parameters + gradients + optimizer + c * bucket
+    # ds_config_infinity.json: 5 buffers for parameters, 4 for a sub-group's states; and the gradients
+    in_host = c * 5 * (largest // n + 4096) + 4 * 4 * min(parts, buckets["sub_group_size"]) + c * parts
+    return _Held(
+        parameters, gradients, optimizer, steady=steady, at_end=steady + gathered + 4 * c * largest,
+        update=0 if swaps else (4 if c < 4 else 0) * parts + 8 * largest // n, sent=3 * c * total * work.accumulation,
+        buffers=c * bucket, gathered=gathered, host=in_host if swaps else 0,
+        nvme=(MASTER_AND_MOMENTS + 4 + c) * parts if swaps else 0,
+    )  # fmt: skip
 
 
-NORM_CHUNK = 2**24  # elements that the gradient's norm takes at a time, in fp64
+def _fsdp(work: Work, strategy: str) -> _Held:
+    """FSDP2: fp32 parts of everything; blocks are gathered one by one, what is outside of them for a whole pass."""
+    m, n = work.model, work.world_size
+    c = 4 if work.autocast(strategy) else work.item  # gathered as they are used; fp16 computes under autocast
+    sizes = m.parameters()
+    parts, block = sum(-(-size // n) for size in sizes), sum(m.block())
+    total, outside = sum(sizes), sum(sizes) - m.layers * sum(m.block())
+    before = 4 * total if work.accumulation > 1 else 0  # gradients are whole until the last micro-batch
+    steady = 12 * parts + before
+    return _Held(
+        4 * parts, 4 * parts, 8 * parts, steady=steady, at_end=steady + 4 * parts + (2 * c + 4) * outside + 4 * outside // n,
+        update=4 * parts + 8 * min(max(sizes) // n, NORM_CHUNK), sent=(2 * c * work.accumulation + 4) * total,
+        gathered=c * outside, in_backward=2 * c * block,
+    )  # fmt: skip
 
 
 def _persistent(sizes: list[int], buckets: dict[str, int]) -> list[int]:
@@ -407,17 +476,18 @@ def _partition(model: Architecture, sizes: list[int], n: int) -> int:
     return sum(math.ceil(sum(group) / (2 * n)) * 2 for group in _groups(model, sizes))
 
 
-def _kept_gradients(model: Architecture, sizes: list[int], n: int) -> int:
-    """Elements of the gradients that rank 0 keeps under stages 1 and 2: whole parameters, until they cover its part."""
-    kept = 0
-    for group in _groups(model, sizes):
-        share, covered = math.ceil(sum(group) / (2 * n)) * 2, 0
+def _kept_gradients(work: Work, sizes: list[int]) -> int:
+    """Elements of the gradients that a rank keeps under stages 1 and 2: of all parameters that its part touches, whole."""
+    ranks = range(work.world_size) if work.rank is None else [work.rank]
+    kept = dict.fromkeys(ranks, 0)
+    for group in _groups(work.model, sizes):
+        share, start = math.ceil(sum(group) / (2 * work.world_size)) * 2, 0
         for size in group:
-            if covered >= share:
-                break
-            covered += size
-        kept += covered
-    return kept
+            for rank in range(start // share, min((start + size - 1) // share, work.world_size - 1) + 1):
+                if rank in kept:
+                    kept[rank] += size
+            start += size
+    return max(kept.values())
 
 
 def predict_all(work: Work) -> list[Need]:
@@ -509,38 +579,45 @@ class Way:
     need: Need
 
 
+def fitting_split(work: Work, strategy: str, limits: Limits) -> Work | None:
+    """The same step in the largest micro-batches that fit; None if not even single blocks do."""
+    for size in range(work.batch_size, 0, -1):
+        if work.batch_size % size == 0:
+            split = replace(work, batch_size=size, accumulation=work.accumulation * work.batch_size // size)
+            if limits.hold(predict(split, strategy)):
+                return split
+    return None
+
+
 def ways_to_fit(work: Work, strategy: str, limits: Limits) -> list[Way]:
     """What to change when `strategy` does not fit, the least change first: only what fits.
 
     Another strategy at the same batch; a smaller micro-batch with as many more of them; checkpointing; shorter blocks.
     """
-    ways = []
-    heavier = predict(work, strategy).total
+    found, heavier = [], predict(work, strategy).total
     for other in PREFERENCE:
         need = predict(work, other)
-        if other != strategy and need.total < 0.98 * heavier and limits.hold(need):
-            ways.append(Way(f"--strategy {other}", need))
-    if 0 < (fitting := largest_batch(work, strategy, limits)) < work.batch_size:
-        smaller = max(size for size in range(1, fitting + 1) if work.batch_size % size == 0)
-        steps = work.accumulation * work.batch_size // smaller
-        need = predict(replace(work, batch_size=smaller, accumulation=steps), strategy)
-        ways.append(Way(f"--batch_size {smaller} --gradient_accumulation_steps {steps}", need))
+        if other != strategy and need.total < 0.98 * heavier:
+            found.append(Way(f"--strategy {other}", need))
+    split = fitting_split(work, strategy, limits)
+    if split and split.batch_size < work.batch_size:
+        flags = f"--batch_size {split.batch_size} --gradient_accumulation_steps {split.accumulation}"
+        found.append(Way(flags, predict(split, strategy)))
     if not work.gradient_checkpointing:
-        need = predict(replace(work, gradient_checkpointing=True), strategy)
-        ways += [Way("--gradient_checkpointing", need)] if limits.hold(need) else []
+        found.append(Way("--gradient_checkpointing", predict(replace(work, gradient_checkpointing=True), strategy)))
     if work.seq_length >= 64:
-        need = predict(replace(work, seq_length=work.seq_length // 2), strategy)
-        ways += [Way(f"--seq_length {work.seq_length // 2}", need)] if limits.hold(need) else []
-    return ways
+        half = work.seq_length // 2
+        found.append(Way(f"--seq_length {half}", predict(replace(work, seq_length=half), strategy)))
+    return [way for way in found if limits.hold(way.need)]
 
 
 def describe_ways(work: Work, strategy: str, limits: Limits) -> list[str]:
     """Lines of advice with numbers, for a run that did not fit."""
-    needed, there = predict(work, strategy), f" of {limits.gpu / GB:.1f}" if limits.gpu else ""
-    lines = [f"Planned for {strategy}: {needed.total / GB:.1f}{there} GB. It would fit with one of:"]
+    need, there = predict(work, strategy), f" of {limits.gpu / GB:.1f}" if limits.gpu else ""
+    planned = f"Planned for {strategy}: {need.total / GB:.1f}{there} GB"
+    if limits.hold(need):
+        return [f"{planned}, which should have fitted: does another process use this memory, or did dropout or a long prompt?"]
     ways = ways_to_fit(work, strategy, limits)
-    lines += [f"  {way.flags}: {way.need.total / GB:.1f}{there} GB" for way in ways]
     if not ways:
-        lines = [f"Planned for {strategy}: {needed.total / GB:.1f}{there} GB. No single change makes it fit: see "
-                 "scripts/plan_memory.py --solve gpus, and --solve model."]  # fmt: skip
-    return lines
+        return [f"{planned}. No single change makes it fit: see scripts/plan_memory.py --solve gpus, and --solve model."]
+    return [f"{planned}. It would fit with one of:", *(f"  {w.flags}: {w.need.total / GB:.1f}{there} GB" for w in ways)]

@@ -51,11 +51,12 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
             launch = launching.simulated(launch, args.simulate_gpus)
         check_model_path(args)
         check_dataset_path(args)
-        check_output_dir(args)
-        check_export_folder(args)
+        if not args.check:
+            check_output_dir(args)
+            check_export_folder(args)
         check_nvme_path(args)
-        args.hub_offline = not reach_hub(args, launch)
-        for line in ignored_flags(args) if launch.is_main else ():
+        args.hub_offline, args.hub_problem = ask_hub(args, launch)
+        for line in ignored_flags(args) if launch.is_main and not args.quiet else ():
             print(f"ℹ️  {line}")
     except UserError as error:
         launching.exit_before_start(error, verbose)
@@ -146,6 +147,16 @@ def check_nvme_path(args) -> None:
         raise UserError(f"--nvme_path {args.nvme_path}: no such folder. Create it, or name a folder on a local NVMe disk.")
 
 
+def ask_hub(args, launch: Launch) -> tuple[bool, str | None]:
+    """Whether the hub is out of bounds, and, for --check only, what is wrong with that; a run raises it instead."""
+    try:
+        return not reach_hub(args, launch), None
+    except UserError as error:
+        if not args.check:
+            raise
+        return True, str(error)
+
+
 def reach_hub(args, launch: Launch) -> bool:
     """Decide whether the Hugging Face hub may be asked, before any of its libraries is imported.
 
@@ -172,7 +183,7 @@ def reach_hub(args, launch: Launch) -> bool:
     if no_model or no_dataset:
         why = "HF_HUB_OFFLINE is set" if wished_offline else f"The Hugging Face hub ({endpoint}) cannot be reached"
         raise UserError(f"{why}, and {_ways_without_hub(args, model if no_model else None, dataset if no_dataset else None)}")
-    if launch.is_main and not wished_offline:
+    if launch.is_main and not (wished_offline or args.quiet):
         print(f"ℹ️  The Hugging Face hub ({endpoint}) cannot be reached: using what is in the cache.")
     return False
 
@@ -293,11 +304,13 @@ def planned_work(args, run, precision: str, blueprint) -> planner.Work:
     """This run as the planner sees it.
 
     Raises:
-        UserError: an architecture that the planner does not know.
+        UserError: an architecture, or a configuration, that the planner does not know.
     """
+    if args.ds_config or args.fsdp_config or args.eval_only:
+        raise UserError("The planner knows this project's own DeepSpeed files, FSDP's defaults, and training.")
     model = planner.read_architecture(blueprint.config.to_dict(), args.model)
     return planner.Work(model, run.world_size, args.batch_size, args.seq_length, precision, args.gradient_checkpointing,
-                        args.gradient_accumulation_steps, run.device.type)  # fmt: skip
+                        args.gradient_accumulation_steps, run.device.type, 0 if run.simulated else None)  # fmt: skip
 
 
 def predicted_bytes(args, run, precision: str, blueprint) -> dict[str, int] | None:
@@ -315,10 +328,15 @@ def ways_to_fit(args, run, precision: str, blueprint) -> list[str]:
     Raises:
         UserError: an architecture that the planner does not know.
     """
+    import psutil
+
     from support.memory import memory_limit
 
-    sharing = 1 if run.simulated or run.device.type == "cuda" else run.launch.local_world_size  # of the host's memory
-    limits = planner.Limits(memory_limit(run.device) // sharing)
+    ranks = 1 if run.simulated else run.launch.local_world_size
+    if run.device.type == "cuda":
+        limits = planner.Limits(memory_limit(run.device), psutil.virtual_memory().total, None, ranks)
+    else:  # the ranks share the host's memory
+        limits = planner.Limits(memory_limit(run.device) // ranks)
     return planner.describe_ways(planned_work(args, run, precision, blueprint), args.strategy, limits)
 
 

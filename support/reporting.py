@@ -122,6 +122,8 @@ class Meter:
         self.run, self.total_steps, self.logging_steps = run, total_steps, logging_steps
         self.footprint, self.step_memory = footprint, step_memory
         self.trace = None  # of --profile
+        self.trackers = None  # of --report_to
+        self._bar = None
         self.timer = StepTimer(run.device)
         self.traffic = Traffic()
         self.before = before
@@ -130,6 +132,7 @@ class Meter:
         self.samples: list[int] = []  # of each step of this process
         self.losses: list[float] = []
         self.first_step_at: float | None = None
+        self._rate: float | None = None  # tokens per second of the last step that was read
         self._pending: list[dict] = []
         self._path = folder / "metrics.jsonl" if run.is_main else None
         if self._path:
@@ -180,9 +183,12 @@ class Meter:
         """The time and the memory since the last mark belong to this phase of the step; see PHASES."""
         self.timer.mark(phase)
         name = "optimizer_step" if phase == "update" else phase
-        self.footprint.doing = memory.AFTER.get(name, self.footprint.doing)
-        if self.step == self.before["step"] and phase != "data":
-            self.footprint.note(name)
+        self.footprint.doing = memory.AFTER[name]
+        first = self.step == self.before["step"] and phase != "data"
+        if first or self._in_last_step:
+            self.footprint.peak.mark()
+        if first:
+            self.footprint.note(name, mark=False)
         if not self._in_last_step:
             return
         if phase == "data":
@@ -192,7 +198,8 @@ class Meter:
         self.timer.mark(None)
 
     def after_backward(self) -> None:
-        """At the last step, count live tensors: everything a step needs is there now."""
+        """The last micro-batch is done. At the last step, count live tensors: everything a step needs is there now."""
+        self.footprint.doing = "the update"
         if self._in_last_step:
             self.step_memory.after_backward()
             self.timer.mark(None)
@@ -211,6 +218,7 @@ class Meter:
         self._batch = data.steps_of(self.position, self._global_batch)
         left = data.steps_of(train.blocks - self.position, self._global_batch)
         self._batches = self._batch + min(left, self.total_steps - self.step)
+        self._bar = self.run.bar(f"Epoch {epoch}", self._batches, done=self._batch)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -251,7 +259,19 @@ class Meter:
             self.run.say(f"Step {self.step}/{self.total_steps} of the memory simulation")
         elif shown:
             self.run.say(f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}")
+        if shown and self.trackers and self.trackers.active:
+            held = self.footprint.device_bytes()["allocated"]
+            self.trackers.memory(self.step, self.run.gather(held))
+        self._advance_bar(lr)
         self.timer.mark(None)
+
+    def _advance_bar(self, lr: float) -> None:
+        if self.losses and self._rate:
+            held = human_bytes(self.footprint.device_bytes()["allocated"])
+            self._bar.show(f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s, {held}")
+        self._bar.advance()
+        if self._batch == self._batches or self.finished:
+            self._bar.close()
 
     def flush(self) -> None:
         """Bring the numbers of the steps so far to the host and write them."""
@@ -269,13 +289,16 @@ class Meter:
                     "--lr, --warmup_steps, or --precision fp32, and look at the data of that step."
                 )
             self.losses.append(record["loss"])
-            self._write({**record, "tokens_per_second": tokens / seconds if seconds else None, "seconds": seconds})
+            self._rate = tokens / seconds if seconds else None
+            self._write({**record, "tokens_per_second": self._rate, "seconds": seconds})
 
     def log_evaluation(self, loss: float, perplexity: float) -> None:
         """Record an evaluation after the current step."""
         self._write({"step": self.step, "eval_loss": loss, "perplexity": perplexity})
 
     def _write(self, record: dict) -> None:
+        if self.trackers:
+            self.trackers.log(record)
         if self._path is not None:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(only_finite(record)) + "\n")
@@ -285,7 +308,9 @@ class Meter:
         excluded = self.warmup_steps
         if self.run.simulated:
             return {"warmup_steps_excluded": 0}
-        until = len(self.samples) - (self.step_memory.slows_down and len(self.samples) > excluded + 1)
+        until = len(self.samples)
+        if self.step_memory.slows_down and until > excluded + 1:
+            until -= 1
         steps = self.timer.steps[excluded:until]
         seconds = sorted(sum(step.values()) for step in steps)
         if not seconds:

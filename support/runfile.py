@@ -17,7 +17,8 @@ OTHER_NAMES = {"learning_rate": "lr", "num_epochs": "epochs", "num_train_epochs"
                "per_device_train_batch_size": "batch_size", "max_seq_length": "seq_length", "max_length": "seq_length",
                "model_name_or_path": "model", "model_name": "model", "deepspeed_config": "ds_config"}  # fmt: skip
 SWITCHES = ("use_deepspeed", "use_fsdp")
-NOT_SHOWN = ("config", "print_config", "local_rank", "given", "ds_config_dict", "nvme_folder", "hub_offline", "fsdp")
+NOT_SHOWN = ("config", "print_config", "check", "local_rank", "given", "ds_config_dict", "nvme_folder", "hub_offline",
+             "hub_problem", "fsdp")  # fmt: skip
 
 
 def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
@@ -31,7 +32,7 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     found: dict[str, object] = {}
     for key, value in values.items():
         name = OTHER_NAMES.get(key, key)
-        if name not in flags and name not in (*SWITCHES, "report_to"):
+        if name not in flags and name not in SWITCHES:
             near = difflib.get_close_matches(key, [*flags, *OTHER_NAMES, *SWITCHES], n=1)
             raise UserError(f"{path}: unknown key {key}" + (f": did you mean {near[0]}?" if near else " (--help lists all)."))
         if name in found:
@@ -79,8 +80,6 @@ def _apply_switches(found: dict, path: str) -> None:
         if not isinstance(found.get(name, False), bool):
             _wrong(path, name, found[name])
     deepspeed, fsdp = (found.pop(name, False) for name in SWITCHES)
-    if found.pop("report_to", None) not in (None, "none", [], "metrics"):
-        raise UserError(f"{path}: report_to: metrics.jsonl is what this version writes; leave it out, or write none.")
     strategy = found.get("strategy")
     if deepspeed and fsdp:
         raise UserError(f"{path}: use_deepspeed and use_fsdp cannot both be true.")
@@ -109,6 +108,8 @@ def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[
         return [f"--{name}" if value else f"--no_{name}"] if isinstance(value, bool) else _wrong(path, name, value)
     if action.nargs == 0:
         return ([option] if value else []) if isinstance(value, bool) else _wrong(path, name, value)
+    if name == "report_to" and isinstance(value, list):
+        value = ",".join(map(str, value))
     if isinstance(value, bool | dict | list):
         return _wrong(path, name, value)
     return [f"{option}={value}"]
@@ -124,5 +125,5 @@ def as_yaml(args: argparse.Namespace) -> str:
 
     shown = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SHOWN}
     # What is off or unset is what it would be without a line; evaluation alone is on by default.
-    kept = {name: value for name, value in shown.items() if name == "eval" or (value is not None and value is not False)}
+    kept = {name: value for name, value in shown.items() if name == "eval" or value not in (None, False, [])}
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)

@@ -54,7 +54,11 @@ class MemorySnapshot:
                             "on a CPU, too.")  # fmt: skip
         path = Path(file)
         self.run, self.path = run, path if run.world_size == 1 else path.with_stem(f"{path.stem}-rank{run.rank}")
-        torch.cuda.memory._record_memory_history(max_entries=self.ENTRIES)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--memory_snapshot {file}: its folder cannot be created: {error.strerror}.") from error
+        torch.cuda.memory._record_memory_history(max_entries=self.ENTRIES, stacks="python")
 
     def write(self) -> list[str]:
         """Write the file, also when memory has run out; a line that says where."""

@@ -1,0 +1,170 @@
+"""What libraries' errors mean, and what to do: one table, from the words of an error to a paragraph.
+
+support/errors.py asks it for every exception that is not already this project's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from support.errors import HostOutOfMemory, MissingRequirement, OutOfMemory, TrainingError, UserError
+
+LESS_MEMORY = ("Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
+               "--seq_length, or a strategy that shards more (zero2, zero3, offload).")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kind of failure.
+
+    Attributes:
+        name: of the entry.
+        words: a regular expression, looked for in "TypeName: message".
+        kind: class of the error that is shown.
+        advice: what it means and the next thing to try. "{said}" is the library's own line, "{where}" the file it names.
+    """
+
+    name: str
+    words: str
+    kind: type[UserError]
+    advice: str
+
+
+# The first entry that fits counts, so the special come before the general.
+TABLE = (
+    Entry(
+        "gpu memory",
+        r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        OutOfMemory,
+        "Out of memory: {said}.",
+    ),
+    Entry(
+        "host memory",
+        r"^MemoryError|out of memory|[Cc]an't allocate memory|Cannot allocate memory",
+        HostOutOfMemory,
+        "Out of memory: {said}.",
+    ),
+    Entry(
+        "files",
+        r"Too many open files",
+        TrainingError,
+        "Too many open files: this shell allows {open_files}. Every rank, data file and connection takes some: `ulimit "
+        "-n 65536` before the run, or in the job script.",
+    ),
+    Entry(
+        "disk",
+        r"No space left on device|Disk quota exceeded",
+        TrainingError,
+        "No space left on the device while writing {where}: free some space (`df -h`, `quota -s`), or name another "
+        "folder with --output_dir, --cache_dir or --nvme_path. Checkpoints that were complete before are untouched.",
+    ),
+    Entry(
+        "deepspeed",
+        r"^ModuleNotFoundError: No module named 'deepspeed'",
+        MissingRequirement,
+        "This strategy needs DeepSpeed: pip install deepspeed. dp and fsdp run without it.",
+    ),
+    Entry(
+        "toolkit",
+        r"^(MissingCUDAException|CUDAMismatchException)",
+        MissingRequirement,
+        "This strategy compiles a DeepSpeed op with the CUDA toolkit of torch's CUDA version, which was not found: "
+        "install it, or set CUDA_HOME (module load cuda on a cluster). DeepSpeed says: {said}",
+    ),
+    Entry(
+        "compiler",
+        r"Error building extension|Ninja is required|Unable to JIT load",
+        MissingRequirement,
+        "DeepSpeed could not compile one of its ops. The compiler's first error: {compiler}. `--check` says what is "
+        "missing; dp and fsdp need no compiler.",
+    ),
+    Entry(
+        "port",
+        r"EADDRINUSE|[Aa]ddress already in use",
+        TrainingError,
+        "Port {port} on this host is taken, by another run as a rule: start this one with another (torchrun "
+        "--master_port=29501, deepspeed --master_port=29501, or MASTER_PORT), or end the other run.",
+    ),
+    Entry(
+        "refused",
+        r"Connection refused|ECONNREFUSED|connect\(\) failed",
+        TrainingError,
+        "A rank could not connect to another: it has ended, listens on another network, or a firewall is between. Look "
+        "for its message on the other hosts; where a host has several networks set NCCL_SOCKET_IFNAME "
+        "(GLOO_SOCKET_IFNAME on CPUs) to the right one; `--check` under the same launcher tries them all. ({said})",
+    ),
+    Entry(
+        "peer",
+        r"Connection (reset|closed) by peer|remote process has exited|Broken pipe.*[Gg]loo|"
+        r"ncclRemoteError",
+        TrainingError,
+        "The connection to another rank broke: it has ended, and its own message, on its host, says why; without one it"
+        " was killed, as a rule by the kernel when the host's memory was full (`dmesg | grep -i oom`), or by the "
+        "scheduler. ({said})",
+    ),
+    Entry(
+        "waiting",
+        r"(Watchdog|watchdog).*(timeout|timed out)|[Tt]imed out (after|waiting)|wait timeout after|"
+        r"Timeout\(?ms",
+        TrainingError,
+        "A collective waited longer than --ddp_timeout: one rank is much slower than the others, or stopped. Look at "
+        "what it prints and at its host's load; for a slow first load give a longer --ddp_timeout; "
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL names the collective that does not match. ({said})",
+    ),
+    Entry(
+        "nccl",
+        r"DistBackendError|NCCL error|ncclSystemError|ncclInternalError|ncclUnhandledCudaError",
+        TrainingError,
+        "NCCL failed: {said}. `NCCL_DEBUG=INFO` shows what it tried; NCCL_SOCKET_IFNAME chooses the network, "
+        "NCCL_IB_DISABLE=1 leaves InfiniBand out, NCCL_P2P_DISABLE=1 direct copies between GPUs. `--check` under the "
+        "same launcher tests it in seconds.",
+    ),
+    Entry(
+        "driver",
+        r"CUDA driver version is insufficient|no kernel image is available|forward compatibility was attempted",
+        MissingRequirement,
+        "This GPU, its driver and this build of torch do not fit: {said}. Compare `nvidia-smi` with torch.version.cuda "
+        "(`--check` shows both), and install a torch for that CUDA version.",
+    ),
+    Entry(
+        "hub",
+        r"(HfHubHTTPError|LocalEntryNotFoundError|OfflineModeIsEnabled|MaxRetryError|huggingface\.co)",
+        UserError,
+        "The Hugging Face hub could not give a file: {said}. Run once where there is a network with HF_HOME on a shared"
+        " disk, then set HF_HUB_OFFLINE=1; or pass local folders to --model and --dataset.",
+    ),
+)
+
+
+def look_up(error: BaseException) -> UserError | None:
+    """The error to show for a library's; None if the table does not know it."""
+    name, text = type(error).__name__, str(error).strip()
+    lines = text.splitlines()
+    said = lines[0].strip() if lines else name
+    for entry in TABLE:
+        if re.search(entry.words, f"{name}: {text}"):
+            facts = {
+                "said": said.rstrip("."),
+                "where": getattr(error, "filename", None) or "a file",
+                "compiler": compiler_error(lines) or said,
+                "port": os.environ.get("MASTER_PORT", "29500"),
+                "open_files": open_files(),
+            }
+            return entry.kind(entry.advice.format(**facts))
+    return None
+
+
+def compiler_error(lines: list[str]) -> str | None:
+    """The first line of a build's output in which a compiler or linker complains; later ones follow from it."""
+    complaint = r"(fatal )?error:|cannot find|undefined reference|not found|No such file"
+    found = (line for line in lines if re.search(complaint, line))
+    return next((line.strip() for line in found if not line.startswith("Error building")), None)
+
+
+def open_files() -> str:
+    """The limit on open files of this process."""
+    import resource
+
+    return str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -1,0 +1,243 @@
+"""--check says what would keep a run from running, and an error that happens says what to do about it."""
+
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import PROJECT, SCRIPT, descendants_of_test, finish, free_port, path_without, skip, start
+
+sys.path.insert(0, str(PROJECT))
+
+
+def lines_of(run, name):
+    return [line for line in run.out.splitlines() if line[2:].strip().startswith(name)]
+
+
+@pytest.mark.parametrize(
+    "launcher, ranks, strategy", [("python", 1, "infinity"), ("torchrun", 2, "zero3"), ("deepspeed", 2, "dp")]
+)
+def test_machine_that_can_run(script, launcher, ranks, strategy):
+    run = script("--check", "--strategy", strategy, launcher=launcher, ranks=ranks)
+    for name in ("Python", "GPU", "compiler", "DeepSpeed ops", "disk", "open files", "memory", "hub", "rendezvous"):
+        assert len(lines_of(run, name)) == 1, (name, run.out)
+    assert "it can run" in run.out and "❌" not in run.out
+    own = [line for line in run.out.splitlines() if not line.startswith("[2")]  # deepspeed's launcher logs with the date
+    assert len(own) < 24 and not run.folder.exists()  # one screen, and nothing is written
+    [communication] = lines_of(run, "communication")
+    assert ranks == 1 or re.search(r"over 2 ranks .* \d+\.\d\d GB/s, \d+ µs", communication)
+    if strategy == "infinity":
+        assert re.search(r"GB free, writes \d+\.\d\d and reads", run.out)
+
+
+def test_two_nodes_under_srun(slurm, script):
+    command = ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1", sys.executable, SCRIPT, "--check"]
+    process = start(command)
+    out, err = finish(process, 120)
+    assert process.returncode == 0, out + err
+    assert "on node1, node2" in out and "2 nodes" in out and "Slurm" in out
+
+
+def test_without_libaio(script, without_libaio):
+    run = script("--check", "--strategy", "infinity", env=without_libaio, ok=False)
+    assert run.code == 1 and "libaio-dev" in run.out and "❌ --strategy infinity" in run.out
+    other = script("--check", "--strategy", "zero2", env=without_libaio)
+    assert "libaio-dev" in other.out and "it can run" in other.out
+
+
+def test_without_a_compiler(script, tmp_path):
+    env = {"PATH": path_without(tmp_path, "c++", "g++", "gcc", "cc", "clang"), "TORCH_EXTENSIONS_DIR": tmp_path / "none"}
+    run = script("--check", "--strategy", "offload", env=env, ok=False)
+    assert run.code == 1 and "build-essential" in run.out and "cpu_adam" in run.out
+    assert script("--check", env=env).code == 0  # dp needs none
+
+
+def test_hub_out_of_reach(script, tmp_path):
+    env = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": tmp_path}
+    run = script("--check", "--model", "gpt2", env=env, ok=False)
+    assert run.code == 1 and "HF_HUB_OFFLINE" in run.out
+
+
+def limited(command, files):
+    """Run a command with a limit on open files; returns exit code and output."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)))  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_few_open_files(tmp_path):
+    code, out = limited([sys.executable, SCRIPT, "--check"], 100)
+    assert code == 1 and "ulimit -n 65536" in out
+    code, out = limited([sys.executable, SCRIPT, "--max_steps", "2", "--output_dir", tmp_path], 14)
+    assert code != 0 and "Too many open files" in out and "ulimit -n 65536" in out
+
+
+def test_full_disk(tmp_path):
+    if os.geteuid() != 0:
+        skip("needs root to mount a small disk")
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} {SCRIPT} --check --output_dir {tmp_path}/out"
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "free some space" in done.stdout, done.stdout + done.stderr
+
+
+def test_port_that_is_taken(script):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        env = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken.getsockname()[1]}
+        run = script("--check", env=env, ok=False)
+    assert run.code == 1 and str(env["MASTER_PORT"]) in run.error and "--master_port" in run.error
+
+
+# ------------------------------------------------------------------------------------------------ errors with advice
+
+
+def test_compilers_first_error_is_shown(script, tmp_path):
+    """A compiler that is there and fails."""
+    fails = 'case "$*" in *-c\\ *) echo "shm.cpp:1:1: error: planted" >&2; exit 1;; esac'
+    (tmp_path / "broken").write_text(f'#!/bin/sh\n{fails}\nexec c++ "$@"\n')
+    (tmp_path / "broken").chmod(0o755)
+    env = {"CXX": tmp_path / "broken", "TORCH_EXTENSIONS_DIR": tmp_path / "new"}
+    run = script("--strategy", "offload", "--max_steps", "1", env=env, ok=False)
+    assert run.code == 2 and "error: planted" in run.error and "--check" in run.error
+    assert run.results["error_kind"] == "missing_requirement"
+
+
+def test_collective_that_waits_too_long(script):
+    """One rank sleeps in the middle of training."""
+    from conftest import FAULT
+
+    work = ["--seq_length", "32", "--max_steps", "8", "--no_eval", "--no_export", "--ddp_timeout", "4"]
+    run = script(*work, launcher="torchrun", ranks=2, program=FAULT, env={"FAULT": "hang:1:3"}, ok=False, timeout=90)
+    assert "--ddp_timeout" in run.error and run.results["status"] == "failed"
+    assert descendants_of_test() == []
+
+
+# What cannot happen here, in the words of the libraries that say it.
+@pytest.mark.parametrize("name, text, said", [
+    ("DistBackendError", "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error, NCCL version 2.21.5", "NCCL_DEBUG"),
+    ("DistBackendError", "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", "--ddp_timeout"),
+    ("RuntimeError", "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4711", "dmesg"),
+    ("RuntimeError", "connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
+    ("RuntimeError", "The NVIDIA driver: CUDA driver version is insufficient for CUDA runtime version", "nvidia-smi"),
+    ("MissingCUDAException", "CUDA_HOME does not exist, unable to compile CUDA op(s)", "CUDA_HOME"),
+    ("OSError", "[Errno 122] Disk quota exceeded: 'file'", "quota -s"),
+    ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", "--batch_size"),
+    ("ModuleNotFoundError", "No module named 'deepspeed'", "pip install deepspeed"),
+])  # fmt: skip
+def test_library_error_gets_advice(name, text, said):
+    from support.errors import explain
+
+    shown = str(explain(type(name, (Exception,), {})(text)))
+    assert said in shown and "\n" not in shown
+
+
+def test_variables_that_are_advised_exist():
+    """torch or NCCL's own strings hold each name."""
+    import torch
+
+    from support.advice import TABLE
+
+    named = {name for entry in TABLE for name in re.findall(r"\b(?:TORCH|NCCL|GLOO)_[A-Z_]+", entry.advice)}
+    folder = Path(torch.__file__).parent / "lib"
+    held = b"".join((folder / f"lib{name}.so").read_bytes() for name in ("torch_cpu", "torch_python"))
+    assert named and all(name.encode() in held for name in named if not name.startswith("NCCL_")), named
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+def test_help_fits_80_columns_and_names_every_default(script):
+    out = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
+    assert max(map(len, out.splitlines())) <= 80
+    for group in ("model:", "data:", "training:", "strategy:", "cluster:", "output:", "debugging:", "exit codes:"):
+        assert f"\n{group}" in out
+    version = subprocess.run([sys.executable, SCRIPT, "--version"], capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(r"distributed-training \d+\.\d+\n", version)
+
+
+@pytest.mark.parametrize("args, said", [
+    (["--strategy", "zero-2"], "did you mean zero2"),
+    (["--stratgy", "zero2"], "did you mean --strategy"),
+    (["--report_to", "tensorbord"], "did you mean tensorboard"),
+])  # fmt: skip
+def test_misspelt_flags_and_values(script, args, said):
+    run = script(*args, ok=False)
+    assert run.code == 2 and said in run.error
+
+
+def test_quiet(script):
+    run = script("--quiet", "--max_steps", "2", "--seq_length", "32", "--no_eval", "--no_export", "--num_samples", "100000")
+    assert len(run.out.splitlines()) == 1 and "--num_samples" in run.out and run.err == ""  # the warning alone
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_live_bar_on_a_terminal(tmp_path, columns):
+    """In a pseudo-terminal of that width; test_output.py has plain lines where output is a file."""
+    import pty
+    import struct
+    import termios
+    from fcntl import ioctl
+
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    command = [sys.executable, SCRIPT, "--max_steps", "30", "--seq_length", "64", "--save_every", "20", "--no_export",
+               "--output_dir", tmp_path / "out", "--cache_dir", tmp_path / "cache"]  # fmt: skip
+    process = subprocess.Popen([str(part) for part in command], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the other side has gone
+            break
+        shown += part
+    assert process.wait() == 0
+    text = re.sub(r"\x1b\[[A-Z0-9]*", "", shown.decode())
+    pieces = [piece.strip("\n") for piece in re.split(r"\r\n|\r|\n", text)]
+    bars = [piece for piece in pieces if re.match(r"Epoch 1 \d+/30 \|", piece)]
+    assert any("loss" in bar and "tok/s" in bar for bar in bars) and max(map(len, bars)) <= columns
+    for what in ("Tokenising", "Evaluation", "Saving a checkpoint"):
+        assert any(piece.startswith(what) for piece in pieces), what
+    assert "Epoch 1 | Batch 29/30 | Loss" in text
+
+
+# ------------------------------------------------------------------------------------------------ --report_to
+
+
+def test_tensorboard_and_wandb_have_what_metrics_have(script, tmp_path):
+    """Stopped, resumed, and one curve in the end."""
+    work = ["--max_steps", "12", "--seq_length", "32", "--logging_steps", "2", "--report_to", "tensorboard,wandb",
+            "--no_export", "--eval_samples", "4"]  # fmt: skip
+    env, folder = {"WANDB_MODE": "offline"}, tmp_path / "out"
+    args = [*work, "--save_every", "5", "--output_dir", folder]
+    script(*args, env=env, folder=folder)
+    (folder / "checkpoints" / "latest").unlink()
+    subprocess.run(["rm", "-r", folder / "checkpoints" / "step-00000010"], check=True)
+    run = script(*args, "--resume", "--generate", "The", env=env, folder=folder)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    losses = events.Scalars("train/loss")
+    assert [event.step for event in losses] == list(range(1, 13))
+    assert [event.value for event in losses] == pytest.approx(run.losses)
+    tags = events.Tags()
+    assert {"train/lr", "train/grad_norm", "train/tokens_per_second", "eval/loss", "memory_gb/rank0"} <= set(tags["scalars"])
+    assert {"arguments/text_summary", "sample/text_summary"} <= set(tags["tensors"])
+
+    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    name = (folder / "wandb-run.txt").read_text().strip()
+    assert len(files) == 2 and all(name in file.name for file in files)  # two sessions of one run
+
+
+def test_tracker_that_is_not_installed(script, tmp_path):
+    (tmp_path / "wandb.py").write_text("raise ImportError('planted')\n")
+    run = script("--report_to", "wandb", "--max_steps", "1", env={"PYTHONPATH": tmp_path}, ok=False)
+    assert run.code == 2 and "pip install wandb" in run.error
