@@ -51,18 +51,10 @@ from torch.nn.parallel import DistributedDataParallel
 from support import checkpoint, checks, data, export, memory, models, reporting, sampling, tracing
 from support.config import EMBEDDED_MODEL, NORM_CHUNK
 from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
-from support.distributed import (
-    ARRIVAL_SECONDS,
-    Run,
-    describe_difference,
-    meet,
-    open_store,
-    simulate_process_group,
-)
+from support.distributed import ARRIVAL_SECONDS, Run, describe_difference, meet, open_store, simulate_process_group
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, TrainingError, UserError
 from support.launch import exit_before_start, keep_freed_memory
 from support.sharding import base_optimizer, local_part
-from support.trackers import Trackers
 
 STOP_CHECK_BATCHES = 8  # batches of an evaluation between two looks whether a signal came: each look waits for all ranks
 
@@ -588,8 +580,8 @@ def train_one_model(args, run: Run):
     }, resuming=args.resume is not None)  # fmt: skip
     footprint = memory.Phases(run.device)
     run.memory_facts.append(footprint.describe)
-    snapshot = tracing.MemorySnapshot(args.memory_snapshot, run) if args.memory_snapshot else None
-    run.memory_facts += [snapshot.write] if snapshot else []
+    if args.memory_snapshot:
+        tracing.record_memory(args.memory_snapshot, run)
     if args.ds_config_dict:
         preflight.check_requirements(args, run.device)
 
@@ -620,41 +612,20 @@ def train_one_model(args, run: Run):
         hand_out(model, saver, results, folder, args, run, blueprint, precision)
         return model
     results.begin()
-    logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size  # fp32, what the loss keeps
-    detailed = args.profile_memory or run.simulated
-    step_memory = memory.StepMemory(getattr(model, "module", model), optimizer, footprint.peak, detailed, logits)
-    run.memory_facts.append(step_memory.describe)
-    trackers = Trackers(args, run, folder, before["step"])
-    meter = reporting.Meter(run, folder, 0 if args.eval_only else steps, args.logging_steps, before, footprint, step_memory)
-    meter.trackers = trackers
-    if args.profile:
-        meter.trace = tracing.Trace(args.profile, run)
+    meter = reporting.open_meter(args, run, folder, model, optimizer, blueprint, steps, before, footprint)
     try:
         evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, precision, meter, saver)
     except Preempted:
         results.preempted(meter.counters(), args.seq_length)
-        trackers.close()
+        meter.close()
         raise
     footprint.note("trained")
-    if meter.trace:
-        meter.trace.stop()
 
     results.update(checkpoint_seconds=saver.seconds)
     results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint, precision))
-    if args.profile_memory or run.simulated:
-        reporting.say_memory_profile(run, results.facts["memory"])
-    if run.simulated:
-        run.say(f"✅ Memory simulation complete: rank 0 of {run.world_size}. Nothing was trained.")
-    else:
-        run.say("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
-        reporting.say_memory(run, results.facts["memory"])
-        reporting.say_throughput(run, results.facts)
+    reporting.say_results(run, results.facts, args)
     hand_out(model, saver, results, folder, args, run, blueprint, precision)
-    if snapshot:
-        run.say("\n".join(snapshot.write()))
-    if args.generate:
-        trackers.sample(meter.step, results.facts["sample"])
-    trackers.close()
+    meter.close(results.facts.get("sample"))
     run.say(f"📁 {results.path}")
     return model
 

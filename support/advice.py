@@ -32,11 +32,15 @@ class Entry:
     advice: str
 
 
+# Words of torch.distributed's own errors; others have connections, too: the hub's clients, wandb.
+AMONG_RANKS = r"(?=.*([Gg]loo|NCCL|c10d|TCPStore|Dist\w+Error))"
+
 # The first entry that fits counts, so the special come before the general.
 TABLE = (
     Entry(
         "gpu memory",
-        r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA (driver )?error: out of memory|"
+        r"Cuda failure.*out of memory",
         OutOfMemory,
         "Out of memory: {said}.",
     ),
@@ -52,6 +56,13 @@ TABLE = (
         TrainingError,
         "Too many open files: this shell allows {open_files}. Every rank, data file and connection takes some: `ulimit "
         "-n 65536` before the run, or in the job script.",
+    ),
+    Entry(
+        "shared memory",
+        r"/dev/shm.*No space left|No space left.*/dev/shm",
+        TrainingError,
+        "/dev/shm is full, through which the ranks of a host share data: {said}. In a container give it more (docker run "
+        "--shm-size=8g); otherwise remove what earlier runs left there (`ls -l /dev/shm`).",
     ),
     Entry(
         "disk",
@@ -89,28 +100,26 @@ TABLE = (
     ),
     Entry(
         "refused",
-        r"Connection refused|ECONNREFUSED|connect\(\) failed",
+        AMONG_RANKS + r".*(Connection refused|ECONNREFUSED)|connect\(\) failed|client socket has (failed|timed out)",
         TrainingError,
         "A rank could not connect to another: it has ended, listens on another network, or a firewall is between. Look "
         "for its message on the other hosts; where a host has several networks set NCCL_SOCKET_IFNAME "
-        "(GLOO_SOCKET_IFNAME on CPUs) to the right one; `--check` under the same launcher tries them all. ({said})",
+        "(GLOO_SOCKET_IFNAME on CPUs) to the right one. ({said})",
     ),
     Entry(
         "peer",
-        r"Connection (reset|closed) by peer|remote process has exited|Broken pipe.*[Gg]loo|"
-        r"ncclRemoteError",
+        AMONG_RANKS + r".*(Connection (reset|closed) by peer|Broken pipe)|remote process has exited|ncclRemoteError",
         TrainingError,
-        "The connection to another rank broke: it has ended, and its own message, on its host, says why; without one it"
-        " was killed, as a rule by the kernel when the host's memory was full (`dmesg | grep -i oom`), or by the "
-        "scheduler. ({said})",
+        "The connection to another rank broke: it has ended, and its own message, on its host, says why; without one it "
+        "was killed, as a rule by the kernel when the host's memory was full (`dmesg | grep -i oom`), or by the scheduler. "
+        "({said})",
     ),
     Entry(
         "waiting",
-        r"(Watchdog|watchdog).*(timeout|timed out)|[Tt]imed out (after|waiting)|wait timeout after|"
-        r"Timeout\(?ms",
+        r"(Watchdog|watchdog).*(timeout|timed out)|" + AMONG_RANKS + r".*([Tt]imed out|wait timeout after|Timeout)",
         TrainingError,
-        "A collective waited longer than --ddp_timeout: one rank is much slower than the others, or stopped. Look at "
-        "what it prints and at its host's load; for a slow first load give a longer --ddp_timeout; "
+        "A collective waited longer than --ddp_timeout: one rank is much slower than the others, or stopped. Look at what "
+        "it prints and at its host's load; for a slow first load give a longer --ddp_timeout; "
         "TORCH_DISTRIBUTED_DEBUG=DETAIL names the collective that does not match. ({said})",
     ),
     Entry(
@@ -128,13 +137,6 @@ TABLE = (
         "This GPU, its driver and this build of torch do not fit: {said}. Compare `nvidia-smi` with torch.version.cuda "
         "(`--check` shows both), and install a torch for that CUDA version.",
     ),
-    Entry(
-        "hub",
-        r"(HfHubHTTPError|LocalEntryNotFoundError|OfflineModeIsEnabled|MaxRetryError|huggingface\.co)",
-        UserError,
-        "The Hugging Face hub could not give a file: {said}. Run once where there is a network with HF_HOME on a shared"
-        " disk, then set HF_HUB_OFFLINE=1; or pass local folders to --model and --dataset.",
-    ),
 )
 
 
@@ -144,7 +146,7 @@ def look_up(error: BaseException) -> UserError | None:
     lines = text.splitlines()
     said = lines[0].strip() if lines else name
     for entry in TABLE:
-        if re.search(entry.words, f"{name}: {text}"):
+        if re.search(entry.words, f"{name}: {text}", re.DOTALL):
             facts = {
                 "said": said.rstrip("."),
                 "where": getattr(error, "filename", None) or "a file",

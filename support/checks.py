@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from support import models, planner, preflight
-from support.config import PROJECT, uses_nvme
+from support.config import EMBEDDED_MODEL, PROJECT, uses_nvme
 from support.distributed import Run
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
+from support.launch import available_cores, has_nvidia_gpu
 
 GB, MB = 2**30, 2**20
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -51,29 +51,50 @@ class Line:
 
 
 def check(args, run: Run, precision: str) -> int:
-    """Try everything and print it, rank 0's machine in full and the others' where they differ.
+    """Try everything and print it: rank 0's machine in full, of the other ranks what is wrong or differs, with their hosts.
 
     Returns:
-        The exit code: 0 if the chosen strategy can run.
+        The exit code: 0 if the chosen strategy can run on every rank.
     """
-    parts = (_software, _gpus, _compiler, _ops, _nvme, _disk, _limits, _memory)
+    parts = (_software, _gpu, _compiler, _ops, _nvme, _disk, _limits, _memory, _hub)
     mine = [line for part in parts for line in part(args, run, precision)]
-    slow = _communication(run)
-    everywhere = run.gather((socket.gethostname(), mine))
-    lines = [*everywhere[0][1], *slow]
-    seen = {(line.status, line.name) for line in lines if line.status != OK} | {everywhere[0][0]}
-    for host, theirs in everywhere[1:]:  # what another host has and the first has not
-        new = [line for line in theirs if line.status != OK and (line.status, line.name) not in seen and host not in seen]
-        lines += [Line(line.status, line.name, f"{host}: {line.text}", line.remedy) for line in new]
-    lines += [*_hub(args), *_cluster(run)]
-    for line in lines:
-        run.say(str(line))
-    problems = sum(line.status == PROBLEM for line in lines)
-    verdict = f"{problems} problem{'s' * (problems > 1)} to solve first" if problems else "it can run"
+    for line in mine if run.is_main else ():  # before the ranks talk to each other, which may be what fails
+        run.print(str(line))
+    communication = _communication(run)
+    ranks = run.gather((socket.gethostname(), mine))
+    others = _what_differs(ranks)
+    more = [communication, *others, *_cluster(run)]
+    for line in more if run.is_main else ():
+        run.print(str(line))
+    wrong = sum(line.status == PROBLEM for line in [communication, *ranks[0][1], *others])
+    verdict = f"{wrong} problem{'s' * (wrong > 1)} to solve first" if wrong else "it can run"
     one, several = ("GPU", "GPUs") if run.device.type == "cuda" else ("CPU process", "CPU processes")
-    ranks = f"{run.world_size} {several if run.world_size > 1 else one}"
-    run.say(f"{MARKS[PROBLEM if problems else OK]} --strategy {args.strategy} on {ranks}: {verdict}")
-    return run.from_main(EXIT_FAILED if problems else EXIT_COMPLETED)
+    where = f"{run.world_size} {several if run.world_size > 1 else one}"
+    if run.is_main:
+        run.print(f"{MARKS[PROBLEM if wrong else OK]} --strategy {args.strategy} on {where}: {verdict}")
+    return EXIT_FAILED if wrong else EXIT_COMPLETED
+
+
+def _what_differs(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
+    """Lines of other ranks that are not ok or not as rank 0's; equal ones of one host once, with the first rank that has them.
+
+    Sizes of memory and disks differ from machine to machine, so of those only what is not ok counts.
+    """
+    known = {line.name: line.text for line in ranks[0][1]}
+    found, said = [], set()
+    for rank, (host, lines) in enumerate(ranks[1:], 1):
+        for line in lines:
+            own = known.get(line.name, "")
+            differs = line.name in ("Python", "GPU", "compiler") and _without_sizes(line.text) != _without_sizes(own)
+            news = (line.status != OK or differs) and not (host == ranks[0][0] and line.text == own)
+            if news and (host, line.name, line.text) not in said:
+                said.add((host, line.name, line.text))
+                found.append(Line(line.status, line.name, f"{host}, rank {rank}: {line.text}", line.remedy))
+    return found
+
+
+def _without_sizes(text: str) -> str:
+    return re.sub(r"[\d.]+ of [\d.]+ GB free", "", text)
 
 
 # ------------------------------------------------------------------------------------------------ this machine
@@ -116,11 +137,10 @@ def _has(module: str) -> bool:
     return False
 
 
-def _gpus(args, run: Run, precision: str) -> Iterator[Line]:
+def _gpu(args, run: Run, precision: str) -> Iterator[Line]:
     if run.device.type != "cuda":
-        hidden = preflight.launching.has_nvidia_gpu()
-        text = f"none seen; training on {psutil.cpu_count(logical=False) or 1} CPU cores in {precision}"
-        if hidden:
+        text = f"none seen; training in {precision} on {available_cores()} CPU cores"
+        if has_nvidia_gpu():
             built = f"this torch {torch.__version__} is built for CUDA {torch.version.cuda or 'none'}"
             yield Line(WARNING, "GPU", text, f"the host has one: {built}; see nvidia-smi and CUDA_VISIBLE_DEVICES")
         else:
@@ -158,21 +178,31 @@ def _compiler(args, run: Run, precision: str) -> Iterator[Line]:
     lacking = [] if compiler else ["a C++ compiler (apt install build-essential, module load gcc)"]
     lacking += [] if ninja else ["ninja (pip install ninja)"]
     lacking += [] if headers.exists() else ["Python's headers (apt install python3-dev)"]
-    needed = args.ds_config_dict and preflight.ops_to_compile(args.strategy, run.device)
     if lacking:
-        why = f"{args.strategy} compiles {', '.join(needed)}" if needed else "DeepSpeed's strategies may need them"
+        needed = args.ds_config_dict is not None and not _passes(preflight.check_compiler, args.strategy, run.device)
+        needed = needed or bool(args.ds_config_dict and preflight.ops_to_compile(args.strategy, run.device))
+        why = f"{args.strategy} compiles parts of DeepSpeed" if needed else "DeepSpeed's strategies may need them"
         yield Line(PROBLEM if needed else WARNING, "compiler", f"missing: {', '.join(lacking)}", why)
     else:
         release = (_run(compiler, "--version") or "").split("\n")[0]
         yield Line(OK, "compiler", f"{release}; ninja and Python's headers are there")
     if run.device.type == "cuda":
-        found = re.search(r"release ([\d.]+)", _run("nvcc", "--version") or "")
-        if found and found[1].split(".")[0] != torch.version.cuda.split(".")[0]:
-            yield Line(WARNING, "nvcc", f"release {found[1]}, torch is for CUDA {torch.version.cuda}",
-                       "offload and infinity need one that matches (module load cuda/…, CUDA_HOME)")  # fmt: skip
+        nvcc = shutil.which("nvcc") or os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+        found = re.search(r"release ([\d.]+)", _run(nvcc, "--version") or "")
+        remedy = "infinity compiles with the toolkit of torch's CUDA (module load cuda, CUDA_HOME)"
+        if found and found[1].split(".")[0] == torch.version.cuda.split(".")[0]:
+            yield Line(OK, "nvcc", f"release {found[1]}")
         else:
-            yield Line(OK if found else WARNING, "nvcc", f"release {found[1]}" if found else "not found",
-                       "" if found else "offload and infinity compile with it (module load cuda, CUDA_HOME)")  # fmt: skip
+            text = f"release {found[1]}, torch is for CUDA {torch.version.cuda}" if found else "not found"
+            yield Line(PROBLEM if args.strategy == "infinity" else WARNING, "nvcc", text, remedy)
+
+
+def _passes(check, *args) -> bool:
+    try:
+        check(*args)
+    except UserError:
+        return False
+    return True
 
 
 def _ops(args, run: Run, precision: str) -> Iterator[Line]:
@@ -192,8 +222,8 @@ def _ops(args, run: Run, precision: str) -> Iterator[Line]:
 
 
 def _nvme(args, run: Run, precision: str) -> Iterator[Line]:
-    if not (args.nvme_path or args.strategy == "infinity"):
-        return
+    if not (args.ds_config_dict and uses_nvme(args.ds_config_dict) and run.launch.is_node_leader):
+        return  # one rank of a node: several would share the speed
     folder = args.nvme_path or tempfile.gettempdir()
     try:
         written, read = _disk_speed(folder)
@@ -231,6 +261,10 @@ def _disk(args, run: Run, precision: str) -> Iterator[Line]:
     for what, folder in named.items():
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
         free[f"{what} {folder}"] = shutil.disk_usage(there).free
+    try:
+        preflight.check_export_folder(args)
+    except UserError as error:
+        yield Line(PROBLEM, "output", str(error))
     text = "; ".join(f"{what} {size / GB:.1f} GB free" for what, size in free.items())
     least = min(free.values())
     if least < GB:
@@ -261,34 +295,33 @@ def _limits(args, run: Run, precision: str) -> Iterator[Line]:
 
 
 def _memory(args, run: Run, precision: str) -> Iterator[Line]:
-    available = psutil.virtual_memory().available
-    here = run.launch.local_world_size
+    limits = preflight.memory_limits(run)
+    there = f"{limits.gpu / GB:.1f} GB for each {'GPU' if run.device.type == 'cuda' else 'process'}"
     try:
         model = planner.find_architecture(args.model)
-        length = args.seq_length or min(256 if args.model == preflight.EMBEDDED_MODEL else 512, model.limit or 512)
-        work = planner.Work(model, run.world_size, args.batch_size, length, precision, args.gradient_checkpointing,
-                            args.gradient_accumulation_steps, run.device.type)  # fmt: skip
-    except UserError:  # its config.json is not here, or unknown to the planner
-        yield Line(OK, "memory", f"{available / GB:.1f} GB of host memory; not planned: no config.json of {args.model} here")
+        args.seq_length = args.seq_length or min(256 if args.model == EMBEDDED_MODEL else 512, model.limit or 512)
+        work = preflight.planned_work(args, run, precision, model)
+    except UserError:  # its config.json is not here, or the planner does not know what was asked for
+        yield Line(OK, "memory", f"{there}; not planned (scripts/plan_memory.py, with the model's config.json)")
         return
     need = planner.predict(work, args.strategy)
-    on_cpu = run.device.type == "cpu"
-    limit = available // here if on_cpu else torch.cuda.mem_get_info(run.device)[0]
-    text = f"planned {need.total / GB:.1f} of {limit / GB:.1f} GB per {'process' if on_cpu else 'GPU'}"
-    text += f", {need.host * here / GB:.1f} of {available / GB:.1f} GB of host memory" if need.host and not on_cpu else ""
-    if need.total > limit or (not on_cpu and need.host * here > available):
-        yield Line(PROBLEM, "memory", text, " ".join(planner.describe_ways(work, args.strategy, planner.Limits(limit))))
-    else:
+    text = f"planned {need.total / GB:.1f} of {there}"
+    if limits.host and need.host:
+        text += f", {need.host * limits.ranks_per_node / GB:.1f} of {limits.host / GB:.1f} GB of host memory"
+    if limits.hold(need):
         yield Line(OK, "memory", text)
+    else:
+        ways = [way.flags for way in planner.ways_to_fit(work, args.strategy, limits)]
+        yield Line(PROBLEM, "memory", text, f"it would fit with {' or '.join(ways)}" if ways else "see scripts/plan_memory.py")
 
 
 # ------------------------------------------------------------------------------------------------ between machines
 
 
-def _communication(run: Run) -> list[Line]:
+def _communication(run: Run) -> Line:
     """A real all-reduce among the ranks: bandwidth of a large one, latency of a small one."""
     if run.world_size == 1:
-        return [Line(OK, "communication", f"{run.backend}; one process, nobody to talk to")]
+        return Line(OK, "communication", f"{run.backend}; one process, nobody to talk to")
     seconds = {}
     for name, size in (("large", 64 * MB), ("small", 8)):
         tensor = torch.ones(size // 4, device=run.device)
@@ -297,7 +330,8 @@ def _communication(run: Run) -> list[Line]:
                 _wait_for(run)
                 begun = time.perf_counter()
             dist.all_reduce(tensor)
-        _wait_for(run)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
         seconds[name] = (time.perf_counter() - begun) / 5
     bandwidth = 2 * (run.world_size - 1) / run.world_size * 64 * MB / seconds["large"]
     hosts = sorted(set(run.gather(socket.gethostname())))
@@ -305,8 +339,8 @@ def _communication(run: Run) -> list[Line]:
     text = (f"{run.backend}, all-reduce over {run.world_size} ranks on {', '.join(hosts)}: {bandwidth / GB:.2f} GB/s, "
             f"{1e6 * seconds['small']:.0f} µs; network interface {interface}")  # fmt: skip
     slow = run.backend == "nccl" and bandwidth < GB
-    return [Line(WARNING if slow else OK, "communication", text,
-                 "slow for GPUs: see NCCL_DEBUG=INFO for the network it took, docs/MULTI_NODE.md" if slow else "")]  # fmt: skip
+    remedy = "slow for GPUs: see NCCL_DEBUG=INFO for the network it took, docs/MULTI_NODE.md" if slow else ""
+    return Line(WARNING if slow else OK, "communication", text, remedy)
 
 
 def _wait_for(run: Run) -> None:
@@ -316,7 +350,7 @@ def _wait_for(run: Run) -> None:
         dist.barrier()
 
 
-def _hub(args) -> Iterator[Line]:
+def _hub(args, run: Run, precision: str) -> Iterator[Line]:
     if args.hub_problem:
         yield Line(PROBLEM, "hub", args.hub_problem)
     elif args.hub_offline:

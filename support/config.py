@@ -23,6 +23,7 @@ EMBEDDED_MODEL = "tiny-gpt2"
 GPT2_SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 EMBEDDED_SHAPE, EMBEDDED_VOCABULARY = (4, 4, 256), 4096
 NORM_CHUNK = 2**24  # elements of a gradient whose norm is taken at a time, in fp64
+CHECK_SECONDS = 60  # --check waits no longer for another rank
 SIMULATED_STEPS = 3  # Adam's states are there after the first; the last is measured
 AUTO = "auto"  # Hugging Face's convention for "take it from the command line"; DeepSpeed itself does not know it
 
@@ -103,7 +104,7 @@ class Parser(argparse.ArgumentParser):
 
 def reporters(text: str) -> list[str]:
     """A comma list of --report_to."""
-    names = [name for name in text.split(",") if name and name != "none"]
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip() not in ("", "none")))
     for name in names:
         if name not in REPORTERS:
             near = difflib.get_close_matches(name, REPORTERS, n=1)
@@ -258,6 +259,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if args.profile and (args.profile_memory or args.simulate_gpus):
         other = "--profile_memory" if args.profile_memory else "--simulate_gpus"
         raise UserError(f"--profile and {other} both need torch's profiler: leave one out.")
+    if args.check and args.simulate_gpus:
+        raise UserError("--check looks at what there is, and --simulate_gpus at what there is not: leave one out.")
+    if args.check:
+        args.ddp_timeout = min(args.ddp_timeout, CHECK_SECONDS)
     if args.simulate_gpus:
         _only_measure(args)
     if args.dataset is None:

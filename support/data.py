@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from support import progress
 from support.errors import UserError
 from support.files import sha256_of
 from support.preflight import is_local_dataset
@@ -187,7 +188,8 @@ def _read_parquet(file: Path, text_column: str) -> Iterator[str]:
 def _open_hub(name: str, repository: str, config: str | None, text_column: str, grouped: Callable) -> Source:
     import datasets
 
-    datasets.disable_progress_bars()
+    if not progress.on_terminal():
+        datasets.disable_progress_bars()
     try:
         corpus = datasets.load_dataset(repository, config)
     except Exception as error:  # the clients raise a dozen classes; the first line says what is wrong

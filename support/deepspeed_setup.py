@@ -36,6 +36,8 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint) -> None:
         args.nvme_folder = run.once_per_node("nvme folder", make_folder)
     # Torch quotes the folders of headers but not the one of its libraries: a space in its path would end the compilation.
     cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
+    if run.launch.is_node_leader and (stale := preflight.remove_stale_locks(args.strategy, run.device)):
+        run.warn(f"A compilation of {', '.join(stale)} was killed earlier, and its lock removed now.")
     if ops := preflight.ops_to_compile(args.strategy, run.device):
         run.warn(f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine.")
     # Under its own launcher DeepSpeed reduces through this file of 69 MB, on a CPU, and leaves it there.

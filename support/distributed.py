@@ -93,6 +93,8 @@ class Run:
     on_failure: list[Callable[[UserError], None]] = field(default_factory=list)
     memory_facts: list[Callable[[], list[str]]] = field(default_factory=list)  # lines to add when memory runs out
     ways_to_fit: Callable[[], list[str]] = field(default=lambda: [])  # and what to change
+    at_end: list[Callable[[], None]] = field(default_factory=list)  # when training and export are done
+    flushes: list[Callable[[], None]] = field(default_factory=list)  # what others read of this run, also when it fails
     ending: threading.Event = field(default_factory=threading.Event)
     stop: StopSignal = field(default_factory=lambda: StopSignal())
 
@@ -124,9 +126,10 @@ class Run:
     def say(self, text: str) -> None:
         """Print on rank 0 only."""
         if self.is_main and not self.quiet:
-            self._print(text)
+            self.print(text)
 
-    def _print(self, text: str) -> None:
+    def print(self, text: str) -> None:
+        """Print on this rank, whichever it is, also under --quiet."""
         try:
             progress.write(text)  # not through a bar
         except OSError as error:
@@ -137,7 +140,7 @@ class Run:
     def warn(self, text: str) -> None:
         """Say something the user should know, on rank 0 only, also under --quiet."""
         if self.is_main:
-            self._print(f"ℹ️  {text}")
+            self.print(f"ℹ️  {text}")
 
     def bar(self, what: str, total: int | None = None, unit: str = "step", done: int = 0) -> progress.Bar:
         """A live bar, where somebody watches rank 0."""
@@ -227,6 +230,7 @@ class Run:
                 if self._failed_first(f"rank {neighbour} is gone"):
                     self._tell(TrainingError(f"Rank {neighbour} ended without a word: was it killed, or out of host memory?"))
             if failed and not self.ending.wait(GRACE_SECONDS):
+                self._flush()
                 self.clean_up()
                 _exit(EXIT_FAILED)
 
@@ -250,20 +254,26 @@ class Run:
             self.clean_up()  # before anything is written: a half-written checkpoint may be what fills the disk
             if first:
                 self._tell(shown)
+            self._flush()
             self.ending.set()
         finally:  # not sys.exit: a communicator with a broken peer can hang in its destructor
             _exit(shown.exit_code)
 
+    def _flush(self) -> None:
+        for flush in self.flushes:
+            with contextlib.suppress(Exception):  # the run ends for another reason
+                flush()
+
     def _tell(self, shown: UserError) -> None:
         where = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
-        print(f"❌ {shown}{where}", file=sys.stderr, flush=True)
+        progress.write(f"❌ {shown}{where}", sys.stderr)  # not through a bar
         for tell in self.on_failure:
             with contextlib.suppress(OSError):  # a full disk must not hide the message above
                 tell(shown)
         if isinstance(shown, OutOfMemory):
             self.ending.set()  # looking around may take longer than `_watch` has patience
             for line in self._about_memory(shown):
-                print(f"   {line}", file=sys.stderr, flush=True)
+                progress.write(f"   {line}", sys.stderr)
 
     def _about_memory(self, shown: OutOfMemory) -> Iterator[str]:
         """What was held where it ran out, and what would have fitted."""

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from support.errors import UserError, explain
+from support.advice import LESS_MEMORY
+from support.errors import OutOfMemory, UserError, explain
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def tune_process(args, launch: Launch) -> None:
         env.setdefault("TRANSFORMERS_VERBOSITY", "error")
         env.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         env.setdefault("DATASETS_VERBOSITY", "error")
-        if not (launch.is_main and sys.stderr.isatty()):
+        if args.quiet or not (launch.is_main and sys.stderr.isatty()):
             env.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             env.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
@@ -228,5 +229,7 @@ def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) ->
     if verbose:
         traceback.print_exception(error)
     print(f"❌ {shown}{host}", file=sys.stderr, flush=True)
+    if isinstance(shown, OutOfMemory):
+        print(f"   {LESS_MEMORY}", file=sys.stderr, flush=True)
     time.sleep(linger if rank == 0 else 0)
     os._exit(shown.exit_code)

@@ -215,7 +215,7 @@ def download(name: str, offline: bool, with_weights: bool) -> str:
         UserError: no such repository, no permission, or not in the cache while offline.
     """
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         patterns = ["*.json", "*.txt", "*.model", "*.tiktoken"]
@@ -228,10 +228,11 @@ def download(name: str, offline: bool, with_weights: bool) -> str:
     except GatedRepoError as error:
         raise UserError(f"--model {name} is gated: accept its licence on the hub and log in with `hf auth login`.") from error
     except LocalEntryNotFoundError as error:
-        raise UserError(f"--model {name} is not in the cache, and the hub is not asked (offline).") from error
+        why = "it is not in the cache, and the hub is not asked (offline)" if offline else first_line(error)
+        raise UserError(f"--model {name} cannot be downloaded: {why}.") from error
     except RepositoryNotFoundError as error:
         raise UserError(f"--model {name}: there is no such model on the hub (or it is private), and no such folder.") from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # the clients raise a dozen classes of errors, and change them
         raise UserError(f"--model {name} cannot be downloaded: {first_line(error)}") from error
 
 

@@ -6,11 +6,14 @@ The checks of the first group run before torch is imported, so that they answer 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import os
 import shutil
 import sys
 import tempfile
 import threading
+import time
 import urllib.error
 import urllib.request
 from dataclasses import asdict
@@ -24,6 +27,7 @@ from support.launch import Launch
 from support.runfile import as_yaml
 
 PROBE_SECONDS = 4  # the hub answers within one; the clients' own retries take 23 s to 11 minutes
+LOCK_SECONDS = 900
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
@@ -51,10 +55,11 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
             launch = launching.simulated(launch, args.simulate_gpus)
         check_model_path(args)
         check_dataset_path(args)
-        if not args.check:
+        if not args.check:  # which may look at a run that is there
             check_output_dir(args)
             check_export_folder(args)
         check_nvme_path(args)
+        check_trackers(args)
         args.hub_offline, args.hub_problem = ask_hub(args, launch)
         for line in ignored_flags(args) if launch.is_main and not args.quiet else ():
             print(f"ℹ️  {line}")
@@ -139,6 +144,13 @@ def check_export_folder(args) -> None:
     existing = next(parent for parent in folder.parents if parent.exists())
     if not os.access(existing, os.W_OK):
         raise UserError(f"{where}: {existing} is not writable.")
+
+
+def check_trackers(args) -> None:
+    """What --report_to names must be installed."""
+    for name in args.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise MissingRequirement(f"--report_to {name} needs it: pip install {name}.")
 
 
 def check_nvme_path(args) -> None:
@@ -300,23 +312,35 @@ def cpu_computes_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def planned_work(args, run, precision: str, blueprint) -> planner.Work:
+def planned_work(args, run, precision: str, model: planner.Architecture) -> planner.Work:
     """This run as the planner sees it.
 
     Raises:
-        UserError: an architecture, or a configuration, that the planner does not know.
+        UserError: a configuration that the planner does not know.
     """
     if args.ds_config or args.fsdp_config or args.eval_only:
         raise UserError("The planner knows this project's own DeepSpeed files, FSDP's defaults, and training.")
-    model = planner.read_architecture(blueprint.config.to_dict(), args.model)
     return planner.Work(model, run.world_size, args.batch_size, args.seq_length, precision, args.gradient_checkpointing,
                         args.gradient_accumulation_steps, run.device.type, 0 if run.simulated else None)  # fmt: skip
 
 
+def memory_limits(run) -> planner.Limits:
+    """What the memory of this rank's device, and of its node, allow."""
+    import psutil
+
+    from support.memory import memory_limit
+
+    ranks = 1 if run.simulated else run.launch.local_world_size
+    if run.device.type == "cuda":
+        return planner.Limits(memory_limit(run.device), psutil.virtual_memory().total, None, ranks)
+    return planner.Limits(memory_limit(run.device) // ranks)  # the ranks share the host's memory
+
+
 def predicted_bytes(args, run, precision: str, blueprint) -> dict[str, int] | None:
-    """What the planner says of this run; None for an architecture that it does not know."""
+    """What the planner says of this run; None for an architecture or a configuration that it does not know."""
     try:
-        need = asdict(planner.predict(planned_work(args, run, precision, blueprint), args.strategy))
+        model = planner.read_architecture(blueprint.config.to_dict(), args.model)
+        need = asdict(planner.predict(planned_work(args, run, precision, model), args.strategy))
     except UserError:
         return None
     return {name: size for name, size in need.items() if isinstance(size, int)}
@@ -326,29 +350,45 @@ def ways_to_fit(args, run, precision: str, blueprint) -> list[str]:
     """What the planner would change, for a run that ran out of memory: lines.
 
     Raises:
-        UserError: an architecture that the planner does not know.
+        UserError: an architecture or a configuration that the planner does not know.
     """
-    import psutil
-
-    from support.memory import memory_limit
-
-    ranks = 1 if run.simulated else run.launch.local_world_size
-    if run.device.type == "cuda":
-        limits = planner.Limits(memory_limit(run.device), psutil.virtual_memory().total, None, ranks)
-    else:  # the ranks share the host's memory
-        limits = planner.Limits(memory_limit(run.device) // ranks)
-    return planner.describe_ways(planned_work(args, run, precision, blueprint), args.strategy, limits)
+    model = planner.read_architecture(blueprint.config.to_dict(), args.model)
+    return planner.describe_ways(planned_work(args, run, precision, model), args.strategy, memory_limits(run))
 
 
-def ops_to_compile(strategy: str, device) -> list[str]:
-    """DeepSpeed's C++ ops that this strategy needs and that were not compiled on this machine before."""
+def needed_ops(strategy: str, device) -> dict[str, list[Path]]:
+    """DeepSpeed's C++ ops that this strategy needs, and the folders in which they were compiled or are being compiled."""
     from torch.utils.cpp_extension import get_default_build_root
 
     needed = ["deepspeed_shm_comm"] if device.type == "cpu" else []
     needed += ["cpu_adam"] if strategy in ("offload", "infinity") else []
-    needed += ["async_io"] if strategy == "infinity" else []
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    return [op for op in needed if not any(root.glob(f"**/{op}/*.so"))]
+    needed += ["async_io", "deepspeed_pin_memory"] if strategy == "infinity" else []
+    if own := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return {op: [Path(own) / op] for op in needed}
+    builds = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"  # one for each CUDA version
+    return {op: list(Path(get_default_build_root()).glob(f"{builds}/{op}")) for op in needed}
+
+
+def ops_to_compile(strategy: str, device) -> list[str]:
+    """Those of them that were not compiled on this machine before."""
+    found = needed_ops(strategy, device)
+    return [op for op, folders in found.items() if not any(file for folder in folders for file in folder.glob("*.so"))]
+
+
+def remove_stale_locks(strategy: str, device) -> list[str]:
+    """Remove what a compilation that was killed leaves: everybody after it would wait for it, for ever and without a word.
+
+    Returns:
+        The ops whose locks were removed. A compilation takes three minutes at most; a lock of LOCK_SECONDS is nobody's.
+    """
+    removed = []
+    for op, folders in needed_ops(strategy, device).items():
+        for lock in (folder / "lock" for folder in folders):
+            with contextlib.suppress(OSError):  # it is gone, or another's
+                if time.time() - lock.stat().st_mtime > LOCK_SECONDS:
+                    lock.unlink()
+                    removed.append(op)
+    return removed
 
 
 def check_requirements(args, device) -> None:

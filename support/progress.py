@@ -23,6 +23,11 @@ class Bar:
         self._bar = tqdm(desc=what, total=total, initial=done, unit=unit, disable=not active, leave=False, dynamic_ncols=True,
                          mininterval=0.5, file=sys.stderr, unit_scale=total is None, bar_format=shown)  # fmt: skip
 
+    @property
+    def active(self) -> bool:
+        """Whether anybody sees it."""
+        return not self._bar.disable
+
     def advance(self, by: int = 1) -> None:
         """So much more is done."""
         self._bar.update(by)
@@ -42,7 +47,8 @@ class Bar:
         self.close()
 
 
-def write(text: str) -> None:
-    """A line above the bars, if there are any."""
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
+def write(text: str, stream=None) -> None:
+    """A line above the bars, if there are any; on stdout if nothing else is said."""
+    stream = stream or sys.stdout
+    tqdm.write(text, file=stream)
+    stream.flush()

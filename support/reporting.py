@@ -18,13 +18,14 @@ from pathlib import Path
 import psutil
 import torch
 
-from support import data, memory, preflight
+from support import data, memory, preflight, tracing
 from support.communication import Traffic
 from support.comparison import human_bytes
 from support.distributed import Run, versions
-from support.errors import TrainingError, UserError
+from support.errors import TrainingError, UserError, explain
 from support.files import write_text
 from support.launch import available_cores
+from support.trackers import Trackers
 
 PROCESS_STARTED = psutil.Process().create_time()
 GB = 2**30  # as nvidia-smi and DeepSpeed count
@@ -262,11 +263,12 @@ class Meter:
         if shown and self.trackers and self.trackers.active:
             held = self.footprint.device_bytes()["allocated"]
             self.trackers.memory(self.step, self.run.gather(held))
+            self.traffic.discard()  # of this gather
         self._advance_bar(lr)
         self.timer.mark(None)
 
     def _advance_bar(self, lr: float) -> None:
-        if self.losses and self._rate:
+        if self._bar.active and self.losses and self._rate:
             held = human_bytes(self.footprint.device_bytes()["allocated"])
             self._bar.show(f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s, {held}")
         self._bar.advance()
@@ -303,6 +305,20 @@ class Meter:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(only_finite(record)) + "\n")
 
+    def close(self, sample: str | None = None) -> None:
+        """Finish what other tools will read: a trace, a snapshot, curves and the sample text.
+
+        What fails here is said and no more: the training itself is done.
+        """
+        if self._bar:
+            self._bar.close()
+        trackers = [lambda: self.trackers.sample(self.step, sample)] if sample else []
+        for finish in ([self.trace.stop] if self.trace else []) + [*self.run.at_end, *trackers, self.trackers.close]:
+            try:
+                finish()
+            except Exception as error:
+                self.run.warn(str(explain(error)))
+
     def speed(self, seq_length: int) -> dict:
         """Throughput and step times of this rank, without the first steps (compilation, first allocations)."""
         excluded = self.warmup_steps
@@ -327,6 +343,19 @@ class Meter:
             },
             "step_phases_seconds": {name: statistics.mean(step[name] for step in steps) for name in PHASES},
         }
+
+
+def open_meter(args, run: Run, folder: Path, model, optimizer, blueprint, steps: int, before: dict, footprint) -> Meter:
+    """A `Meter` with all that --profile_memory, --profile and --report_to add to it."""
+    logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size  # in fp32, what the loss keeps
+    detailed = args.profile_memory or run.simulated
+    step_memory = memory.StepMemory(getattr(model, "module", model), optimizer, footprint.peak, detailed, logits)
+    run.memory_facts.append(step_memory.describe)
+    meter = Meter(run, folder, 0 if args.eval_only else steps, args.logging_steps, before, footprint, step_memory)
+    meter.trackers = Trackers(args, run, folder, before["step"])
+    if args.profile:
+        meter.trace = tracing.Trace(args.profile, run)
+    return meter
 
 
 def new_output_dir(args, run: Run) -> Path:
@@ -516,6 +545,8 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
         facts["communication_bytes_per_step"] = statistics.mean(rank["sent"] for rank in ranks)
         facts["communication_per_step"] = traffic
     facts["memory"] = memory.over_ranks([rank["memory"] for rank in ranks])
+    if run.simulated and not facts["memory"]["moments_bytes"] and facts["memory"]["placement"]["optimizer"] != "nvme":
+        raise TrainingError("The simulated steps updated nothing, so Adam's states are missing in what was measured.")
     facts["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, run, precision, blueprint)
     return facts
 
@@ -539,6 +570,18 @@ def say_setup(run: Run) -> None:
         f"Rank: {run.rank}\nLocal Rank: {run.launch.local_rank}\nWorld Size: {run.world_size}\n"
         f"Backend: {run.backend}\nGPU: {gpu}\n========================="
     )
+
+
+def say_results(run: Run, facts: dict, args) -> None:
+    """What a run that has come to its end says of it."""
+    if args.profile_memory or run.simulated:
+        say_memory_profile(run, facts["memory"])
+    if run.simulated:
+        run.say(f"✅ Memory simulation complete: rank 0 of {run.world_size}. Nothing was trained.")
+        return
+    run.say("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
+    say_memory(run, facts["memory"])
+    say_throughput(run, facts)
 
 
 def say_memory(run: Run, memory_by_rank: dict) -> None:

@@ -125,5 +125,6 @@ def as_yaml(args: argparse.Namespace) -> str:
 
     shown = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SHOWN}
     # What is off or unset is what it would be without a line; evaluation alone is on by default.
-    kept = {name: value for name, value in shown.items() if name == "eval" or value not in (None, False, [])}
+    unset = {name for name, value in shown.items() if value is None or value is False or value == []}  # 0 is a value
+    kept = {name: value for name, value in shown.items() if name == "eval" or name not in unset}
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)

@@ -43,24 +43,28 @@ class Trace:
             self.run.warn(f"--profile records from step {SKIPPED + 1} on, and this run had fewer: no trace was written.")
 
 
-class MemorySnapshot:
-    """--memory_snapshot: every allocation on a GPU with its stack, for pytorch.org/memory_viz."""
+SNAPSHOT_ENTRIES = 100_000  # allocations and releases that are remembered
 
-    ENTRIES = 100_000
 
-    def __init__(self, file: str, run: Run):
-        if run.device.type != "cuda":
-            raise UserError("--memory_snapshot records the GPU's allocator, and there is no GPU: --profile_memory shows memory "
-                            "on a CPU, too.")  # fmt: skip
-        path = Path(file)
-        self.run, self.path = run, path if run.world_size == 1 else path.with_stem(f"{path.stem}-rank{run.rank}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--memory_snapshot {file}: its folder cannot be created: {error.strerror}.") from error
-        torch.cuda.memory._record_memory_history(max_entries=self.ENTRIES, stacks="python")
+def record_memory(file: str, run: Run) -> None:
+    """--memory_snapshot: record every allocation on a GPU with its stack, for pytorch.org/memory_viz.
 
-    def write(self) -> list[str]:
-        """Write the file, also when memory has run out; a line that says where."""
-        torch.cuda.memory._dump_snapshot(str(self.path))
-        return [f"Snapshot for pytorch.org/memory_viz: {self.path}"]
+    The file is written at the end of the run, or when memory runs out; a run on several ranks writes one for each.
+    """
+    if run.device.type != "cuda":
+        raise UserError("--memory_snapshot records the GPU's allocator, and there is no GPU: --profile_memory shows memory on "
+                        "a CPU, too.")  # fmt: skip
+    path = Path(file)
+    path = path if run.world_size == 1 else path.with_stem(f"{path.stem}-rank{run.rank}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--memory_snapshot {file}: its folder cannot be created: {error.strerror}.") from error
+    torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python")
+
+    def write() -> list[str]:
+        torch.cuda.memory._dump_snapshot(str(path))
+        return [f"📁 {path} (for pytorch.org/memory_viz)"]
+
+    run.memory_facts.append(write)
+    run.at_end.append(lambda: run.say(write()[0]))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 
 from support.distributed import Run
-from support.errors import MissingRequirement, UserError, explain
+from support.errors import UserError, explain
 
 # Name of a curve -> key of a record in metrics.jsonl.
 CURVES = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "eval/loss": "eval_loss",
@@ -17,10 +18,10 @@ class TensorBoard:
     """Event files in <output_dir>/tensorboard; a resumed run goes on with the curves where its checkpoint was made."""
 
     def __init__(self, folder: Path, step: int, arguments: dict):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingRequirement("--report_to tensorboard needs it: pip install tensorboard.") from error
+        from torch.utils.tensorboard import SummaryWriter
+
+        if step == 0:  # another run's, which --overwrite replaces
+            shutil.rmtree(folder / "tensorboard", ignore_errors=True)
         # What was logged after the checkpoint is made again: TensorBoard leaves the first version out.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         shown = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
@@ -35,6 +36,10 @@ class TensorBoard:
         """A piece of text."""
         self._writer.add_text(name, text, step)
 
+    def flush(self) -> None:
+        """Write what is waiting, for a run that fails."""
+        self._writer.flush()
+
     def close(self) -> None:
         """Write what is left."""
         self._writer.close()
@@ -44,20 +49,18 @@ class WandB:
     """A run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline; resuming goes on with the same one."""
 
     def __init__(self, folder: Path, step: int, arguments: dict):
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingRequirement("--report_to wandb needs it: pip install wandb.") from error
+        import wandb
+
         name = folder / "wandb-run.txt"
         if step == 0 or not name.exists():
             name.write_text(uuid.uuid4().hex[:8] + "\n")
         try:
             self._run = wandb.init(
                 project="distributed-training", id=name.read_text().strip(), resume="allow", dir=str(folder), config=arguments,
-                settings=wandb.Settings(silent=True, console="off"),
+                settings=wandb.Settings(silent=True, console="off", login_timeout=30),
             )  # fmt: skip
         except Exception as error:  # of many kinds, all of them about the account or the network
-            said = explain(error)
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise UserError(f"--report_to wandb: {said}. Log in with `wandb login`, or set WANDB_MODE=offline.") from error
 
     def curves(self, step: int, values: dict[str, float]) -> None:
@@ -67,6 +70,9 @@ class WandB:
     def text(self, step: int, name: str, text: str) -> None:
         """A piece of text."""
         self._run.summary[name] = text
+
+    def flush(self) -> None:
+        """Its own process has all that was logged."""
 
     def close(self) -> None:
         """Send or write what is left."""
@@ -82,18 +88,25 @@ class Trackers:
     def __init__(self, args, run: Run, folder: Path, step: int):
         arguments = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | bool)}
         self.active = bool(args.report_to)
+        self._run = run
         self._all = [KINDS[name](folder, step, arguments) for name in args.report_to] if run.is_main else []
+        run.flushes += [tracker.flush for tracker in self._all]
+
+    def _curves(self, step: int, values: dict[str, float]) -> None:
+        for tracker in list(self._all):
+            try:
+                tracker.curves(step, values)
+            except Exception as error:  # a full disk, a lost network: no reason to end the training
+                self._all.remove(tracker)
+                self._run.warn(f"--report_to {type(tracker).__name__.lower()} gets no more: {explain(error)}")
 
     def log(self, record: dict) -> None:
         """A record of metrics.jsonl."""
-        values = {name: record[key] for name, key in CURVES.items() if record.get(key) is not None}
-        for tracker in self._all:
-            tracker.curves(record["step"], values)
+        self._curves(record["step"], {name: record[key] for name, key in CURVES.items() if record.get(key) is not None})
 
     def memory(self, step: int, held: list[int]) -> None:
         """Bytes that each rank's device holds."""
-        for tracker in self._all:
-            tracker.curves(step, {f"memory_gb/rank{rank}": size / 2**30 for rank, size in enumerate(held)})
+        self._curves(step, {f"memory_gb/rank{rank}": size / 2**30 for rank, size in enumerate(held)})
 
     def sample(self, step: int, text: str) -> None:
         """What --generate gave."""

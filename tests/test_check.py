@@ -1,5 +1,6 @@
 """--check says what would keep a run from running, and an error that happens says what to do about it."""
 
+import json
 import os
 import re
 import resource
@@ -97,15 +98,31 @@ def test_port_that_is_taken(script):
 # ------------------------------------------------------------------------------------------------ errors with advice
 
 
+def broken_compiler(folder):
+    """A compiler that compiles nothing."""
+    fails = 'case "$*" in *-c\\ *) echo "shm.cpp:1:1: error: planted" >&2; exit 1;; esac'
+    (folder / "broken").write_text(f'#!/bin/sh\n{fails}\nexec c++ "$@"\n')
+    (folder / "broken").chmod(0o755)
+    return folder / "broken"
+
+
 def test_compilers_first_error_is_shown(script, tmp_path):
     """A compiler that is there and fails."""
-    fails = 'case "$*" in *-c\\ *) echo "shm.cpp:1:1: error: planted" >&2; exit 1;; esac'
-    (tmp_path / "broken").write_text(f'#!/bin/sh\n{fails}\nexec c++ "$@"\n')
-    (tmp_path / "broken").chmod(0o755)
-    env = {"CXX": tmp_path / "broken", "TORCH_EXTENSIONS_DIR": tmp_path / "new"}
+    env = {"CXX": broken_compiler(tmp_path), "TORCH_EXTENSIONS_DIR": tmp_path / "new"}
     run = script("--strategy", "offload", "--max_steps", "1", env=env, ok=False)
     assert run.code == 2 and "error: planted" in run.error and "--check" in run.error
     assert run.results["error_kind"] == "missing_requirement"
+
+
+def test_lock_of_a_compilation_that_was_killed_is_removed(script, tmp_path):
+    """Torch would wait for it for ever."""
+    folder = tmp_path / "cpu_adam"
+    folder.mkdir()
+    (folder / "lock").touch()
+    os.utime(folder / "lock", (0, 0))
+    env = {"CXX": broken_compiler(tmp_path), "TORCH_EXTENSIONS_DIR": tmp_path}
+    run = script("--strategy", "offload", "--max_steps", "1", env=env, ok=False, timeout=60)
+    assert "cpu_adam was killed earlier" in run.out and run.code == 2 and "planted" in run.error
 
 
 def test_collective_that_waits_too_long(script):
@@ -123,11 +140,13 @@ def test_collective_that_waits_too_long(script):
     ("DistBackendError", "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error, NCCL version 2.21.5", "NCCL_DEBUG"),
     ("DistBackendError", "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", "--ddp_timeout"),
     ("RuntimeError", "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4711", "dmesg"),
-    ("RuntimeError", "connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
     ("RuntimeError", "The NVIDIA driver: CUDA driver version is insufficient for CUDA runtime version", "nvidia-smi"),
     ("MissingCUDAException", "CUDA_HOME does not exist, unable to compile CUDA op(s)", "CUDA_HOME"),
     ("OSError", "[Errno 122] Disk quota exceeded: 'file'", "quota -s"),
-    ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", "--batch_size"),
+    ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", "Out of memory"),
+    ("RuntimeError", "[../gloo/transport/tcp/pair.cc] Timed out waiting 4000ms for recv operation", "--ddp_timeout"),
+    ("RuntimeError", "NCCL Error 2: /dev/shm/nccl-x: No space left on device", "--shm-size"),
+    ("RuntimeError", "TCPStore: connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
     ("ModuleNotFoundError", "No module named 'deepspeed'", "pip install deepspeed"),
 ])  # fmt: skip
 def test_library_error_gets_advice(name, text, said):
@@ -137,16 +156,31 @@ def test_library_error_gets_advice(name, text, said):
     assert said in shown and "\n" not in shown
 
 
+@pytest.mark.parametrize("text, on_host", [
+    ("CUDA error: out of memory", False), ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+    ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),
+])  # fmt: skip
+def test_whose_memory_is_out(text, on_host):
+    from support.errors import explain
+
+    assert explain(RuntimeError(text)).on_host == on_host
+
+
+# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+NCCLS_OWN = {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"}
+
+
 def test_variables_that_are_advised_exist():
-    """torch or NCCL's own strings hold each name."""
+    """torch's libraries hold each name; NCCL's are in its documentation."""
     import torch
 
     from support.advice import TABLE
 
-    named = {name for entry in TABLE for name in re.findall(r"\b(?:TORCH|NCCL|GLOO)_[A-Z_]+", entry.advice)}
+    named = {name for entry in TABLE for name in re.findall(r"\b(?:TORCH|NCCL|GLOO)_[A-Z0-9_]+", entry.advice)}
     folder = Path(torch.__file__).parent / "lib"
     held = b"".join((folder / f"lib{name}.so").read_bytes() for name in ("torch_cpu", "torch_python"))
-    assert named and all(name.encode() in held for name in named if not name.startswith("NCCL_")), named
+    assert {name for name in named if name.startswith("NCCL_")} <= NCCLS_OWN
+    assert all(name.encode() in held for name in named if not name.startswith("NCCL_")), named
 
 
 # ------------------------------------------------------------------------------------------------ the command line
@@ -235,9 +269,33 @@ def test_tensorboard_and_wandb_have_what_metrics_have(script, tmp_path):
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     name = (folder / "wandb-run.txt").read_text().strip()
     assert len(files) == 2 and all(name in file.name for file in files)  # two sessions of one run
+    logged = dict(pair for file in files for pair in wandb_history(file))
+    assert [logged[step] for step in range(1, 13)] == pytest.approx(run.losses)
+
+
+def wandb_history(file):
+    """(step, loss) of every record of a run's file: protobuf messages in LevelDB's log format, after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, message = file.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768  # of this block; no record's header is cut
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        if left < 7 or kind == 0:
+            place += left
+            continue
+        message += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(message)
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            if "train/loss" in items:
+                yield record.history.step.num, json.loads(items["train/loss"])
+            message = b""
 
 
 def test_tracker_that_is_not_installed(script, tmp_path):
-    (tmp_path / "wandb.py").write_text("raise ImportError('planted')\n")
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['wandb'] = None\n")  # as if it were not there
     run = script("--report_to", "wandb", "--max_steps", "1", env={"PYTHONPATH": tmp_path}, ok=False)
     assert run.code == 2 and "pip install wandb" in run.error

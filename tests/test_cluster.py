@@ -413,7 +413,10 @@ def test_generator_refuses(run_file, args, said):
 
 
 def test_run_file(script, run_file, tmp_path):
-    shown = script("--config", run_file / "config.yaml", "--lr", "2e-3", "--print_config").out
+    zeros = ["--seed", "0", "--max_grad_norm", "0", "--weight_decay", "0"]
+    given = ["--lr", "2e-3", *zeros, "--report_to", "tensorboard"]
+    shown = script("--config", run_file / "config.yaml", *given, "--print_config").out
+    assert all(f"\n{zero}: 0" in shown for zero in ("seed", "max_grad_norm", "weight_decay", "dropout"))
     assert "strategy: zero1" in shown and "lr: 0.002" in shown and "precision: fp32" in shown  # the command line wins
     (tmp_path / "again.yaml").write_text("\n".join(line for line in shown.splitlines() if not line.startswith("output_dir")))
     again = script("--config", tmp_path / "again.yaml", "--print_config").out

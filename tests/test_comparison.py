@@ -59,6 +59,24 @@ def all_seven(tmp_path_factory):
     return folder, out, found
 
 
+def test_planned_stands_beside_measured(all_seven):
+    for row in all_seven[2]["strategies"]:
+        assert row["planned_bytes"] == pytest.approx(row["memory_bytes"], rel=0.02), row["strategy"]
+
+
+def test_simulated_comparison(tmp_path):
+    """The memory of four ranks, from one process for each strategy; no losses, no speeds, and never mixed with real runs."""
+    code, out, found = compare(tmp_path, "tiny-gpt2", *SMALL, STRATEGIES="dp zero2 fsdp", SIMULATE_GPUS=4)
+    assert code == 0 and "memory simulation" in out, out
+    assert found["work"]["simulated_world_size"] == 4 and found["work"]["world_size"] == 1 and found["same_model"] is None
+    rows = by_strategy(found)
+    assert all(row["speed"] is None and row["final_loss"] is None for row in rows.values())
+    assert all(row["planned_bytes"] == pytest.approx(row["memory_bytes"], rel=0.02) for row in rows.values())
+    assert rows["fsdp"]["saved"] == pytest.approx(0.75, abs=0.01)
+    assert (tmp_path / "comparison_results_tiny-gpt2.png").stat().st_size > 10_000
+
+
+
 def test_all_strategies_do_the_same_work(all_seven, reference):
     folder, out, found = all_seven
     rows = by_strategy(found)

@@ -52,7 +52,10 @@ def test_no_strategy_is_another_in_disguise(fp32_run):
     assert all(held[s]["nvme_bytes"] == 0 for s in STRATEGIES if s != "infinity")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero2", "infinity", "fsdp")]
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3", "offload", *IN_SOAK])
 def test_simulated_rank_holds_what_a_real_one_does(script, fp32_run, strategy):
     """Rank 0 of two: model states within 2 %, activations within 10 %."""
     args = [*SAME_WORK[:2], "--dropout", "0", *SPLIT, "--precision", "fp32"]
