@@ -239,7 +239,7 @@ class Comparison:
     @property
     def same_model(self) -> bool | None:
         """None where nothing could be compared."""
-        return not self.departing if self.compared else None
+        return not self.departing if self.compared and not self.simulated else None
 
     @property
     def facts(self) -> dict:

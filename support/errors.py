@@ -8,6 +8,7 @@ EXIT_USAGE = 2
 EXIT_OUT_OF_MEMORY = 3
 EXIT_PREEMPTED = 75
 
+
 class UserError(Exception):
     """Something the user can put right. Its text is the one line that says what to do."""
 

@@ -149,7 +149,14 @@ def pinned_bytes() -> int:
     """Host memory in tensors that are locked for transfers to a GPU."""
     if not torch.cuda.is_available():
         return 0
-    return sum(_count((t for t in _all_tensors() if t.device.type == "cpu" and t.is_pinned()), set()).values())
+    return sum(_count(filter(_is_pinned, _all_tensors()), set()).values())
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.device.type == "cpu" and tensor.is_pinned()
+    except (RuntimeError, NotImplementedError):  # some kinds of tensors have no such thing
+        return False
 
 
 def written_bytes() -> int:
@@ -198,6 +205,7 @@ class StepMemory:
         if not self._follows:
             return
         if self.device.type == "cuda":
+            self._peak.mark()  # the steps before are over
             self._start = torch.cuda.memory_allocated(self.device)
         else:
             self._start = sum(_count(_all_tensors(), set()).values())

@@ -72,7 +72,7 @@ def test_from_dp_over_every_strategy_back_to_dp(chain):
     check(chain(FROM_DP), FROM_DP)
 
 
-@pytest.mark.parametrize("links", [FROM_INFINITY, FROM_FSDP], ids=["infinity", "fsdp"])
+@pytest.mark.parametrize("links", [FROM_INFINITY, pytest.param(FROM_FSDP, marks=pytest.mark.soak)], ids=["infinity", "fsdp"])
 def test_llama_from_infinity_and_from_fsdp(chain, llama, text_file, links):
     """Grouped-query attention, untied embeddings, a tokenizer of its own."""
     check(chain(links, "--model", llama, "--dataset", text_file, "--lr", "1e-3"), links)

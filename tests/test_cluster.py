@@ -530,6 +530,7 @@ def test_an_elastic_run_outlives_a_machine(machines, tmp_path):
     assert steps == list(range(1, 121))
 
 
+@pytest.mark.soak
 def test_a_cable_that_is_pulled_ends_the_others(machines, tmp_path):
     """Nothing closes the connections: only silence tells."""
     processes = on_each(machines, *WORK, "--epochs", "4000", "--output_dir", tmp_path)

@@ -76,7 +76,6 @@ def test_simulated_comparison(tmp_path):
     assert (tmp_path / "comparison_results_tiny-gpt2.png").stat().st_size > 10_000
 
 
-
 def test_all_strategies_do_the_same_work(all_seven, reference):
     folder, out, found = all_seven
     rows = by_strategy(found)
