@@ -269,7 +269,7 @@ def test_config_that_leaves_things_out_has_transformers_defaults(tmp_path):
 
 def test_out_of_memory_says_where_and_what_would_fit(tmp_path):
     """With less memory than the machine has (ulimit -v); then the advice is followed, under the same limit."""
-    limit = 5 << 30
+    limit = 8 << 30
 
     def run(*args):
         command = [sys.executable, SCRIPT, "--seq_length", "512", "--precision", "fp32", "--max_steps", "1", "--no_eval",
@@ -279,7 +279,7 @@ def test_out_of_memory_says_where_and_what_would_fit(tmp_path):
         out, err = finish(process, 240)
         return process.returncode, out + err
 
-    code, out = run("--batch_size", "96")
+    code, out = run("--batch_size", "256")
     assert code == 3 and out.count("❌") == 1 and "Traceback" not in out
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert (results["status"], results["error_kind"]) == ("oom", "out_of_memory")
