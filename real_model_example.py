@@ -617,6 +617,7 @@ def train_one_model(args, run: Run):
         evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, precision, meter, saver)
     except Preempted:
         results.preempted(meter.counters(), args.seq_length)
+        run.say(f"⏸️  Stopped by a signal after step {meter.step} of {meter.total_steps}: go on with --resume")
         meter.close()
         raise
     footprint.note("trained")

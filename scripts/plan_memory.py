@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -180,8 +181,13 @@ def as_dict(need: Need, limits: Limits, batch: int) -> dict:
 # ------------------------------------------------------------------------------------------------ --solve
 
 
+WHAT_IS_SOLVED = {"batch": "largest batch", "model": "largest model", "gpus": "fewest GPUs"}
+
+
 def solve(args, work: Work, limits: Limits) -> int:
     """Print the largest batch or model, or the fewest GPUs, of each strategy; returns the exit code."""
+    if not args.json:
+        print(f"The {WHAT_IS_SOLVED[args.solve]} of each strategy, else as asked for: {title(args, work)}\n")
     found, name = {}, {"batch": "batch_size", "model": "parameters", "gpus": "gpus"}[args.solve]
     for strategy in PREFERENCE:
         if args.solve == "batch":
@@ -190,7 +196,7 @@ def solve(args, work: Work, limits: Limits) -> int:
         elif args.solve == "gpus":
             nodes = dataclasses.replace(limits, ranks_per_node=args.most_per_node)
             found[strategy] = planner.fewest_gpus(work, strategy, nodes)
-            text = f"{found[strategy]} GPUs"
+            text = f"{found[strategy]} GPU{'s' * (found[strategy] != 1)}"
         else:
             model = planner.largest_gpt2(work, strategy, limits)
             found[strategy] = model.total if model else 0
@@ -203,4 +209,5 @@ def solve(args, work: Work, limits: Limits) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… | head` is no error
     main()

@@ -300,9 +300,12 @@ def _memory(args, run: Run, precision: str) -> Iterator[Line]:
     try:
         model = planner.find_architecture(args.model)
         args.seq_length = args.seq_length or min(256 if args.model == EMBEDDED_MODEL else 512, model.limit or 512)
+        if model.limit and args.seq_length > model.limit:
+            limit = f"more than the {model.limit} positions of {args.model}"
+            yield Line(PROBLEM, "block length", f"--seq_length {args.seq_length} is {limit}", "shorten it")
         work = preflight.planned_work(args, run, precision, model)
     except UserError:  # its config.json is not here, or the planner does not know what was asked for
-        yield Line(OK, "memory", f"{there}; not planned (scripts/plan_memory.py, with the model's config.json)")
+        yield Line(OK, "memory", f"{there}; not planned: no config.json of the model here, or your own DeepSpeed or FSDP file")
         return
     need = planner.predict(work, args.strategy)
     text = f"planned {need.total / GB:.1f} of {there}"

@@ -606,7 +606,7 @@ def say_memory_profile(run: Run, found: dict) -> None:
         for name, key in names:
             value = found[f"{key}_bytes"][rank]
             run.say(f"  {name}: " + (f"{value / GB:.2f} GB" if value is not None else "—"))
-    run.say("Memory after each phase:")
+    run.say("Memory after each phase (of the rank that holds most, and of the one that holds least in brackets):")
     for phase, values in found["phases_bytes"].items():
         shown = PHASE_COLUMNS if run.device.type == "cuda" else PHASE_COLUMNS[-1:]
         columns = [f"{name} {most_and_least(values[key])}" for name, key in shown]
