@@ -361,7 +361,9 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
 
     def stack(label: str, sizes: list[float], **style) -> None:
         if any(sizes):
-            axes.bar(positions, [size / unit for size in sizes], 0.65, bottom=bottoms, label=label, **style)
+            drawn = [(position, size / unit, bottoms[position]) for position, size in enumerate(sizes) if size]
+            places, heights, lows = zip(*drawn, strict=True)
+            axes.bar(places, heights, 0.65, bottom=lows, label=label, **style)
             bottoms[:] = [bottom + size / unit for bottom, size in zip(bottoms, sizes, strict=True)]
 
     for kind in comparing.STATES:
@@ -384,7 +386,7 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
         axes.plot(*zip(*marks, strict=True), linestyle="none", marker="_", markersize=26, color="black", label="planned")
     if not on_gpu:  # what a GPU would not hold, lighter and above the number
         gap = 0.07 * max(bottoms)
-        bottoms[:] = [bottom + gap * bool(row.host_categories) for bottom, row in zip(bottoms, rows, strict=True)]
+        bottoms[:] = [bottom + gap * any(row.host_categories.values()) for bottom, row in zip(bottoms, rows, strict=True)]
         for kind in ("gradients", "optimizer"):
             stack(f"{kind}, in host memory", [row.host_categories.get(kind, 0) for row in rows], facecolor="white",
                   edgecolor=KIND_COLOURS[kind], hatch="///")  # fmt: skip
