@@ -362,7 +362,7 @@ def needed_ops(strategy: str, device) -> dict[str, list[Path]]:
 
     needed = ["deepspeed_shm_comm"] if device.type == "cpu" else []
     needed += ["cpu_adam"] if strategy in ("offload", "infinity") else []
-    needed += ["async_io", "deepspeed_pin_memory"] if strategy == "infinity" else []
+    needed += ["async_io", *(["pin_memory"] if device.type == "cpu" else [])] if strategy == "infinity" else []
     if own := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return {op: [Path(own) / op] for op in needed}
     builds = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"  # one for each CUDA version
