@@ -183,19 +183,18 @@ class StepMemory:
     Args:
         model: the unwrapped module.
         optimizer: torch's optimizer, or DeepSpeed's wrapper around one.
-        device: the training device.
-        peak: of the device, which all of the run shares.
+        peak: of the training device, which all of the run shares.
         detailed: follow the phases of a step on a CPU, too.
         logits: bytes that the loss keeps of the logits of one micro-batch: log-probabilities in fp32.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer, peak: DevicePeak, detailed: bool, logits: int):
         self.model, self.optimizer, self.device, self.logits = model, optimizer, peak.device, logits
-        device, self._peak = peak.device, peak
+        self._peak = peak
         self.live: dict | None = None
         self.phases: dict[str, dict[str, int]] | None = None
-        self.slows_down = detailed and device.type == "cpu"
-        self._follows = detailed or device.type == "cuda"
+        self.slows_down = detailed and self.device.type == "cpu"
+        self._follows = detailed or self.device.type == "cuda"
         self._profiler, self._marks, self._gathered, self._written_before = None, [], 0, 0
         self.written = 0
 
@@ -249,10 +248,11 @@ class StepMemory:
             found = self.phases.setdefault(phase, {"live": 0, "peak": 0})
             found.update(live=live, peak=max(found["peak"], peak))
             if phase == "forward":  # of the last micro-batch; on a GPU and on a CPU alike, what was gathered is not saved
-                self.live_activations = live - before - self._gathered
+                activations = live - before - self._gathered
             before = live
-        self.live["categories"].update(activations=max(0, self.live_activations - self.logits), logits=self.logits)
-        self.live["on_device"].update(activations=max(0, self.live_activations - self.logits), logits=self.logits)
+        held = {"activations": max(0, activations - self.logits), "logits": self.logits}
+        self.live["categories"].update(held)
+        self.live["on_device"].update(held)
 
 
 MARK = "memory after "

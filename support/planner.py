@@ -333,11 +333,6 @@ class Need:
             return int(GPU_SLACK * self.peak) + CUDA_CONTEXT
         return int(CPU_SLACK * (self.peak + self.host)) + CPU_LIBRARIES
 
-    @property
-    def states(self) -> int:
-        """Parameters, gradients and optimizer states on the GPU."""
-        return self.parameters + self.gradients + self.optimizer
-
 
 @dataclass(frozen=True)
 class _Held:
@@ -471,9 +466,14 @@ def _groups(model: Architecture, sizes: list[int]) -> list[list[int]]:
     return [[s for s in sizes if model.is_matrix(s)], [s for s in sizes if not model.is_matrix(s)]]
 
 
+def _share(group: list[int], n: int) -> int:
+    """Elements of a rank's part of a group, which is filled up to a multiple of 2N."""
+    return math.ceil(sum(group) / (2 * n)) * 2
+
+
 def _partition(model: Architecture, sizes: list[int], n: int) -> int:
-    """Elements of a rank's part of all groups, each filled up to a multiple of 2N."""
-    return sum(math.ceil(sum(group) / (2 * n)) * 2 for group in _groups(model, sizes))
+    """Elements of a rank's part of all groups."""
+    return sum(_share(group, n) for group in _groups(model, sizes))
 
 
 def _kept_gradients(work: Work, sizes: list[int]) -> int:
@@ -481,7 +481,7 @@ def _kept_gradients(work: Work, sizes: list[int]) -> int:
     ranks = range(work.world_size) if work.rank is None else [work.rank]
     kept = dict.fromkeys(ranks, 0)
     for group in _groups(work.model, sizes):
-        share, start = math.ceil(sum(group) / (2 * work.world_size)) * 2, 0
+        share, start = _share(group, work.world_size), 0
         for size in group:
             for rank in range(start // share, min((start + size - 1) // share, work.world_size - 1) + 1):
                 if rank in kept:
