@@ -166,12 +166,16 @@ survivors() { # processes of the run marked $1; torchrun's workers have sessions
     grep -lszx "COMPARISON_RUN=$1" /proc/[0-9]*/environ 2> /dev/null | cut -d / -f 3 || true
 }
 
+undisturbed() ( # a short command; a signal is this script's to handle, and that is done when the command has ended
+    trap '' HUP INT TERM
+    "$@"
+)
+
 run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments for the script
     local folder=$runs/$1/$2 mark=$$-$1-$2 begun=$SECONDS code=0 port pids
     shift 2
-    # A signal may end either of these commands; then nothing is started, and the report is still written.
-    scratch=$(mktemp -d) || return 0 # NVMe files, and whatever a run that is killed leaves behind
-    port=$(in_project 'from support.launch import free_port; print(free_port())') || return 0
+    scratch=$(undisturbed mktemp -d) || return 0 # NVMe files, and whatever a run that is killed leaves behind
+    port=$(undisturbed in_project 'from support.launch import free_port; print(free_port())') || return 0
     [[ $interrupted == 0 ]] || return 0
     rm -rf "$folder" && mkdir -p "$folder"
     local launcher=(-m torch.distributed.run --nproc_per_node="$ranks" --master_addr=127.0.0.1 --master_port="$port")
@@ -206,7 +210,7 @@ run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments f
     fi
 }
 
-report() { "$python" "$project/scripts/compare_report.py" "$@"; }
+report() { undisturbed "$python" "$project/scripts/compare_report.py" "$@"; }
 
 number=0
 run_and_say() { # as run_once; a completed run is kept under RESUME=1
@@ -220,7 +224,7 @@ run_and_say() { # as run_once; a completed run is kept under RESUME=1
             printf '%s (kept)\n' "$line"
             return 0
         fi
-        [[ $code == 3 ]] || return 0 # 3: it is not completed; anything else: the report was stopped
+        [[ $code == 3 ]] || return 0 # 3: it is not completed
     fi
     run_once "$@"
     printf '%s (%d s)\n' "$(report --status "$folder" || true)" $((SECONDS - begun))
@@ -240,11 +244,11 @@ for ((repeat = 1; repeat <= repeats; repeat++)); do # in turn, so that a machine
     done
 done
 if [[ $control == 1 && $interrupted == 0 ]] && report --status "$runs/dp/1" > /dev/null; then
-    higher=$("$python" -c 'import json, sys; print(1.1 * max(json.loads(line)["lr"] for line in sys.stdin if "loss" in line))' < "$runs/dp/1/metrics.jsonl") || true
+    higher=$(undisturbed "$python" -c 'import json, sys; print(1.1 * max(json.loads(line)["lr"] for line in sys.stdin if "loss" in line))' < "$runs/dp/1/metrics.jsonl") || true
     [[ -z $higher ]] || run_and_say control 1 --strategy dp --lr "$higher"
 fi
 
-trap '' HUP INT TERM # the report is short, and the user wants it
+trap '' HUP INT TERM
 echo
 code=0
 report "$runs" || code=$?

@@ -6,13 +6,16 @@ way goes around: under its own launcher DeepSpeed reduces through shared memory 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
 
+import numpy
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 # Operator -> its usual name, and how often one rank of N sends each byte of the message, in units of (N − 1) / N:
 # once where every rank ends up with, or gives away, all parts but its own, and twice for an all-reduce, which is a
@@ -44,6 +47,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self.steps: list[dict[str, tuple[int, int, float]]] = []
+        self.aside = False  # gather through buffers that the allocator does not see, see `_gather_aside`
         self._now: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
         # Above the operators' own CPU and CUDA kernels; below this key the call goes on as if nothing had been there.
         self._library = torch.library.Library("c10d", "IMPL")
@@ -61,7 +65,10 @@ class Traffic:
             entry[0] += 1
             entry[1] += message
             entry[2] += times * message * (ranks - 1) / ranks
-            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+            call = functools.partial(overload.redispatch, keyset & torch._C._after_autograd_keyset)
+            if self.aside and name == "all_gather":
+                return _gather_aside(call, args, kwargs)
+            return call(*args, **kwargs)
 
         return count
 
@@ -92,6 +99,25 @@ class Traffic:
     def complete(device: torch.device, strategy_is_deepspeed: bool) -> bool:
         """False where DeepSpeed reduces through shared memory, which is not counted: CPU, its own launcher."""
         return not (strategy_is_deepspeed and device.type == "cpu" and "LOCAL_SIZE" in os.environ)
+
+
+@torch.no_grad()
+def _gather_aside(call, args, kwargs):
+    """Gather into other buffers, wait, and copy what came.
+
+    Gloo's own thread may be the last to let go of a gather's buffers. PyTorch's profiler sees only what this thread releases,
+    and would take them for activations; these buffers are numpy's, and it never sees them.
+    """
+    gathered, work = call(*tree_map_only(torch.Tensor, _copy_of_numpy, args), **kwargs)
+    dist.Work.unbox(work).wait()
+    for mine, found in zip(_tensors(args[0]), _tensors(gathered), strict=True):
+        mine.copy_(found)
+    return args[0], work
+
+
+def _copy_of_numpy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.from_numpy(numpy.empty(tensor.nbytes, numpy.uint8)).view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
 
 
 def _dtype_and_bytes(arg) -> tuple[str, int]:

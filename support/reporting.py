@@ -194,6 +194,7 @@ class Meter:
             return
         if phase == "data":
             self.step_memory.begin()
+            self.traffic.aside = self.step_memory.slows_down
         else:
             self.step_memory.mark(phase)
         self.timer.mark(None)
@@ -241,6 +242,7 @@ class Meter:
         self.traffic.end_step()
         if self._in_last_step:
             self.step_memory.end()
+            self.traffic.aside = False
         if self.trace:
             self.trace.end_step()
         batch, batches = self._batch, self._batches
