@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -20,6 +21,7 @@ from support.distributed import Run
 
 def configure_deepspeed(args, run: Run, precision: str, blueprint) -> None:
     """Complete DeepSpeed's JSON for this model and device."""
+    import cpuinfo
     import deepspeed
 
     if not args.verbose:
@@ -34,6 +36,8 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint) -> None:
             return folder
 
         args.nvme_folder = run.once_per_node("nvme folder", make_folder)
+    # Each op that is loaded asks for it twice, and an answer takes a second.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     # Torch quotes the folders of headers but not the one of its libraries: a space in its path would end the compilation.
     cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
     if run.launch.is_node_leader and (stale := preflight.remove_stale_locks(args.strategy, run.device)):
