@@ -39,6 +39,7 @@ import itertools
 import math
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,21 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from support import checkpoint, checks, data, export, memory, models, reporting, sampling, tracing
+from support import (
+    checkpoint,
+    checks,
+    corpus,
+    data,
+    export,
+    memory,
+    metering,
+    models,
+    reporting,
+    sampling,
+    streaming,
+    tokens,
+    tracing,
+)
 from support.config import EMBEDDED_MODEL, NORM_CHUNK
 from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
 from support.distributed import ARRIVAL_SECONDS, Run, describe_difference, meet, open_store, simulate_process_group
@@ -101,6 +116,8 @@ def setup_distributed(args, launch) -> Run:
 def find_model(args, run: Run) -> models.Blueprint:
     """Find the model, its sizes and its tokenizer, without loading any weights."""
     blueprint = models.find_model(args, run)
+    if args.chat_template:
+        blueprint.tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     limit = models.max_positions(blueprint.config)
     if args.seq_length is None:
         args.seq_length = min(256 if args.model == EMBEDDED_MODEL else 512, limit or 512)
@@ -130,30 +147,51 @@ def load_model_and_tokenizer(args, run: Run, precision: str, blueprint: models.B
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dist.barrier()
-    run.clean_up(blueprint.weights)
+    if not args.merge_lora:  # which will read them again
+        run.clean_up(blueprint.weights)
     run.say(f"✅ Model loaded: {blueprint.parameters:,} parameters ({blueprint.parameters / 1e6:.1f}M)")
+    if blueprint.lora:
+        share = blueprint.trainable / blueprint.parameters
+        run.say(f"🔧 LoRA: {blueprint.trainable:,} of {blueprint.parameters:,} parameters are trained ({share:.2%})")
     return model, blueprint.tokenizer
 
 
-def prepare_dataset(args, run: Run, tokenizer) -> tuple[data.TokenFile, data.TokenFile, dict]:
-    """Read, tokenise and pack the corpus: once per node, by its first rank.
+def prepare_dataset(args, run: Run, tokenizer):
+    """Read, tokenise and pack the corpus, or under --streaming only open it.
 
     Returns:
         Training blocks, validation blocks, and the facts for results.json.
     """
+    if args.streaming:
+        train, validation = streaming.Stream(args, run, tokenizer), data.nothing(args)
+        if args.validation_file:
+            prepared = tokenize_corpus(args, run, tokenizer, args.validation_file)
+            validation, facts = data.open_split(prepared, "train", args)
+            reporting.say_dataset(run, args, prepared, {"validation": facts}, tokenizer)
+        return train, validation, train.facts
+    prepared = tokenize_corpus(args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file)
+    train, validation, facts = data.split_blocks(prepared, args)
+    reporting.say_dataset(run, args, prepared, facts, tokenizer)
+    if args.num_samples and train.blocks < args.num_samples:
+        run.warn(f"--num_samples {args.num_samples:,} is more than the corpus has: using all {train.blocks:,} blocks.")
+    return train, validation, {
+        "name": args.dataset, "sha256": prepared["sha256"], **facts["train"], "bad_rows": prepared["bad_rows"],
+        "validation": facts["validation"],
+    }  # fmt: skip
+
+
+def tokenize_corpus(args, run: Run, tokenizer, name: str, config: str | None = None, validation: str | None = None) -> dict:
+    """Read and tokenise a corpus: once per node, by its first rank; see tokens.tokenize_once."""
 
     def tokenize() -> dict:
-        source = data.open_source(args.dataset, args.dataset_config, args.text_column)
+        source = corpus.open_source(name, config, args.text_column, validation)
+        folder = models.cache_folder(args.cache_dir)
         with run.bar("Tokenising", unit="characters") as bar:
-            return data.tokenize_once(source, tokenizer, models.cache_folder(args.cache_dir), run.temporary, bar.advance)
+            return tokens.tokenize_once(source, tokenizer, folder, run.temporary, bar.advance, args.max_bad_rows)
 
     prepared = run.once_per_node("dataset", tokenize)
     describe_difference(run.gather((prepared["sha256"], prepared["splits"])), "The text of the dataset")
-    train, validation = data.split_blocks(prepared, args.seq_length, args.num_samples)
-    if args.num_samples and train.blocks < args.num_samples:
-        run.warn(f"--num_samples {args.num_samples:,} is more than the corpus has: using all {train.blocks:,} blocks.")
-    facts = {"name": args.dataset, "sha256": prepared["sha256"], "tokens": prepared["splits"]["train"], "blocks": train.blocks}
-    return train, validation, facts
+    return prepared
 
 
 # ============================================================================================ one wrapper per strategy
@@ -163,10 +201,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Decay for matrices and embeddings, none for biases and norms; the same for every strategy."""
     # A parameter partitioned by ZeRO-3 keeps its true shape in ds_shape.
     matrix = {p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in model.parameters() if p.requires_grad}
-    return [
+    groups = [
         {"params": [p for p in matrix if matrix[p]], "weight_decay": weight_decay},
         {"params": [p for p in matrix if not matrix[p]], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]  # adapters are matrices only
 
 
 def adamw(model: nn.Module, args) -> torch.optim.AdamW:
@@ -289,17 +328,16 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=data.IGNORED, reduction="sum")
 
 
-def count_tokens(window, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens that one optimizer step is the mean over: all micro-batches of all ranks; and how many ranks were asked to stop.
-
-    Two tensors on the device, from one all-reduce.
+def count_tokens(window: data.Window, run: Run) -> torch.Tensor:
+    """Of one optimizer step, over all micro-batches of all ranks: [tokens that its loss is the mean over, all tokens that are
+    read, ranks that were asked to stop]; on the device, from one all-reduce.
     """
-    tokens = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in window)
-    counts = torch.zeros(2, device=run.device)
-    counts[0] = tokens
-    counts[1].fill_(run.stop.requested)
+    counts = torch.zeros(3, device=run.device)
+    counts[0] = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in window.batches)
+    counts[1].fill_(window.tokens)
+    counts[2].fill_(run.stop.requested)
     dist.all_reduce(counts)
-    return counts[0], counts[1]
+    return counts
 
 
 def autocast(model: nn.Module, device: torch.device, precision: str):
@@ -357,11 +395,13 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
         raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a lower --lr.")
 
 
-def windows_of_epoch(train: data.TokenFile, epoch: int, done: int, args, run: Run):
+def windows_of_epoch(train, epoch: int, done: int, args, run: Run):
     """This rank's micro-batches (inputs, labels) of each optimizer step of one epoch, on the device; see data.windows.
 
-    The first `done` blocks are left out: a resumed run has them behind it.
+    The first `done` blocks are left out: they were trained on before a resume, or before an evaluation.
     """
+    if args.streaming:
+        return train.windows(run.device)
     order = data.epoch_order(train.blocks, args.seed, epoch)[done:]
     windows = data.windows(train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size)
     return data.prefetch(windows, run.device)
@@ -372,21 +412,21 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
     model.train()
     held_back = torch.zeros((), dtype=torch.bool, device=run.device)
 
-    meter.start_epoch(epoch, train, args)
+    meter.start_epoch(epoch)
     for window in windows_of_epoch(train, epoch, meter.position, args, run):
         lr = learning_rate(meter.step, meter.total_steps, args)
         set_learning_rate(optimizer, lr)
-        tokens, stop = count_tokens(window, run)
+        learned, read, stop = count_tokens(window, run)
         loss_of_step = torch.zeros((), device=run.device)
         meter.mark("data")
 
-        for micro_step, (inputs, labels) in enumerate(window):
+        for micro_step, (inputs, labels) in enumerate(window.batches):
             data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
-            with gradient_sync(model, needed=micro_step + 1 == len(window)):
+            with gradient_sync(model, needed=micro_step + 1 == len(window.batches)):
                 with autocast(model, run.device, precision):
-                    loss = token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels) / tokens
+                    loss = token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels) / learned
                 meter.mark("forward")
-                # DDP and FSDP divide the sum over the ranks by their number; `tokens` already counts all ranks.
+                # DDP and FSDP divide the sum over the ranks by their number; `learned` already counts all ranks.
                 scaler.scale(loss * run.world_size).backward()
                 meter.mark("backward")
             loss_of_step += loss.detach()
@@ -403,9 +443,9 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
         optimizer.zero_grad(set_to_none=True)
         meter.mark("update")
 
-        meter.end_step(loss_of_step, lr, grad_norm)
+        meter.end_step(loss_of_step, lr, grad_norm, read)
         saver.after_step(meter, stop)
-        if meter.finished:
+        if meter.evaluation_is_due or meter.finished:
             break
 
 
@@ -414,22 +454,22 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
     engine.train()
     held_back = torch.zeros((), dtype=torch.bool, device=run.device)
 
-    meter.start_epoch(epoch, train, args)
+    meter.start_epoch(epoch)
     for window in windows_of_epoch(train, epoch, meter.position, args, run):
         if engine.lr_scheduler is None:  # a user's DeepSpeed file may bring its own
             set_learning_rate(engine.optimizer, learning_rate(meter.step, meter.total_steps, args))
         lr = engine.optimizer.param_groups[0]["lr"]
-        tokens, stop = count_tokens(window, run)
+        learned, read, stop = count_tokens(window, run)
         loss_of_step = torch.zeros((), device=run.device)
         meter.mark("data")
 
-        for micro_step, (inputs, labels) in enumerate(window):
+        for micro_step, (inputs, labels) in enumerate(window.batches):
             # The last window of an epoch may be short, so the engine is told where a step ends instead of counting.
             data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
-            engine.set_gradient_accumulation_boundary(micro_step + 1 == len(window))
-            loss = token_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels) / tokens
+            engine.set_gradient_accumulation_boundary(micro_step + 1 == len(window.batches))
+            loss = token_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels) / learned
             meter.mark("forward")
-            # As in train_epoch_ddp the ranks are averaged; the accumulation steps are already in `tokens`.
+            # As in train_epoch_ddp the ranks are averaged; the accumulation steps are already in `learned`.
             engine.backward(loss * run.world_size, scale_wrt_gas=False)
             meter.mark("backward")
             loss_of_step += loss.detach()
@@ -441,9 +481,9 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
         grad_norm = engine.get_global_grad_norm()
         meter.mark("update")
 
-        meter.end_step(loss_of_step, lr, grad_norm)
+        meter.end_step(loss_of_step, lr, grad_norm, read)
         saver.after_step(meter, stop)
-        if meter.finished:
+        if meter.evaluation_is_due or meter.finished:
             break
 
 
@@ -451,7 +491,7 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
 
 
 @torch.no_grad()
-def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) -> tuple[float, float] | None:
+def evaluate(model, validation, args, run: Run, precision: str) -> tuple[float, float] | None:
     """Mean loss over every validation token, each counted once, and its perplexity exp(loss); None if asked to stop.
 
     The blocks are dealt to the ranks; where they do not come out even, rows without labels fill up the batch.
@@ -462,7 +502,8 @@ def evaluate(model, validation: data.TokenFile, args, run: Run, precision: str) 
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     batches = data.windows(validation, order, args.batch_size, 1, run.rank, run.world_size)
     with run.bar("Evaluation", -(-len(order) // (args.batch_size * run.world_size)), "batch") as bar:
-        for number, [(inputs, labels)] in enumerate(data.prefetch(batches, run.device)):
+        for number, window in enumerate(data.prefetch(batches, run.device)):
+            [(inputs, labels)] = window.batches
             if number % STOP_CHECK_BATCHES == 0 and run.asked_to_stop():
                 return None
             with autocast(model, run.device, precision):
@@ -514,36 +555,36 @@ def wrap(model, args, run: Run):
 def train_and_evaluate(
     model, optimizer, scaler, train, validation, args, run: Run, precision: str, meter, saver
 ) -> tuple | None:
-    """All epochs; returns the last evaluation's (loss, perplexity), or None."""
+    """All epochs, or as many as early stopping lets be; returns the last evaluation's (loss, perplexity), or None."""
     last = None
 
     def evaluate_now():
-        if not validation.blocks and args.eval_only:
-            raise UserError("The corpus has one block only, which would be for training: nothing is left to evaluate on.")
         if not validation.blocks:
-            run.warn("The corpus has one block only, so nothing is left to evaluate on.")
+            nothing = "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file."
+            if args.eval_only or args.early_stopping_patience or args.load_best_at_end:
+                raise UserError(nothing)
+            run.warn(nothing)
             return None
         meter.footprint.doing = "evaluation"
         found = evaluate(model, validation, args, run, precision)
         if found is None:
             saver.save_and_stop(meter)
         loss, perplexity = found
-        meter.log_evaluation(loss, perplexity)
         run.say(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
+        meter.log_evaluation(loss, perplexity)
+        saver.after_evaluation(meter)
         return loss, perplexity
 
-    epoch, done = divmod(meter.samples_done, train.blocks)
     # A checkpoint at the end of an epoch, or of the run, came before the evaluation there.
-    evaluation_is_due = args.eval and meter.step > 0 and (done == 0 or meter.finished)
-    if args.eval_only or evaluation_is_due or (args.eval_first and meter.step == 0):
+    if args.eval_only or (meter.evaluation_is_due if meter.step else args.eval_first):
         last = evaluate_now()
     while not meter.finished and not args.eval_only:
-        epoch += 1
+        epoch = meter.samples_done // train.blocks + 1
         if args.ds_config_dict:
             train_epoch_deepspeed(model, train, epoch, meter, saver, args, run)
         else:
             train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run, precision)
-        if args.eval:
+        if meter.evaluation_is_due:
             last = evaluate_now()
     return last
 
@@ -591,9 +632,9 @@ def train_one_model(args, run: Run):
     train, validation, dataset = prepare_dataset(args, run, blueprint.tokenizer)
     model, _tokenizer = load_model_and_tokenizer(args, run, precision, blueprint)
     footprint.note("model_loaded")
-    run.say(f"✅ Dataset ready: {train.blocks:,} samples")
+    run.say("✅ Dataset ready: " + ("a stream" if args.streaming else f"{train.blocks:,} samples"))
     results.update(
-        parameters=blueprint.parameters, trainable_parameters=blueprint.parameters, seq_length=args.seq_length, dataset=dataset
+        parameters=blueprint.parameters, trainable_parameters=blueprint.trainable, seq_length=args.seq_length, dataset=dataset
     )
     model, optimizer = wrap(model, args, run)
     footprint.note("wrapped")
@@ -603,24 +644,26 @@ def train_one_model(args, run: Run):
     scale = 1.0 if run.simulated else 2.0**16  # gradients of a simulation would overflow, and their steps be left out
     scaler = torch.amp.GradScaler(run.device.type, scale, enabled=precision == "fp16" and not args.ds_config_dict)
     identity = checkpoint.identify(args, run, precision, blueprint, dataset, model)
-    saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, blueprint)
+    saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, blueprint, train)
     before = saver.resume()
     steps = data.total_steps(train.blocks, world_batch, args.epochs, args.max_steps, before["step"], before["samples"])
-    if before["step"] >= steps and results.was_complete:
+    if results.was_complete and (before["step"] >= steps or results.stopped_early_as(args.early_stopping_patience)):
         run.say("✅ This run was complete already.")
         results.go_on_from_complete()
         hand_out(model, saver, results, folder, args, run, blueprint, precision)
         return model
     results.begin()
-    meter = reporting.open_meter(args, run, folder, model, optimizer, blueprint, steps, before, footprint)
+    meter = metering.open_meter(args, run, folder, model, optimizer, blueprint, steps, before, footprint, train.blocks)
     try:
         evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, precision, meter, saver)
     except Preempted:
-        results.preempted(meter.counters(), args.seq_length)
+        results.preempted(meter.counters())
         run.say(f"⏸️  Stopped by a signal after step {meter.step} of {meter.total_steps}: go on with --resume")
         meter.close()
         raise
     footprint.note("trained")
+    if args.load_best_at_end:
+        saver.load_best(meter)
 
     results.update(checkpoint_seconds=saver.seconds)
     results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint, precision))

@@ -5,6 +5,7 @@
         model/                          configuration and tokenizer, so that a checkpoint can be exported by itself
         manifest.json                   every piece and where it lies; step, counters; size and SHA-256 of each file
     <output_dir>/checkpoints/latest     name of the newest one
+    <output_dir>/checkpoints/best       with --load_best_at_end: name of the one with the best evaluation
 
 A save is written into a folder of another name, each file flushed to disk, the manifest last; then the folder gets its
 name, and then `latest` names it. Whatever is interrupted leaves the checkpoint before as it was.
@@ -32,35 +33,36 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from support import export, models
-from support.data import tokenizer_fingerprint
 from support.distributed import Run
 from support.errors import Preempted, TrainingError, UserError
 from support.files import sha256_of, sync_folder, sync_tree, write_text
 from support.safetensors_files import save_file
 from support.sharding import ShardedState
+from support.tokens import tokenizer_fingerprint
 
 FORMAT_VERSION = 1
 FILE_BYTES = 256 << 20  # of one file; so much host memory does a save need beside what training holds
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # of an optimizer's parameter groups
-NEW_RUN = {"step": 0, "samples": 0, "training_seconds": 0.0, "first_loss": None, "last_loss": None}
+NEW_RUN = {"step": 0, "samples": 0, "tokens": 0, "training_seconds": 0.0, "first_loss": None, "last_loss": None, "best": None}
 
 
 class Saver:
     """Resumes a run, and knows when a checkpoint is due and what goes into it beside the tensors.
 
     Args:
-        args: --save_every, --save_epochs, --keep_last, --resume, --resume_force, --no_save, --eval_only.
+        args: --save_every, --save_epochs, --keep_last, --load_best_at_end, --resume, --resume_force, --no_save, --eval_only.
         run: the ranks.
         folder: the run's output folder.
         model, optimizer: as wrapped by the strategy; for DeepSpeed the engine and its optimizer.
         scaler: torch's GradScaler.
         identity: what this run is, see `identify`.
         blueprint: the model's description.
+        train: the training blocks; a stream has a place to be saved.
     """
 
-    def __init__(self, args, run: Run, folder: Path, model, optimizer, scaler, identity: dict, blueprint):
+    def __init__(self, args, run: Run, folder: Path, model, optimizer, scaler, identity: dict, blueprint, train):
         self.args, self.run, self.folder, self.model, self.scaler = args, run, folder / "checkpoints", model, scaler
-        self.identity, self.blueprint = identity, blueprint
+        self.identity, self.blueprint, self.train = identity, blueprint, train
         self.state = None if args.eval_only else ShardedState(getattr(model, "module", model), optimizer, run.device)
         self.may_save = self._may_save(optimizer)
         self._stop_before, self._saved_at = None, None
@@ -73,9 +75,10 @@ class Saver:
         if self.args.eval_only:
             return False
         known = ShardedState.knows(optimizer)
-        if not known and (self.args.save_every or self.args.save_epochs or self.args.resume is not None):
+        wanted = ("save_every", "save_epochs", "load_best_at_end", "resume")
+        if not known and (asked := [flag for flag in wanted if getattr(self.args, flag) not in (None, False)]):
             raise UserError("Checkpoints know AdamW's states only: leave the optimizer out of the DeepSpeed file, or leave out "
-                            "--save_every, --save_epochs and --resume.")  # fmt: skip
+                            f"--{' and --'.join(asked)}.")  # fmt: skip
         if not known and not self.args.no_save:
             self.run.warn("The DeepSpeed file's optimizer is not AdamW: a signal will end this run without a checkpoint.")
         return known and not self.args.no_save
@@ -96,13 +99,19 @@ class Saver:
             return NEW_RUN
         path, manifest = found
         check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.run)
+        if self.args.streaming:
+            self.train.resume(manifest.get("stream") or {})
         load(path, manifest, self.state)
         self._read_buffers(path / "model" / "buffers.safetensors")
         self._set_scaling(manifest["scaling"])
         self._set_schedule(manifest)
         self.run.say(f"▶️  Resumed from {path}")
-        self._saved_at = manifest["counters"]["step"] if path.parent == self.folder else None
-        return manifest["counters"]
+        counters = {**NEW_RUN, "tokens": None, **manifest["counters"]}
+        if path.parent == self.folder:
+            self._saved_at = counters["step"]
+        else:
+            counters["best"] = None  # it lies in the other run's folder
+        return counters
 
     def _read_buffers(self, file: Path) -> None:
         saved = load_file(file) if file.exists() else {}
@@ -137,6 +146,23 @@ class Saver:
         if self.may_save and self._asked(stop):
             self.save_and_stop(meter)
 
+    def after_evaluation(self, meter) -> None:
+        """Keep a checkpoint of the best evaluation. Call it on every rank."""
+        if self.args.load_best_at_end and meter.best and meter.best["step"] == meter.step:
+            self.save(meter)
+            if self.run.is_main:
+                write_text(self.folder / "best", step_folder(self.folder, meter.step).name + "\n")
+
+    def load_best(self, meter) -> None:
+        """Go back to the weights of the best evaluation; call it on every rank, at the end of training."""
+        step = meter.best["step"]
+        if step == meter.step:
+            return
+        path, manifest = find(str(step_folder(self.folder, step)), self.folder, self.run)
+        load(path, manifest, self.state)
+        self._read_buffers(path / "model" / "buffers.safetensors")
+        self.run.say(f"🏅 Back to the weights of step {step}, the best evaluation (loss {meter.best['loss']:.4f})")
+
     def _asked(self, stop: torch.Tensor) -> bool:
         """The answer; on a GPU that of the step before, because this step's would have to be waited for."""
         if not stop.is_cuda:
@@ -161,7 +187,7 @@ class Saver:
         begun = time.monotonic()
         scheduler = getattr(self.model, "lr_scheduler", None)  # only where a user's DeepSpeed file brings one
         facts = {"counters": meter.counters(), "scaling": self._scaling(), "identity": self.identity,
-                 "lr_scheduler": scheduler.state_dict() if scheduler else {},
+                 "lr_scheduler": scheduler.state_dict() if scheduler else {}, "stream": self._stream(),
                  "groups": [{key: group[key] for key in GROUP_KEYS} for group in self.state.base.param_groups]}  # fmt: skip
         with self.run.bar("Saving a checkpoint", unit=""):
             path = save(self.folder, meter.step, facts, self.state, self.run, self.args.keep_last, self._write_model)
@@ -170,8 +196,14 @@ class Saver:
         self.run.say(f"💾 {path} ({self.seconds[-1]:.1f} s)")
         meter.restart_clock()
 
+    def _stream(self) -> dict | None:
+        """Where the lanes of all ranks stand in a streamed corpus."""
+        if not self.args.streaming:
+            return None
+        return {lane: state for rank in self.run.gather(self.train.state) for lane, state in rank.items()}
+
     def _write_model(self, folder: Path) -> None:
-        export.describe(self.blueprint.config, self.blueprint.generation, self.blueprint.tokenizer, folder)
+        export.describe(self.blueprint, folder)
         if buffers := models.persistent_buffers(getattr(self.model, "module", self.model)):
             save_file(buffers, folder / "buffers.safetensors")
 
@@ -212,17 +244,19 @@ def identify(args, run: Run, precision: str, blueprint, dataset: dict, model) ->
         "parameters": blueprint.parameters,
         "shapes": digest_of_shapes({name: getattr(p, "ds_shape", p.shape) for name, p in named}),
         "tokenizer": tokenizer_fingerprint(blueprint.tokenizer),
+        "lora": blueprint.lora and {"r": blueprint.lora.r, "alpha": blueprint.lora.alpha},
     }
     soft = {
         "model": args.model, "dataset": dataset["sha256"], "blocks": dataset["blocks"], "seq_length": args.seq_length,
-        "seed": args.seed, "global batch": args.batch_size * args.gradient_accumulation_steps * run.world_size,
+        "seed": args.seed, "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
+        "global batch": args.batch_size * args.gradient_accumulation_steps * run.world_size,
     }  # fmt: skip
     told = {
         "strategy": args.strategy, "ranks": run.world_size, "precision": precision, "batch_size": args.batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps, "epochs": args.epochs, "max_steps": args.max_steps,
         "lr": args.lr, "lr_scheduler": args.lr_scheduler, "warmup_steps": args.warmup_steps,
         "weight_decay": args.weight_decay, "max_grad_norm": args.max_grad_norm, "dropout": args.dropout,
-        "from_scratch": args.from_scratch,
+        "from_scratch": args.from_scratch, "lora_dropout": args.lora_dropout,
     }  # fmt: skip
     return {"hard": hard, "soft": soft, "told": told}
 
@@ -251,7 +285,7 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
     Raises:
         OSError: the disk is full, or not writable.
     """
-    final = folder / f"step-{step:08d}"
+    final = step_folder(folder, step)
     beside = folder / f".{final.name}.partial"
     if run.is_main:
         shutil.rmtree(beside, ignore_errors=True)
@@ -279,7 +313,8 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
         sync_folder(folder)
         sync_folder(folder.parent)
         for old in list_checkpoints(folder)[keep_last:] if keep_last else ():
-            shutil.rmtree(old, ignore_errors=True)
+            if old.name != best_of(folder):
+                shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
     return final
 
@@ -334,6 +369,17 @@ def facts_of(path: Path) -> dict:
 
 
 # ------------------------------------------------------------------------------------------------ finding
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The checkpoint of a step."""
+    return folder / f"step-{step:08d}"
+
+
+def best_of(folder: Path) -> str:
+    """Name of the checkpoint with the best evaluation; "" if none is marked."""
+    marked = folder / "best"
+    return marked.read_text(encoding="utf-8").strip() if marked.exists() else ""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

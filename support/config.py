@@ -85,6 +85,14 @@ def probability(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A part of something: 0 < p < 1."""
+    value = positive_float(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1")
+    return value
+
+
 def prompt(text: str) -> str:
     """A text to continue."""
     if not text.strip():
@@ -143,13 +151,33 @@ def build_parser() -> argparse.ArgumentParser:
     add("--from_scratch", action="store_true", help="take the architecture only; random weights drawn from --seed")
     add("--dropout", type=probability, help="dropout probability everywhere in the model (default: the model's own)")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward pass to save memory")
+    add("--lora_r", type=positive_int, metavar="R",
+        help="train low-rank adapters of this rank (LoRA) and leave the model as it is (default: train all of it)")
+    add("--lora_alpha", type=positive_float, metavar="A", help="scale the adapters by A / R (default: 2 R)")
+    add("--lora_dropout", type=probability, default=0.0, help="dropout before the adapters (default: %(default)s)")
+    add("--lora_targets", metavar="LIST",
+        help="layers that get one, by the end of their names with commas between, or all-linear (default: those that are "
+             "usual for the architecture)")
+    add("--merge_lora", action="store_true", help="export the whole model with the adapters added, instead of the adapters")
     add("--compile", action="store_true", help="compile the model with torch.compile")
 
     add = parser.add_argument_group("data").add_argument
     add("--dataset", help="pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .parquet), or a hub "
                           "dataset (default: pydocs for tiny-gpt2, else wikitext)")
     add("--dataset_config", help="configuration name of a hub dataset")
-    add("--text_column", default="text", help="column or key that holds the text (default: %(default)s)")
+    add("--text_column", help="column or key that holds the text (default: messages, or prompt and completion, where a row "
+                              "has them, else text)")
+    add("--validation_file", metavar="FILE", help="file or folder to evaluate on (default: the corpus's own validation split)")
+    add("--validation_split", type=share, metavar="SHARE",
+        help="share of the corpus to hold out for evaluation (default: 0.1 where there is no validation split)")
+    add("--max_bad_rows", type=natural_int, default=0, metavar="N",
+        help="leave out up to so many rows that cannot be used, and name them (default: %(default)s)")
+    add("--chat_template", metavar="FILE", help="Jinja template for conversations (default: the tokenizer's own, else a plain "
+                                                "one)")
+    add("--streaming", action="store_true",
+        help="read and tokenise while training, without a cache, for a corpus larger than the disk; needs --max_steps")
+    add("--shuffle_buffer", type=positive_int, default=1000, metavar="N",
+        help="blocks among which --streaming shuffles, over all ranks (default: %(default)s)")
     add("--seq_length", type=block_length, help="tokens in a block (default: 256 for tiny-gpt2, else 512, or as many "
                                                 "as the model has positions)")
     add("--num_samples", type=positive_int, help="train on this many blocks in total, over all ranks (default: all)")
@@ -177,6 +205,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="no evaluation (default: after each epoch)")
     add("--eval_first", action="store_true", help="evaluate before training, too")
     add("--eval_only", action="store_true", help="evaluate and do not train")
+    add("--eval_every", type=positive_int, metavar="N", help="evaluate every N optimizer steps and at the end, instead of "
+                                                             "after each epoch")
+    add("--early_stopping_patience", type=positive_int, metavar="K",
+        help="stop after K evaluations in a row that were no better than the best (default: never)")
+    add("--load_best_at_end", action="store_true",
+        help="keep a checkpoint of the best evaluation, and end with its weights (default: with the last ones)")
     add("--eval_samples", type=positive_int, help="evaluate on this many blocks (default: --num_samples, else all)")
 
     add = parser.add_argument_group("strategy").add_argument
@@ -249,6 +283,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         raise UserError("--no_save contradicts --save_every and --save_epochs: leave one out.")
     if args.eval_only and (args.save_every or args.save_epochs or args.resume is not None):
         raise UserError("--eval_only neither saves nor resumes: leave out --save_every, --save_epochs and --resume.")
+    _check_evaluation(args)
+    _check_lora(args)
+    if args.streaming:
+        _check_streaming(args)
     if args.export_hf and (args.no_export or args.eval_only):
         raise UserError(f"--export_hf contradicts {'--no_export' if args.no_export else '--eval_only'}: leave one out.")
     if args.export_dtype != "fp32" and (args.no_export or args.eval_only):
@@ -283,9 +321,43 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def _check_evaluation(args) -> None:
+    if args.validation_file and args.validation_split:
+        raise UserError("--validation_file and --validation_split cannot both hold: leave one out.")
+    for flag in ("eval_every", "early_stopping_patience", "load_best_at_end"):
+        other = "--no_eval" if not args.eval else "--eval_only" if args.eval_only else None
+        if other and getattr(args, flag):
+            raise UserError(f"--{flag} needs evaluations during training, which {other} leaves out: drop one of them.")
+    if args.load_best_at_end and args.no_save:
+        raise UserError("--load_best_at_end goes back to a checkpoint, which --no_save forbids: leave one out.")
+
+
+def _check_lora(args) -> None:
+    for flag in ("lora_alpha", "lora_dropout", "lora_targets", "merge_lora"):
+        if flag in args.given and getattr(args, flag) and args.lora_r is None:
+            raise UserError(f"--{flag} needs --lora_r.")
+    if args.merge_lora and (args.no_export or args.eval_only):
+        other = "--no_export" if args.no_export else "--eval_only"
+        raise UserError(f"--merge_lora is for the export, which {other} leaves out: drop one of them.")
+    if args.lora_r and args.lora_alpha is None:
+        args.lora_alpha = 2.0 * args.lora_r
+
+
+def _check_streaming(args) -> None:
+    if args.max_steps is None or args.epochs:
+        raise UserError("--streaming has no end that is known before: give --max_steps, and no --epochs.")
+    for flag in ("num_samples", "validation_split"):
+        if getattr(args, flag):
+            raise UserError(f"--{flag} needs to know how long the corpus is, which --streaming does not: leave one out"
+                            + (" (--validation_file)." if flag == "validation_split" else "."))  # fmt: skip
+    if args.dataset == "pydocs" or (args.dataset is None and args.model == EMBEDDED_MODEL):
+        raise UserError("--streaming is for files and for the hub, and pydocs is in Python itself: leave it out.")
+
+
 def _only_measure(args) -> None:
     """A memory simulation trains nothing, so there is nothing to evaluate, save or continue."""
-    for flag in ("resume", "save_every", "save_epochs", "eval_only", "eval_first", "generate", "export_hf"):
+    for flag in ("resume", "save_every", "save_epochs", "eval_only", "eval_first", "generate", "export_hf",
+                 "eval_every", "early_stopping_patience", "load_best_at_end", "merge_lora"):
         if getattr(args, flag) not in (None, False):
             raise UserError(f"--simulate_gpus trains no model, so --{flag} has nothing to work on: leave one out.")
     if args.max_steps == 1:

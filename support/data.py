@@ -1,239 +1,25 @@
-"""From text to training blocks: read, tokenise once, keep on disk, and serve in one order for any number of ranks.
+"""From a tokenised corpus to training blocks, served in one order for any number of ranks.
 
-Text is tokenised into one long stream of token ids with an end-of-text token between documents. The stream lies in
-a file; a block is a slice of `seq_length` tokens of it, read when it is needed. Because the stream does not depend on
-the block length, one cached file serves every --seq_length.
+A block is a slice of `seq_length` tokens of one long stream, or an example (a conversation, or a prompt and its completion)
+that is cut to `seq_length` and has a mask of what is learned. It is read when it is needed.
 """
 
 from __future__ import annotations
 
-import csv
-import hashlib
-import json
-import os
-import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from support import progress
 from support.errors import UserError
-from support.files import sha256_of
-from support.preflight import is_local_dataset
 
-CACHE_VERSION = 1  # raise it when the layout of the cache or the way of tokenising changes
-PIECE_CHARACTERS = 1 << 16  # a long document is tokenised in pieces, so that all cores have work
-BATCH_CHARACTERS = 1 << 20  # and in batches, so that memory stays bounded
+ROW_MULTIPLE = 8  # examples are filled up to a multiple of this; matrix units like it
 IGNORED = -100  # label of a token that does not count, as in PyTorch's cross_entropy
 
-Documents = Iterator[Iterable[str]]  # a document is its text, in one piece or several
 
-
-# ---------------------------------------------------------------------------------------------------- sources
-
-
-@dataclass(frozen=True)
-class Source:
-    """A corpus before tokenisation.
-
-    Attributes:
-        name: what the user called it.
-        fingerprint: changes whenever the text may have changed; cheap to compute.
-        splits: "train", and "validation" where the corpus brings its own; each opens a stream of documents.
-    """
-
-    name: str
-    fingerprint: str
-    splits: dict[str, Callable[[], Documents]]
-
-
-def open_source(dataset: str, config: str | None, text_column: str) -> Source:
-    """Find the corpus that --dataset names.
-
-    Args:
-        dataset: "pydocs", "wikitext", a file, a folder, or a dataset on the hub.
-        config: configuration name of a hub dataset.
-        text_column: key or column that holds the text.
-    Raises:
-        UserError: nothing there, or nothing readable.
-    """
-    if dataset == "pydocs":
-        return _open_pydocs()
-    if is_local_dataset(dataset):
-        return _open_files(Path(dataset).expanduser(), dataset, text_column)
-    if dataset == "wikitext":  # the hub's short name for it no longer loads with `datasets` 5
-        return _open_hub("wikitext", "Salesforce/wikitext", config or "wikitext-2-raw-v1", text_column, split_articles)
-    return _open_hub(dataset, dataset, config, text_column, split_rows)
-
-
-def _open_pydocs() -> Source:
-    """The Python language reference that comes with every CPython; its text differs between releases."""
-    from pydoc_data.topics import topics
-
-    documents = [topics[name] for name in sorted(topics)]
-    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
-    return Source("pydocs", digest, {"train": lambda: ([text] for text in documents)})
-
-
-def _open_files(path: Path, name: str, text_column: str) -> Source:
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_data_file(file, path))
-    if not files:
-        raise UserError(f"--dataset {name}: the folder holds no files.")
-    digest = hashlib.sha256(text_column.encode())
-    for file in files:
-        digest.update(file.suffix.encode() + bytes.fromhex(sha256_of(file)))
-    return Source(name, digest.hexdigest(), {"train": lambda: _documents_of_files(files, text_column)})
-
-
-def _is_data_file(file: Path, folder: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return file.is_file() and not hidden and file.stat().st_size > 0
-
-
-def _documents_of_files(files: list[Path], text_column: str) -> Documents:
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
-    for file in files:
-        try:
-            if reader := readers.get(file.suffix.lower()):
-                for text in reader(file, text_column):
-                    yield [text]
-            else:
-                yield _read_text(file)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file} is not UTF-8 text: convert it first (iconv -f LATIN1 -t UTF-8).") from error
-
-
-def _read_text(file: Path) -> Iterator[str]:
-    try:
-        with open(file, encoding="utf-8-sig", newline="") as stream:
-            while chunk := stream.read(PIECE_CHARACTERS):
-                yield chunk
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 text: convert it first (iconv -f LATIN1 -t UTF-8).") from error
-
-
-def _text_of(row, text_column: str, where: str) -> str:
-    if isinstance(row, str):
-        row = {text_column: row}
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: neither a text nor an object with the key {text_column!r}.")
-    if text_column not in row:
-        raise UserError(f"{where}: no {text_column!r}; there is {', '.join(map(str, row)) or 'nothing'}: use --text_column.")
-    text = "" if row[text_column] is None else row[text_column]  # a null is an empty document
-    if not isinstance(text, str):
-        raise UserError(f"{where}: {text_column!r} is not a text.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: {text_column!r} holds half of a surrogate pair, which is no text.") from error
-    return text
-
-
-def _read_jsonl(file: Path, text_column: str) -> Iterator[str]:
-    with open(file, encoding="utf-8-sig") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file}, line {number}, column {error.colno}: {error.msg}.") from error
-            yield _text_of(row, text_column, f"{file}, line {number}")
-
-
-def _read_json(file: Path, text_column: str) -> Iterator[str]:
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
-    if isinstance(rows, dict) and text_column not in rows:  # {"data": [...]}
-        rows = next((value for value in rows.values() if isinstance(value, list)), rows)
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
-        yield _text_of(row, text_column, f"{file}, entry {number}")
-
-
-def _read_csv(file: Path, text_column: str) -> Iterator[str]:
-    csv.field_size_limit(1 << 30)  # the default is 128 kB, less than a long document
-    with open(file, encoding="utf-8-sig", newline="") as stream:
-        rows = csv.DictReader(stream)
-        try:
-            for row in rows:
-                yield _text_of(row, text_column, f"{file}, line {rows.line_num}")
-        except csv.Error as error:
-            raise UserError(f"{file}, line {rows.line_num}: {error}.") from error
-
-
-def _read_parquet(file: Path, text_column: str) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file} is not a Parquet file: {str(error).splitlines()[0]}") from error
-    if text_column not in table.schema_arrow.names:
-        columns = ", ".join(table.schema_arrow.names)
-        raise UserError(f"{file}: no column {text_column!r}; there is {columns}: use --text_column.")
-    for batch in table.iter_batches(columns=[text_column], batch_size=1024):
-        for text in batch.column(0).to_pylist():
-            yield _text_of({text_column: text}, text_column, str(file))
-
-
-def _open_hub(name: str, repository: str, config: str | None, text_column: str, grouped: Callable) -> Source:
-    import datasets
-
-    if not progress.on_terminal():
-        datasets.disable_progress_bars()
-    try:
-        corpus = datasets.load_dataset(repository, config)
-    except Exception as error:  # the clients raise a dozen classes; the first line says what is wrong
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--dataset {name} cannot be loaded from the hub, and no such file is here: {text}") from error
-    if "train" not in corpus:
-        raise UserError(f"--dataset {name} has no split named train; it has {', '.join(corpus)}.")
-    columns = corpus["train"].column_names
-    if text_column not in columns:
-        raise UserError(f"--dataset {name}: no column {text_column!r}; there is {', '.join(columns)}: use --text_column.")
-    digest = hashlib.sha256(f"{text_column}\0{config}\0{grouped.__name__}".encode())
-    splits = {"train": corpus["train"]}
-    if "validation" in corpus:
-        splits["validation"] = corpus["validation"]
-    for split in splits.values():
-        for file in sorted(entry["filename"] for entry in split.cache_files):
-            digest.update(bytes.fromhex(sha256_of(Path(file))))
-
-    def documents(split) -> Documents:
-        rows = (row for batch in split.iter(batch_size=1000) for row in batch[text_column])
-        where = f"--dataset {name}"
-        return grouped(_text_of({text_column: row}, text_column, f"{where}, row {i}") for i, row in enumerate(rows))
-
-    return Source(name, digest.hexdigest(), {name: partial(documents, split) for name, split in splits.items()})
-
-
-def split_rows(rows: Iterable[str]) -> Documents:
-    """Each row is a document."""
-    return ([row] for row in rows)
-
-
-def split_articles(rows: Iterable[str]) -> Documents:
-    """WikiText's rows are lines; an article begins at a title, ` = Title = `, its sections at ` = = Section = = `."""
-    article: list[str] = []
-    for row in rows:
-        if re.fullmatch(r" = [^=].* = \n?", row) and not row.startswith(" = = ") and article:
-            yield article
-            article = []
-        article.append(row)
-    if article:
-        yield article
-
-
-# ---------------------------------------------------------------------------------------------------- tokenised
+# ---------------------------------------------------------------------------------------------------- blocks
 
 
 @dataclass(frozen=True)
@@ -253,151 +39,158 @@ class TokenFile:
     first: int
     blocks: int
 
-    def read(self, indices: np.ndarray) -> torch.Tensor:
-        """Blocks `indices` as int64, shape [len(indices), seq_length].
+    def read(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks `indices` as (inputs, labels), both int64 of shape [len(indices), seq_length].
 
         The file is mapped anew for each call: pages of a mapping that stays open would count as this process's
         memory, and a shuffled epoch touches all of them.
         """
         stream = np.memmap(self.path, dtype=self.dtype, mode="r")
-        starts = (self.first + np.asarray(indices, dtype=np.int64)) * self.seq_length
-        rows = [stream[start : start + self.seq_length] for start in starts]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
+        rows = np.empty((len(indices), self.seq_length), dtype=np.int64)
+        for row, start in zip(rows, (self.first + np.asarray(indices, dtype=np.int64)) * self.seq_length, strict=True):
+            row[:] = stream[start : start + self.seq_length]
+        inputs = torch.from_numpy(rows)
+        return inputs, inputs.clone()
+
+    def tokens(self, indices: np.ndarray) -> int:
+        """Tokens in these blocks."""
+        return len(indices) * self.seq_length
 
 
-def tokenize_once(source: Source, tokenizer, cache_dir: Path, temporary: list[str], advance: Callable[[int], None]) -> dict:
-    """Tokenise a corpus, or find it in the cache from an earlier run.
+@dataclass(frozen=True)
+class ExampleFile:
+    """Examples on disk, a block each: cut to `seq_length`, and filled up to the longest that is read with them.
 
-    Args:
-        source: the corpus.
-        tokenizer: a Hugging Face tokenizer.
-        cache_dir: where tokenised corpora are kept.
-        temporary: gets the folder that is written to, for removal if the run ends meanwhile.
-        advance: told now and then how many more characters are done.
-    Returns:
-        {folder, dtype, sha256 of the text, splits: {name: tokens}}; JSON.
-    Raises:
-        UserError: the cache cannot be written, or the text cannot be read.
+    Attributes:
+        folder, split, dtype: `<split>.bin` holds the ids of all, `<split>.learned.bin` a byte a token, 1 where it is learned,
+            and `<split>.rows.bin` two int64 an example: where it ends, and which of its tokens is the first that is learned.
+        seq_length: tokens in a block at most.
+        rows: numbers of the examples that belong to this split.
+        fixed: fill up to seq_length always; another length would be another compilation.
     """
-    key = hashlib.sha256(f"{CACHE_VERSION}\0{source.fingerprint}\0{tokenizer_fingerprint(tokenizer)}".encode())
-    folder = cache_dir / key.hexdigest()[:32]
-    if not (folder / "meta.json").exists():
-        try:
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            beside = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache_dir))
-            temporary.append(str(beside))
-        except OSError as error:
-            raise UserError(f"The cache {cache_dir} cannot be written ({error.strerror}): use --cache_dir.") from error
-        try:
-            _write_tokens(source, tokenizer, beside, advance)
-            os.rename(beside, folder)  # whole, or not at all
-        except OSError as error:
-            if not (folder / "meta.json").exists():  # otherwise another run was faster
-                raise UserError(f"The cache {cache_dir} cannot be written ({error.strerror}): use --cache_dir.") from error
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-    return {"folder": str(folder), **json.loads((folder / "meta.json").read_text())}
+
+    folder: str
+    split: str
+    dtype: str
+    seq_length: int
+    rows: np.ndarray
+    fixed: bool
+
+    @property
+    def blocks(self) -> int:
+        """One for each example."""
+        return len(self.rows)
+
+    def _bounds(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where these examples begin, and how many tokens of each are read."""
+        ends = np.memmap(f"{self.folder}/{self.split}.rows.bin", dtype=np.int64, mode="r").reshape(-1, 2)[:, 0]
+        rows = self.rows[np.asarray(indices, dtype=np.int64)]
+        starts = np.where(rows > 0, ends[rows - 1], 0)
+        return starts, np.minimum(ends[rows] - starts, self.seq_length)
+
+    def read(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Examples `indices` as (inputs, labels), both int64 of shape [len(indices), length].
+
+        What fills a row up comes after all that is learned, so that no attention mask is needed: no token sees a later one.
+        """
+        starts, lengths = self._bounds(indices)
+        longest = int(lengths.max(initial=1))
+        width = self.seq_length if self.fixed else min(self.seq_length, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
+        inputs = np.zeros((len(indices), width), dtype=np.int64)
+        labels = np.full_like(inputs, IGNORED)
+        ids = np.memmap(f"{self.folder}/{self.split}.bin", dtype=self.dtype, mode="r")
+        learned = np.memmap(f"{self.folder}/{self.split}.learned.bin", dtype=np.uint8, mode="r")
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            inputs[row, :length] = ids[start : start + length]
+            labels[row, :length] = np.where(learned[start : start + length], inputs[row, :length], IGNORED)
+        return torch.from_numpy(inputs), torch.from_numpy(labels)
+
+    def tokens(self, indices: np.ndarray) -> int:
+        """Tokens in these examples, without what fills them up."""
+        return int(self._bounds(indices)[1].sum())
 
 
-def tokenizer_fingerprint(tokenizer) -> str:
-    """A digest of everything that decides which tokens a text becomes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()
+# ---------------------------------------------------------------------------------------------------- splits
 
 
-def _write_tokens(source: Source, tokenizer, folder: Path, advance: Callable[[int], None]) -> None:
-    dtype = "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
-    digest, splits = hashlib.sha256(), {}
-    for name, open_documents in source.splits.items():
-        splits[name] = 0
-        with open(folder / f"{name}.bin", "wb") as file:
-            for ids in _token_batches(open_documents(), tokenizer, digest, advance):
-                np.asarray(ids, dtype=dtype).tofile(file)
-                splits[name] += len(ids)
-            file.flush()
-            os.fsync(file.fileno())
-    (folder / "meta.json").write_text(json.dumps({"dtype": dtype, "sha256": digest.hexdigest(), "splits": splits}))
-
-
-def _token_batches(documents: Documents, tokenizer, digest, advance) -> Iterator[list[int]]:
-    """Token ids in batches, the end-of-text token between documents; the tokenizer's own threads use all cores."""
-    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    pieces: list[str] = []
-    starts: set[int] = set()  # pieces in the batch that begin a document
-
-    def encode() -> list[int]:
-        encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        ids = [id for i, piece in enumerate(encoded) for id in (between + piece if i in starts else piece)]
-        pieces.clear()
-        starts.clear()
-        return ids
-
-    characters, any_before = 0, False
-    for document in documents:
-        new = any_before
-        for piece in _pieces(document):
-            digest.update(piece.encode())
-            if new:
-                starts.add(len(pieces))
-            pieces.append(piece)
-            characters, new, any_before = characters + len(piece), False, True
-            if characters >= BATCH_CHARACTERS:
-                yield encode()
-                advance(characters)
-                characters = 0
-        digest.update(b"\0")
-    if pieces:
-        yield encode()
-
-
-def _pieces(document: Iterable[str]) -> Iterator[str]:
-    """Join and cut a document into pieces of at most PIECE_CHARACTERS, so that the cuts change no token.
-
-    A cut goes between a single line end and a letter: the byte-level tokenisers (GPT-2, Llama 3, Qwen) never join
-    these two. Where a piece has no such place it is cut anywhere; one token in ten thousand may differ.
-    """
-    text = ""
-    for chunk in document:
-        for start in range(0, len(chunk), PIECE_CHARACTERS):
-            text += chunk[start : start + PIECE_CHARACTERS]
-            while len(text) > PIECE_CHARACTERS:
-                good = [match.end() for match in re.finditer(r"\S\r?\n(?=[^\W\d_])", text[:PIECE_CHARACTERS])]
-                cut = good[-1] if good else PIECE_CHARACTERS
-                yield text[:cut]
-                text = text[cut:]
-    if text:
-        yield text
-
-
-def split_blocks(prepared: dict, seq_length: int, num_samples: int | None) -> tuple[TokenFile, TokenFile]:
+def split_blocks(prepared: dict, args) -> tuple[TokenFile | ExampleFile, TokenFile | ExampleFile, dict]:
     """The training and validation blocks of a tokenised corpus.
 
-    A corpus without a validation split gives up its last tenth of blocks for it (none if it has one block only).
+    A corpus without a validation split, or any with --validation_split, gives up a share for it: the end of a stream of text,
+    or examples drawn at random, always the same ones. A corpus of one block keeps it.
     Args:
-        prepared: what `tokenize_once` returned.
-        seq_length: tokens in a block.
-        num_samples: train on the first `num_samples` blocks; None for all.
+        prepared: what `tokens.tokenize_once` returned.
+        args: --seq_length, --num_samples, --validation_split; --compile and --simulate_gpus want one shape of blocks.
+    Returns:
+        Blocks to train on, blocks to evaluate on, and of each split (train, validation) kind, rows, tokens, blocks, truncated,
+        skipped.
     Raises:
         UserError: the corpus is shorter than one block.
     """
-    folder, dtype, tokens = Path(prepared["folder"]), prepared["dtype"], prepared["splits"]
-    total = tokens["train"] // seq_length
-    if total < 1:
-        raise UserError(
-            f"The corpus has {tokens['train']:,} tokens, less than one block of {seq_length}: use a smaller "
-            "--seq_length or more text."
-        )
-    train_file, own = str(folder / "train.bin"), tokens.get("validation", 0) // seq_length
-    if own:
-        validation = TokenFile(str(folder / "validation.bin"), dtype, seq_length, 0, own)
-        held_out = 0
+    train, facts = open_split(prepared, "train", args)
+    facts, validation = {"train": facts}, nothing(args)
+    if "validation" in prepared["splits"] and args.validation_split is None:
+        validation, facts["validation"] = open_split(prepared, "validation", args)
+    if not validation.blocks:
+        share = round(train.blocks * (args.validation_split or 0.1))
+        train, validation = _hold_out(train, min(max(1, share), train.blocks - 1))
+        facts["validation"] = {"blocks": validation.blocks}
+    train = _first(train, args.num_samples)
+    facts["train"]["blocks"] = train.blocks
+    return train, validation, facts
+
+
+def nothing(args) -> TokenFile:
+    """No blocks at all."""
+    return TokenFile("", "uint16", args.seq_length, 0, 0)
+
+
+def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile, dict]:
+    """All blocks of a split, and its kind, rows, tokens, blocks, truncated, skipped.
+
+    Raises:
+        UserError: the split that is trained on is shorter than one block.
+    """
+    folder, dtype, found, length = prepared["folder"], prepared["dtype"], prepared["splits"][name], args.seq_length
+    counts = {key: found[key] for key in ("kind", "rows", "tokens")} | {"truncated": 0, "skipped": found["empty"]}
+    advice = "a smaller --seq_length or more text"
+    if found["kind"] in ("chat", "pair"):
+        table = np.fromfile(f"{folder}/{name}.rows.bin", dtype=np.int64).reshape(-1, 2)
+        lengths = np.diff(table[:, 0], prepend=0)
+        usable = np.maximum(table[:, 1], 1) < np.minimum(lengths, length)  # something learned is left of it
+        counts["truncated"], counts["skipped"] = int((usable & (lengths > length)).sum()), int((~usable).sum())
+        fixed = bool(args.compile or args.simulate_gpus)
+        file = ExampleFile(folder, name, dtype, length, np.flatnonzero(usable), fixed)
+        advice = "a larger --seq_length: in no example anything that is learned lies within it"
     else:
-        held_out = max(1, total // 10) if total > 1 else 0
-        validation = TokenFile(train_file, dtype, seq_length, total - held_out, held_out)
-    usable = total - held_out
-    train = TokenFile(train_file, dtype, seq_length, 0, min(usable, num_samples or usable))
-    return train, validation
+        file = TokenFile(f"{folder}/{name}.bin", dtype, length, 0, found["tokens"] // length)
+    if file.blocks < 1 and name == "train":
+        raise UserError(f"The corpus has {found['tokens']:,} tokens, less than one block of {length}: use {advice}.")
+    return file, {**counts, "blocks": file.blocks}
+
+
+def _hold_out(file: TokenFile | ExampleFile, blocks: int) -> tuple:
+    """(the rest, so many blocks held out)."""
+    left = file.blocks - blocks
+    if isinstance(file, TokenFile):
+        return replace(file, blocks=left), replace(file, first=file.first + left, blocks=blocks)
+    drawn = np.random.default_rng(0).permutation(file.rows)
+    return replace(file, rows=np.sort(drawn[blocks:])), replace(file, rows=np.sort(drawn[:blocks]))
+
+
+def _first(file: TokenFile | ExampleFile, blocks: int | None) -> TokenFile | ExampleFile:
+    if blocks is None or blocks >= file.blocks:
+        return file
+    return replace(file, blocks=blocks) if isinstance(file, TokenFile) else replace(file, rows=file.rows[:blocks])
+
+
+def describe_split(name: str, facts: dict, seq_length: int) -> str:
+    """One line about a split: rows, tokens, blocks, and what was cut or left out."""
+    if "rows" not in facts:
+        return f"{name}: {facts['blocks']:,} blocks held out of the corpus"
+    what = "examples, in blocks of at most" if facts["kind"] in ("chat", "pair") else "blocks of"
+    line = f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {facts['blocks']:,} {what} {seq_length} tokens"
+    return line + "".join(f", {facts[what]:,} {what}" for what in ("truncated", "skipped") if facts[what])
 
 
 # ---------------------------------------------------------------------------------------------------- order
@@ -429,40 +222,48 @@ def total_steps(blocks: int, global_batch: int, epochs: int | None, max_steps: i
     return min(total, max_steps or total)
 
 
-def windows(file: TokenFile, order: np.ndarray, batch_size: int, accumulation: int, rank: int, world_size: int) -> Iterator:
+@dataclass
+class Window:
+    """This rank's share of one optimizer step.
+
+    Attributes:
+        batches: its micro-batches (inputs, labels), each int64 of shape [batch_size, length].
+        tokens: in them, without what only fills them up.
+        state: where a stream stands after it; None where the blocks have numbers.
+    """
+
+    batches: list[tuple[torch.Tensor, torch.Tensor]]
+    tokens: int
+    state: dict | None = None
+
+
+def windows(file, order: np.ndarray, batch_size: int, accumulation: int, rank: int, world_size: int) -> Iterator[Window]:
     """This rank's share of each optimizer step.
 
     The order is cut into global batches of batch_size × world_size × accumulation blocks, so that the number of ranks
-    changes who computes a block and never which step it belongs to. Every micro-batch has the same shape on every
-    rank: where blocks run out, rows whose labels are all ignored fill it up. They add nothing to loss or gradient,
+    changes who computes a block and never which step it belongs to. Every rank has the same number of rows in every
+    micro-batch: where blocks run out, rows whose labels are all ignored fill it up. They add nothing to loss or gradient,
     but let every rank take part in every collective.
 
     Args:
-        file: the blocks.
+        file: the blocks, a TokenFile or an ExampleFile.
         order: block numbers in the order of this epoch.
         batch_size: blocks in a micro-batch of one rank.
         accumulation: micro-batches in an optimizer step.
         rank, world_size: whose share.
-    Yields:
-        A list of micro-batches (inputs, labels), each int64 of shape [batch_size, seq_length].
     """
     together = batch_size * world_size
     for start in range(0, len(order), together * accumulation):
         window = order[start : start + together * accumulation]
-        yield [
-            fill_up(file, np.array_split(window[at : at + together], world_size)[rank], batch_size)
-            for at in range(0, len(window), together)
-        ]
+        mine = [np.array_split(window[at : at + together], world_size)[rank] for at in range(0, len(window), together)]
+        yield Window([fill_up(file, indices, batch_size) for indices in mine], sum(map(file.tokens, mine)))
 
 
-def fill_up(file: TokenFile, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A micro-batch of exactly `rows` rows: (inputs, labels), both int64 [rows, seq_length]."""
-    inputs = torch.zeros(rows, file.seq_length, dtype=torch.int64)
-    labels = torch.full_like(inputs, IGNORED)
-    if len(indices):
-        inputs[: len(indices)] = file.read(indices)
-        labels[: len(indices)] = inputs[: len(indices)]
-    return inputs, labels
+def fill_up(file, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A micro-batch of exactly `rows` rows: (inputs, labels), both int64 [rows, length]."""
+    inputs, labels = file.read(indices)
+    missing = rows - len(indices)
+    return F.pad(inputs, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORED)
 
 
 def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
@@ -475,7 +276,7 @@ def prefetch(steps: Iterator, device: torch.device) -> Iterator:
     ahead = None
     for window in steps:
         if device.type == "cuda":
-            window = [tuple(t.pin_memory().to(device, non_blocking=True) for t in micro) for micro in window]
+            window.batches = [tuple(t.pin_memory().to(device, non_blocking=True) for t in micro) for micro in window.batches]
         if ahead is not None:
             yield ahead
         ahead = window

@@ -11,6 +11,7 @@ weight on one rank and not of a second model, on any rank.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import shutil
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from support import memory, models
+from support import lora, memory, models
 from support.config import EMBEDDED_MODEL
 from support.files import sync_folder, sync_tree, write_text
 from support.preflight import is_local_model
@@ -46,27 +47,54 @@ def export_model(model, state, blueprint, output_dir: Path, args, run, card: str
     named, dtype = Path(args.export_hf or output_dir / "hf"), models.DTYPES[args.export_dtype]
     folder = named.absolute()
     begun = time.monotonic()
-    buffers = models.persistent_buffers(getattr(model, "module", model))
-    files = None
+    beside = None
     if run.is_main:
         beside = start_folder(folder)
         run.temporary.append(str(beside))
-        announced = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in state.shapes.items()}
-        files = WeightFiles(beside, announced | {name: buffer.to("meta") for name, buffer in buffers.items()})
-    for name, weight in state.whole_weights():
-        if files:
-            files.write(name, weight)
-    if files:
-        for name, buffer in buffers.items():
-            files.write(name, buffer)
-        files.check_complete()
-        describe(blueprint.config, blueprint.generation, blueprint.tokenizer, beside, dtype)
+        describe(blueprint, beside, dtype, whole=args.merge_lora)
+    if blueprint.lora and args.merge_lora:
+        _write_merged(state, blueprint, beside, dtype, run)
+    else:
+        _write_trained(state, models.persistent_buffers(getattr(model, "module", model)), blueprint, beside, dtype)
+    if run.is_main:
         write_text(beside / "README.md", card)
         finish_folder(beside, folder)
         run.temporary.remove(str(beside))
     run.say(f"🤗 {named}")
     peaks = run.gather(memory.host_bytes()[1])
     return {"folder": str(named), "seconds": time.monotonic() - begun, "host_peak_bytes": peaks}
+
+
+def _write_trained(state, buffers: dict, blueprint, folder: Path | None, dtype: torch.dtype) -> None:
+    """What was trained: the model, or its adapters. Every rank calls it; one without a folder only gives its share."""
+    rename, buffers = (lora.peft_name, {}) if blueprint.lora else (str, buffers)
+    files = None
+    if folder:
+        announced = {rename(name): torch.empty(shape, dtype=dtype, device="meta") for name, shape in state.shapes.items()}
+        announced |= {name: buffer.to("meta") for name, buffer in buffers.items()}
+        files = WeightFiles(folder, announced, name="adapter_model" if blueprint.lora else "model")
+    for name, weight in state.whole_weights():
+        if files:
+            files.write(rename(name), weight)
+    if files:
+        for name, buffer in buffers.items():
+            files.write(name, buffer)
+        files.check_complete()
+
+
+def _write_merged(state, blueprint, folder: Path | None, dtype: torch.dtype, run) -> None:
+    """The whole model, its weights read again from where it came from, with the adapters added."""
+    adapters = {name: weight.clone() if folder else None for name, weight in state.whole_weights()}
+    if not folder:
+        return
+    model = blueprint.load(run, dtype="auto")  # only mapped
+    whole = {lora.base_name(name): weight for name, weight in model.named_parameters() if name not in adapters}
+    buffers = models.persistent_buffers(model)
+    announced = {name: torch.empty(weight.shape, dtype=dtype, device="meta") for name, weight in whole.items()}
+    files = WeightFiles(folder, announced | {name: buffer.to("meta") for name, buffer in buffers.items()})
+    for name, weight in itertools.chain(lora.merged(model, adapters), buffers.items()):
+        files.write(name, weight)
+    files.check_complete()
 
 
 def start_folder(folder: Path) -> Path:
@@ -89,24 +117,29 @@ def finish_folder(beside: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def describe(config, generation, tokenizer, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write all of a model but its weights: configuration, generation configuration and tokenizer.
+def describe(blueprint, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
+    """Write all of a model but its weights: configuration, generation configuration and tokenizer; of adapters, theirs.
 
     Args:
         dtype: the weights' type, noted in the configuration; None leaves it as it is.
+        whole: describe the model itself although it has adapters, which have been added to its weights.
     """
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(blueprint.config)
     config.use_cache = True  # off for training only
     config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     if dtype is not None:
         for name, value in models.as_dtype(dtype).items():
             setattr(config, name, value)
+    folder.mkdir(exist_ok=True)
+    blueprint.tokenizer.save_pretrained(folder)
+    if blueprint.lora and not whole:
+        blueprint.lora.describe(blueprint.on_meta_device(), folder)
+        return
     config.save_pretrained(folder)
     try:
-        generation.save_pretrained(folder)
+        blueprint.generation.save_pretrained(folder)
     except ValueError:  # older versions of transformers refuse to write what some models were published with
-        write_text(folder / "generation_config.json", generation.to_json_string())
-    tokenizer.save_pretrained(folder)
+        write_text(folder / "generation_config.json", blueprint.generation.to_json_string())
 
 
 def model_card(facts: dict, identity: dict) -> str:

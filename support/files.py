@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -56,3 +57,12 @@ def sha256_of(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def only_finite(value):
+    """JSON has no word for infinity or not-a-number: null stands for them."""
+    if isinstance(value, dict):
+        return {key: only_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [only_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from support.config import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.distributed import Run
 from support.errors import UserError
+from support.lora import Lora
 from support.preflight import GPT2_NAMES, huggingface_home, is_local_model
 from support.safetensors_files import save_file
 
@@ -40,8 +41,10 @@ class Blueprint:
         generation: its generation configuration.
         weights: local folder that `load` reads.
         seed: for weights that the folder lacks.
-        parameters: how many it has; tied weights count once.
-        matmul_parameters: those that take part in matrix multiplications.
+        lora: the adapters that it gets, if any.
+        parameters: how many it has, the adapters' among them; tied weights count once.
+        trainable: how many of them are trained.
+        matmul_parameters, trainable_matmul: those that take part in matrix multiplications, and are trained there.
         largest_parameter: elements of the largest one.
         tied: the output layer shares the input embedding's weights.
     """
@@ -51,8 +54,11 @@ class Blueprint:
     generation: GenerationConfig
     weights: str
     seed: int
+    lora: Lora | None = None
     parameters: int = 0
+    trainable: int = 0
     matmul_parameters: int = 0
+    trainable_matmul: int = 0
     largest_parameter: int = 0
     tied: bool = False
 
@@ -60,12 +66,14 @@ class Blueprint:
         model = self.on_meta_device()
         sizes = {parameter: parameter.numel() for parameter in model.parameters()}
         self.parameters, self.largest_parameter = sum(sizes.values()), max(sizes.values())
+        self.trainable = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
         # Looking a row up is no multiplication, unless the same table is the output layer.
         lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         head = model.get_output_embeddings()
         self.tied = head is not None and head.weight in lookups
         lookups -= {head.weight} if self.tied else set()
         self.matmul_parameters = self.parameters - sum(sizes[weight] for weight in lookups)
+        self.trainable_matmul = self.trainable - sum(sizes[weight] for weight in lookups if weight.requires_grad)
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:
@@ -75,7 +83,10 @@ class Blueprint:
     def on_meta_device(self) -> nn.Module:
         """The model with shapes and no memory."""
         with torch.device("meta"):
-            return from_config(self.config)
+            model = from_config(self.config)
+        if self.lora:
+            self.lora.attach(model)
+        return model
 
     def load(self, run: Run, dtype: torch.dtype | str = torch.float32) -> nn.Module:
         """The model with its weights, on the CPU. With dtype "auto" they are only mapped from the file, not copied."""
@@ -84,6 +95,8 @@ class Blueprint:
         if info["missing_keys"]:
             names = ", ".join(sorted(info["missing_keys"])[:3]) + (" …" if len(info["missing_keys"]) > 3 else "")
             run.warn(f"The checkpoint has no weights for {names}: they start random.")
+        if self.lora:
+            self.lora.attach(model)
         return model
 
 
@@ -141,7 +154,8 @@ def find_model(args, run: Run) -> Blueprint:
     config.use_cache = False
     if args.dropout is not None:
         set_dropout(config, args.dropout, run)
-    return Blueprint(config, tokenizer, _read_generation(found["weights"], config), found["weights"], args.seed)
+    return Blueprint(config, tokenizer, _read_generation(found["weights"], config), found["weights"], args.seed,
+                     Lora.of(args))  # fmt: skip
 
 
 def _prepare_folders(args, run: Run) -> dict:

@@ -54,12 +54,12 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
         if args.simulate_gpus:
             launch = launching.simulated(launch, args.simulate_gpus)
         check_model_path(args)
-        check_dataset_path(args)
+        check_data_paths(args)
         if not args.check:  # which may look at a run that is there
             check_output_dir(args)
             check_export_folder(args)
         check_nvme_path(args)
-        check_trackers(args)
+        check_packages(args)
         args.hub_offline, args.hub_problem = ask_hub(args, launch)
         for line in ignored_flags(args) if launch.is_main and not args.quiet else ():
             print(f"ℹ️  {line}")
@@ -91,21 +91,32 @@ def check_model_path(args) -> None:
         raise UserError(f"--model {args.model}: the folder has no config.json, so it holds no Hugging Face model.")
 
 
-def check_dataset_path(args) -> None:
-    """A dataset given as a path must be there, readable and not empty."""
-    if not is_local_dataset(args.dataset):
-        return
-    path = Path(args.dataset).expanduser()
+def check_data_paths(args) -> None:
+    """Files and folders of data must be there, readable and not empty; a chat template, too."""
+    if is_local_dataset(args.dataset):
+        check_data_path("--dataset", args.dataset)
+    if args.validation_file:
+        check_data_path("--validation_file", args.validation_file)
+    if args.chat_template and not os.access(args.chat_template, os.R_OK):
+        raise UserError(f"--chat_template {args.chat_template}: no such file, or it may not be read.")
+
+
+def check_data_path(flag: str, name: str) -> None:
+    """
+    Raises:
+        UserError: nothing there, or nothing readable.
+    """
+    path = Path(name).expanduser()
     if not path.exists():
-        raise UserError(f"--dataset {args.dataset}: no such file or folder.")
+        raise UserError(f"{flag} {name}: no such file or folder.")
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     if not files:
-        raise UserError(f"--dataset {args.dataset}: the folder holds no files.")
+        raise UserError(f"{flag} {name}: the folder holds no files.")
     for file in files:
         if not os.access(file, os.R_OK):
-            raise UserError(f"--dataset {args.dataset}: {file} may not be read by this user.")
+            raise UserError(f"{flag} {name}: {file} may not be read by this user.")
     if not any(file.stat().st_size for file in files):
-        raise UserError(f"--dataset {args.dataset} is empty.")
+        raise UserError(f"{flag} {name} is empty.")
 
 
 def check_output_dir(args) -> None:
@@ -138,7 +149,8 @@ def check_export_folder(args) -> None:
     if folder.exists() and (not folder.is_dir() or os.path.ismount(folder)):
         raise UserError(f"{where} is a {'file' if folder.is_file() else 'mount point'}: name a folder in it or beside it.")
     if args.export_hf and folder.is_dir() and any(folder.iterdir()):
-        exported = (folder / "config.json").is_file() and (folder / "README.md").is_file()
+        described = (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
+        exported = described and (folder / "README.md").is_file()
         if not exported or not (args.overwrite or args.resume is not None):
             raise UserError(f"{where} is not empty: name another folder" + ("; or --overwrite." if exported else "."))
     existing = next(parent for parent in folder.parents if parent.exists())
@@ -146,11 +158,13 @@ def check_export_folder(args) -> None:
         raise UserError(f"{where}: {existing} is not writable.")
 
 
-def check_trackers(args) -> None:
-    """What --report_to names must be installed."""
+def check_packages(args) -> None:
+    """What only some runs need must be installed for them."""
     for name in args.report_to:
         if importlib.util.find_spec(name) is None:
             raise MissingRequirement(f"--report_to {name} needs it: pip install {name}.")
+    if args.lora_r and importlib.util.find_spec("peft") is None:
+        raise MissingRequirement("--lora_r needs peft: pip install peft.")
 
 
 def check_nvme_path(args) -> None:

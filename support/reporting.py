@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
-import math
 import platform
 import re
 import shlex
@@ -18,18 +16,19 @@ from pathlib import Path
 import psutil
 import torch
 
-from support import data, memory, preflight, tracing
+from support import data, memory, preflight
 from support.communication import Traffic
 from support.comparison import human_bytes
 from support.distributed import Run, versions
-from support.errors import TrainingError, UserError, explain
-from support.files import write_text
+from support.errors import TrainingError, UserError
+from support.examples import use_plain_template
+from support.files import only_finite, write_text
 from support.launch import available_cores
-from support.trackers import Trackers
+from support.metering import Meter
 
 PROCESS_STARTED = psutil.Process().create_time()
 GB = 2**30  # as nvidia-smi and DeepSpeed count
-PHASES = ("data", "forward", "backward", "update")
+SHOWN_BAD_ROWS = 10
 
 # Peak dense TFLOP/s in 16 bit and in TF32 (fp32 before Ampere), from NVIDIA's data sheets. Names as torch reports them.
 PEAK_TFLOPS = {
@@ -57,307 +56,17 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return None if found is None else found[precision == "fp32"] * 1e12
 
 
-def flops_per_token(matmul_parameters: int, layers: int, hidden: int, seq_length: int) -> float:
+def flops_per_token(matmul_parameters: int, trained: int, layers: int, hidden: int, seq_length: int) -> float:
     """Floating-point operations per token of forward and backward: 6N + 12·L·H·T (PaLM, 2204.02311, appendix B).
+
+    Of the 6 a parameter 2 are the forward pass, 2 its input's gradient, and 2 its own, which a frozen one does not have.
 
     Args:
         matmul_parameters: parameters that take part in matrix multiplications (not position or untied input embeddings).
+        trained: how many of them are trained.
         layers, hidden, seq_length: of the model and the block.
     """
-    return 6 * matmul_parameters + 12 * layers * hidden * seq_length
-
-
-class StepTimer:
-    """Seconds of each phase of each step. On a GPU it records events and reads them only when asked.
-
-    Reading a clock after launching GPU work would time the launch, and waiting for the work would slow training
-    down; an event is a mark in the GPU's own queue of work.
-    """
-
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
-        self._marks: list[tuple[str | None, object]] = []
-        self.steps: list[dict[str, float]] = []
-
-    def _now(self):
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def mark(self, phase: str | None) -> None:
-        """The time since the last mark belongs to `phase`; None leaves it out (a pause, or the start of a step)."""
-        self._marks.append((phase, self._now()))
-
-    def end_step(self) -> None:
-        """Close the step whose marks were made since the last one."""
-        self._marks.append(("end", None))
-
-    def read(self) -> None:
-        """Turn marks into seconds, in `steps`. On a GPU this waits for the work so far: call it where lines are logged."""
-        if self.cuda and self._marks:
-            torch.cuda.synchronize()
-        step, before = dict.fromkeys(PHASES, 0.0), None
-        for phase, moment in self._marks:
-            if phase == "end":
-                self.steps.append(step)
-                step, before = dict.fromkeys(PHASES, 0.0), None
-                continue
-            if phase is not None and before is not None:
-                step[phase] += before.elapsed_time(moment) / 1000 if self.cuda else moment - before
-            before = moment
-        self._marks.clear()
-
-
-class Meter:
-    """Follows training step by step and keeps every number on the device until a line is logged."""
-
-    def __init__(self, run: Run, folder: Path, total_steps: int, logging_steps: int, before: dict, footprint, step_memory):
-        """
-        Args:
-            before: the counters to go on from, of a checkpoint (see `counters`) or of a new run.
-            footprint: memory.Phases, which learns of the first step's phases.
-            step_memory: memory.StepMemory, which measures the last step.
-        """
-        self.run, self.total_steps, self.logging_steps = run, total_steps, logging_steps
-        self.footprint, self.step_memory = footprint, step_memory
-        self.trace = None  # of --profile
-        self.trackers = None  # of --report_to
-        self._bar = None
-        self.timer = StepTimer(run.device)
-        self.traffic = Traffic()
-        self.before = before
-        self.step = self.before["step"]  # optimizer steps done
-        self.samples_done = self.before["samples"]  # blocks that they saw, over all ranks
-        self.samples: list[int] = []  # of each step of this process
-        self.losses: list[float] = []
-        self.first_step_at: float | None = None
-        self._rate: float | None = None  # tokens per second of the last step that was read
-        self._pending: list[dict] = []
-        self._path = folder / "metrics.jsonl" if run.is_main else None
-        if self._path:
-            self._keep_lines_before()
-
-    def _keep_lines_before(self) -> None:
-        """Let metrics.jsonl end where the checkpoint was made: what came after it is made again."""
-        kept = []
-        for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
-                record = json.loads(line)
-                # A checkpoint at an epoch's end comes before that epoch's evaluation.
-                if record["step"] < self.step or (record["step"] == self.step and "loss" in record):
-                    kept.append(line + "\n")
-        write_text(self._path, "".join(kept))
-
-    def counters(self) -> dict:
-        """Counts since the very start, for a checkpoint: step, samples, training_seconds, first_loss, last_loss."""
-        self.flush()
-        first, last = self.before["first_loss"], self.before["last_loss"]
-        return {
-            "step": self.step,
-            "samples": self.samples_done,
-            "training_seconds": self.before["training_seconds"] + sum(sum(step.values()) for step in self.timer.steps),
-            "first_loss": self.losses[0] if first is None and self.losses else first,
-            "last_loss": self.losses[-1] if self.losses else last,
-        }
-
-    @property
-    def warmup_steps(self) -> int:
-        """First steps that no average counts: compilation, first allocations, DeepSpeed's first look at the model."""
-        return min(5, (self.step - self.before["step"]) // 4)
-
-    @property
-    def at_end_of_epoch(self) -> bool:
-        """Whether all of the epoch's blocks are behind the last step."""
-        return self.position == self._blocks
-
-    @property
-    def finished(self) -> bool:
-        return self.step >= self.total_steps
-
-    @property
-    def _in_last_step(self) -> bool:
-        return self.step + 1 == self.total_steps
-
-    def mark(self, phase: str) -> None:
-        """The time and the memory since the last mark belong to this phase of the step; see PHASES."""
-        self.timer.mark(phase)
-        name = "optimizer_step" if phase == "update" else phase
-        self.footprint.doing = memory.AFTER[name]
-        first = self.step == self.before["step"] and phase != "data"
-        if first or self._in_last_step:
-            self.footprint.peak.mark()
-        if first:
-            self.footprint.note(name, mark=False)
-        if not self._in_last_step:
-            return
-        if phase == "data":
-            self.step_memory.begin()
-            self.traffic.aside = self.step_memory.slows_down
-        else:
-            self.step_memory.mark(phase)
-        self.timer.mark(None)
-
-    def after_backward(self) -> None:
-        """The last micro-batch is done. At the last step, count live tensors: everything a step needs is there now."""
-        self.footprint.doing = "the update"
-        if self._in_last_step:
-            self.step_memory.after_backward()
-            self.timer.mark(None)
-
-    def start_epoch(self, epoch: int, train, args) -> None:
-        """Note how the epoch's remaining blocks fall into steps, and start the clock.
-
-        Args:
-            epoch: counts from 1.
-            train: the training blocks.
-            args: batch size and accumulation make the global batch.
-        """
-        self._epoch, self._blocks, self._seq_length = epoch, train.blocks, train.seq_length
-        self._global_batch = args.batch_size * args.gradient_accumulation_steps * self.run.world_size
-        self.position = self.samples_done - (epoch - 1) * train.blocks  # 0, unless a resumed run starts in the middle
-        self._batch = data.steps_of(self.position, self._global_batch)
-        left = data.steps_of(train.blocks - self.position, self._global_batch)
-        self._batches = self._batch + min(left, self.total_steps - self.step)
-        self._bar = self.run.bar(f"Epoch {epoch}", self._batches, done=self._batch)
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """What happened since the last step, such as an evaluation or a save, belongs to no step."""
-        self.traffic.discard()
-        self.timer.mark(None)
-
-    def end_step(self, loss: torch.Tensor, lr: float, grad_norm) -> None:
-        """Record one optimizer step.
-
-        Args:
-            loss: mean over all tokens of the global batch; a tensor that stays on the device.
-            lr: learning rate of this step.
-            grad_norm: norm of the whole gradient before clipping; a tensor, a number, or None.
-        Raises:
-            TrainingError: a loss was not finite. No update was made from it, or after it.
-        """
-        self.timer.end_step()
-        self.traffic.end_step()
-        if self._in_last_step:
-            self.step_memory.end()
-            self.traffic.aside = False
-        if self.trace:
-            self.trace.end_step()
-        batch, batches = self._batch, self._batches
-        self._batch += 1
-        self.step += 1
-        # The last step of an epoch may see fewer blocks.
-        self.samples.append(min(self._global_batch, self._blocks - self.position))
-        self.samples_done += self.samples[-1]
-        self.position += self.samples[-1]
-        self._pending.append({"step": self.step, "epoch": self._epoch, "loss": loss.detach().clone(), "lr": lr,
-                              "grad_norm": grad_norm, "tokens": self.samples[-1] * self._seq_length})  # fmt: skip
-        shown = batch % self.logging_steps == 0 or self._batch == batches or self.finished
-        # On a CPU nothing runs ahead, so a look at every loss costs nothing.
-        if shown or self.run.device.type == "cpu":
-            self.flush()
-        if self.run.simulated:
-            self.run.say(f"Step {self.step}/{self.total_steps} of the memory simulation")
-        elif shown:
-            self.run.say(f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}")
-        if shown and self.trackers and self.trackers.active:
-            held = self.footprint.device_bytes()["allocated"]
-            self.trackers.memory(self.step, self.run.gather(held))
-            self.traffic.discard()  # of this gather
-        self._advance_bar(lr)
-        self.timer.mark(None)
-
-    def _advance_bar(self, lr: float) -> None:
-        if self._bar.active and self.losses and self._rate:
-            held = human_bytes(self.footprint.device_bytes()["allocated"])
-            self._bar.show(f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s, {held}")
-        self._bar.advance()
-        if self._batch == self._batches or self.finished:
-            self._bar.close()
-
-    def flush(self) -> None:
-        """Bring the numbers of the steps so far to the host and write them."""
-        self.timer.read()
-        if self.first_step_at is None and self.timer.steps:
-            self.first_step_at = time.time() - sum(sum(step.values()) for step in self.timer.steps[1:])
-        pending, self._pending = self._pending, []
-        for record in () if self.run.simulated else pending:
-            tokens, seconds = record.pop("tokens"), sum(self.timer.steps[record["step"] - 1 - self.before["step"]].values())
-            record["loss"] = float(record["loss"])
-            record["grad_norm"] = None if record["grad_norm"] is None else float(record["grad_norm"])
-            if not math.isfinite(record["loss"]):
-                raise TrainingError(
-                    f"The loss is {record['loss']} at step {record['step']}: the run stops before that update. Try a lower "
-                    "--lr, --warmup_steps, or --precision fp32, and look at the data of that step."
-                )
-            self.losses.append(record["loss"])
-            self._rate = tokens / seconds if seconds else None
-            self._write({**record, "tokens_per_second": self._rate, "seconds": seconds})
-
-    def log_evaluation(self, loss: float, perplexity: float) -> None:
-        """Record an evaluation after the current step."""
-        self._write({"step": self.step, "eval_loss": loss, "perplexity": perplexity})
-
-    def _write(self, record: dict) -> None:
-        if self.trackers:
-            self.trackers.log(record)
-        if self._path is not None:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(only_finite(record)) + "\n")
-
-    def close(self, sample: str | None = None) -> None:
-        """Finish what other tools will read: a trace, a snapshot, curves and the sample text.
-
-        What fails here is said and no more: the training itself is done.
-        """
-        if self._bar:
-            self._bar.close()
-        trackers = [lambda: self.trackers.sample(self.step, sample)] if sample else []
-        for finish in ([self.trace.stop] if self.trace else []) + [*self.run.at_end, *trackers, self.trackers.close]:
-            try:
-                finish()
-            except Exception as error:
-                self.run.warn(str(explain(error)))
-
-    def speed(self, seq_length: int) -> dict:
-        """Throughput and step times of this rank, without the first steps (compilation, first allocations)."""
-        excluded = self.warmup_steps
-        if self.run.simulated:
-            return {"warmup_steps_excluded": 0}
-        until = len(self.samples)
-        if self.step_memory.slows_down and until > excluded + 1:
-            until -= 1
-        steps = self.timer.steps[excluded:until]
-        seconds = sorted(sum(step.values()) for step in steps)
-        if not seconds:
-            return {"warmup_steps_excluded": 0}
-        per_second = sum(self.samples[excluded:until]) / sum(seconds)
-        return {
-            "warmup_steps_excluded": excluded,
-            "samples_per_second": per_second,
-            "tokens_per_second": per_second * seq_length,
-            "step_seconds": {
-                "median": statistics.median(seconds),
-                "p10": seconds[int(0.1 * (len(seconds) - 1))],
-                "p90": seconds[math.ceil(0.9 * (len(seconds) - 1))],
-            },
-            "step_phases_seconds": {name: statistics.mean(step[name] for step in steps) for name in PHASES},
-        }
-
-
-def open_meter(args, run: Run, folder: Path, model, optimizer, blueprint, steps: int, before: dict, footprint) -> Meter:
-    """A `Meter` with all that --profile_memory, --profile and --report_to add to it."""
-    logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size  # in fp32, what the loss keeps
-    detailed = args.profile_memory or run.simulated
-    step_memory = memory.StepMemory(getattr(model, "module", model), optimizer, footprint.peak, detailed, logits)
-    run.memory_facts.append(step_memory.describe)
-    meter = Meter(run, folder, 0 if args.eval_only else steps, args.logging_steps, before, footprint, step_memory)
-    meter.trackers = Trackers(args, run, folder, before["step"])
-    if args.profile:
-        meter.trace = tracing.Trace(args.profile, run)
-    return meter
+    return 4 * matmul_parameters + 2 * trained + 12 * layers * hidden * seq_length
 
 
 def new_output_dir(args, run: Run) -> Path:
@@ -453,10 +162,15 @@ class Results:
         if self.run.is_main:
             self._write()
 
-    def preempted(self, counters: dict, seq_length: int) -> None:
+    def stopped_early_as(self, patience: int | None) -> bool:
+        """Whether the run that was complete had stopped early, with this patience."""
+        there = json.loads(self.path.read_text(encoding="utf-8")) if self.run.is_main else None
+        return bool(self.run.from_main(there and patience and there.get("stopped_early") == patience))
+
+    def preempted(self, counters: dict) -> None:
         """Write how far the run came until a signal stopped it (rank 0)."""
         reason = "stopped by a signal; a checkpoint was saved"
-        self.facts.update(status="preempted", reason=reason, **progress(counters, seq_length))
+        self.facts.update(status="preempted", reason=reason, **progress(counters))
         if self.run.is_main:
             self._write()
 
@@ -471,25 +185,16 @@ class Results:
         write_text(self.path, json.dumps(only_finite(self.facts), indent=2) + "\n")
 
 
-def progress(counters: dict, seq_length: int) -> dict:
+def progress(counters: dict) -> dict:
     """The meter's counters under the names of results.json."""
     return {
         "steps": counters["step"],
         "samples": counters["samples"],
-        "tokens": counters["samples"] * seq_length,
+        "tokens": counters["tokens"],
         "training_seconds": counters["training_seconds"],
         "train_loss_first": counters["first_loss"],
         "train_loss_last": counters["last_loss"],
     }
-
-
-def only_finite(value):
-    """JSON has no word for infinity or not-a-number: null stands for them."""
-    if isinstance(value, dict):
-        return {key: only_finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [only_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def hardware(device: torch.device) -> dict:
@@ -518,14 +223,17 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
     """The measured part of results.json: gathered from all ranks; throughput and times are means over them."""
     counters, steps = meter.counters(), meter.step - meter.before["step"]
     mine = {"memory": memory.of_this_rank(footprint, meter.step_memory, args.nvme_folder, run.launch.is_node_leader),
-            "speed": meter.speed(args.seq_length)}  # fmt: skip
+            "speed": meter.speed()}  # fmt: skip
     traffic = meter.traffic.per_step(meter.warmup_steps)
     mine["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
     ranks = run.gather(mine)
     facts = {
-        **progress(counters, args.seq_length),
+        **progress(counters),
         "eval_loss": evaluation[0] if evaluation else None,
         "perplexity": evaluation[1] if evaluation else None,
+        "best_eval_loss": meter.best["loss"] if meter.best else None,
+        "best_step": meter.best["step"] if meter.best else None,
+        "stopped_early": args.early_stopping_patience if meter.stopped_early else None,
         "seconds_to_first_step": meter.first_step_at - PROCESS_STARTED if meter.first_step_at else None,
         "communication_bytes_per_step": None,
         "communication_per_step": None,
@@ -540,8 +248,8 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
     if facts["tokens_per_second"]:
         facts["tokens_per_second_per_gpu"] = facts["tokens_per_second"] / run.world_size
         if peak := peak_flops(run.device, precision):
-            text = blueprint.text_config
-            flops = flops_per_token(blueprint.matmul_parameters, text.num_hidden_layers, text.hidden_size, args.seq_length)
+            text, weights = blueprint.text_config, (blueprint.matmul_parameters, blueprint.trainable_matmul)
+            flops = flops_per_token(*weights, text.num_hidden_layers, text.hidden_size, args.seq_length)
             facts["mfu"] = facts["tokens_per_second_per_gpu"] * flops / peak
     if steps and Traffic.complete(run.device, args.ds_config_dict is not None):
         facts["communication_bytes_per_step"] = statistics.mean(rank["sent"] for rank in ranks)
@@ -560,6 +268,26 @@ def mean_over_ranks(values: list[dict]) -> dict:
         key: mean_over_ranks(column) if isinstance(column[0], dict) else statistics.mean(column)
         for key, column in columns.items()
     }
+
+
+def say_dataset(run: Run, args, prepared: dict, facts: dict[str, dict], tokenizer) -> None:
+    """What the corpus gives: a line for each split, and for each row that was left out.
+
+    Args:
+        prepared: what tokens.tokenize_once returned.
+        facts: of each split, see data.open_split.
+        tokenizer: gets a chat template if it needs one and has none.
+    """
+    bad = prepared["bad_rows"]
+    for row in bad[:SHOWN_BAD_ROWS]:
+        run.warn(f"Left out: {row}")
+    if len(bad) > SHOWN_BAD_ROWS:
+        run.warn(f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under dataset.bad_rows.")
+    if use_plain_template(tokenizer, facts[min(facts)].get("kind")):
+        run.warn("This tokenizer has no chat template, so conversations get a plain one (### User: …): --chat_template FILE "
+                 "changes it.")  # fmt: skip
+    for name, found in facts.items():
+        run.say(f"📚 {data.describe_split(name, found, args.seq_length)}")
 
 
 def say_setup(run: Run) -> None:

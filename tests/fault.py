@@ -43,9 +43,9 @@ def break_steps(action) -> None:
 
 def let_deepspeed_witness(file: str) -> None:
     """Write DeepSpeed's counts of the steps after the second, {operation: {message bytes: calls}}, when the run is over."""
-    from support import reporting
+    from support import metering, reporting
 
-    end_step, complete = reporting.Meter.end_step, reporting.Results.complete
+    end_step, complete = metering.Meter.end_step, reporting.Results.complete
 
     def end(meter, *args):
         from deepspeed.comm import comm
@@ -62,7 +62,7 @@ def let_deepspeed_witness(file: str) -> None:
             Path(file).write_text(json.dumps(counts))
         complete(results)
 
-    reporting.Meter.end_step, reporting.Results.complete = end, write
+    metering.Meter.end_step, reporting.Results.complete = end, write
 
 
 def let_the_live_model_speak(file: str) -> None:

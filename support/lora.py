@@ -1,0 +1,132 @@
+"""LoRA (Hu et al., arXiv 2106.09685): small adapters beside frozen weights, put into the model by peft.
+
+A layer with the weight W computes x W + (alpha / r) · (x A) B; A has r columns and B r rows, and only they are trained. B
+begins at 0, so that training begins at the model as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from support.errors import UserError
+
+ADAPTER = "default"  # peft's name for the one that is there
+ALL_LINEAR = "all-linear"
+
+
+@dataclass
+class Lora:
+    """What adapters a model gets.
+
+    Attributes:
+        r, alpha, dropout: rank, scale (alpha / r), and dropout before A.
+        targets: ends of the names of the layers that get one, or "all-linear"; None: what peft knows of the architecture, and
+            all linear layers of any other.
+        base: the model's name, for adapter_config.json.
+        seed: A is drawn from it.
+    """
+
+    r: int
+    alpha: float
+    dropout: float
+    targets: list[str] | str | None
+    base: str
+    seed: int
+
+    @classmethod
+    def of(cls, args) -> Lora | None:
+        """What the flags ask for."""
+        if args.lora_r is None:
+            return None
+        targets = args.lora_targets
+        if targets not in (None, ALL_LINEAR):
+            targets = [name.strip() for name in targets.split(",") if name.strip()]
+        base = str(Path(args.model).expanduser().resolve()) if Path(args.model).expanduser().is_dir() else args.model
+        return cls(args.lora_r, args.lora_alpha, args.lora_dropout, targets, base, args.seed)
+
+    def attach(self, model: nn.Module) -> None:
+        """Put the adapters into a model and freeze all else. They are in fp32, and the same whatever type the model is in.
+
+        Raises:
+            UserError: a target that the model does not have.
+        """
+        import peft
+
+        on_meta = next(model.parameters()).is_meta
+        try:
+            with torch.device("meta" if on_meta else "cpu"):
+                peft.inject_adapter_in_model(self.config(model), model, ADAPTER)
+        except ValueError as error:
+            layers = sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if _is_linear(module)})
+            raise UserError(f"--lora_targets {self.targets}: this model has no such layers; there are {', '.join(layers)}, and "
+                            f"{ALL_LINEAR} for all but the output.") from error  # fmt: skip
+        torch.manual_seed(self.seed)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+                if ".lora_A." in name and not on_meta:  # as peft draws it, which would round it to the model's type
+                    nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+
+    def config(self, model: nn.Module):
+        """peft's configuration of these adapters, its targets settled."""
+        import peft
+        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+
+        targets = self.targets or USUAL.get(model.config.model_type, ALL_LINEAR)
+        alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
+        # GPT-2's linear layers keep their weights the other way round, which peft notes by itself.
+        return peft.LoraConfig(r=self.r, lora_alpha=alpha, lora_dropout=self.dropout, target_modules=targets, bias="none",
+                               task_type="CAUSAL_LM", base_model_name_or_path=self.base)  # fmt: skip
+
+    def describe(self, model: nn.Module, folder: Path) -> None:
+        """Write adapter_config.json, as peft reads it, into an existing folder.
+
+        Args:
+            model: with or without the adapters, with or without memory.
+        """
+        config = self.config(model)
+        config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())
+        config.inference_mode = True
+        config.save_pretrained(folder)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def peft_name(name: str) -> str:
+    """A parameter's name in adapter_model.safetensors."""
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+
+
+def merged(model: nn.Module, adapters: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, weight in fp32) of the model without adapters, with what they have learned added to it; one weight at a time.
+
+    Args:
+        model: with adapters, its weights as they were before training; they may be mapped from a file.
+        adapters: what was trained, by name.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    own = dict(model.named_parameters())
+    for name, value in adapters.items():
+        own[name].data = value.float().cpu()
+    layers = {f"{name}.base_layer.weight": module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for name, parameter in own.items():
+        if name in adapters:
+            continue
+        weight = parameter.data.float()
+        if name in layers:
+            weight = weight + layers[name].get_delta_weight(ADAPTER)
+        yield base_name(name), weight
+
+
+def base_name(name: str) -> str:
+    """A parameter's name in the model without adapters."""
+    return name.replace(".base_layer.", ".")

@@ -1,0 +1,345 @@
+"""Follows a run step by step: time, losses, tokens, memory, metrics.jsonl, and what watches it live."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from support import data, memory, tracing
+from support.communication import Traffic
+from support.comparison import human_bytes
+from support.distributed import Run
+from support.errors import TrainingError, explain
+from support.files import only_finite, write_text
+from support.trackers import Trackers
+
+PHASES = ("data", "forward", "backward", "update")
+EARLY_MEASURED_STEP = 5  # whose memory is measured where nobody knows which will be the last
+
+
+class StepTimer:
+    """Seconds of each phase of each step. On a GPU it records events and reads them only when asked.
+
+    Reading a clock after launching GPU work would time the launch, and waiting for the work would slow training
+    down; an event is a mark in the GPU's own queue of work.
+    """
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self._marks: list[tuple[str | None, object]] = []
+        self.steps: list[dict[str, float]] = []
+
+    def _now(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark(self, phase: str | None) -> None:
+        """The time since the last mark belongs to `phase`; None leaves it out (a pause, or the start of a step)."""
+        self._marks.append((phase, self._now()))
+
+    def end_step(self) -> None:
+        """Close the step whose marks were made since the last one."""
+        self._marks.append(("end", None))
+
+    def read(self) -> None:
+        """Turn marks into seconds, in `steps`. On a GPU this waits for the work so far: call it where lines are logged."""
+        if self.cuda and self._marks:
+            torch.cuda.synchronize()
+        step, before = dict.fromkeys(PHASES, 0.0), None
+        for phase, moment in self._marks:
+            if phase == "end":
+                self.steps.append(step)
+                step, before = dict.fromkeys(PHASES, 0.0), None
+                continue
+            if phase is not None and before is not None:
+                step[phase] += before.elapsed_time(moment) / 1000 if self.cuda else moment - before
+            before = moment
+        self._marks.clear()
+
+
+class Meter:
+    """Follows training step by step and keeps every number on the device until a line is logged."""
+
+    def __init__(self, args, run: Run, folder: Path, total_steps: int, blocks: int, before: dict, footprint, step_memory):
+        """
+        Args:
+            total_steps: of the whole run, unless it is stopped early.
+            blocks: in an epoch.
+            before: the counters to go on from, of a checkpoint (see `counters`) or of a new run.
+            footprint: memory.Phases, which learns of the first step's phases.
+            step_memory: memory.StepMemory, which measures one step: the last, where it is known which that is.
+        """
+        self.args, self.run, self.total_steps, self._blocks = args, run, total_steps, blocks
+        self.measured_step = total_steps
+        if args.early_stopping_patience:
+            self.measured_step = min(total_steps, before["step"] + EARLY_MEASURED_STEP)
+        self.footprint, self.step_memory = footprint, step_memory
+        self.trace = None  # of --profile
+        self.trackers = None  # of --report_to
+        self._bar = None
+        self.timer = StepTimer(run.device)
+        self.traffic = Traffic()
+        self.before = before
+        self.step = self.before["step"]  # optimizer steps done
+        self.samples_done = self.before["samples"]  # blocks that they saw, over all ranks
+        self.best: dict | None = before["best"]  # {"loss", "step", "waited": evaluations since}
+        self.stopped_early = False
+        self.samples: list[int] = []  # of each step of this process
+        self.tokens: list[int] = []
+        self.tokens_before = before["tokens"] if before["tokens"] is not None else before["samples"] * args.seq_length
+        self.losses: list[float] = []
+        self.first_step_at: float | None = None
+        self._rate: float | None = None  # tokens per second of the last step that was read
+        self._pending: list[dict] = []
+        self._path = folder / "metrics.jsonl" if run.is_main else None
+        if self._path:
+            self._keep_lines_before()
+
+    def _keep_lines_before(self) -> None:
+        """Let metrics.jsonl end where the checkpoint was made: what came after it is made again."""
+        kept = []
+        for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else ():
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
+                record = json.loads(line)
+                # A checkpoint at an epoch's end comes before that epoch's evaluation.
+                if record["step"] < self.step or (record["step"] == self.step and "loss" in record):
+                    kept.append(line + "\n")
+        write_text(self._path, "".join(kept))
+
+    def counters(self) -> dict:
+        """Counts since the very start, for a checkpoint: those of checkpoint.NEW_RUN."""
+        self.flush()
+        first, last = self.before["first_loss"], self.before["last_loss"]
+        return {
+            "step": self.step,
+            "samples": self.samples_done,
+            "tokens": self.tokens_before + sum(self.tokens),
+            "best": self.best,
+            "training_seconds": self.before["training_seconds"] + sum(sum(step.values()) for step in self.timer.steps),
+            "first_loss": self.losses[0] if first is None and self.losses else first,
+            "last_loss": self.losses[-1] if self.losses else last,
+        }
+
+    @property
+    def warmup_steps(self) -> int:
+        """First steps that no average counts: compilation, first allocations, DeepSpeed's first look at the model."""
+        return min(5, (self.step - self.before["step"]) // 4)
+
+    @property
+    def at_end_of_epoch(self) -> bool:
+        """Whether all of the epoch's blocks are behind the last step."""
+        return self.samples_done % self._blocks == 0
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether to evaluate after the last step: every --eval_every steps, or after each epoch; and at the end."""
+        every = self.args.eval_every
+        return self.args.eval and (self.finished or (self.step % every == 0 if every else self.at_end_of_epoch))
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.total_steps or self.stopped_early
+
+    @property
+    def _in_measured_step(self) -> bool:
+        return self.step + 1 == self.measured_step
+
+    def mark(self, phase: str) -> None:
+        """The time and the memory since the last mark belong to this phase of the step; see PHASES."""
+        self.timer.mark(phase)
+        name = "optimizer_step" if phase == "update" else phase
+        self.footprint.doing = memory.AFTER[name]
+        first = self.step == self.before["step"] and phase != "data"
+        if first or self._in_measured_step:
+            self.footprint.peak.mark()
+        if first:
+            self.footprint.note(name, mark=False)
+        if not self._in_measured_step:
+            return
+        if phase == "data":
+            self.step_memory.begin()
+            self.traffic.aside = self.step_memory.slows_down
+        else:
+            self.step_memory.mark(phase)
+        self.timer.mark(None)
+
+    def after_backward(self) -> None:
+        """The last micro-batch is done. At the measured step, count live tensors: everything a step needs is there now."""
+        self.footprint.doing = "the update"
+        if self._in_measured_step:
+            self.step_memory.after_backward()
+            self.timer.mark(None)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Note how the epoch's remaining blocks fall into steps, and start the clock.
+
+        Args:
+            epoch: counts from 1.
+        """
+        args, self._epoch = self.args, epoch
+        self._global_batch = args.batch_size * args.gradient_accumulation_steps * self.run.world_size
+        self.position = self.samples_done - (epoch - 1) * self._blocks  # 0, unless the epoch goes on in its middle
+        self._batch = data.steps_of(self.position, self._global_batch)
+        left = data.steps_of(self._blocks - self.position, self._global_batch)
+        self._batches = self._batch + min(left, self.total_steps - self.step)
+        self._bar = self.run.bar(f"Epoch {epoch}", self._batches, done=self._batch)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """What happened since the last step, such as an evaluation or a save, belongs to no step."""
+        self.traffic.discard()
+        self.timer.mark(None)
+
+    def end_step(self, loss: torch.Tensor, lr: float, grad_norm, tokens: torch.Tensor) -> None:
+        """Record one optimizer step.
+
+        Args:
+            loss: mean over all tokens of the global batch; a tensor that stays on the device.
+            lr: learning rate of this step.
+            grad_norm: norm of the whole gradient before clipping; a tensor, a number, or None.
+            tokens: that all ranks read in this step; a tensor that stays on the device.
+        Raises:
+            TrainingError: a loss was not finite. No update was made from it, or after it.
+        """
+        self.timer.end_step()
+        self.traffic.end_step()
+        if self._in_measured_step:
+            self.step_memory.end()
+            self.traffic.aside = False
+        if self.trace:
+            self.trace.end_step()
+        batch, batches = self._batch, self._batches
+        self._batch += 1
+        self.step += 1
+        # The last step of an epoch may see fewer blocks.
+        self.samples.append(min(self._global_batch, self._blocks - self.position))
+        self.samples_done += self.samples[-1]
+        self.position += self.samples[-1]
+        self._pending.append({"step": self.step, "epoch": self._epoch, "loss": loss.detach().clone(), "lr": lr,
+                              "grad_norm": grad_norm, "tokens": tokens})  # fmt: skip
+        shown = batch % self.args.logging_steps == 0 or self._batch == batches or self.finished
+        # On a CPU nothing runs ahead, so a look at every loss costs nothing.
+        if shown or self.run.device.type == "cpu":
+            self.flush()
+        if self.run.simulated:
+            self.run.say(f"Step {self.step}/{self.total_steps} of the memory simulation")
+        elif shown:
+            self.run.say(f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}")
+        if shown and self.trackers and self.trackers.active:
+            held = self.footprint.device_bytes()["allocated"]
+            self.trackers.memory(self.step, self.run.gather(held))
+            self.traffic.discard()  # of this gather
+        self._advance_bar(lr)
+        self.timer.mark(None)
+
+    def _advance_bar(self, lr: float) -> None:
+        if self._bar.active and self.losses and self._rate:
+            held = human_bytes(self.footprint.device_bytes()["allocated"])
+            self._bar.show(f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s, {held}")
+        self._bar.advance()
+        if self._batch == self._batches or self.finished:
+            self._bar.close()
+
+    def flush(self) -> None:
+        """Bring the numbers of the steps so far to the host and write them."""
+        self.timer.read()
+        if self.first_step_at is None and self.timer.steps:
+            self.first_step_at = time.time() - sum(sum(step.values()) for step in self.timer.steps[1:])
+        pending, self._pending = self._pending, []
+        for record in () if self.run.simulated else pending:
+            tokens = int(record.pop("tokens"))
+            seconds = sum(self.timer.steps[record["step"] - 1 - self.before["step"]].values())
+            record["loss"] = float(record["loss"])
+            record["grad_norm"] = None if record["grad_norm"] is None else float(record["grad_norm"])
+            if not math.isfinite(record["loss"]):
+                raise TrainingError(
+                    f"The loss is {record['loss']} at step {record['step']}: the run stops before that update. Try a lower "
+                    "--lr, --warmup_steps, or --precision fp32, and look at the data of that step."
+                )
+            self.losses.append(record["loss"])
+            self.tokens.append(tokens)
+            self._rate = tokens / seconds if seconds else None
+            self._write({**record, "tokens_per_second": self._rate, "seconds": seconds})
+
+    def log_evaluation(self, loss: float, perplexity: float) -> None:
+        """Record an evaluation after the current step; early stopping looks at it."""
+        self._write({"step": self.step, "eval_loss": loss, "perplexity": perplexity})
+        if self.step == 0:  # --eval_first, of what was not trained yet
+            return
+        if self.best is None or loss < self.best["loss"]:
+            self.best = {"loss": loss, "step": self.step, "waited": 0}
+        elif self.best["step"] != self.step:  # a resumed run may repeat the evaluation of its checkpoint
+            self.best = {**self.best, "waited": self.best["waited"] + 1}
+        patience = self.args.early_stopping_patience
+        if patience and self.best["waited"] >= patience and not self.finished:
+            self.stopped_early = True
+            self.run.say(f"🛑 Stopped early: {patience} evaluations in a row no better than that of step {self.best['step']}.")
+
+    def _write(self, record: dict) -> None:
+        if self.trackers:
+            self.trackers.log(record)
+        if self._path is not None:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(only_finite(record)) + "\n")
+
+    def close(self, sample: str | None = None) -> None:
+        """Finish what other tools will read: a trace, a snapshot, curves and the sample text.
+
+        What fails here is said and no more: the training itself is done.
+        """
+        if self._bar:
+            self._bar.close()
+        trackers = [lambda: self.trackers.sample(self.step, sample)] if sample else []
+        for finish in ([self.trace.stop] if self.trace else []) + [*self.run.at_end, *trackers, self.trackers.close]:
+            try:
+                finish()
+            except Exception as error:
+                self.run.warn(str(explain(error)))
+
+    def speed(self) -> dict:
+        """Throughput and step times of this rank, without the first steps (compilation, first allocations)."""
+        excluded = self.warmup_steps
+        if self.run.simulated:
+            return {"warmup_steps_excluded": 0}
+        slowed = self.measured_step - 1 - self.before["step"] if self.step_memory.slows_down else None
+        everything = range(excluded, len(self.samples))
+        counted = [i for i in everything if i != slowed] or everything
+        steps = [self.timer.steps[i] for i in counted]
+        seconds = sorted(sum(step.values()) for step in steps)
+        if not seconds:
+            return {"warmup_steps_excluded": 0}
+        return {
+            "warmup_steps_excluded": excluded,
+            "samples_per_second": sum(self.samples[i] for i in counted) / sum(seconds),
+            "tokens_per_second": sum(self.tokens[i] for i in counted) / sum(seconds),
+            "step_seconds": {
+                "median": statistics.median(seconds),
+                "p10": seconds[int(0.1 * (len(seconds) - 1))],
+                "p90": seconds[math.ceil(0.9 * (len(seconds) - 1))],
+            },
+            "step_phases_seconds": {name: statistics.mean(step[name] for step in steps) for name in PHASES},
+        }
+
+
+def open_meter(
+    args, run: Run, folder: Path, model, optimizer, blueprint, steps: int, before: dict, footprint, blocks: int
+) -> Meter:
+    """A `Meter` with all that --profile_memory, --profile and --report_to add to it."""
+    logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size  # in fp32, what the loss keeps
+    detailed = args.profile_memory or run.simulated
+    step_memory = memory.StepMemory(getattr(model, "module", model), optimizer, footprint.peak, detailed, logits)
+    run.memory_facts.append(step_memory.describe)
+    meter = Meter(args, run, folder, 0 if args.eval_only else steps, blocks, before, footprint, step_memory)
+    meter.trackers = Trackers(args, run, folder, before["step"])
+    if args.profile:
+        meter.trace = tracing.Trace(args.profile, run)
+    return meter

@@ -1,0 +1,246 @@
+"""Tokenise a corpus once, and keep it on disk.
+
+Documents become one long stream of token ids with an end-of-text token between them; examples (conversations, or prompts and
+their completions) lie one after the other, with a mask of what is learned. Neither depends on the length of a block, so
+that one cached corpus serves every --seq_length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from support.corpus import PIECE_CHARACTERS, BadRow, Example, Item, Source
+from support.errors import UserError
+from support.examples import PLAIN_TEMPLATE, Encoder, use_plain_template
+
+CACHE_VERSION = 2  # raise it when the layout of the cache or the way of tokenising changes
+BATCH_CHARACTERS = 1 << 20  # a long document is tokenised in pieces and batches, so that memory stays bounded
+BATCH_EXAMPLES = 256
+
+
+def tokenize_once(
+    source: Source, tokenizer, cache_dir: Path, temporary: list[str], advance: Callable[[int], None], max_bad_rows: int
+) -> dict:
+    """Tokenise a corpus, or find it in the cache from an earlier run.
+
+    Args:
+        source: the corpus.
+        tokenizer: a Hugging Face tokenizer; one without a chat template gets PLAIN_TEMPLATE if there are conversations.
+        cache_dir: where tokenised corpora are kept.
+        temporary: gets the folder that is written to, for removal if the run ends meanwhile.
+        advance: told now and then how many more characters are done.
+        max_bad_rows: so many rows that cannot be used are left out and told.
+    Returns:
+        {folder, dtype, sha256 of the text, bad_rows, splits: {name: {kind, tokens, rows, empty}}}; JSON.
+    Raises:
+        UserError: the cache cannot be written, the text cannot be read, or there are more bad rows.
+    """
+    template = tokenizer.chat_template or PLAIN_TEMPLATE
+    key = hashlib.sha256(f"{CACHE_VERSION}\0{source.fingerprint}\0{tokenizer_fingerprint(tokenizer)}\0{template}".encode())
+    folder = cache_dir / key.hexdigest()[:32]
+    if not (folder / "meta.json").exists():
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            beside = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache_dir))
+            temporary.append(str(beside))
+        except OSError as error:
+            raise UserError(f"The cache {cache_dir} cannot be written ({error.strerror}): use --cache_dir.") from error
+        try:
+            _write_tokens(source, tokenizer, beside, advance, max_bad_rows)
+            os.rename(beside, folder)  # whole, or not at all
+        except OSError as error:
+            if not (folder / "meta.json").exists():  # otherwise another run was faster
+                raise UserError(f"The cache {cache_dir} cannot be written ({error.strerror}): use --cache_dir.") from error
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    prepared = {"folder": str(folder), **json.loads((folder / "meta.json").read_text())}
+    refuse_bad_rows(prepared["bad_rows"], max_bad_rows)  # an earlier run may have allowed more
+    return prepared
+
+
+def refuse_bad_rows(bad: list[str], allowed: int) -> None:
+    """
+    Raises:
+        UserError: there are more bad rows than allowed; it has the first one's line.
+    """
+    if len(bad) > allowed:
+        more = f" It is bad row {len(bad)} of {allowed} that --max_bad_rows allows." if allowed else ""
+        raise UserError(f"{bad[-1] if allowed else bad[0]}{more}")
+
+
+def tokenizer_fingerprint(tokenizer) -> str:
+    """A digest of everything that decides which tokens a text becomes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()
+
+
+@dataclass
+class GoodRows:
+    """Passes on what can be used of a split, all of it of one kind, and keeps account of it.
+
+    Attributes:
+        items: what the source has.
+        bad: lines about the rows that cannot be used; shared by the splits of a corpus.
+        allowed: how many there may be.
+        kind: "text", "chat" or "pair", as the first row is.
+        rows, empty: how many were passed on; how many of them held no text.
+    """
+
+    items: Iterator[Item]
+    bad: list[str]
+    allowed: int
+    kind: str | None = None
+    rows: int = 0
+    empty: int = 0
+
+    def __iter__(self) -> Iterator[Iterable[str] | Example]:
+        for item in self.items:
+            if isinstance(item, BadRow):
+                self.refuse(item)
+                continue
+            kind = item.kind if isinstance(item, Example) else "text"
+            self.kind = self.kind or kind
+            if kind != self.kind:
+                where = item.where if isinstance(item, Example) else f"row {self.rows + len(self.bad) + 1}"
+                self.refuse(BadRow(f"{where}: of kind {kind} among rows of kind {self.kind}: a corpus has one kind of rows."))
+                continue
+            self.rows += 1
+            self.empty += item in ([], [""])
+            yield item
+
+    def refuse(self, row: BadRow) -> None:
+        """Note a bad row.
+
+        Raises:
+            UserError: it is one too many.
+        """
+        self.bad.append(str(row))
+        refuse_bad_rows(self.bad, self.allowed)
+
+
+def _write_tokens(source: Source, tokenizer, folder: Path, advance: Callable[[int], None], max_bad_rows: int) -> None:
+    dtype = "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
+    digest, splits, bad = hashlib.sha256(), {}, []
+    for name, open_items in source.splits.items():
+        found = GoodRows(open_items(), bad, max_bad_rows)
+        items = iter(found)
+        first = next(items, None)
+        write = _write_examples if isinstance(first, Example) else _write_stream
+        tokens = write(_chain(first, items), folder / name, tokenizer, dtype, digest, advance, found)
+        splits[name] = {"kind": found.kind, "tokens": tokens, "rows": found.rows, "empty": found.empty}
+    meta = {"dtype": dtype, "sha256": digest.hexdigest(), "splits": splits, "bad_rows": bad}
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def _chain(first, rest: Iterator) -> Iterator:
+    if first is not None:
+        yield first
+        yield from rest
+
+
+def _write_stream(documents, path: Path, tokenizer, dtype: str, digest, advance, _found: GoodRows) -> int:
+    tokens = 0
+    with open(f"{path}.bin", "wb") as file:
+        for ids in _token_batches(documents, tokenizer, digest, advance):
+            np.asarray(ids, dtype=dtype).tofile(file)
+            tokens += len(ids)
+        _flush(file)
+    return tokens
+
+
+def _write_examples(examples, path: Path, tokenizer, dtype: str, digest, advance, found: GoodRows) -> int:
+    use_plain_template(tokenizer, found.kind)
+    encoder, end = Encoder(tokenizer), 0
+    with open(f"{path}.bin", "wb") as ids, open(f"{path}.learned.bin", "wb") as learned, open(f"{path}.rows.bin", "wb") as rows:
+        for batch in _batches(examples, BATCH_EXAMPLES):
+            for example, row in zip(batch, encoder.encode(batch), strict=True):
+                if isinstance(row, BadRow):
+                    found.rows -= 1
+                    found.refuse(row)
+                    continue
+                digest.update(example.as_json().encode() + b"\0")
+                row[0].astype(dtype).tofile(ids)
+                row[1].astype(np.uint8).tofile(learned)
+                end += len(row[0])
+                np.array([end, row[1].argmax()], dtype=np.int64).tofile(rows)
+            advance(sum(len(example.as_json()) for example in batch))
+        for file in (ids, learned, rows):
+            _flush(file)
+    return end
+
+
+def _flush(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _batches(items: Iterable, size: int) -> Iterator[list]:
+    batch = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _token_batches(documents: Iterable[Iterable[str]], tokenizer, digest, advance) -> Iterator[list[int]]:
+    """Token ids in batches, the end-of-text token between documents; the tokenizer's own threads use all cores."""
+    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pieces: list[str] = []
+    starts: set[int] = set()  # pieces in the batch that begin a document
+
+    def encode() -> list[int]:
+        encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        ids = [id for i, piece in enumerate(encoded) for id in (between + piece if i in starts else piece)]
+        pieces.clear()
+        starts.clear()
+        return ids
+
+    characters, any_before = 0, False
+    for document in documents:
+        new = any_before
+        for piece in cut_text(document, PIECE_CHARACTERS):
+            digest.update(piece.encode())
+            if new:
+                starts.add(len(pieces))
+            pieces.append(piece)
+            characters, new, any_before = characters + len(piece), False, True
+            if characters >= BATCH_CHARACTERS:
+                yield encode()
+                advance(characters)
+                characters = 0
+        digest.update(b"\0")
+    if pieces:
+        yield encode()
+
+
+def cut_text(document: Iterable[str], most: int) -> Iterator[str]:
+    """Join and cut a document into pieces of at most `most` characters, so that the cuts change no token.
+
+    A cut goes between a single line end and a letter: the byte-level tokenisers (GPT-2, Llama 3, Qwen) never join
+    these two. Where a piece has no such place it is cut anywhere; one token in ten thousand may differ.
+    """
+    text = ""
+    for chunk in document:
+        for start in range(0, len(chunk), most):
+            text += chunk[start : start + most]
+            while len(text) > most:
+                good = [match.end() for match in re.finditer(r"\S\r?\n(?=[^\W\d_])", text[:most])]
+                cut = good[-1] if good else most
+                yield text[:cut]
+                text = text[cut:]
+    if text:
+        yield text
