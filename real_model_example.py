@@ -124,7 +124,8 @@ def find_model(args, run: Run) -> models.Blueprint:
     if limit and args.seq_length > limit:
         raise UserError(f"--seq_length {args.seq_length} is more than the {limit} positions of {args.model}.")
     doing = "Simulating the memory of" if run.simulated else "Evaluating" if args.eval_only else "Fine-tuning"
-    run.say(f"🚀 {doing} {args.model} ({reporting.human_count(blueprint.parameters)} parameters)")
+    base = blueprint.parameters - (blueprint.trainable if blueprint.lora else 0)
+    run.say(f"🚀 {doing} {args.model} ({reporting.human_count(base)} parameters)")
     run.say(f"📋 Strategy: {args.strategy.upper()}")
     return blueprint
 
@@ -153,6 +154,8 @@ def load_model_and_tokenizer(args, run: Run, precision: str, blueprint: models.B
     if blueprint.lora:
         share = blueprint.trainable / blueprint.parameters
         run.say(f"🔧 LoRA: {blueprint.trainable:,} of {blueprint.parameters:,} parameters are trained ({share:.2%})")
+        if blueprint.random and not (args.merge_lora or args.no_export):
+            run.warn("The frozen weights are random, and adapters are worth nothing without them: --merge_lora exports both.")
     return model, blueprint.tokenizer
 
 
@@ -662,6 +665,8 @@ def train_one_model(args, run: Run):
         meter.close()
         raise
     footprint.note("trained")
+    if args.streaming:
+        results.update(dataset=train.summary())
     if args.load_best_at_end:
         saver.load_best(meter)
 
@@ -678,7 +683,7 @@ def hand_out(model, saver, results, folder, args, run: Run, blueprint: models.Bl
     """Export the trained model and print a sample, as far as they are wished and not there, and complete the results."""
     there = run.from_main(results.was_complete and not args.export_hf and (folder / "hf").exists())
     if not (args.no_export or args.eval_only or there):
-        card = export.model_card(results.facts, saver.identity)
+        card = export.model_card({**results.facts, "merged": args.merge_lora}, saver.identity)
         results.update(export=export.export_model(model, saver.state, blueprint, folder, args, run, card))
     if args.generate:
         results.update(sample=generate(model, blueprint, args, run, precision))

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tabulate import tabulate
 
-from support import planner
+from support import architectures, planner
 from support.config import EMBEDDED_MODEL, Parser, positive_float, positive_int
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.planner import CUDA_CONTEXT, GB, GPU_SLACK, PREFERENCE, Limits, Need, Work
@@ -46,6 +46,8 @@ def build_parser() -> Parser:
     add("--gradient_accumulation_steps", type=positive_int, default=1, help="(default: %(default)s)")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: %(default)s)")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--lora_r", type=positive_int, metavar="R", help="train adapters of this rank on frozen weights")
+    add("--lora_targets", metavar="LIST", help="layers that get one, as in real_model_example.py")
     add("--solve", choices=("batch", "model", "gpus"),
         help="find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, for each strategy")
     add("--json", action="store_true", help="print JSON instead (bytes)")
@@ -56,7 +58,7 @@ def main() -> None:
     """Read the arguments, print the plan."""
     try:
         args = build_parser().parse_args()
-        model = planner.find_architecture(args.model)
+        model = architectures.find_architecture(args.model)
         longest = 256 if args.model == EMBEDDED_MODEL else 512
         if args.seq_length is None:
             args.seq_length = min(longest, model.limit or longest)
@@ -66,11 +68,13 @@ def main() -> None:
             raise UserError(f"--gpus {args.gpus} on nodes of 8: name another number with --gpus_per_node.")
         if model.limit and args.seq_length > model.limit:
             raise UserError(f"--seq_length {args.seq_length} is more than the {model.limit} positions of {args.model}.")
+        if args.lora_targets and not args.lora_r:
+            raise UserError("--lora_targets needs --lora_r.")
+        work = Work(model, args.gpus, args.batch_size, args.seq_length, args.precision, args.gradient_checkpointing,
+                    args.gradient_accumulation_steps, lora=planner.adapters(model, args.lora_r, args.lora_targets))
     except UserError as error:
         print(f"❌ {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    work = Work(model, args.gpus, args.batch_size, args.seq_length, args.precision, args.gradient_checkpointing,
-                args.gradient_accumulation_steps)  # fmt: skip
     args.most_per_node = args.gpus_per_node or 8
     args.gpus_per_node = min(args.most_per_node, args.gpus)
     limits = Limits(*(None if size is None else int(size * GB) for size in (args.gpu_memory, args.host_memory, args.nvme_free)),
@@ -144,6 +148,8 @@ def in_gb(size: int) -> str:
 def title(args, work: Work) -> str:
     """What is planned."""
     checkpointing = ", gradient checkpointing" if work.gradient_checkpointing else ""
+    if work.lora:
+        checkpointing += f", LoRA of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
     accumulated = f" × {args.gradient_accumulation_steps} micro-batches" if args.gradient_accumulation_steps > 1 else ""
     return (f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on {args.gpus} GPU{'s' * (args.gpus > 1)} of "
             f"{args.gpu_memory:g} GB: {args.precision}, {args.batch_size} blocks of {args.seq_length} tokens each{accumulated}"
@@ -161,6 +167,8 @@ def run_command(args, work: Work, strategy: str) -> str:
     if work.accumulation > 1:
         flags += ["--gradient_accumulation_steps", work.accumulation]
     flags += ["--gradient_checkpointing"] * args.gradient_checkpointing
+    flags += ["--lora_r", args.lora_r] if args.lora_r else []
+    flags += ["--lora_targets", args.lora_targets] if args.lora_targets else []
     nodes = -(-args.gpus // args.gpus_per_node)
     if args.gpus == 1:
         launcher = ["python"]

@@ -204,7 +204,8 @@ class Saver:
 
     def _write_model(self, folder: Path) -> None:
         export.describe(self.blueprint, folder)
-        if buffers := models.persistent_buffers(getattr(self.model, "module", self.model)):
+        buffers = {} if self.blueprint.lora else models.persistent_buffers(getattr(self.model, "module", self.model))
+        if buffers:
             save_file(buffers, folder / "buffers.safetensors")
 
     def _scaling(self) -> dict:

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from support import models, planner, preflight
+from support import architectures, models, planner, preflight
 from support.config import EMBEDDED_MODEL, PROJECT, uses_nvme
 from support.distributed import Run
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
@@ -298,7 +298,7 @@ def _memory(args, run: Run, precision: str) -> Iterator[Line]:
     limits = preflight.memory_limits(run)
     there = f"{limits.gpu / GB:.1f} GB for each {'GPU' if run.device.type == 'cuda' else 'process'}"
     try:
-        model = planner.find_architecture(args.model)
+        model = architectures.find_architecture(args.model)
         args.seq_length = args.seq_length or min(256 if args.model == EMBEDDED_MODEL else 512, model.limit or 512)
         if model.limit and args.seq_length > model.limit:
             limit = f"more than the {model.limit} positions of {args.model}"

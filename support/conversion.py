@@ -26,6 +26,7 @@ from support import checkpoint
 from support.errors import UserError
 from support.export import finish_folder, model_card, start_folder
 from support.files import write_text
+from support.lora import peft_name
 from support.safetensors_files import WeightFiles, save_file, write_at
 from support.sharding import MOMENTS
 
@@ -157,24 +158,28 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
 
 
 def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes: str) -> None:
-    """A folder for `from_pretrained`."""
+    """A folder for `from_pretrained`; of a checkpoint of adapters, peft's."""
     described = source.folder / "model"
     if not described.is_dir():
         raise UserError(f"{source.folder} has no model/ folder with the configuration and the tokenizer (it was imported): "
                         "resume it and save once, then convert that.")  # fmt: skip
     shutil.copytree(described, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in source.shapes.items()}
+    adapters = (folder / "adapter_config.json").exists()
+    rename = peft_name if adapters else str
+    if not adapters:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    meta = {rename(name): torch.empty(shape, dtype=dtype, device="meta") for name, shape in source.shapes.items()}
     buffers = load_file(folder / "buffers.safetensors") if (folder / "buffers.safetensors").exists() else {}
     (folder / "buffers.safetensors").unlink(missing_ok=True)
     try:
-        files = WeightFiles(folder, meta | {name: buffer.to("meta") for name, buffer in buffers.items()}, file_bytes)
+        tensors = meta | {name: buffer.to("meta") for name, buffer in buffers.items()}
+        files = WeightFiles(folder, tensors, file_bytes, "adapter_model" if adapters else "model")
     except ValueError as error:
         raise UserError(f"--max_shard_size {file_bytes}: write it as 5GB or 500MB.") from error
     for name in source.shapes:
-        files.write(name, source.read(name, "weight"))
+        files.write(rename(name), source.read(name, "weight"))
     for name, buffer in buffers.items():
         files.write(name, buffer)
     files.check_complete()

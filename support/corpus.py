@@ -34,6 +34,20 @@ class BadRow(UserError):
 
 
 @dataclass(frozen=True)
+class Document:
+    """A text, all of which is learned.
+
+    Attributes:
+        where: its file and line.
+        pieces: it, in one piece or several.
+    """
+
+    where: str
+    pieces: Iterable[str]
+    kind: str = "text"
+
+
+@dataclass(frozen=True)
 class Example:
     """A row of which a part is learned: a conversation, or a prompt and its completion.
 
@@ -58,8 +72,7 @@ class Example:
         return json.dumps(self.messages or [self.prompt, self.completion], sort_keys=True)
 
 
-# A document is its text, in one piece or several. What cannot be used is passed on as well: it is counted and told.
-Item = Iterable[str] | Example | BadRow
+Item = Document | Example | BadRow  # what cannot be used is passed on as well: it is counted and told
 Row = tuple[object, str] | BadRow  # what a file holds, and where; before anything is made of it
 
 
@@ -106,9 +119,9 @@ def _open_pydocs() -> Source:
     """The Python language reference that comes with every CPython; its text differs between releases."""
     from pydoc_data.topics import topics
 
-    documents = [topics[name] for name in sorted(topics)]
-    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
-    return Source("pydocs", digest, {"train": lambda: ([text] for text in documents)})
+    names = sorted(topics)
+    digest = hashlib.sha256("\0".join(topics[name] for name in names).encode()).hexdigest()
+    return Source("pydocs", digest, {"train": lambda: (Document(f"pydocs, {name}", [topics[name]]) for name in names)})
 
 
 # ---------------------------------------------------------------------------------------------------- rows
@@ -138,7 +151,7 @@ def read_row(row, where: str, text_column: str | None) -> Item:
         if kind == "chat":
             return Example(where, [_message(message) for message in _list_of_messages(row["messages"])])
         texts = [_text(row[name], name) for name in names]
-        return [texts[0]] if kind == "text" else Example(where, None, *texts)
+        return Document(where, texts) if kind == "text" else Example(where, None, *texts)
     except ValueError as error:
         return BadRow(f"{where}: {error}.")
 
@@ -201,7 +214,7 @@ def _items_of_files(files: list[Path], text_column: str | None) -> Iterator[Item
             for row in rows_of_file(file, text_column):
                 yield row if isinstance(row, BadRow) else read_row(*row, text_column)
         else:
-            yield read_text(file)
+            yield Document(str(file), read_text(file))
 
 
 def has_rows(file: Path) -> bool:
@@ -344,14 +357,14 @@ def begins_article(line: str) -> bool:
 
 def join_articles(lines: Iterable[Item]) -> Iterator[Item]:
     """WikiText's rows are lines, and an article is a document."""
-    article: list[str] = []
+    where, article = "", []
     for line in lines:
         if isinstance(line, BadRow):
             yield line
             continue
-        if begins_article(line[0]) and article:
-            yield article
-            article = []
-        article += line
+        if begins_article(line.pieces[0]) and article:
+            yield Document(where, article)
+            where, article = line.where, []
+        article += line.pieces
     if article:
-        yield article
+        yield Document(where, article)

@@ -18,6 +18,8 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
+PLAIN_NOTICE = ("This tokenizer has no chat template, so conversations get a plain one (### User: …): --chat_template FILE "
+                "changes it.")  # fmt: skip
 # Stand for the assistant's texts while a conversation is rendered, to find where they go; of Unicode's private use.
 MARK = "\ue000{}\ue001"
 

@@ -152,7 +152,8 @@ def model_card(facts: dict, identity: dict) -> str:
     base, dataset = facts["model"], (facts.get("dataset") or {}).get("name")
     hyperparameters = identity["soft"] | identity["told"]
     scratch = identity["told"].get("from_scratch") or base == EMBEDDED_MODEL
-    metadata = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    adapters = identity["hard"].get("lora") if not facts.get("merged") else None
+    metadata = ["---", f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation"]
     metadata += [f"base_model: {base}"] if not scratch and not is_local_model(base) else []
     metadata += ["---"]
     results = {
@@ -167,7 +168,8 @@ def model_card(facts: dict, identity: dict) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in (facts.get("versions") or {}).items())
     parts = [
         "\n".join(metadata),
-        f"# {Path(base).name}, {'trained' if scratch else 'fine-tuned'}" + (f" on {dataset}" if dataset else ""),
+        f"# {Path(base).name}, {'trained' if scratch else 'fine-tuned'}" + (f" on {dataset}" if dataset else "")
+        + (f": LoRA adapters, r {adapters['r']}, alpha {adapters['alpha']:g}" if adapters else ""),
         f"{facts['parameters']:,} parameters; {'random weights of the architecture of' if scratch else 'base model'} `{base}`. "
         f"Trained with `real_model_example.py --strategy {facts['strategy']}` on {facts['world_size']} {_devices(facts)}.",
         "## Results\n\n" + _table(results.items(), "Measured"),

@@ -42,6 +42,7 @@ class Blueprint:
         weights: local folder that `load` reads.
         seed: for weights that the folder lacks.
         lora: the adapters that it gets, if any.
+        random: the weights, or rows of the embedding, were drawn from the seed for this run, and lie nowhere else.
         parameters: how many it has, the adapters' among them; tied weights count once.
         trainable: how many of them are trained.
         matmul_parameters, trainable_matmul: those that take part in matrix multiplications, and are trained there.
@@ -55,6 +56,7 @@ class Blueprint:
     weights: str
     seed: int
     lora: Lora | None = None
+    random: bool = False
     parameters: int = 0
     trainable: int = 0
     matmul_parameters: int = 0
@@ -155,7 +157,7 @@ def find_model(args, run: Run) -> Blueprint:
     if args.dropout is not None:
         set_dropout(config, args.dropout, run)
     return Blueprint(config, tokenizer, _read_generation(found["weights"], config), found["weights"], args.seed,
-                     Lora.of(args))  # fmt: skip
+                     Lora.of(args), found["random"])  # fmt: skip
 
 
 def _prepare_folders(args, run: Run) -> dict:
@@ -165,7 +167,7 @@ def _prepare_folders(args, run: Run) -> dict:
         tokenizer_folder = embedded_tokenizer(cache_folder(args.cache_dir), run.temporary)
         # Dropout 0, as is usual where training starts from random weights; --dropout changes it.
         config = gpt2_config(*EMBEDDED_SHAPE, vocab_size=EMBEDDED_VOCABULARY, positions=512, dropout=0.0, end_of_text=0)
-        return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": None}
+        return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": None, "random": True}
     if is_local_model(args.model):
         folder = os.path.expanduser(args.model)
     elif args.from_scratch and args.model in GPT2_NAMES:
@@ -177,7 +179,7 @@ def _prepare_folders(args, run: Run) -> dict:
     if len(tokenizer) > config.get_text_config().vocab_size:
         weights = grow_vocabulary(weights, config, len(tokenizer), args.seed, run)
         notice = f"The tokenizer has {len(tokenizer):,} entries, more than the model: its embedding was enlarged."
-    return {"weights": weights, "tokenizer": folder, "notice": notice}
+    return {"weights": weights, "tokenizer": folder, "notice": notice, "random": weights != folder}
 
 
 def _prepare_gpt2_from_scratch(args, run: Run) -> dict:
@@ -190,7 +192,8 @@ def _prepare_gpt2_from_scratch(args, run: Run) -> dict:
         tokenizer_folder = embedded_tokenizer(cache_folder(args.cache_dir), run.temporary)
         notice = f"The tokenizer of {args.model} cannot be had without the hub: using the embedded one (4,096 entries)."
     config = gpt2_config(*GPT2_SHAPES[args.model], vocab_size=50257, positions=1024, dropout=0.1, end_of_text=50256)
-    return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": notice}
+    weights = draw_weights(config, args.seed, run)
+    return {"weights": weights, "tokenizer": tokenizer_folder, "notice": notice, "random": True}
 
 
 def _read_config(folder: str, name: str):

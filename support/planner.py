@@ -11,20 +11,11 @@ Activation Recomputation", arXiv 2205.05198, section 4.1; their numbers are for 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from support.config import (
-    EMBEDDED_MODEL,
-    EMBEDDED_SHAPE,
-    EMBEDDED_VOCABULARY,
-    GPT2_SHAPES,
-    NORM_CHUNK,
-    STRATEGIES,
-    bucket_sizes,
-)
+from support.architectures import Architecture, gpt2
+from support.config import NORM_CHUNK, STRATEGIES, bucket_sizes
 from support.errors import UserError
 
 GB = 2**30
@@ -36,159 +27,48 @@ CUDA_CONTEXT, GPU_SLACK = 1 * GB, 1.05
 # 64 blocks of 512 tokens, torch 2.13: 6.7 GB resident where 5.1 GB of tensors were live).
 CPU_LIBRARIES, CPU_SLACK = GB // 2, 1.3
 
-# The families that are known, and what transformers fills in where their config.json says nothing.
-DEFAULTS = {
-    "gpt2": {"n_positions": 1024, "vocab_size": 50257, "tie_word_embeddings": True, "activation_function": "gelu_new"},
-    "gpt_neox": {"hidden_act": "gelu", "use_parallel_residual": True, "attention_bias": True},
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-}
+
+# ------------------------------------------------------------------------------------------------ the work
 
 
-# ------------------------------------------------------------------------------------------------ the model
+# What gets adapters when nothing is said, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
+USUAL_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value", "llama": "q_proj,v_proj"}
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """What memory depends on in a decoder-only transformer.
+class Adapters:
+    """LoRA on some linear layers of each block.
 
     Attributes:
-        family: "gpt2", "gpt_neox" or "llama" (which Mistral and Qwen share).
-        layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary: as in config.json.
-        positions: rows of a learned position embedding; 0 where positions are rotary.
-        limit: the longest block; None if the configuration does not say.
-        tied: the output layer is the input embedding.
-        activation: of the MLP, by transformers' name.
-        qkv_bias, out_bias, mlp_bias: biases on query, key and value; on attention's output; in the MLP (GPT-2 has all).
-        qk_norm, parallel: a norm on query and key; attention and MLP side by side.
+        r: their rank.
+        layers: the layers, as in Architecture.linear_layers.
     """
 
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    positions: int
-    limit: int | None
-    tied: bool
-    activation: str
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    parallel: bool = False
+    r: int
+    layers: tuple[str, ...]
 
-    @property
-    def query(self) -> int:
-        """Width of all queries together."""
-        return self.heads * self.head_dim
-
-    @property
-    def key(self) -> int:
-        """Width of all keys together; with grouped queries less than `query`."""
-        return self.kv_heads * self.head_dim
-
-    def block(self) -> list[int]:
-        """Elements of each parameter of one transformer block, in the model's order."""
-        h, f, q, k = self.hidden, self.intermediate, self.query, self.key
-        if self.family == "gpt2":
-            return [h, h, 3 * h * h, 3 * h, h * h, h, h, h, h * f, f, f * h, h]
-        if self.family == "gpt_neox":
-            biases = (3 * h, h) if self.qkv_bias else (0, 0)
-            return [n for n in (h, h, h, h, 3 * h * h, biases[0], h * h, biases[1], h * f, f, f * h, h) if n]
-        qkv, out = [q, k, k] if self.qkv_bias else [0, 0, 0], h if self.out_bias else 0
-        attention = [q * h, qkv[0], k * h, qkv[1], k * h, qkv[2], q * h, out]
-        norms = [self.head_dim, self.head_dim] if self.qk_norm else []
-        gate, down = (f, h) if self.mlp_bias else (0, 0)
-        return [n for n in (*attention, *norms, h * f, gate, h * f, gate, f * h, down, h, h) if n]
-
-    def parameters(self) -> list[int]:
-        """Elements of each parameter, in the model's order."""
-        h, norm = self.hidden, 1 if self.family == "llama" else 2
-        embeddings = [self.vocabulary * h] + ([self.positions * h] if self.positions else [])
-        head = [] if self.tied else [self.vocabulary * h]
-        return [*embeddings, *self.layers * self.block(), *norm * [h], *head]
-
-    @property
-    def total(self) -> int:
-        """Parameters; tied ones count once."""
-        return sum(self.parameters())
-
-    def is_matrix(self, numel: int) -> bool:
-        """Whether a parameter of so many elements is a matrix (weight decay) and no bias or norm."""
-        return numel > max(3 * self.hidden, self.intermediate, self.query)
+    def of_block(self, model: Architecture) -> list[int]:
+        """Elements of A and B of each layer of a block."""
+        shapes = model.linear_layers()
+        return [self.r * width for layer in self.layers for width in shapes[layer]]
 
 
-def gpt2(layers: int, heads: int, hidden: int, vocabulary: int = 50257, positions: int = 1024) -> Architecture:
-    """A GPT-2 of any size."""
-    return Architecture(
-        "gpt2", layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocabulary, positions, positions, True, "gelu_new"
-    )
-
-
-def find_architecture(model: str) -> Architecture:
-    """The architecture of one of GPT-2's sizes, of the embedded model, or of a config.json (the file, or its folder).
+def adapters(model: Architecture, r: int | None, targets: str | None) -> Adapters | None:
+    """The adapters that --lora_r and --lora_targets mean.
 
     Raises:
-        UserError: no such file, or none that this planner knows.
+        UserError: a target that is none of the linear layers of a block.
     """
-    if model == EMBEDDED_MODEL:
-        return gpt2(*EMBEDDED_SHAPE, vocabulary=EMBEDDED_VOCABULARY, positions=512)
-    if model in GPT2_SHAPES:
-        return gpt2(*GPT2_SHAPES[model])
-    path = Path(model).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        sizes = ", ".join((EMBEDDED_MODEL, *GPT2_SHAPES))
-        raise UserError(f"--model {model}: {error.strerror}. Name one of {sizes}, a local model folder, or a config.json (of a "
-                        "model on the hub: download that one file).") from error  # fmt: skip
-    except ValueError as error:
-        raise UserError(f"--model {model}: {path} is no JSON: {error}.") from error
-    return read_architecture(config, str(path))
-
-
-def read_architecture(config: dict, path: str) -> Architecture:
-    """The architecture that a config.json describes; what it leaves out has transformers' defaults.
-
-    Raises:
-        UserError: of no known family, or without a size that there is no default for.
-    """
-    family = config.get("model_type") if isinstance(config, dict) else None
-    if family not in DEFAULTS:
-        raise UserError(f"--model {path} is a {family}: this planner knows {', '.join(DEFAULTS)}.")
-    config = {**DEFAULTS[family], **{key: value for key, value in config.items() if value is not None}}
-
-    def size(name: str, default: int | None = None) -> int:
-        value = config.get(name, default)
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"--model {path}: {name} is {value}, and must be a whole number.")
-        return value
-
-    if family == "gpt2":
-        hidden = size("n_embd")
-        shape = gpt2(size("n_layer"), size("n_head"), hidden, size("vocab_size"), size("n_positions"))
-        tied, activation = config["tie_word_embeddings"], config["activation_function"]
-        return replace(shape, intermediate=size("n_inner", 4 * hidden), tied=tied, activation=activation)
-    hidden, heads, neox = size("hidden_size"), size("num_attention_heads"), family == "gpt_neox"
-    return Architecture(
-        family="gpt_neox" if neox else "llama", layers=size("num_hidden_layers"), hidden=hidden, heads=heads,
-        kv_heads=size("num_key_value_heads", heads), head_dim=size("head_dim", hidden // heads),
-        intermediate=size("intermediate_size"), vocabulary=size("vocab_size"), positions=0,
-        limit=config.get("max_position_embeddings"), tied=config.get("tie_word_embeddings", False),
-        activation=config.get("hidden_act", "silu"), qkv_bias=family == "qwen2" or config.get("attention_bias", False),
-        out_bias=family != "qwen2" and config.get("attention_bias", False), mlp_bias=config.get("mlp_bias", False),
-        qk_norm=family == "qwen3", parallel=config.get("use_parallel_residual", False),
-    )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------ the work
+    if r is None:
+        return None
+    layers = model.linear_layers()
+    if targets == "all-linear":
+        return Adapters(r, tuple(layers))
+    names = [name.strip() for name in (targets or USUAL_TARGETS[model.family]).split(",") if name.strip()]
+    for name in names:
+        if not any(f".{layer}".endswith(f".{name}") for layer in layers):
+            raise UserError(f"--lora_targets {name}: this planner knows {', '.join(layers)}, and all-linear.")
+    return Adapters(r, tuple(layer for layer in layers if any(f".{layer}".endswith(f".{name}") for name in names)))
 
 
 @dataclass(frozen=True)
@@ -204,6 +84,7 @@ class Work:
         accumulation: micro-batches in a step.
         device: "cuda", or "cpu" for what a simulation on a CPU measures (autocast's rules differ).
         rank: whose memory; None: the one that holds most.
+        lora: adapters on frozen weights; None: everything is trained.
     """
 
     model: Architecture
@@ -215,6 +96,25 @@ class Work:
     accumulation: int = 1
     device: str = "cuda"
     rank: int | None = None
+    lora: Adapters | None = None
+
+    @property
+    def trained(self) -> list[int]:
+        """Elements of each parameter that is trained, in the model's order."""
+        return self.model.parameters() if self.lora is None else self.model.layers * self.lora.of_block(self.model)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter."""
+        return self.model.parameters() + ([] if self.lora is None else self.trained)
+
+    def saves(self, layer: str, strategy: str) -> bool:
+        """Whether a linear layer's input is kept, which only the gradient of its own weights needs.
+
+        DeepSpeed's stage 3 has its own torch.nn.Linear, which keeps the input always; GPT-2 has none but its output layer.
+        """
+        own_linear = strategy in ("zero3", "infinity") and (self.model.family != "gpt2" or layer == "head")
+        return self.lora is None or layer in self.lora.layers or own_linear
 
     @property
     def tokens(self) -> int:
@@ -231,33 +131,49 @@ class Work:
         return self.precision != "fp32" and (strategy == "dp" or (strategy == "fsdp" and self.precision == "fp16"))
 
 
-def saved_by_block(work: Work, autocast: bool) -> int:
+def saved_by_block(work: Work, strategy: str) -> int:
     """Bytes that autograd keeps of one transformer block for its backward pass, attention by a fused kernel (SDPA).
 
-    Each term is a tensor that some operation saves; what two operations save is counted once.
+    Each term is a tensor that some operation saves; what two operations save is counted once. A frozen linear layer or norm
+    saves its weight, which is there anyway, and not its input.
     """
     m, c = work.model, work.item
-    h, f = m.hidden, m.intermediate
+    h, autocast, frozen = m.hidden, work.autocast(strategy), work.lora is not None
     stream = 4 if autocast else c  # the residual stream, fp32 under autocast
+    reads = [[layer for layer in m.linear_layers() if layer.endswith(ends) and work.saves(layer, strategy)]
+             for ends in (FIRST_OF_ATTENTION, FIRST_OF_MLP)]  # fmt: skip
     attention = c * (2 * m.query + 2 * m.key) + 4 * m.heads  # query, key, value, output; the kernel's log-sum-exp in fp32
     if m.family == "llama":
         # RMSNorm computes in fp32: its input there, the normalised one, its output (under autocast a 16-bit copy for each
         # linear layer that reads it).
-        if autocast:
-            norms = 2 * (4 + 4) * h + c * (3 + 2) * h
-        else:
-            norms = 2 * (4 + 2 * c) * h
+        normalised = 0 if frozen else 4 if autocast else c
+        norms = 2 * (4 + normalised) * h + c * h * sum(len(group) if autocast else bool(group) for group in reads)
         if m.qk_norm:
-            norms += (4 + c) * (m.query + m.key)
-        mlp = 4 * c * f  # gate, its activation, up, their product
+            norms += (4 + (0 if frozen else c)) * (m.query + m.key)
     else:
-        norms = stream * h * (1 if m.parallel else 2) + 2 * c * h  # inputs (parallel: one for both) and outputs
+        inputs = 1 if m.parallel else 2  # one for both
+        norms = stream * h * inputs + c * h * sum(map(bool, reads))
         if m.family == "gpt_neox":
             # Query and key are rotated copies, the joint projection stays because the value is a part of it, and the output is
             # copied into the layout of the next layer.
-            attention += c * 3 * h
-        mlp = 2 * c * f + _saved_by_activation(work, autocast)
-    return work.tokens * (norms + attention + mlp)
+            attention += c * h * (3 if work.saves("attention.dense", strategy) else 2)
+    lora = c * work.lora.r * len(work.lora.layers) if frozen else 0  # what A gives, which B reads
+    return work.tokens * (norms + attention + _saved_by_mlp(work, strategy) + lora)
+
+
+# Layers that read the norm before attention, and the one before the MLP.
+FIRST_OF_ATTENTION = ("c_attn", "query_key_value", "q_proj", "k_proj", "v_proj")
+FIRST_OF_MLP = ("c_fc", "dense_h_to_4h", "gate_proj", "up_proj")
+
+
+def _saved_by_mlp(work: Work, strategy: str) -> int:
+    """Bytes a token between the first linear layer of an MLP and its last: gate, its activation and up, or the activation's
+    input; and the product, which the last layer reads."""
+    m, c = work.model, work.item
+    product = c * m.intermediate if work.saves(list(m.linear_layers())[-1], strategy) else 0
+    if m.family == "llama":
+        return 3 * c * m.intermediate + product
+    return c * m.intermediate + product + _saved_by_activation(work, work.autocast(strategy))
 
 
 def _saved_by_activation(work: Work, autocast: bool) -> int:
@@ -275,19 +191,37 @@ def activation_bytes(work: Work, strategy: str) -> int:
     Under autocast the 16-bit copies of the weights are among them.
     """
     m, c, autocast = work.model, work.item, work.autocast(strategy)
-    stream = 4 if autocast else c
+    stream, frozen = 4 if autocast else c, work.lora is not None
     if work.gradient_checkpointing:
-        blocks = m.layers * work.tokens * stream * m.hidden
+        # With frozen embeddings transformers makes their output a leaf, which stays; position embeddings are added to it.
+        inputs = m.layers + (1 if frozen and m.positions else 0)
+        blocks = inputs * work.tokens * stream * m.hidden
     else:
-        blocks = m.layers * saved_by_block(work, autocast)
-    if m.family == "llama":
-        final_norm = (8 + c if autocast else 4 + 2 * c) * m.hidden
+        blocks = m.layers * saved_by_block(work, strategy)
+    if frozen:
+        final_norm = (4 if m.family == "llama" else stream) + (c if work.saves("head", strategy) else 0)
+        blocks -= _before_adapters(work, strategy)
+    elif m.family == "llama":
+        final_norm = 8 + c if autocast else 4 + 2 * c
     else:
-        final_norm = (stream + c) * m.hidden
+        final_norm = stream + c
     head = m.vocabulary * m.hidden
     in_blocks = 0 if work.gradient_checkpointing else m.layers * sum(n for n in m.block() if m.is_matrix(n))
     copies = c * (in_blocks + head) if autocast else 0
-    return blocks + work.tokens * final_norm + copies
+    return blocks + work.tokens * final_norm * m.hidden + copies
+
+
+def _before_adapters(work: Work, strategy: str) -> int:
+    """Bytes that the first block does not save, because nothing is derived before the first adapter: its first norm, and the
+    MLP where it stands beside attention."""
+    m, c = work.model, work.item
+    if work.gradient_checkpointing:
+        return 0
+    saved = (4 if m.family == "llama" or work.autocast(strategy) else c) * m.hidden * work.tokens
+    if m.parallel and not any(layer.startswith("mlp") for layer in work.lora.layers):
+        saved += work.tokens * _saved_by_mlp(work, strategy)
+        saved += c * 2 * m.hidden * m.intermediate if work.autocast(strategy) else 0
+    return saved
 
 
 def logits_bytes(work: Work) -> int:
@@ -366,12 +300,14 @@ def predict(work: Work, strategy: str) -> Need:
     families = {"dp": _dp, "fsdp": _fsdp, "zero3": _stage3, "infinity": _stage3}
     held = families.get(strategy, _stages12)(work, strategy)
     m, c = work.model, work.item
-    active, logits, largest = activation_bytes(work, strategy), logits_bytes(work), max(m.parameters())
+    active, logits = activation_bytes(work, strategy), logits_bytes(work)
     # Where the loss is derived: log-probabilities, their gradient and the logits' gradient, all in fp32. Then the output layer,
     # with its gradient and DeepSpeed's buckets.
-    loss, output_layer = active + 3 * logits, active + c * logits // 4 + c * largest
-    block = saved_by_block(work, work.autocast(strategy)) if work.gradient_checkpointing else 0
-    working = max(loss, held.in_backward + output_layer, held.in_backward + active + block)
+    # (With adapters that layer has no gradient, and the buckets come later.)
+    loss, output_layer = active + 3 * logits, active + c * logits // 4
+    output_layer += 0 if work.lora else c * max(m.parameters()) + held.in_backward
+    block = saved_by_block(work, strategy) if work.gradient_checkpointing else 0
+    working = max(loss, output_layer, held.in_backward + active + block)
     peak = max(held.steady + held.gathered + working, held.at_end, held.steady + held.update)
     sent = held.sent * (work.world_size - 1) // work.world_size
     return Need(strategy, held.parameters, held.gradients, held.optimizer, held.buffers, active, logits, peak, held.host,
@@ -380,80 +316,87 @@ def predict(work: Work, strategy: str) -> Need:
 
 def _dp(work: Work, _strategy: str) -> _Held:
     """DDP: everything whole, in fp32; its gradient buckets stay from step to step."""
-    sizes = work.model.parameters()
-    total, largest = sum(sizes), max(sizes)
-    states = 16 * total
+    trained, parameters = sum(work.trained), 4 * sum(work.sizes)
+    largest = max(work.trained)
+    states = parameters + 12 * trained
     stay = work.world_size > 1 or work.accumulation > 1
-    uses = 2 if work.model.tied else 1  # the embedding's gradient comes from each of its uses
+    uses = 2 if work.model.tied and not work.lora else 1  # the embedding's gradient comes from each of its uses
     return _Held(
-        4 * total, 4 * total, 8 * total, steady=states if stay else states - 4 * total, at_end=states + uses * 4 * largest,
-        update=8 * min(largest, NORM_CHUNK) + (0 if stay else 4 * total), sent=2 * 4 * total,
+        parameters, 4 * trained, 8 * trained, steady=states if stay else states - 4 * trained,
+        at_end=states + uses * 4 * largest, update=8 * min(largest, NORM_CHUNK) + (0 if stay else 4 * trained),
+        sent=2 * 4 * trained,
     )  # fmt: skip
 
 
 def _stages12(work: Work, strategy: str) -> _Held:
     """zero1, zero2, offload: a flat working copy, and this rank's part of masters and moments."""
     m, c = work.model, work.item
-    sizes = m.parameters()
-    total, largest, share = sum(sizes), max(sizes), _partition(m, sizes, work.world_size)
+    total, trained = sum(work.sizes), sum(work.trained)
+    largest, share = max(work.trained), _partition(work)
     offload = strategy == "offload"
     parameters, optimizer = c * total, 0 if offload else MASTER_AND_MOMENTS * share
-    gradients = 0 if offload else c * _kept_gradients(work, sizes)
+    gradients = 0 if offload else c * _kept_gradients(work)
     before = 0  # gradients of the micro-batches before: stage 1 reduces them, whole, with the last one's
     if work.accumulation > 1:
-        before = c * total if strategy == "zero1" else gradients
+        before = c * trained if strategy == "zero1" else gradients
     # Staging for the largest gradient, on both sides; in host memory fp32 gradients and a 16-bit copy for the way back, too.
     buffers = c * largest if offload else 0
-    host = (MASTER_AND_MOMENTS + 4 + c) * share + c * largest + (c * total if work.accumulation > 1 else 0)
+    host = (MASTER_AND_MOMENTS + 4 + c) * share + c * largest + (c * trained if work.accumulation > 1 else 0)
     in_backward = 2 * c * bucket_sizes(m.hidden, total, False)["reduce_bucket_size"]
     states = parameters + optimizer + buffers
     reductions = 1 if strategy == "zero1" else work.accumulation
     return _Held(
         parameters, gradients, optimizer, steady=states + before,
         at_end=states + before + in_backward + gradients + 3 * c * largest,
-        update=0 if offload else max(8 * min(largest, share), (4 + c) * share), sent=(2 * reductions + 1) * c * total,
+        update=0 if offload else max(8 * min(largest, share), (4 + c) * share), sent=(2 * reductions + 1) * c * trained,
         buffers=buffers, in_backward=in_backward, host=host if offload else 0,
     )  # fmt: skip
 
 
 def _stage3(work: Work, strategy: str) -> _Held:
     """zero3 and infinity: a part of every parameter, whole for the time of its use."""
-    m, c, n = work.model, work.item, work.world_size
-    sizes = m.parameters()
+    c, n, sizes = work.item, work.world_size, work.sizes
     total, largest = sum(sizes), max(sizes)
-    parts = sum(-(-size // n) for size in sizes)  # a rank's part of every parameter, filled up to a whole element
-    buckets = bucket_sizes(m.hidden, total, False)
+    parts, trained = _parts(sizes, n), _parts(work.trained, n)
+    buckets = bucket_sizes(work.model.hidden, total, False)
     bucket, persistent = buckets["reduce_bucket_size"], _persistent(sizes, buckets)
     swaps = strategy == "infinity"
     # Infinity keeps on the GPU only what every rank has whole.
-    parameters = c * (sum(-(-size // n) for size in persistent) if swaps else parts) + c * sum(persistent)
-    gradients, optimizer = (0, 0) if swaps else (c * parts, MASTER_AND_MOMENTS * parts)
+    parameters = c * (_parts(persistent, n) if swaps else parts) + c * sum(persistent)
+    gradients, optimizer = (0, 0) if swaps else (c * trained, MASTER_AND_MOMENTS * trained)
     gathered = c * (largest + min(2 * bucket, total - largest))
     steady = parameters + gradients + optimizer + c * bucket
     # ds_config_infinity.json: 5 buffers for parameters, 4 for a sub-group's states; and the gradients
-    in_host = c * 5 * (largest // n + 4096) + 4 * 4 * min(parts, buckets["sub_group_size"]) + c * parts
+    in_host = c * 5 * (largest // n + 4096) + 4 * 4 * min(trained, buckets["sub_group_size"]) + c * trained
     return _Held(
-        parameters, gradients, optimizer, steady=steady, at_end=steady + gathered + 4 * c * largest,
-        update=0 if swaps else (4 if c < 4 else 0) * parts + 8 * largest // n, sent=3 * c * total * work.accumulation,
-        buffers=c * bucket, gathered=gathered, host=in_host if swaps else 0,
-        nvme=(MASTER_AND_MOMENTS + 4 + c) * parts if swaps else 0,
+        parameters, gradients, optimizer, steady=steady, at_end=steady + gathered + 4 * c * max(work.trained),
+        update=0 if swaps else (4 if c < 4 else 0) * trained + 8 * max(work.trained) // n,
+        sent=c * (2 * total + sum(work.trained)) * work.accumulation, buffers=c * bucket, gathered=gathered,
+        host=in_host if swaps else 0, nvme=(MASTER_AND_MOMENTS + 4) * trained + c * parts if swaps else 0,
     )  # fmt: skip
 
 
 def _fsdp(work: Work, strategy: str) -> _Held:
-    """FSDP2: fp32 parts of everything; blocks are gathered one by one, what is outside of them for a whole pass."""
-    m, n = work.model, work.world_size
+    """FSDP2: fp32 shards of everything; blocks are gathered one by one, what is outside of them for a whole pass."""
+    m, n, sizes = work.model, work.world_size, work.sizes
     c = 4 if work.autocast(strategy) else work.item  # gathered as they are used; fp16 computes under autocast
-    sizes = m.parameters()
-    parts, block = sum(-(-size // n) for size in sizes), sum(m.block())
-    total, outside = sum(sizes), sum(sizes) - m.layers * sum(m.block())
-    before = 4 * total if work.accumulation > 1 else 0  # gradients are whole until the last micro-batch
-    steady = 12 * parts + before
+    parts, trained, block = _parts(sizes, n), _parts(work.trained, n), sum(m.block())
+    total, outside = sum(sizes), m.total - m.layers * block
+    with_adapters = block + (sum(work.lora.of_block(m)) if work.lora else 0)
+    before = 4 * sum(work.trained) if work.accumulation > 1 else 0  # gradients are whole until the last micro-batch
+    steady = 4 * parts + 8 * trained + before
+    derived = 0 if work.lora else (c + 4) * outside + 4 * outside // n  # gradients of what is outside of the blocks
     return _Held(
-        4 * parts, 4 * parts, 8 * parts, steady=steady, at_end=steady + 4 * parts + (2 * c + 4) * outside + 4 * outside // n,
-        update=4 * parts + 8 * min(max(sizes) // n, NORM_CHUNK), sent=(2 * c * work.accumulation + 4) * total,
-        gathered=c * outside, in_backward=2 * c * block,
+        4 * parts, 4 * trained, 8 * trained, steady=steady, at_end=steady + 4 * trained + c * outside + derived,
+        update=4 * trained + 8 * min(max(work.trained) // n, NORM_CHUNK),
+        sent=2 * c * work.accumulation * total + 4 * sum(work.trained),
+        gathered=c * outside, in_backward=(c if work.lora else 2 * c) * with_adapters,
     )  # fmt: skip
+
+
+def _parts(sizes: list[int], n: int) -> int:
+    """Elements of one rank's parts of parameters that are each divided by n, and filled up to whole elements."""
+    return sum(-(-size // n) for size in sizes)
 
 
 def _persistent(sizes: list[int], buckets: dict[str, int]) -> list[int]:
@@ -461,9 +404,11 @@ def _persistent(sizes: list[int], buckets: dict[str, int]) -> list[int]:
     return [size for size in sizes if size <= buckets["stage3_param_persistence_threshold"]]
 
 
-def _groups(model: Architecture, sizes: list[int]) -> list[list[int]]:
-    """Matrices and the rest: DeepSpeed flattens each parameter group by itself."""
-    return [[s for s in sizes if model.is_matrix(s)], [s for s in sizes if not model.is_matrix(s)]]
+def _groups(work: Work) -> list[list[int]]:
+    """Matrices and the rest, of what is trained: DeepSpeed flattens each parameter group by itself. Adapters are matrices."""
+    if work.lora:
+        return [work.trained]
+    return [[s for s in work.trained if work.model.is_matrix(s)], [s for s in work.trained if not work.model.is_matrix(s)]]
 
 
 def _share(group: list[int], n: int) -> int:
@@ -471,16 +416,16 @@ def _share(group: list[int], n: int) -> int:
     return math.ceil(sum(group) / (2 * n)) * 2
 
 
-def _partition(model: Architecture, sizes: list[int], n: int) -> int:
+def _partition(work: Work) -> int:
     """Elements of a rank's part of all groups."""
-    return sum(_share(group, n) for group in _groups(model, sizes))
+    return sum(_share(group, work.world_size) for group in _groups(work))
 
 
-def _kept_gradients(work: Work, sizes: list[int]) -> int:
+def _kept_gradients(work: Work) -> int:
     """Elements of the gradients that a rank keeps under stages 1 and 2: of all parameters that its part touches, whole."""
     ranks = range(work.world_size) if work.rank is None else [work.rank]
     kept = dict.fromkeys(ranks, 0)
-    for group in _groups(work.model, sizes):
+    for group in _groups(work):
         share, start = _share(group, work.world_size), 0
         for size in group:
             for rank in range(start // share, min((start + size - 1) // share, work.world_size - 1) + 1):

@@ -19,8 +19,8 @@ import urllib.request
 from dataclasses import asdict
 from pathlib import Path
 
+from support import architectures, planner
 from support import launch as launching
-from support import planner
 from support.config import EMBEDDED_MODEL, ignored_flags, parse_arguments, uses_nvme
 from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
 from support.launch import Launch
@@ -326,7 +326,7 @@ def cpu_computes_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def planned_work(args, run, precision: str, model: planner.Architecture) -> planner.Work:
+def planned_work(args, run, precision: str, model: architectures.Architecture) -> planner.Work:
     """This run as the planner sees it.
 
     Raises:
@@ -335,7 +335,8 @@ def planned_work(args, run, precision: str, model: planner.Architecture) -> plan
     if args.ds_config or args.fsdp_config or args.eval_only:
         raise UserError("The planner knows this project's own DeepSpeed files, FSDP's defaults, and training.")
     return planner.Work(model, run.world_size, args.batch_size, args.seq_length, precision, args.gradient_checkpointing,
-                        args.gradient_accumulation_steps, run.device.type, 0 if run.simulated else None)  # fmt: skip
+                        args.gradient_accumulation_steps, run.device.type, 0 if run.simulated else None,
+                        planner.adapters(model, args.lora_r, args.lora_targets))  # fmt: skip
 
 
 def memory_limits(run) -> planner.Limits:
@@ -353,7 +354,7 @@ def memory_limits(run) -> planner.Limits:
 def predicted_bytes(args, run, precision: str, blueprint) -> dict[str, int] | None:
     """What the planner says of this run; None for an architecture or a configuration that it does not know."""
     try:
-        model = planner.read_architecture(blueprint.config.to_dict(), args.model)
+        model = architectures.read_architecture(blueprint.config.to_dict(), args.model)
         need = asdict(planner.predict(planned_work(args, run, precision, model), args.strategy))
     except UserError:
         return None
@@ -366,7 +367,7 @@ def ways_to_fit(args, run, precision: str, blueprint) -> list[str]:
     Raises:
         UserError: an architecture or a configuration that the planner does not know.
     """
-    model = planner.read_architecture(blueprint.config.to_dict(), args.model)
+    model = architectures.read_architecture(blueprint.config.to_dict(), args.model)
     return planner.describe_ways(planned_work(args, run, precision, model), args.strategy, memory_limits(run))
 
 

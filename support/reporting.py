@@ -21,7 +21,7 @@ from support.communication import Traffic
 from support.comparison import human_bytes
 from support.distributed import Run, versions
 from support.errors import TrainingError, UserError
-from support.examples import use_plain_template
+from support.examples import PLAIN_NOTICE, use_plain_template
 from support.files import only_finite, write_text
 from support.launch import available_cores
 from support.metering import Meter
@@ -284,8 +284,7 @@ def say_dataset(run: Run, args, prepared: dict, facts: dict[str, dict], tokenize
     if len(bad) > SHOWN_BAD_ROWS:
         run.warn(f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under dataset.bad_rows.")
     if use_plain_template(tokenizer, facts[min(facts)].get("kind")):
-        run.warn("This tokenizer has no chat template, so conversations get a plain one (### User: …): --chat_template FILE "
-                 "changes it.")  # fmt: skip
+        run.warn(PLAIN_NOTICE)
     for name, found in facts.items():
         run.say(f"📚 {data.describe_split(name, found, args.seq_length)}")
 

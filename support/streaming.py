@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from support.corpus import (
     BadRow,
+    Document,
     Example,
     begins_article,
     files_of,
@@ -36,9 +37,9 @@ from support.corpus import (
 from support.data import IGNORED, ROW_MULTIPLE, Window, prefetch
 from support.distributed import Run
 from support.errors import UserError
-from support.examples import Encoder, use_plain_template
+from support.examples import PLAIN_NOTICE, Encoder, use_plain_template
 from support.preflight import is_local_dataset
-from support.tokens import cut_text, refuse_bad_rows
+from support.tokens import cut_text, of_another_kind, refuse_bad_rows
 
 PARAGRAPHS = 1 << 16  # characters of a text file that make a row
 
@@ -50,12 +51,12 @@ class Item:
     Attributes:
         state: of the reader, just before it.
         begins: whether an end-of-text token goes before it.
-        content: text, or an Example.
+        content: what it holds.
     """
 
     state: dict
     begins: bool
-    content: str | Example
+    content: Document | Example
 
 
 class Reader:
@@ -109,19 +110,15 @@ class Reader:
         self.document += not row["joined"] or self.row == self.first_of_pass
         lane = self.mine.get(self.document % self.lanes)
         if lane is not None and self.row >= lane.first:
-            text = content if isinstance(content, Example) else content[0]
-            lane.waiting.append(Item(state, row["begins"] and self.row > 0, text))
+            lane.waiting.append(Item(state, row["begins"] and self.row > 0, content))
         self.row += 1
 
-    def _understand(self, row: dict) -> list[str] | Example | BadRow:
+    def _understand(self, row: dict) -> Document | Example | BadRow:
         content = BadRow(row["bad"]) if row["bad"] else read_row(row["row"], row["where"], self.text_column)
         if isinstance(content, BadRow):
             return content
-        kind = content.kind if isinstance(content, Example) else "text"
-        self.kind = self.kind or kind
-        if kind == self.kind:
-            return content
-        return BadRow(f"{row['where']}: of kind {kind} among rows of kind {self.kind}: a corpus has one kind of rows.")
+        self.kind = self.kind or content.kind
+        return content if content.kind == self.kind else of_another_kind(content, self.kind)
 
 
 class Lane:
@@ -174,7 +171,7 @@ class Lane:
         while not (self.waiting or self.rest):
             pull()
         item = self.rest[0][0] if self.rest else self.waiting[0]
-        return isinstance(item.content, str)
+        return item.content.kind == "text"
 
     def _tokenise(self, pull) -> tuple[Item, int, object] | None:
         while not self.waiting:
@@ -234,6 +231,14 @@ class Stream:
         self.facts = {"name": args.dataset, "sha256": fingerprint(args), "tokens": None, "blocks": None, "streaming": True}
         self._live: Iterator[Window] | None = None
 
+    def summary(self) -> dict:
+        """The facts for results.json at the end: rows read, passes, rows left out; every rank calls it, and it says a line."""
+        left_out = sum(self.run.gather(self.skipped))
+        bad = sorted({row for rows in self.run.gather(self.bad) for row in rows})
+        rows = max(self.run.gather(self.reader.row))
+        self.run.say(f"📚 stream: {rows:,} rows read in {self.reader.passes + 1} passes, {left_out:,} skipped, {len(bad):,} bad")
+        return {**self.facts, "kind": self.reader.kind, "rows": rows, "skipped": left_out, "bad_rows": bad}
+
     def resume(self, state: dict) -> None:
         """Go on where a checkpoint's lanes stood.
 
@@ -278,10 +283,11 @@ class Stream:
         return filled[0], filled[1]
 
     def _encode(self, item: Item):
-        if isinstance(item.content, str):
+        if item.content.kind == "text":
             return self._encode_text(item)
         if self.encoder is None:
-            use_plain_template(self.tokenizer, item.content.kind)
+            if use_plain_template(self.tokenizer, item.content.kind):
+                self.run.warn(PLAIN_NOTICE)
             self.encoder = Encoder(self.tokenizer)
         [found] = self.encoder.encode([item.content])
         if isinstance(found, BadRow):
@@ -296,7 +302,8 @@ class Stream:
 
     def _encode_text(self, item: Item) -> np.ndarray:
         between = [self.tokenizer.eos_token_id] if item.begins and self.tokenizer.eos_token_id is not None else []
-        ids = self.tokenizer(item.content, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        text = "".join(item.content.pieces)
+        ids = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return np.array(between + ids, dtype=np.int64)
 
     def _refuse(self, row: BadRow) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.corpus import PIECE_CHARACTERS, BadRow, Example, Item, Source
+from support.corpus import PIECE_CHARACTERS, BadRow, Document, Example, Item, Source
 from support.errors import UserError
 from support.examples import PLAIN_TEMPLATE, Encoder, use_plain_template
 
@@ -68,6 +68,11 @@ def tokenize_once(
     return prepared
 
 
+def of_another_kind(item: Document | Example, kind: str) -> BadRow:
+    """What is wrong with an item among others of `kind`."""
+    return BadRow(f"{item.where}: of kind {item.kind} among rows of kind {kind}: a corpus has one kind of rows.")
+
+
 def refuse_bad_rows(bad: list[str], allowed: int) -> None:
     """
     Raises:
@@ -104,19 +109,17 @@ class GoodRows:
     rows: int = 0
     empty: int = 0
 
-    def __iter__(self) -> Iterator[Iterable[str] | Example]:
+    def __iter__(self) -> Iterator[Document | Example]:
         for item in self.items:
             if isinstance(item, BadRow):
                 self.refuse(item)
                 continue
-            kind = item.kind if isinstance(item, Example) else "text"
-            self.kind = self.kind or kind
-            if kind != self.kind:
-                where = item.where if isinstance(item, Example) else f"row {self.rows + len(self.bad) + 1}"
-                self.refuse(BadRow(f"{where}: of kind {kind} among rows of kind {self.kind}: a corpus has one kind of rows."))
+            self.kind = self.kind or item.kind
+            if item.kind != self.kind:
+                self.refuse(of_another_kind(item, self.kind))
                 continue
             self.rows += 1
-            self.empty += item in ([], [""])
+            self.empty += isinstance(item, Document) and item.pieces == [""]
             yield item
 
     def refuse(self, row: BadRow) -> None:
@@ -196,7 +199,7 @@ def _batches(items: Iterable, size: int) -> Iterator[list]:
         yield batch
 
 
-def _token_batches(documents: Iterable[Iterable[str]], tokenizer, digest, advance) -> Iterator[list[int]]:
+def _token_batches(documents: Iterable[Document], tokenizer, digest, advance) -> Iterator[list[int]]:
     """Token ids in batches, the end-of-text token between documents; the tokenizer's own threads use all cores."""
     between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pieces: list[str] = []
@@ -212,7 +215,7 @@ def _token_batches(documents: Iterable[Iterable[str]], tokenizer, digest, advanc
     characters, any_before = 0, False
     for document in documents:
         new = any_before
-        for piece in cut_text(document, PIECE_CHARACTERS):
+        for piece in cut_text(document.pieces, PIECE_CHARACTERS):
             digest.update(piece.encode())
             if new:
                 starts.add(len(pieces))
@@ -227,14 +230,14 @@ def _token_batches(documents: Iterable[Iterable[str]], tokenizer, digest, advanc
         yield encode()
 
 
-def cut_text(document: Iterable[str], most: int) -> Iterator[str]:
+def cut_text(text_in_pieces: Iterable[str], most: int) -> Iterator[str]:
     """Join and cut a document into pieces of at most `most` characters, so that the cuts change no token.
 
     A cut goes between a single line end and a letter: the byte-level tokenisers (GPT-2, Llama 3, Qwen) never join
     these two. Where a piece has no such place it is cut anywhere; one token in ten thousand may differ.
     """
     text = ""
-    for chunk in document:
+    for chunk in text_in_pieces:
         for start in range(0, len(chunk), most):
             text += chunk[start : start + most]
             while len(text) > most:

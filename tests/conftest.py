@@ -134,7 +134,8 @@ def start(command: list, env: dict | None = None, cwd: Path | None = None, cores
     """Start a command in a session of its own; Ctrl-C works in it even where these tests run in the background."""
 
     def prepare():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGHUP):  # ignored under & and nohup, and that is inherited
+            signal.signal(number, signal.SIG_DFL)
         if cores:
             os.sched_setaffinity(0, cores)
 

@@ -268,7 +268,7 @@ import os, runpy, sys
 strategy = sys.argv[sys.argv.index("--strategy") + 1]
 os.environ["FAULT_SCRIPT"] = os.path.join(os.path.dirname(os.path.abspath(__file__)), "original.py")
 os.environ["FAULT"] = {
-    "zero2": "crash:1:3", "zero3": "hang:0:3", "offload": "oom:3", "fsdp": "kill:1:3",
+    "zero2": "crash:1:3", "zero3": "hang:0:3", "fsdp": "kill:1:3",
 }.get(strategy, "none")
 if strategy == "zero1":
     sys.argv += ["--lr", "1.2e-3"]
@@ -278,7 +278,7 @@ runpy.run_path(%r, run_name="__main__")
 
 def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_seven):
     """(all_seven has compiled what DeepSpeed needs, which would count as a hang here, and shows how fast this machine is.)"""
-    limit = 4 * int(re.search(r"\] dp .*\((\d+) s\)", all_seven[1])[1])
+    limit = 3 * int(re.search(r"\] dp .*\((\d+) s\)", all_seven[1])[1])
     project, work = tmp_path / "my project", tmp_path / "results"
     work.mkdir()
     shutil.copytree(PROJECT / "support", project / "support", ignore=shutil.ignore_patterns("__pycache__"))
@@ -290,11 +290,11 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_s
 
     code, out, found = compare(
         work, *SMALL, "--max_steps", "6", script=project / "compare_strategies.sh",
-        STRATEGIES="dp zero2 zero3 offload fsdp zero1", TIMEOUT=limit, CONTROL=0,
+        STRATEGIES="dp zero2 zero3 fsdp zero1", TIMEOUT=limit, CONTROL=0,
     )  # fmt: skip
     rows = by_strategy(found)
     assert {name: row["status"] for name, row in rows.items()} == {
-        "dp": "completed", "zero1": "completed", "zero2": "failed", "zero3": "timeout", "offload": "oom", "fsdp": "oom",
+        "dp": "completed", "zero1": "completed", "zero2": "failed", "zero3": "timeout", "fsdp": "oom",
     }, out  # fmt: skip
     assert code == 1 and found["departing"] == ["zero1"]
     assert rows["zero1"]["departs_at"] == 2  # step 1 comes before any update

@@ -101,6 +101,31 @@ def test_prediction_for_other_families(script, tiny_tokenizer, tmp_path, family)
     assert found["parameters"] == run.results["parameters"]
 
 
+LORA_IN_SOAK = [pytest.param(*what, marks=pytest.mark.soak) for what in itertools.product(
+    STRATEGIES, (1, 2, 4), ("fp32", "bf16"), ([], ["--lora_targets", "all-linear"], ["--gradient_checkpointing"]))]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy, ranks, precision, args", [
+    ("dp", 2, "bf16", []), ("zero2", 4, "fp32", ["--gradient_checkpointing"]), *LORA_IN_SOAK,
+])  # fmt: skip
+def test_prediction_for_adapters(script, strategy, ranks, precision, args):
+    check_prediction(script, [*WORK, "--lora_r", "8"], strategy, ranks, precision, *args)
+
+
+def test_prediction_for_a_llamas_adapters(script, llama):
+    """Stage 3 has linear layers of its own, which keep their inputs although they are frozen."""
+    model = ["--model", llama, "--dataset", "pydocs", *WORK, "--lora_r", "8"]
+    check_prediction(script, model, "zero3", 2, "bf16", "--lora_targets", "q_proj,down_proj")
+
+
+def test_adapters_go_where_peft_puts_them():
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+    from support.planner import USUAL_TARGETS
+
+    families = {"gpt2": "gpt2", "gpt_neox": "gpt_neox", **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama")}
+    assert {name: ",".join(USUAL[name]) for name in families} == {name: USUAL_TARGETS[f] for name, f in families.items()}
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy, ranks, precision", PRODUCT)
 @pytest.mark.parametrize("model", ["tiny-gpt2", "gpt2"])
@@ -237,11 +262,11 @@ def test_plan_that_cannot_be_made(tmp_path, args, code, said):
 
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-xl"])
 def test_every_way_that_is_advised_fits(model):
-    from support import planner
+    from support import architectures, planner
 
     advised = 0
     for gpu, ranks, batch, strategy in itertools.product((3, 8, 24), (1, 4), (2, 6), STRATEGIES):
-        work = planner.Work(planner.find_architecture(model), ranks, batch, 512)
+        work = planner.Work(architectures.find_architecture(model), ranks, batch, 512)
         limits = planner.Limits(gpu << 30, 16 << 30, None, ranks)
         ways = planner.ways_to_fit(work, strategy, limits)
         assert all(limits.hold(way.need) for way in ways)

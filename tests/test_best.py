@@ -1,0 +1,38 @@
+"""Evaluations decide when to stop, and which weights are the result."""
+
+import json
+
+import pytest
+
+# 24 blocks, seen again and again at a high rate: what was held out gets worse before long.
+WORK = ["--seq_length", "32", "--num_samples", "24", "--batch_size", "8", "--epochs", "20", "--lr", "3e-3", "--precision",
+        "fp32", "--eval_every", "4", "--eval_samples", "16", "--lr_scheduler", "constant"]  # fmt: skip
+
+
+def test_early_stopping_keeps_and_exports_the_best(script, tmp_path):
+    work = [*WORK, "--early_stopping_patience", "2", "--load_best_at_end", "--keep_last", "1", "--output_dir", tmp_path]
+    run = script(*work, folder=tmp_path)
+    evaluations = {record["step"]: record["eval_loss"] for record in run.metrics if "eval_loss" in record}
+    best = min(evaluations, key=evaluations.get)
+    assert list(evaluations) == list(range(4, best + 9, 4)) and best + 8 < 60  # two more after the best
+    found = run.results
+    assert (found["best_step"], found["stopped_early"], found["steps"]) == (best, 2, best + 8)
+    assert found["best_eval_loss"] == evaluations[best] < found["eval_loss"]
+    assert (tmp_path / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
+    held = found["memory"]["categories_bytes"]  # measured although nobody knew which step would be the last
+    assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=1e-3)
+    exported = script("--model", tmp_path / "hf", "--dataset", "pydocs", "--eval_only", "--eval_samples", "16",
+                      "--seq_length", "32", "--precision", "fp32")  # fmt: skip
+    assert exported.results["eval_loss"] == pytest.approx(found["best_eval_loss"], rel=1e-5)
+    again = script(*work, "--resume", folder=tmp_path)  # it is over, although more epochs were asked for
+    assert "complete already" in again.out and again.results["best_step"] == best
+
+
+def test_patience_and_the_best_survive_a_resume(script, tmp_path):
+    work = [*WORK, "--early_stopping_patience", "2", "--no_export"]
+    whole = script(*work, "--save_every", "2", "--strategy", "zero2", launcher="torchrun", ranks=2)
+    best = whole.results["best_step"]
+    start = whole.folder / "checkpoints" / f"step-{best + 4:08d}"  # one evaluation that was no better is just to come
+    resumed = script(*work, "--batch_size", "16", "--resume", start, "--output_dir", whole.folder, folder=whole.folder)
+    assert json.loads((start / "manifest.json").read_text())["counters"]["best"]["waited"] == 0
+    assert (resumed.results["steps"], resumed.results["best_step"]) == (best + 8, best)

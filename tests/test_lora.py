@@ -1,0 +1,95 @@
+"""LoRA under every strategy: the same adapters, in peft's format, and the model that they make."""
+
+import json
+
+import pytest
+from conftest import assert_close
+
+TWO = {"launcher": "torchrun", "ranks": 2}
+LORA = ["--lora_r", "4", "--lora_alpha", "12"]
+
+
+@pytest.fixture(scope="module")
+def work(llama, text_file):
+    return ["--model", llama, "--dataset", text_file, "--seq_length", "64", "--max_steps", "8", "--lr", "1e-2", "--precision",
+            "fp32", "--eval_samples", "8", *LORA]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(script, work):
+    """dp in one process; it saves half way."""
+    return script(*work, "--batch_size", "4", "--save_every", "4")
+
+
+def adapters(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def with_adapters(base, folder):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder).eval()
+
+
+def test_adapters_load_into_peft(plain, llama):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    found = plain.results
+    config = json.loads((plain.folder / "hf" / "adapter_config.json").read_text())
+    assert set(config["target_modules"]) == {"q_proj", "v_proj"} and (config["r"], config["lora_alpha"]) == (4, 12)
+    assert plain.losses[-1] < plain.losses[0] - 0.1
+    model = with_adapters(llama, plain.folder / "hf")
+    trained = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    assert found["trainable_parameters"] == trained == 3 * (4 * (64 + 64) + 4 * (64 + 32))
+    assert f"{trained:,} of {found['parameters']:,}" in plain.out
+    ids = torch.arange(32)[None]
+    base = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert (model(ids).logits - base(ids).logits).abs().max() > 0.01
+
+
+IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero1", "offload", "infinity")]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp", *IN_SOAK])
+def test_every_strategy_trains_the_same_adapters(script, plain, work, llama, strategy):
+    """zero3 exports the merged model; what stage 3 and FSDP hold of frozen weights is a part, too."""
+    import torch
+    from conftest import load_exported
+
+    merged = ["--merge_lora"] if strategy == "zero3" else []
+    run = script(*work, "--batch_size", "2", "--strategy", strategy, *merged, **TWO)
+    assert_close(run.losses, plain.losses, 1e-4)
+    assert run.results["eval_loss"] == pytest.approx(plain.results["eval_loss"], rel=1e-4)
+    held, whole = (r.results["memory"]["categories_bytes"] for r in (run, plain))
+    assert run.results["trainable_parameters"] == plain.results["trainable_parameters"]
+    if strategy in ("zero3", "fsdp"):
+        assert held["parameters"] < 0.6 * whole["parameters"]
+    assert whole["gradients"] == 4 * plain.results["trainable_parameters"]
+    if not merged:
+        mine, theirs = adapters(run.folder / "hf"), adapters(plain.folder / "hf")
+        assert mine.keys() == theirs.keys()
+        assert all((mine[name] - theirs[name]).norm() <= 1e-3 * theirs[name].norm() for name in mine)
+        return
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        expected = with_adapters(llama, plain.folder / "hf")(ids).logits
+        assert (load_exported(run.folder / "hf")(ids).logits - expected).abs().max() < 1e-3
+
+
+def test_a_checkpoint_of_adapters_goes_on_under_another_strategy(script, plain, work):
+    start = plain.folder / "checkpoints" / "step-00000004"
+    run = script(*work, "--batch_size", "2", "--strategy", "fsdp", "--resume", start, "--no_export", **TWO)
+    assert_close(run.losses, plain.losses[4:], 1e-4)
+    refused = script(*work, "--batch_size", "4", "--lora_r", "8", "--resume", start, ok=False)
+    assert refused.code == 2 and "another run" in refused.error
+
+
+def test_targets_that_are_not_there(script, work):
+    run = script(*work, "--lora_targets", "c_attn", ok=False)
+    assert run.code == 2 and "q_proj" in run.error and "down_proj" in run.error

@@ -1,0 +1,179 @@
+"""The user's own rows: what is learned of them, which cannot be used, and what is held out."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+# A chat template with the tokenizer's only special token at the end of a turn, and the same with marks of its own.
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]\n{% if m['role'] == 'assistant' %}GENERATION{{ m['content'] + eos_token }}END"
+    "{% else %}{{ m['content'] | trim }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+MARKED = TEMPLATE.replace("GENERATION", "{% generation %}").replace("END", "{% endgeneration %}")
+PLAIN = TEMPLATE.replace("GENERATION", "").replace("END", "")
+CHATS = [
+    [("system", "Be short."), ("user", "The quick brown fox?"), ("assistant", "It jumps over.")],
+    [("user", " the dog "), ("assistant", "lazy\n\ndog."), ("user", "Why?"), ("assistant", "over the lazy dog")],
+    [("user", "over?"), ("assistant", "over?"), ("user", "over?"), ("assistant", "fox, é 猫")],
+]
+TEXTS = [  # what the template makes of them; what is learned stands between < and >
+    "[system]\nBe short.\n[user]\nThe quick brown fox?\n[assistant]\n<It jumps over.<|end|>>\n",
+    "[user]\nthe dog\n[assistant]\n<lazy\n\ndog.<|end|>>\n[user]\nWhy?\n[assistant]\n<over the lazy dog<|end|>>\n",
+    "[user]\nover?\n[assistant]\n<over?<|end|>>\n[user]\nover?\n[assistant]\n<fox, é 猫<|end|>>\n",
+]
+PAIRS = [("the quick ", "brown fox"), ("", "lazy dog"), ("jumps over", " the lazy dog")]
+# At this rate the weights do not move. All rows in one batch, in one step.
+STILL = ["--lr", "1e-30", "--precision", "fp32", "--no_export", "--max_steps", "1", "--validation_split", "0.1"]
+
+
+def as_lines(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def chat(turns):
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def cached(folder, split="train"):
+    """(ids, learned) of each example in a cache."""
+    [stream] = folder.glob(f"*/{split}.bin")
+    ids = np.fromfile(stream, dtype="uint16")
+    learned = np.fromfile(stream.with_name(f"{split}.learned.bin"), dtype=np.uint8)
+    ends = np.fromfile(stream.with_name(f"{split}.rows.bin"), dtype=np.int64).reshape(-1, 2)[:, 0]
+    starts = [0, *ends[:-1]]
+    return [(ids[a:b].tolist(), learned[a:b].tolist()) for a, b in zip(starts, ends, strict=True)]
+
+
+def expected(tokenizer, text):
+    """Ids and mask, token by token: each token's characters are looked up among those that are learned."""
+    text = text.replace("<|end|>", "\0")
+    flags, plain, inside = [], "", False
+    for character in text:
+        if character in "<>":
+            inside = character == "<"
+            continue
+        piece = "<|end|>" if character == "\0" else character
+        plain += piece
+        flags += [inside] * len(piece)
+    found = tokenizer(plain, add_special_tokens=False, return_offsets_mapping=True)
+    mask = [int(any(flags[start:end])) for start, end in found["offset_mapping"]]
+    return found["input_ids"], mask
+
+
+def loss_of(model, rows):
+    """What transformers and PyTorch make of rows of (ids, mask): the mean over all tokens that are learned."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, total, count = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0.0, 0
+    for ids, mask in rows:
+        with torch.no_grad():
+            logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        for position in range(1, len(ids)):
+            if mask[position]:
+                total, count = total - logs[position - 1, ids[position]].item(), count + 1
+    return total / count
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llama):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(llama)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["found", "marked"])
+def test_only_the_assistants_tokens_are_learned(script, llama, tokenizer, tmp_path, template):
+    file, cache = as_lines(tmp_path / "chat.jsonl", map(chat, CHATS)), tmp_path / "cache"
+    (tmp_path / "template.jinja").write_text(template)
+    run = script("--model", llama, "--dataset", file, "--validation_file", file, "--chat_template", tmp_path / "template.jinja",
+                 "--cache_dir", cache, "--seq_length", "128", "--batch_size", "3", *STILL[:-2])  # fmt: skip
+    wanted = [expected(tokenizer, text) for text in TEXTS]
+    assert cached(cache) == cached(cache, "validation") == [(ids, mask) for ids, mask in wanted]
+    assert 0 < sum(sum(mask) for _, mask in wanted) < sum(len(ids) for ids, _ in wanted) / 2
+    assert run.losses[0] == pytest.approx(loss_of(llama, wanted), rel=1e-4)
+    assert run.results["eval_loss"] == pytest.approx(run.losses[0], rel=1e-5)
+    assert run.results["tokens"] == sum(len(ids) for ids, _ in wanted)  # what fills up the blocks is not counted
+
+
+def test_a_conversation_without_a_template_gets_a_plain_one(script, tmp_path):
+    file = as_lines(tmp_path / "chat.jsonl", [chat(turns) for turns in CHATS])
+    run = script("--dataset", file, "--seq_length", "128", "--batch_size", "2", "--max_steps", "1", "--no_eval")
+    assert "no chat template" in run.out
+    from transformers import AutoTokenizer
+
+    exported = AutoTokenizer.from_pretrained(run.folder / "hf")
+    text = exported.apply_chat_template(chat(CHATS[0])["messages"], tokenize=False)
+    assert "### User:\nThe quick brown fox?" in text and f"It jumps over.{exported.eos_token}" in text
+
+
+def test_only_completions_are_learned(script, llama, tokenizer, tmp_path):
+    file = as_lines(tmp_path / "pairs.jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS])
+    run = script("--model", llama, "--dataset", file, "--validation_file", file, "--seq_length", "64", "--batch_size", "3",
+                 *STILL[:-2])  # fmt: skip
+    rows = []
+    for prompt, completion in PAIRS:
+        before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, completion))
+        rows.append((before + after + [tokenizer.eos_token_id], [0] * len(before) + [1] * (len(after) + 1)))
+    assert run.losses[0] == pytest.approx(loss_of(llama, rows), rel=1e-4)
+
+
+def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
+    pair = {"prompt": "the quick ", "completion": "brown fox"}
+    bad = ['{"prompt": "no end', {"prompt": "nothing", "completion": ""}, {"text": "of another kind"},
+           {"prompt": 3, "completion": "x"}]  # fmt: skip
+    file = as_lines(tmp_path / "rows.jsonl", [pair, bad[0], pair, bad[1], bad[2], pair, bad[3], *[pair] * 6])
+    work = ["--model", llama, "--dataset", file, "--seq_length", "32", "--batch_size", "2", "--max_steps", "1", "--no_eval"]
+    refused = script(*work, ok=False)
+    assert refused.code == 2 and f"{file}, line 2, column" in refused.error
+    run = script(*work, "--max_bad_rows", "4")
+    found = run.results["dataset"]
+    assert sorted(int(re.search(r"line (\d+)", row)[1]) for row in found["bad_rows"]) == [2, 4, 5, 7]
+    assert all(row in run.out for row in found["bad_rows"]) and found["rows"] == 9
+    refused = script(*work, "--max_bad_rows", "3", ok=False)  # what lies in the cache was made when more were allowed
+    assert refused.code == 2 and "bad row 4 of 3" in refused.error
+
+
+def test_what_is_cut_and_what_is_left_out_is_said(script, llama, tmp_path):
+    long = "the quick brown fox jumps over the lazy dog " * 20
+    texts = [("fox", long), (long, "fox"), *[("a", "fox")] * 8]
+    file = as_lines(tmp_path / "rows.jsonl", [{"prompt": prompt, "completion": text} for prompt, text in texts])
+    run = script("--model", llama, "--dataset", file, "--seq_length", "32", "--batch_size", "2", "--max_steps", "1")
+    found = run.results["dataset"]
+    assert (found["rows"], found["truncated"], found["skipped"]) == (10, 1, 1)
+    assert (found["blocks"], found["validation"]["blocks"]) == (8, 1)
+    assert "1 truncated, 1 skipped" in run.out
+
+
+def test_validation_file_and_split(script, text_file, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text()[1000:9000])
+    work = ["--dataset", text_file, "--seq_length", "32", "--batch_size", "4", "--max_steps", "2", "--precision", "fp32"]
+    all_of_it = script(*work, "--validation_file", other)
+    part = script(*work, "--validation_split", "0.25", "--no_export", "--eval_samples", "8")
+    blocks = all_of_it.results["dataset"]["blocks"]
+    assert part.results["dataset"]["validation"]["blocks"] == round(0.25 * blocks)
+    assert part.results["dataset"]["blocks"] == blocks - round(0.25 * blocks)
+    again = script("--model", all_of_it.folder / "hf", "--dataset", text_file, "--validation_file", other, "--eval_only",
+                   "--seq_length", "32", "--batch_size", "2", "--precision", "fp32", launcher="torchrun", ranks=2)  # fmt: skip
+    assert again.results["eval_loss"] == pytest.approx(all_of_it.results["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("args, said", [
+    (["--validation_file", "no/such.txt"], "no/such.txt"),
+    (["--validation_split", "1.5"], "--validation_split"),
+    (["--validation_split", "0.2", "--validation_file", "x.txt"], "--validation_file"),
+    (["--chat_template", "no/such.jinja"], "no/such.jinja"),
+    (["--streaming"], "--max_steps"),
+    (["--streaming", "--max_steps", "3"], "pydocs"),
+    (["--early_stopping_patience", "2", "--no_eval"], "--no_eval"),
+    (["--load_best_at_end", "--no_save"], "--no_save"),
+    (["--lora_alpha", "8"], "--lora_r"),
+    (["--merge_lora", "--lora_r", "4", "--no_export"], "--no_export"),
+])  # fmt: skip
+def test_wrong_arguments(script, args, said):
+    run = script(*args, ok=False)
+    assert run.code == 2 and said in run.error

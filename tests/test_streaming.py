@@ -1,0 +1,69 @@
+"""--streaming: every row once a pass, the same blocks on any number of ranks, and exact resumes."""
+
+import json
+
+import pytest
+from conftest import assert_close
+
+WORK = ["--streaming", "--seq_length", "32", "--precision", "fp32", "--max_steps", "10", "--shuffle_buffer", "24", "--no_eval"]
+TWO = {"launcher": "torchrun", "ranks": 2}
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    from pydoc_data.topics import topics
+
+    path = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(script, documents):
+    return script(*WORK, "--dataset", documents, "--batch_size", "2", "--dropout", "0.1", "--save_every", "3", **TWO)
+
+
+def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(script, documents, whole):
+    for step in (3, 9):
+        resumed = script(*WORK, "--dataset", documents, "--batch_size", "2", "--dropout", "0.1", "--no_export", "--resume",
+                         whole.folder / "checkpoints" / f"step-{step:08d}", **TWO)  # fmt: skip
+        assert resumed.losses == whole.losses[step:]
+
+
+def test_the_same_blocks_on_any_number_of_ranks(script, text_file):
+    work = [*WORK, "--dataset", text_file, "--no_export", "--dropout", "0"]
+    one = script(*work, "--batch_size", "4")
+    split = script(*work, "--batch_size", "1", "--gradient_accumulation_steps", "2", "--strategy", "zero3", "--save_every",
+                   "5", **TWO)  # fmt: skip
+    assert_close(split.losses, one.losses, 1e-4)
+    assert len({round(loss, 3) for loss in one.losses}) > 8
+    resumed = script(*work, "--batch_size", "2", "--gradient_accumulation_steps", "2", "--no_save", "--resume",
+                     split.folder / "checkpoints" / "step-00000005")  # fmt: skip
+    assert_close(resumed.losses, one.losses[5:], 1e-4)
+
+
+def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
+    """The weights do not move, so a row's loss is its name."""
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then"]
+    rows = [{"prompt": "", "completion": " ".join(words[: n % 10 + 2][:: 1 + n // 10])} for n in range(20)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    work = ["--model", llama, "--dataset", path, "--seq_length", "64", "--lr", "1e-30", "--precision", "fp32", "--no_eval",
+            "--no_export", "--batch_size", "1"]  # fmt: skip
+    plain = script(*work, "--validation_file", path)
+    streamed = script(*work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5")
+    first, second = ([round(loss, 4) for loss in streamed.losses[half]] for half in (slice(20), slice(20, 40)))
+    assert sorted(first) == sorted(second) == sorted(round(loss, 4) for loss in plain.losses)
+    assert first != second and len(set(first)) > 15
+
+
+def test_a_corpus_on_the_hub(script, hub, tmp_path):
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path}
+    run = script(*WORK, "--dataset", "wikitext", "--no_export", env=env)
+    assert len(run.losses) == 10 and run.losses[-1] < run.losses[0]
+
+
+def test_another_global_batch_is_refused(script, documents, whole):
+    run = script(*WORK, "--dataset", documents, "--batch_size", "3", "--dropout", "0.1", "--no_export", "--resume",
+                 whole.folder / "checkpoints" / "step-00000003", "--resume_force", ok=False, **TWO)  # fmt: skip
+    assert run.code != 0 and "global batch" in run.error
