@@ -190,7 +190,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="micro-batches per optimizer step (default: %(default)s)")
     add("--epochs", type=positive_int, help="passes over the data (default: 1, or as many as --max_steps needs)")
     add("--max_steps", type=positive_int, help="stop after this many optimizer steps")
-    add("--lr", type=positive_float, help="peak learning rate (default: 5e-5, or 1e-3 for random weights)")
+    add("--lr", type=positive_float, help="peak learning rate (default: 5e-5, for adapters 2e-4, for random weights "
+                                                  "1e-3)")
     add("--lr_scheduler", choices=("linear", "cosine", "constant"), default="linear",
         help="how the rate falls after warm-up (default: %(default)s)")
     add("--warmup_steps", type=natural_int, default=0, help="steps of linear warm-up (default: %(default)s)")
@@ -306,7 +307,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if args.dataset is None:
         args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
     if args.lr is None:
-        args.lr = 1e-3 if args.from_scratch or args.model == EMBEDDED_MODEL else 5e-5
+        random = args.from_scratch or args.model == EMBEDDED_MODEL
+        args.lr = 1e-3 if random else 2e-4 if args.lora_r else 5e-5
     args.ds_config_dict = args.nvme_folder = None
     if args.ds_config is not None:
         config = read_ds_config(args.ds_config)

@@ -236,7 +236,8 @@ class Stream:
         left_out = sum(self.run.gather(self.skipped))
         bad = sorted({row for rows in self.run.gather(self.bad) for row in rows})
         rows = max(self.run.gather(self.reader.row))
-        self.run.say(f"📚 stream: {rows:,} rows read in {self.reader.passes + 1} passes, {left_out:,} skipped, {len(bad):,} bad")
+        passes = self.reader.passes + 1
+        self.run.say(f"📚 stream: {rows:,} rows read in {passes} passes, {left_out:,} skipped, {len(bad):,} bad")
         return {**self.facts, "kind": self.reader.kind, "rows": rows, "skipped": left_out, "bad_rows": bad}
 
     def resume(self, state: dict) -> None:

@@ -120,6 +120,7 @@ def test_prediction_for_a_llamas_adapters(script, llama):
 
 def test_adapters_go_where_peft_puts_them():
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+
     from support.planner import USUAL_TARGETS
 
     families = {"gpt2": "gpt2", "gpt_neox": "gpt_neox", **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama")}
