@@ -102,7 +102,7 @@ def test_prediction_for_other_families(script, tiny_tokenizer, tmp_path, family)
 
 
 LORA_IN_SOAK = [pytest.param(*what, marks=pytest.mark.soak) for what in itertools.product(
-    STRATEGIES, (1, 2, 4), ("fp32", "bf16"), ([], ["--lora_targets", "all-linear"], ["--gradient_checkpointing"]))]  # fmt: skip
+    STRATEGIES, (1, 4), ("bf16",), ([], ["--lora_targets", "all-linear"], ["--gradient_checkpointing"]))]  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy, ranks, precision, args", [
