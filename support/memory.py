@@ -283,10 +283,15 @@ def gathered_bytes(model: torch.nn.Module) -> int:
     """Parameters that are whole on this rank for the moment, or on their way, under a strategy that shards them."""
     parameters = list(model.parameters())
     if any(hasattr(p, "ds_tensor") for p in parameters):
-        there = [p for p in parameters if not p.ds_persist and p.ds_status.name != "NOT_AVAILABLE"]
+        there = [p for p in parameters if not p.ds_persist and p.ds_status.name != "NOT_AVAILABLE" and not _is_its_shard(p)]
         return sum(p.ds_numel * p.element_size() for p in there)
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     return sum(p.nbytes for p in parameters if not hasattr(p, "to_local")) if sharded else 0
+
+
+def _is_its_shard(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO-3 has just shown this rank's shard in the parameter's place, as on a single rank."""
+    return parameter.numel() > 0 and parameter.data_ptr() == parameter.ds_tensor.data_ptr()
 
 
 def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:

@@ -361,10 +361,10 @@ def _stage3(work: Work, strategy: str) -> _Held:
     buckets = bucket_sizes(work.model.hidden, total, False)
     bucket, persistent = buckets["reduce_bucket_size"], _persistent(sizes, buckets)
     swaps = strategy == "infinity"
-    # Infinity keeps on the GPU only what every rank has whole.
-    parameters = c * (_parts(persistent, n) if swaps else parts) + c * sum(persistent)
+    # Infinity keeps on the GPU only what every rank has whole. A single rank has it once, as its part.
+    parameters = c * (_parts(persistent, n) if swaps else parts) + (c * sum(persistent) if n > 1 else 0)
     gradients, optimizer = (0, 0) if swaps else (c * trained, MASTER_AND_MOMENTS * trained)
-    gathered = c * (largest + min(2 * bucket, total - largest))
+    gathered = 0 if n == 1 and not swaps else c * (largest + min(2 * bucket, total - largest))
     steady = parameters + gradients + optimizer + c * bucket
     # ds_config_infinity.json: 5 buffers for parameters, 4 for a sub-group's states; and the gradients
     in_host = c * 5 * (largest // n + 4096) + 4 * 4 * min(trained, buckets["sub_group_size"]) + c * trained

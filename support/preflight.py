@@ -187,7 +187,8 @@ def reach_hub(args, launch: Launch) -> bool:
     """Decide whether the Hugging Face hub may be asked, before any of its libraries is imported.
 
     One probe replaces the clients' retries. Where the hub does not answer, HF_HUB_OFFLINE makes a warm cache load at
-    once. Only the first rank of a node ever asks the hub; the others load what it has put in the cache.
+    once. Only the first rank of a node asks the hub, and the others load what it has put in the cache; but a streamed dataset
+    is in no cache.
     Returns:
         True if the hub may be asked.
     Raises:
@@ -196,7 +197,8 @@ def reach_hub(args, launch: Launch) -> bool:
     model = args.model if args.model != EMBEDDED_MODEL and not is_local_model(args.model) else None
     dataset = {"wikitext": "Salesforce/wikitext", "pydocs": None}.get(args.dataset, args.dataset)
     dataset = None if dataset and is_local_dataset(dataset) else dataset
-    if not (model or dataset) or not launch.is_node_leader:
+    each_asks = args.streaming and dataset  # a stream is read by every rank
+    if not (model or dataset) or not (launch.is_node_leader or each_asks):
         os.environ["HF_HUB_OFFLINE"] = "1"  # nothing to ask for
         return False
     wished_offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")

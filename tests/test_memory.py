@@ -37,8 +37,11 @@ def planned(*args):
     return {**found, "strategies": {need["strategy"]: need for need in found["strategies"]}}
 
 
-def assert_as_predicted(memory):
-    """Model states within 2 %, activations and logits within 10 %, the peak of a step within 10 % where it is known."""
+def assert_as_predicted(memory, strategy):
+    """Model states within 2 %, activations and logits within 10 %, the peak of a step within 10 % where it is known.
+
+    What stage 3 has gathered ahead at the peak, DeepSpeed decides as it goes: within 15 %.
+    """
     held, predicted = memory["device_categories_bytes_by_rank"][0], memory["predicted_bytes"]
     for kind in STATES:
         assert predicted[kind] == pytest.approx(held[kind], rel=0.02), kind
@@ -46,7 +49,7 @@ def assert_as_predicted(memory):
     assert predicted["logits"] == pytest.approx(held["logits"], rel=0.1)
     if memory["placement"]["optimizer"] == "device":  # else part of the peak would not be on a GPU
         peak = max(phase["peak"] for phase in memory["step_bytes_by_rank"][0].values())
-        assert predicted["peak"] == pytest.approx(peak, rel=0.1)
+        assert predicted["peak"] == pytest.approx(peak, rel=0.15 if strategy == "zero3" else 0.1)
 
 
 def simulate(script, *args, **options):
@@ -56,7 +59,7 @@ def simulate(script, *args, **options):
 def check_prediction(script, model, strategy, ranks, precision, *args):
     run = simulate(script, *model, "--strategy", strategy, "--precision", precision, *args, ranks=ranks, timeout=900)
     assert run.results["simulated_world_size"] == ranks
-    assert_as_predicted(run.results["memory"])
+    assert_as_predicted(run.results["memory"], run.results["strategy"])
 
 
 @pytest.mark.parametrize("strategy, ranks, precision", COVERING)
@@ -96,7 +99,7 @@ def test_prediction_for_other_families(script, tiny_tokenizer, tmp_path, family)
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = ["--model", tmp_path, "--from_scratch", "--dataset", "pydocs", *WORK]
     run = simulate(script, *model, "--strategy", "zero2", "--precision", "bf16", ranks=2)
-    assert_as_predicted(run.results["memory"])
+    assert_as_predicted(run.results["memory"], run.results["strategy"])
     found = planned("--model", tmp_path, "--gpus", 2, "--gpu_memory", 16)
     assert found["parameters"] == run.results["parameters"]
 
@@ -329,7 +332,7 @@ def test_profile_memory_shows_phases_kinds_and_ranks(script):
     step, held = memory["step_bytes_by_rank"][0], memory["categories_bytes_by_rank"][0]
     assert step["forward"]["live"] - step["data"]["live"] >= held["activations"] + held["logits"]
     assert step["backward"]["live"] < step["forward"]["live"] <= step["forward"]["peak"]
-    assert_as_predicted(memory)
+    assert_as_predicted(memory, "infinity")
 
 
 def test_trace_is_written_for_each_rank(script, tmp_path):

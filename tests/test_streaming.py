@@ -59,7 +59,7 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
 
 def test_a_corpus_on_the_hub(script, hub, tmp_path):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path}
-    run = script(*WORK, "--dataset", "wikitext", "--no_export", env=env)
+    run = script(*WORK, "--dataset", "wikitext", "--no_export", env=env, **TWO)
     assert len(run.losses) == 10 and run.losses[-1] < run.losses[0]
 
 
