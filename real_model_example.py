@@ -64,13 +64,14 @@ from support import (
     tokens,
     tracing,
 )
-from support.config import EMBEDDED_MODEL, NORM_CHUNK
+from support.config import EMBEDDED_MODEL, NEED_EVALUATIONS, NORM_CHUNK
 from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
 from support.distributed import ARRIVAL_SECONDS, Run, describe_difference, meet, open_store, simulate_process_group
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, TrainingError, UserError
 from support.launch import exit_before_start, keep_freed_memory
 from support.sharding import base_optimizer, local_part
 
+NOTHING_TO_EVALUATE = "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file"
 STOP_CHECK_BATCHES = 8  # batches of an evaluation between two looks whether a signal came: each look waits for all ranks
 
 
@@ -117,7 +118,7 @@ def find_model(args, run: Run) -> models.Blueprint:
     """Find the model, its sizes and its tokenizer, without loading any weights."""
     blueprint = models.find_model(args, run)
     if args.chat_template:
-        blueprint.tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        blueprint.tokenizer.chat_template = Path(args.chat_template).expanduser().read_text(encoding="utf-8")
     limit = models.max_positions(blueprint.config)
     if args.seq_length is None:
         args.seq_length = min(256 if args.model == EMBEDDED_MODEL else 512, limit or 512)
@@ -177,10 +178,9 @@ def prepare_dataset(args, run: Run, tokenizer):
     reporting.say_dataset(run, args, prepared, facts, tokenizer)
     if args.num_samples and train.blocks < args.num_samples:
         run.warn(f"--num_samples {args.num_samples:,} is more than the corpus has: using all {train.blocks:,} blocks.")
-    return train, validation, {
-        "name": args.dataset, "sha256": prepared["sha256"], **facts["train"], "bad_rows": prepared["bad_rows"],
-        "validation": facts["validation"],
-    }  # fmt: skip
+    digest = prepared["splits"]["train"]["sha256"]
+    return train, validation, {"name": args.dataset, "sha256": digest, **facts["train"], "bad_rows": prepared["bad_rows"],
+                               "validation": facts["validation"]}  # fmt: skip
 
 
 def tokenize_corpus(args, run: Run, tokenizer, name: str, config: str | None = None, validation: str | None = None) -> dict:
@@ -193,7 +193,7 @@ def tokenize_corpus(args, run: Run, tokenizer, name: str, config: str | None = N
             return tokens.tokenize_once(source, tokenizer, folder, run.temporary, bar.advance, args.max_bad_rows)
 
     prepared = run.once_per_node("dataset", tokenize)
-    describe_difference(run.gather((prepared["sha256"], prepared["splits"])), "The text of the dataset")
+    describe_difference(run.gather(prepared["splits"]), "The text of the dataset")
     return prepared
 
 
@@ -563,10 +563,7 @@ def train_and_evaluate(
 
     def evaluate_now():
         if not validation.blocks:
-            nothing = "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file."
-            if args.eval_only or args.early_stopping_patience or args.load_best_at_end:
-                raise UserError(nothing)
-            run.warn(nothing)
+            run.warn(f"{NOTHING_TO_EVALUATE}.")
             return None
         meter.footprint.doing = "evaluation"
         found = evaluate(model, validation, args, run, precision)
@@ -633,6 +630,8 @@ def train_one_model(args, run: Run):
     blueprint = find_model(args, run)
     run.ways_to_fit = lambda: preflight.ways_to_fit(args, run, precision, blueprint)
     train, validation, dataset = prepare_dataset(args, run, blueprint.tokenizer)
+    if not validation.blocks and (needed := [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]):
+        raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
     model, _tokenizer = load_model_and_tokenizer(args, run, precision, blueprint)
     footprint.note("model_loaded")
     run.say("✅ Dataset ready: " + ("a stream" if args.streaming else f"{train.blocks:,} samples"))
@@ -648,11 +647,14 @@ def train_one_model(args, run: Run):
     scaler = torch.amp.GradScaler(run.device.type, scale, enabled=precision == "fp16" and not args.ds_config_dict)
     identity = checkpoint.identify(args, run, precision, blueprint, dataset, model)
     saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, blueprint, train)
+    over = results.over(data.total_steps(train.blocks, world_batch, args.epochs, args.max_steps, 0, 0), args)
     before = saver.resume()
     steps = data.total_steps(train.blocks, world_batch, args.epochs, args.max_steps, before["step"], before["samples"])
-    if results.was_complete and (before["step"] >= steps or results.stopped_early_as(args.early_stopping_patience)):
+    if over or (results.was_complete and before["step"] >= steps):
         run.say("✅ This run was complete already.")
         results.go_on_from_complete()
+        if args.load_best_at_end and results.facts.get("best_step"):
+            saver.load_best(results.facts["best_step"], before["step"])
         hand_out(model, saver, results, folder, args, run, blueprint, precision)
         return model
     results.begin()
@@ -668,7 +670,7 @@ def train_one_model(args, run: Run):
     if args.streaming:
         results.update(dataset=train.summary())
     if args.load_best_at_end:
-        saver.load_best(meter)
+        saver.load_best(meter.best["step"], meter.step)
 
     results.update(checkpoint_seconds=saver.seconds)
     results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint, precision))
@@ -683,7 +685,11 @@ def hand_out(model, saver, results, folder, args, run: Run, blueprint: models.Bl
     """Export the trained model and print a sample, as far as they are wished and not there, and complete the results."""
     there = run.from_main(results.was_complete and not args.export_hf and (folder / "hf").exists())
     if not (args.no_export or args.eval_only or there):
-        card = export.model_card({**results.facts, "merged": args.merge_lora}, saver.identity)
+        facts = {**results.facts, "merged": args.merge_lora}
+        if saver.best_is_loaded:
+            loss = facts["best_eval_loss"]
+            facts |= {"eval_loss": loss, "perplexity": math.exp(min(loss, 700)), "steps": facts["best_step"]}
+        card = export.model_card(facts, saver.identity)
         results.update(export=export.export_model(model, saver.state, blueprint, folder, args, run, card))
     if args.generate:
         results.update(sample=generate(model, blueprint, args, run, precision))

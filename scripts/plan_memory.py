@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tabulate import tabulate
 
 from support import architectures, planner
-from support.config import EMBEDDED_MODEL, Parser, positive_float, positive_int
+from support.config import EMBEDDED_MODEL, Parser, layer_names, positive_float, positive_int
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.planner import CUDA_CONTEXT, GB, GPU_SLACK, PREFERENCE, Limits, Need, Work
 
@@ -47,7 +47,7 @@ def build_parser() -> Parser:
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: %(default)s)")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--lora_r", type=positive_int, metavar="R", help="train adapters of this rank on frozen weights")
-    add("--lora_targets", metavar="LIST", help="layers that get one, as in real_model_example.py")
+    add("--lora_targets", type=layer_names, metavar="LIST", help="layers that get one, as in real_model_example.py")
     add("--solve", choices=("batch", "model", "gpus"),
         help="find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, for each strategy")
     add("--json", action="store_true", help="print JSON instead (bytes)")

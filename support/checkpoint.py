@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from support import export, models
 from support.distributed import Run
@@ -65,7 +66,7 @@ class Saver:
         self.identity, self.blueprint, self.train = identity, blueprint, train
         self.state = None if args.eval_only else ShardedState(getattr(model, "module", model), optimizer, run.device)
         self.may_save = self._may_save(optimizer)
-        self._stop_before, self._saved_at = None, None
+        self._stop_before, self._saved_at, self.best_is_loaded = None, None, False
         self.seconds: list[float] = []  # that training waited for each save of this process
         if run.is_main:
             for partial in self.folder.glob(".step-*.partial"):  # of a save that was interrupted
@@ -92,25 +93,27 @@ class Saver:
             found = find(self.args.resume, self.folder, self.run)
             if found is None:
                 self.run.warn(f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from the beginning.")
+        mine = bool(found) and found[0].parent.resolve() == self.folder.resolve()
         if self.run.is_main:
-            mine = found and found[0].parent.resolve() == self.folder.resolve()
             set_aside(self.folder, found[1]["counters"]["step"] if mine else -1)
         if found is None:
             return NEW_RUN
         path, manifest = found
         check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.run)
         if self.args.streaming:
-            self.train.resume(manifest.get("stream") or {})
+            self.train.resume(manifest.get("stream"))
         load(path, manifest, self.state)
         self._read_buffers(path / "model" / "buffers.safetensors")
         self._set_scaling(manifest["scaling"])
         self._set_schedule(manifest)
         self.run.say(f"▶️  Resumed from {path}")
         counters = {**NEW_RUN, "tokens": None, **manifest["counters"]}
-        if path.parent == self.folder:
-            self._saved_at = counters["step"]
-        else:
-            counters["best"] = None  # it lies in the other run's folder
+        self._saved_at = counters["step"] if mine else None
+        best = counters["best"]
+        if best and self.args.load_best_at_end and not self.run.from_main(step_folder(self.folder, best["step"]).is_dir()):
+            self.run.warn(f"--load_best_at_end: the checkpoint of the best evaluation so far (step {best['step']}) is not in "
+                          f"{self.folder}: looking for the best from here on.")  # fmt: skip
+            counters["best"] = None
         return counters
 
     def _read_buffers(self, file: Path) -> None:
@@ -148,20 +151,42 @@ class Saver:
 
     def after_evaluation(self, meter) -> None:
         """Keep a checkpoint of the best evaluation. Call it on every rank."""
-        if self.args.load_best_at_end and meter.best and meter.best["step"] == meter.step:
-            self.save(meter)
-            if self.run.is_main:
-                write_text(self.folder / "best", step_folder(self.folder, meter.step).name + "\n")
-
-    def load_best(self, meter) -> None:
-        """Go back to the weights of the best evaluation; call it on every rank, at the end of training."""
-        step = meter.best["step"]
-        if step == meter.step:
+        if not (self.args.load_best_at_end and meter.best and meter.best["step"] == meter.step):
             return
-        path, manifest = find(str(step_folder(self.folder, step)), self.folder, self.run)
+        self.save(meter)
+        if self.run.is_main:
+            before, now = best_of(self.folder), step_folder(self.folder, meter.step).name
+            write_text(self.folder / "best", now + "\n")
+            every = self.args.save_every or self.args.save_epochs  # then --keep_last decides
+            if before not in ("", now) and not every:
+                shutil.rmtree(self.folder / before, ignore_errors=True)
+
+    def load_best(self, best: int, now: int) -> None:
+        """Go back to the weights of the best evaluation; call it on every rank, at the end of training.
+
+        Args:
+            best, now: the step of that evaluation, and the step whose weights are there.
+        """
+        self.best_is_loaded = True
+        if best == now:
+            return
+        try:
+            path, manifest = find(str(step_folder(self.folder, best)), self.folder, self.run)
+        except UserError as error:
+            self.run.warn(f"--load_best_at_end: ending with the last weights, because of the best ones' checkpoint: {error}")
+            self.best_is_loaded = False
+            return
+        self._let_go_of_gathered_weights()
         load(path, manifest, self.state)
         self._read_buffers(path / "model" / "buffers.safetensors")
-        self.run.say(f"🏅 Back to the weights of step {step}, the best evaluation (loss {meter.best['loss']:.4f})")
+        self.run.say(f"🏅 Back to the weights of step {best}, the best evaluation")
+
+    def _let_go_of_gathered_weights(self) -> None:
+        """After an evaluation FSDP and ZeRO-3 still hold some weights whole, which would not follow the shards."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()
+        if hasattr(self.model, "empty_partition_cache"):
+            self.model.empty_partition_cache()
 
     def _asked(self, stop: torch.Tensor) -> bool:
         """The answer; on a GPU that of the step before, because this step's would have to be waited for."""
@@ -187,7 +212,8 @@ class Saver:
         begun = time.monotonic()
         scheduler = getattr(self.model, "lr_scheduler", None)  # only where a user's DeepSpeed file brings one
         facts = {"counters": meter.counters(), "scaling": self._scaling(), "identity": self.identity,
-                 "lr_scheduler": scheduler.state_dict() if scheduler else {}, "stream": self._stream(),
+                 "lr_scheduler": scheduler.state_dict() if scheduler else {},
+                 "stream": self.train.progress() if self.args.streaming else None,
                  "groups": [{key: group[key] for key in GROUP_KEYS} for group in self.state.base.param_groups]}  # fmt: skip
         with self.run.bar("Saving a checkpoint", unit=""):
             path = save(self.folder, meter.step, facts, self.state, self.run, self.args.keep_last, self._write_model)
@@ -195,12 +221,6 @@ class Saver:
         self.seconds.append(time.monotonic() - begun)
         self.run.say(f"💾 {path} ({self.seconds[-1]:.1f} s)")
         meter.restart_clock()
-
-    def _stream(self) -> dict | None:
-        """Where the lanes of all ranks stand in a streamed corpus."""
-        if not self.args.streaming:
-            return None
-        return {lane: state for rank in self.run.gather(self.train.state) for lane, state in rank.items()}
 
     def _write_model(self, folder: Path) -> None:
         export.describe(self.blueprint, folder)
@@ -245,11 +265,15 @@ def identify(args, run: Run, precision: str, blueprint, dataset: dict, model) ->
         "parameters": blueprint.parameters,
         "shapes": digest_of_shapes({name: getattr(p, "ds_shape", p.shape) for name, p in named}),
         "tokenizer": tokenizer_fingerprint(blueprint.tokenizer),
-        "lora": blueprint.lora and {"r": blueprint.lora.r, "alpha": blueprint.lora.alpha},
     }
+    if blueprint.lora:  # the frozen weights are in no checkpoint
+        seed = f", random from seed {args.seed}" if blueprint.random else ""
+        hard["lora"] = {"r": blueprint.lora.r, "alpha": blueprint.lora.alpha, "base": args.model + seed}
     soft = {
         "model": args.model, "dataset": dataset["sha256"], "blocks": dataset["blocks"], "seq_length": args.seq_length,
-        "seed": args.seed, "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
+        "seed": args.seed, "validation_split": args.validation_split,
+        "chat_template": digest_of_text(blueprint.tokenizer.chat_template) if dataset.get("kind") == "chat" else None,
+        "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
         "global batch": args.batch_size * args.gradient_accumulation_steps * run.world_size,
     }  # fmt: skip
     told = {
@@ -260,6 +284,11 @@ def identify(args, run: Run, precision: str, blueprint, dataset: dict, model) ->
         "from_scratch": args.from_scratch, "lora_dropout": args.lora_dropout,
     }  # fmt: skip
     return {"hard": hard, "soft": soft, "told": told}
+
+
+def digest_of_text(text) -> str:
+    """Ten hexadecimal digits for a text, or for several by name."""
+    return hashlib.sha256(json.dumps(text).encode()).hexdigest()[:10]
 
 
 def digest_of_shapes(shapes: dict) -> str:

@@ -25,6 +25,7 @@ EMBEDDED_SHAPE, EMBEDDED_VOCABULARY = (4, 4, 256), 4096
 NORM_CHUNK = 2**24  # elements of a gradient whose norm is taken at a time, in fp64
 CHECK_SECONDS = 60  # --check waits no longer for another rank
 SIMULATED_STEPS = 3  # Adam's states are there after the first; the last is measured
+NEED_EVALUATIONS = ("eval_only", "eval_every", "early_stopping_patience", "load_best_at_end")  # flags
 AUTO = "auto"  # Hugging Face's convention for "take it from the command line"; DeepSpeed itself does not know it
 
 # Strategy -> DeepSpeed's configuration, or None for the strategies of plain PyTorch.
@@ -93,6 +94,13 @@ def share(text: str) -> float:
     return value
 
 
+def layer_names(text: str) -> str:
+    """A comma list of --lora_targets."""
+    if not text.replace(",", "").strip():
+        raise argparse.ArgumentTypeError("it names no layer")
+    return text
+
+
 def prompt(text: str) -> str:
     """A text to continue."""
     if not text.strip():
@@ -155,7 +163,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="train low-rank adapters of this rank (LoRA) and leave the model as it is (default: train all of it)")
     add("--lora_alpha", type=positive_float, metavar="A", help="scale the adapters by A / R (default: 2 R)")
     add("--lora_dropout", type=probability, default=0.0, help="dropout before the adapters (default: %(default)s)")
-    add("--lora_targets", metavar="LIST",
+    add("--lora_targets", type=layer_names, metavar="LIST",
         help="layers that get one, by the end of their names with commas between, or all-linear (default: those that are "
              "usual for the architecture)")
     add("--merge_lora", action="store_true", help="export the whole model with the adapters added, instead of the adapters")
@@ -326,7 +334,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def _check_evaluation(args) -> None:
     if args.validation_file and args.validation_split:
         raise UserError("--validation_file and --validation_split cannot both hold: leave one out.")
-    for flag in ("eval_every", "early_stopping_patience", "load_best_at_end"):
+    for flag in NEED_EVALUATIONS[1:]:
         other = "--no_eval" if not args.eval else "--eval_only" if args.eval_only else None
         if other and getattr(args, flag):
             raise UserError(f"--{flag} needs evaluations during training, which {other} leaves out: drop one of them.")
@@ -348,6 +356,8 @@ def _check_lora(args) -> None:
 def _check_streaming(args) -> None:
     if args.max_steps is None or args.epochs:
         raise UserError("--streaming has no end that is known before: give --max_steps, and no --epochs.")
+    if args.early_stopping_patience and not args.eval_every:
+        raise UserError("--streaming has no epochs after which to evaluate: --early_stopping_patience needs --eval_every.")
     for flag in ("num_samples", "validation_split"):
         if getattr(args, flag):
             raise UserError(f"--{flag} needs to know how long the corpus is, which --streaming does not: leave one out"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -148,6 +149,8 @@ def read_row(row, where: str, text_column: str | None) -> Item:
         return BadRow(f"{where}: no {text_column or 'text'!r}; there is {there}: use --text_column.")
     names = {"chat": ("messages",), "pair": ("prompt", "completion"), "text": (text_column or "text",)}[kind]
     try:
+        if kind == "chat" and row.get("tools"):
+            raise ValueError("'tools' would be lost: only messages are learned")
         if kind == "chat":
             return Example(where, [_message(message) for message in _list_of_messages(row["messages"])])
         texts = [_text(row[name], name) for name in names]
@@ -165,6 +168,8 @@ def _list_of_messages(messages) -> list:
 def _message(message) -> dict:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError("a message is not an object with 'role' and 'content'")
+    if message.get("tool_calls"):
+        raise ValueError("a message calls tools, which would be lost: only 'content' is learned")
     return {"role": message["role"], "content": _text(message.get("content"), "content", may_be_null=False)}
 
 
@@ -214,7 +219,8 @@ def _items_of_files(files: list[Path], text_column: str | None) -> Iterator[Item
             for row in rows_of_file(file, text_column):
                 yield row if isinstance(row, BadRow) else read_row(*row, text_column)
         else:
-            yield Document(str(file), read_text(file))
+            pieces = read_text(file)
+            yield pieces if isinstance(pieces, BadRow) else Document(str(file), pieces)
 
 
 def has_rows(file: Path) -> bool:
@@ -234,8 +240,21 @@ def rows_of_file(file: Path, text_column: str | None) -> Iterator[Row]:
         raise _not_utf8(file) from error
 
 
-def read_text(file: Path) -> Iterator[str]:
-    """A text file in pieces."""
+def read_text(file: Path) -> Iterator[str] | BadRow:
+    """A text file in pieces; a file that does not begin as text, such as a picture in a folder of texts, is a bad row.
+
+    Raises:
+        UserError: while it is read, if it does not go on as text.
+    """
+    pieces = _pieces_of(file)
+    try:
+        first = next(pieces, "")
+    except UserError as error:
+        return BadRow(str(error))
+    return itertools.chain([first], pieces)
+
+
+def _pieces_of(file: Path) -> Iterator[str]:
     try:
         with open(file, encoding="utf-8-sig", newline="") as stream:
             while chunk := stream.read(PIECE_CHARACTERS):
@@ -245,7 +264,8 @@ def read_text(file: Path) -> Iterator[str]:
 
 
 def _not_utf8(file: Path) -> UserError:
-    return UserError(f"{file} is not UTF-8 text: convert it first (iconv -f LATIN1 -t UTF-8).")
+    return UserError(f"{file} is not UTF-8 text: convert it first (iconv -f LATIN1 -t UTF-8), or in a folder leave it out with "
+                     "--max_bad_rows.")  # fmt: skip
 
 
 def _read_jsonl(file: Path, text_column: str | None) -> Iterator[Row]:
@@ -328,6 +348,16 @@ def load_from_hub(dataset: str, config: str | None, **options):
     except Exception as error:  # the clients raise a dozen classes; the first line says what is wrong
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"--dataset {dataset} cannot be loaded from the hub, and no such file is here: {text}") from error
+
+
+def commit_on_hub(dataset: str) -> str | None:
+    """The commit of a dataset on the hub; None if it does not say."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(WIKITEXT if dataset == "wikitext" else dataset).sha
+    except Exception:  # the clients raise a dozen classes
+        return None
 
 
 def _open_hub(dataset: str, config: str | None, text_column: str | None) -> Source:

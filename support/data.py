@@ -93,21 +93,32 @@ class ExampleFile:
 
         What fills a row up comes after all that is learned, so that no attention mask is needed: no token sees a later one.
         """
-        starts, lengths = self._bounds(indices)
-        longest = int(lengths.max(initial=1))
-        width = self.seq_length if self.fixed else min(self.seq_length, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
-        inputs = np.zeros((len(indices), width), dtype=np.int64)
-        labels = np.full_like(inputs, IGNORED)
         ids = np.memmap(f"{self.folder}/{self.split}.bin", dtype=self.dtype, mode="r")
         learned = np.memmap(f"{self.folder}/{self.split}.learned.bin", dtype=np.uint8, mode="r")
-        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            inputs[row, :length] = ids[start : start + length]
-            labels[row, :length] = np.where(learned[start : start + length], inputs[row, :length], IGNORED)
-        return torch.from_numpy(inputs), torch.from_numpy(labels)
+        parts = [slice(start, start + length) for start, length in zip(*self._bounds(indices), strict=True)]
+        rows = [(ids[part], np.where(learned[part], ids[part].astype(np.int64), IGNORED)) for part in parts]
+        return stack_examples(rows, self.seq_length, self.fixed)
 
     def tokens(self, indices: np.ndarray) -> int:
         """Tokens in these examples, without what fills them up."""
         return int(self._bounds(indices)[1].sum())
+
+
+def stack_examples(rows: list, seq_length: int, fixed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Examples (ids, labels) of several lengths as (inputs, labels), both int64 [rows, length]; filled up with what is ignored.
+
+    Args:
+        rows: of at most `seq_length` tokens each.
+        fixed: as long as `seq_length`; otherwise as the longest of them.
+    """
+    longest = max((len(ids) for ids, _ in rows), default=1)
+    width = seq_length if fixed else min(seq_length, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
+    inputs = torch.zeros(len(rows), width, dtype=torch.int64)
+    labels = torch.full_like(inputs, IGNORED)
+    for row, (ids, wanted) in enumerate(rows):
+        inputs[row, : len(ids)] = torch.from_numpy(np.asarray(ids, dtype=np.int64))
+        labels[row, : len(ids)] = torch.from_numpy(np.asarray(wanted, dtype=np.int64))
+    return inputs, labels
 
 
 # ---------------------------------------------------------------------------------------------------- splits
@@ -132,6 +143,9 @@ def split_blocks(prepared: dict, args) -> tuple[TokenFile | ExampleFile, TokenFi
     if "validation" in prepared["splits"] and args.validation_split is None:
         validation, facts["validation"] = open_split(prepared, "validation", args)
     if not validation.blocks:
+        if args.validation_file:
+            raise UserError(f"--validation_file {args.validation_file} has less than one block of {args.seq_length} tokens: "
+                            "use another --seq_length, or another file.")  # fmt: skip
         share = round(train.blocks * (args.validation_split or 0.1))
         train, validation = _hold_out(train, min(max(1, share), train.blocks - 1))
         facts["validation"] = {"blocks": validation.blocks}

@@ -24,6 +24,12 @@ PLAIN_NOTICE = ("This tokenizer has no chat template, so conversations get a pla
 MARK = "\ue000{}\ue001"
 
 
+def template_of(tokenizer) -> str | None:
+    """A tokenizer's chat template; of several, the one for conversations without tools."""
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
 class Encoder:
     """Turns examples into ids and what is learned of them.
 
@@ -37,7 +43,7 @@ class Encoder:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.marks_itself = re.search(r"\{%-?\s*generation\b", tokenizer.chat_template or "") is not None
+        self.marks_itself = re.search(r"\{%-?\s*generation\b", template_of(tokenizer) or "") is not None
         self.special = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
 
     def encode(self, examples: list[Example]) -> list[tuple[np.ndarray, np.ndarray] | BadRow]:
@@ -105,7 +111,8 @@ class Encoder:
         ranges, at = [], 0
         for before, text, after in zip(around, texts, around[1:], strict=False):
             start = at + len(before)
-            end_of_turn = next((len(token) for token in self.special if after.startswith(token)), 0)
+            blanks = len(after) - len(after.lstrip(" "))  # Llama 2 has one before it
+            end_of_turn = next((blanks + len(token) for token in self.special if after.startswith(token, blanks)), 0)
             at = start + len(text)
             ranges.append((start, at + end_of_turn))
         return ranges

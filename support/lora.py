@@ -7,6 +7,7 @@ begins at 0, so that training begins at the model as it is.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,21 +58,33 @@ class Lora:
             UserError: a target that the model does not have.
         """
         import peft
+        from peft.tuners.lora import LoraLayer
 
         on_meta = next(model.parameters()).is_meta
+        names = self.targets if isinstance(self.targets, list) else []
+        layers = [name for name, module in model.named_modules() if _is_linear(module)]
+        if wrong := [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in layers)]:
+            raise self._no_such_layer(wrong[0], layers)
+        weights = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
         try:
             with torch.device("meta" if on_meta else "cpu"):
                 peft.inject_adapter_in_model(self.config(model), model, ADAPTER)
         except ValueError as error:
-            layers = sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if _is_linear(module)})
-            raise UserError(f"--lora_targets {self.targets}: this model has no such layers; there are {', '.join(layers)}, and "
-                            f"{ALL_LINEAR} for all but the output.") from error  # fmt: skip
+            raise self._no_such_layer(self.targets, layers) from error
+        for name, module in model.named_modules():
+            if isinstance(module, LoraLayer) and weights[id(module.get_base_layer().weight)] > 1:
+                raise UserError(f"--lora_targets: the weight of {name} is another layer's, too, and adapters would change both.")
         torch.manual_seed(self.seed)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
                 if ".lora_A." in name and not on_meta:  # as peft draws it, which would round it to the model's type
                     nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+
+    def _no_such_layer(self, name, layers: list[str]) -> UserError:
+        there = ", ".join(sorted({layer.rsplit(".", 1)[-1] for layer in layers}))
+        return UserError(f"--lora_targets {name}: this model has no such linear layer; there are {there}, and {ALL_LINEAR} for "
+                         "all but the output.")  # fmt: skip
 
     def config(self, model: nn.Module):
         """peft's configuration of these adapters, its targets settled."""

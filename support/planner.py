@@ -510,6 +510,8 @@ def gpt2_of_width(hidden: int, like: Architecture) -> Architecture:
 
 def largest_gpt2(work: Work, strategy: str, limits: Limits) -> Architecture | None:
     """The largest model of GPT-2's shape that fits, its width a multiple of 64."""
+    if work.lora and work.model.family != "gpt2":
+        work = replace(work, lora=adapters(gpt2_of_width(768, work.model), work.lora.r, None))
     width = _largest(
         lambda k: limits.hold(predict(replace(work, model=gpt2_of_width(64 * k, work.model)), strategy)), 1, 1024
     )

@@ -97,8 +97,12 @@ def check_data_paths(args) -> None:
         check_data_path("--dataset", args.dataset)
     if args.validation_file:
         check_data_path("--validation_file", args.validation_file)
-    if args.chat_template and not os.access(args.chat_template, os.R_OK):
-        raise UserError(f"--chat_template {args.chat_template}: no such file, or it may not be read.")
+    if args.chat_template:
+        try:
+            Path(args.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise UserError(f"--chat_template {args.chat_template} cannot be read: {why}.") from error
 
 
 def check_data_path(flag: str, name: str) -> None:

@@ -162,10 +162,13 @@ class Results:
         if self.run.is_main:
             self._write()
 
-    def stopped_early_as(self, patience: int | None) -> bool:
-        """Whether the run that was complete had stopped early, with this patience."""
-        there = json.loads(self.path.read_text(encoding="utf-8")) if self.run.is_main else None
-        return bool(self.run.from_main(there and patience and there.get("stopped_early") == patience))
+    def over(self, steps: int, args) -> bool:
+        """Whether --resume finds nothing left to do: the run had `steps` steps, or stopped early as it would again."""
+        if not self.was_complete or args.resume != "":
+            return False
+        there = json.loads(self.path.read_text(encoding="utf-8")) if self.run.is_main else {}
+        early = bool(args.early_stopping_patience) and there.get("stopped_early") == args.early_stopping_patience
+        return self.run.from_main(early or (there.get("steps") or 0) >= steps)
 
     def preempted(self, counters: dict) -> None:
         """Write how far the run came until a signal stopped it (rank 0)."""

@@ -1,8 +1,9 @@
 """--streaming: blocks of a corpus that is read and tokenised while it is trained on, and never whole anywhere.
 
-A step has G blocks, and lane g gives its g-th block: a lane takes every G-th row of the corpus, tokenises it, and shuffles
-its blocks some at a time. A rank works for the lanes whose blocks it trains on, and for no others. So the same blocks come
-in the same steps on any number of ranks, and a lane's place in the corpus, a few numbers, is all that a checkpoint needs.
+A step has G blocks, and lane g gives its g-th block. Of each G documents every lane takes one, in an order drawn from the
+seed; it tokenises them, and shuffles its blocks some at a time. A rank works for the lanes whose blocks it trains on, and for
+no others. So the same blocks come in the same steps on any number of ranks, and a lane's place in the corpus, a few numbers,
+is all that a checkpoint needs.
 
 Rows are read through `datasets`' IterableDataset, whose `state_dict()` says how far it is. Every rank reads all rows, and
 tokenises its own.
@@ -10,6 +11,7 @@ tokenises its own.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,13 +21,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from support.corpus import (
     BadRow,
     Document,
     Example,
     begins_article,
+    commit_on_hub,
     files_of,
     has_rows,
     kind_of,
@@ -34,14 +36,15 @@ from support.corpus import (
     read_text,
     rows_of_file,
 )
-from support.data import IGNORED, ROW_MULTIPLE, Window, prefetch
-from support.distributed import Run
+from support.data import IGNORED, Window, prefetch, stack_examples
+from support.distributed import Run, describe_difference
 from support.errors import UserError
 from support.examples import PLAIN_NOTICE, Encoder, use_plain_template
 from support.preflight import is_local_dataset
 from support.tokens import cut_text, of_another_kind, refuse_bad_rows
 
 PARAGRAPHS = 1 << 16  # characters of a text file that make a row
+COMPARED_BYTES = 1 << 16  # of a file's beginning and of its end
 
 
 @dataclass
@@ -67,23 +70,27 @@ class Reader:
         text_column: see `corpus.open_source`.
         lanes: how many there are, over all ranks.
         mine: the lanes that this rank works for.
+        seed: decides which lane gets which document.
         refuse: told of each bad row of the first pass.
     """
 
-    def __init__(self, open_rows: Callable, text_column: str | None, lanes: int, mine: dict[int, Lane], refuse: Callable):
+    def __init__(
+        self, open_rows: Callable, text_column: str | None, lanes: int, mine: dict[int, Lane], seed: int, refuse: Callable
+    ):
         self.open_rows, self.text_column, self.lanes, self.mine, self.refuse = open_rows, text_column, lanes, mine, refuse
         self.kind: str | None = None
-        self.start({"row": 0, "document": 0, "pass": 0, "rows": None})
+        self.lane_of = functools.lru_cache(2)(lambda group: np.random.default_rng([seed, group]).permutation(lanes))
+        self.rows_in_pass = 0
+        self.start({"row": 0, "document": 0, "pass": 0, "first": 0, "rows": None})
 
     def start(self, state: dict) -> None:
         """Go on from a state that an Item carries.
 
         Args:
             state: {"row": good rows before, "document": those that did not belong to the one before them, both counted through
-                all passes, "pass": which this is, "rows": the iterable's own state}.
+                all passes, "pass": which this is, "first": its first row, "rows": the iterable's own state}.
         """
-        self.row, self.document, self.passes = state["row"], state["document"], state["pass"]
-        self.first_of_pass = self.row
+        self.row, self.document, self.passes, self.first_of_pass = (state[key] for key in ("row", "document", "pass", "first"))
         self.rows = self.open_rows()
         if state["rows"] is not None:
             self.rows.load_state_dict(state["rows"])
@@ -95,12 +102,14 @@ class Reader:
         Raises:
             UserError: there are too many bad rows, or nothing in the whole corpus can be used.
         """
-        state = {"row": self.row, "document": self.document, "pass": self.passes, "rows": self.rows.state_dict()}
+        state = {"row": self.row, "document": self.document, "pass": self.passes, "first": self.first_of_pass,
+                 "rows": self.rows.state_dict()}  # fmt: skip
         row = next(self.iterator, None)
         if row is None:
             if self.row == self.first_of_pass:
                 raise UserError("--streaming: there is nothing in the corpus that can be used.")
-            self.start({**state, "pass": self.passes + 1, "rows": None})
+            self.rows_in_pass = self.row - self.first_of_pass
+            self.start({**state, "pass": self.passes + 1, "first": self.row, "rows": None})
             return
         content = self._understand(row)
         if isinstance(content, BadRow):
@@ -108,7 +117,8 @@ class Reader:
                 self.refuse(content)
             return
         self.document += not row["joined"] or self.row == self.first_of_pass
-        lane = self.mine.get(self.document % self.lanes)
+        group, place = divmod(self.document, self.lanes)
+        lane = self.mine.get(int(self.lane_of(group)[place]))
         if lane is not None and self.row >= lane.first:
             lane.waiting.append(Item(state, row["begins"] and self.row > 0, content))
         self.row += 1
@@ -144,6 +154,7 @@ class Lane:
         self.blocks: list = []
         self.rest: list[tuple[Item, int, np.ndarray]] = []  # tokenised rows, and how much of each went into chunks before
         self.skip = 0
+        self.refused = 0  # rows in turn of which nothing could be used
 
     def state(self) -> dict:
         """Where it stands: {"reader", "offset", "chunk", "used"}."""
@@ -155,36 +166,49 @@ class Lane:
         self.chunks, self.used = state["chunk"] - 1, state["used"]
         self.begin = {"reader": state["reader"], "offset": state["offset"]}
 
-    def next_block(self, pull: Callable[[], None]):
-        """The next (ids, labels), or ids where all are learned; `pull` reads another row."""
+    def next_block(self, reader: Reader):
+        """The next (ids, labels), or ids where all are learned."""
         while not self.blocks or self.used == len(self.blocks):
             used = 0 if self.blocks else self.used  # more than 0 just after a resume
             self.chunks += 1
             size = self.early if self.chunks == 1 else self.size
-            blocks = self._text_chunk(size, pull) if self._is_text(pull) else self._example_chunk(size, pull)
+            blocks = self._text_chunk(size, reader) if self._is_text(reader) else self._example_chunk(size, reader)
             order = np.random.default_rng([self.seed, self.number, self.chunks]).permutation(len(blocks))
             self.blocks, self.used = [blocks[i] for i in order], used
         self.used += 1
         return self.blocks[self.used - 1]
 
-    def _is_text(self, pull) -> bool:
+    def _is_text(self, reader: Reader) -> bool:
         while not (self.waiting or self.rest):
-            pull()
+            reader.pull()
         item = self.rest[0][0] if self.rest else self.waiting[0]
         return item.content.kind == "text"
 
-    def _tokenise(self, pull) -> tuple[Item, int, object] | None:
-        while not self.waiting:
-            pull()
-        item = self.waiting.popleft()
-        found = self.encode(item)
-        offset, self.skip = self.skip, 0  # of the row that a resumed chunk begins in
-        return None if found is None else (item, offset, found)
+    def _tokenise(self, reader: Reader) -> tuple[Item, int, object]:
+        """The next row of which something can be used: (it, tokens of it that are behind this lane, what `encode` gives).
 
-    def _text_chunk(self, size: int, pull) -> list[np.ndarray]:
+        Raises:
+            UserError: nothing can be used of as many rows in turn as the corpus has, and 100 at least.
+        """
+        while True:
+            while not self.waiting:
+                reader.pull()
+            item = self.waiting.popleft()
+            found = self.encode(item)
+            if found is not None:
+                offset, self.skip, self.refused = self.skip, 0, 0  # a resumed chunk begins within a row
+                return item, offset, found
+            self.refused += 1
+            if self.refused > max(100, reader.rows_in_pass) and reader.passes:
+                raise UserError("--streaming: nothing in the corpus can be used: the rows are empty, or what is learned of "
+                                "them lies behind --seq_length.")  # fmt: skip
+
+    def _text_chunk(self, size: int, reader: Reader) -> list[np.ndarray]:
         needed = size * self.seq_length
-        while sum(len(ids) - offset for _, offset, ids in self.rest) < needed:
-            self.rest.append(self._tokenise(pull))
+        there = sum(len(ids) - offset for _, offset, ids in self.rest)
+        while there < needed:
+            self.rest.append(self._tokenise(reader))
+            there += len(self.rest[-1][2]) - self.rest[-1][1]
         item, offset, _ = self.rest[0]
         self.begin = {"reader": item.state, "offset": offset}
         stream = np.concatenate([ids[offset:] for _, offset, ids in self.rest])
@@ -196,11 +220,8 @@ class Lane:
         self.rest = rest[::-1]
         return list(stream[:needed].reshape(size, self.seq_length))
 
-    def _example_chunk(self, size: int, pull) -> list:
-        found = []
-        while len(found) < size:
-            if (row := self._tokenise(pull)) is not None:
-                found.append(row)
+    def _example_chunk(self, size: int, reader: Reader) -> list:
+        found = [self._tokenise(reader) for _ in range(size)]
         self.begin = {"reader": found[0][0].state, "offset": 0}
         return [row for _, _, row in found]
 
@@ -218,7 +239,7 @@ class Stream:
     def __init__(self, args, run: Run, tokenizer):
         self.args, self.run, self.tokenizer = args, run, tokenizer
         self.seq_length, self.state = args.seq_length, {}
-        self.encoder, self.bad, self.skipped = None, [], 0
+        self.encoder, self.bad, self.counts = None, [], {"truncated": 0, "skipped": 0}
         self.layout = [
             [micro * args.batch_size * run.world_size + run.rank * args.batch_size + row for row in range(args.batch_size)]
             for micro in range(args.gradient_accumulation_steps)
@@ -227,33 +248,46 @@ class Stream:
         self.blocks, chunk = args.max_steps * lanes, max(1, args.shuffle_buffer // lanes)
         mine = (number for numbers in self.layout for number in numbers)
         self.lanes = {number: Lane(number, lanes, chunk, args.seq_length, args.seed, self._encode) for number in mine}
-        self.reader = Reader(_open_rows(args), args.text_column, lanes, self.lanes, self._refuse)
-        self.facts = {"name": args.dataset, "sha256": fingerprint(args), "tokens": None, "blocks": None, "streaming": True}
+        self.reader = Reader(_open_rows(args), args.text_column, lanes, self.lanes, args.seed, self._refuse)
+        digest = fingerprint(args)
+        describe_difference(run.gather(digest), "The corpus")
+        self.facts = {"name": args.dataset, "sha256": digest, "tokens": None, "blocks": None, "streaming": True}
         self._live: Iterator[Window] | None = None
 
-    def summary(self) -> dict:
-        """The facts for results.json at the end: rows read, passes, rows left out; every rank calls it, and it says a line."""
-        left_out = sum(self.run.gather(self.skipped))
-        bad = sorted({row for rows in self.run.gather(self.bad) for row in rows})
-        rows = max(self.run.gather(self.reader.row))
-        passes = self.reader.passes + 1
-        self.run.say(f"📚 stream: {rows:,} rows read in {passes} passes, {left_out:,} skipped, {len(bad):,} bad")
-        return {**self.facts, "kind": self.reader.kind, "rows": rows, "skipped": left_out, "bad_rows": bad}
+    def progress(self) -> dict:
+        """What a checkpoint needs, of all ranks: {"lanes": where each stands, "bad": rows that were left out, "counts": …}."""
+        ranks = self.run.gather((self.state, self.bad, self.counts))
+        counts = {name: sum(counts[name] for *_, counts in ranks) for name in self.counts}
+        lanes = {lane: state for states, *_ in ranks for lane, state in states.items()}
+        return {"lanes": lanes, "bad": sorted({row for _, bad, _ in ranks for row in bad}), "counts": counts}
 
-    def resume(self, state: dict) -> None:
+    def summary(self) -> dict:
+        """The facts for results.json at the end; every rank calls it, and a line is said."""
+        found, rows = self.progress(), max(self.run.gather(self.reader.row))
+        counts = {"rows": rows, **found["counts"], "bad_rows": found["bad"]}
+        said = ", ".join(f"{len(n) if isinstance(n, list) else n:,} {name.replace('_', ' ')}" for name, n in counts.items())
+        self.run.say(f"📚 stream: {said}, in {self.reader.passes + 1} passes")
+        return {**self.facts, "kind": self.reader.kind, **counts}
+
+    def resume(self, state: dict | None) -> None:
         """Go on where a checkpoint's lanes stood.
 
         Args:
-            state: of the lanes of all ranks.
+            state: see `progress`; None of a run that was not streamed.
         Raises:
             UserError: the checkpoint is of another global batch, or was not streamed.
         """
-        if set(map(int, state)) != set(range(self.reader.lanes)):
+        lanes = state["lanes"] if state else None
+        if lanes is None or (lanes and set(map(int, lanes)) != set(range(self.reader.lanes))):
             raise UserError("--resume: the checkpoint was made without --streaming, or with another global batch: keep to it.")
+        self.bad = state["bad"]
+        self.counts = state["counts"] if self.run.is_main else self.counts
+        if not lanes:  # before the first step
+            return
         for number, lane in self.lanes.items():
-            lane.resume(state[str(number)])
+            lane.resume(lanes[str(number)])
         self.reader.start(min((lane.begin["reader"] for lane in self.lanes.values()), key=lambda reader: reader["row"]))
-        self.state = {str(number): lane.state() | {"chunk": lane.chunks + 1} for number, lane in self.lanes.items()}
+        self.state = {str(number): lanes[str(number)] for number in self.lanes}
 
     def windows(self, device) -> Iterator[Window]:
         """This rank's windows, read one ahead; goes on where the caller before stopped."""
@@ -265,7 +299,7 @@ class Stream:
 
     def _windows(self) -> Iterator[Window]:
         while True:
-            rows = [[self.lanes[number].next_block(self.reader.pull) for number in numbers] for numbers in self.layout]
+            rows = [[self.lanes[number].next_block(self.reader) for number in numbers] for numbers in self.layout]
             tokens = sum(len(block if isinstance(block, np.ndarray) else block[0]) for batch in rows for block in batch)
             state = {str(number): lane.state() for number, lane in self.lanes.items()}
             yield Window([self._stack(batch) for batch in rows], tokens, state)
@@ -274,14 +308,7 @@ class Stream:
         if isinstance(blocks[0], np.ndarray):
             inputs = torch.from_numpy(np.stack(blocks).astype(np.int64))
             return inputs, inputs.clone()
-        longest = max(len(ids) for ids, _ in blocks)
-        fixed = self.args.compile or self.args.simulate_gpus
-        width = self.seq_length if fixed else min(self.seq_length, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
-        filled = [
-            pad_sequence([torch.zeros(width, dtype=torch.int64), *map(torch.from_numpy, column)], True, value)[1:]
-            for column, value in zip(zip(*blocks, strict=True), (0, IGNORED), strict=True)
-        ]
-        return filled[0], filled[1]
+        return stack_examples(blocks, self.seq_length, bool(self.args.compile or self.args.simulate_gpus))
 
     def _encode(self, item: Item):
         if item.content.kind == "text":
@@ -291,36 +318,56 @@ class Stream:
                 self.run.warn(PLAIN_NOTICE)
             self.encoder = Encoder(self.tokenizer)
         [found] = self.encoder.encode([item.content])
+        first_pass = item.state["pass"] == 0
         if isinstance(found, BadRow):
-            if item.state["pass"] == 0:
-                self._refuse(found)
+            if first_pass:
+                self._refuse(found, mine=True)
             return None
         ids, learned = (array[: self.seq_length].astype(np.int64) for array in found)
-        if not learned[1:].any():  # what is learned lies behind the block's end
-            self.skipped += 1
-            return None
-        return ids, np.where(learned, ids, IGNORED)
+        usable = learned[1:].any()  # else what is learned lies behind the block's end
+        self.counts["skipped"] += first_pass and not usable
+        self.counts["truncated"] += first_pass and bool(usable) and len(found[0]) > self.seq_length
+        return (ids, np.where(learned, ids, IGNORED)) if usable else None
 
-    def _encode_text(self, item: Item) -> np.ndarray:
-        between = [self.tokenizer.eos_token_id] if item.begins and self.tokenizer.eos_token_id is not None else []
+    def _encode_text(self, item: Item) -> np.ndarray | None:
         text = "".join(item.content.pieces)
+        if not text:
+            self.counts["skipped"] += item.state["pass"] == 0
+            return None
+        between = [self.tokenizer.eos_token_id] if item.begins and self.tokenizer.eos_token_id is not None else []
         ids = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return np.array(between + ids, dtype=np.int64)
 
-    def _refuse(self, row: BadRow) -> None:
+    def _refuse(self, row: BadRow, mine: bool = False) -> None:
+        """Note a bad row, unless that was done before a resume.
+
+        Args:
+            mine: this rank alone sees it, because it could be read and not be encoded.
+        """
+        if str(row) in self.bad:
+            return
         self.bad.append(str(row))
         refuse_bad_rows(self.bad, self.args.max_bad_rows)
-        self.run.warn(f"Left out: {row}")
+        if mine or self.run.is_main:
+            self.run.print(f"ℹ️  Left out: {row}")
 
 
 def fingerprint(args) -> str:
-    """What a resumed run compares: names and sizes of the files, or the hub's name; the text itself is never read whole."""
+    """What ranks and a resumed run compare: names, sizes, beginnings and ends of the files, or the hub's name and commit.
+
+    The text itself is never read whole.
+    """
     digest = hashlib.sha256(f"{args.dataset_config}\0{args.text_column}".encode())
-    if is_local_dataset(args.dataset):
-        for file in files_of(Path(args.dataset).expanduser(), f"--dataset {args.dataset}"):
-            digest.update(f"{file.name}\0{file.stat().st_size}".encode())
-    else:
-        digest.update(args.dataset.encode())
+    if not is_local_dataset(args.dataset):
+        digest.update(f"{args.dataset}\0{commit_on_hub(args.dataset)}".encode())
+        return digest.hexdigest()
+    for file in files_of(Path(args.dataset).expanduser(), f"--dataset {args.dataset}"):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}".encode())
+        with open(file, "rb") as stream:
+            digest.update(stream.read(COMPARED_BYTES))
+            stream.seek(max(0, size - COMPARED_BYTES))
+            digest.update(stream.read())
     return digest.hexdigest()
 
 
@@ -358,7 +405,11 @@ def _rows_of_files(files: list[str], text_column: list) -> Iterator[dict]:
     for name, column in zip(files, text_column, strict=True):
         file = Path(name)
         if not has_rows(file):
-            for number, text in enumerate(cut_text(read_text(file), PARAGRAPHS)):
+            pieces = read_text(file)
+            if isinstance(pieces, BadRow):
+                yield {"row": None, "where": name, "begins": True, "joined": False, "bad": str(pieces)}
+                continue
+            for number, text in enumerate(cut_text(pieces, PARAGRAPHS)):
                 found = {"row": {column or "text": text}, "where": name}
                 yield {**found, "begins": number == 0, "joined": False, "bad": None}
             continue

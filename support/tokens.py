@@ -21,7 +21,7 @@ import numpy as np
 
 from support.corpus import PIECE_CHARACTERS, BadRow, Document, Example, Item, Source
 from support.errors import UserError
-from support.examples import PLAIN_TEMPLATE, Encoder, use_plain_template
+from support.examples import PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
 
 CACHE_VERSION = 2  # raise it when the layout of the cache or the way of tokenising changes
 BATCH_CHARACTERS = 1 << 20  # a long document is tokenised in pieces and batches, so that memory stays bounded
@@ -41,11 +41,11 @@ def tokenize_once(
         advance: told now and then how many more characters are done.
         max_bad_rows: so many rows that cannot be used are left out and told.
     Returns:
-        {folder, dtype, sha256 of the text, bad_rows, splits: {name: {kind, tokens, rows, empty}}}; JSON.
+        {folder, dtype, bad_rows, splits: {name: {kind, tokens, rows, empty, sha256 of the text}}}; JSON.
     Raises:
         UserError: the cache cannot be written, the text cannot be read, or there are more bad rows.
     """
-    template = tokenizer.chat_template or PLAIN_TEMPLATE
+    template = template_of(tokenizer) or PLAIN_TEMPLATE
     key = hashlib.sha256(f"{CACHE_VERSION}\0{source.fingerprint}\0{tokenizer_fingerprint(tokenizer)}\0{template}".encode())
     folder = cache_dir / key.hexdigest()[:32]
     if not (folder / "meta.json").exists():
@@ -134,15 +134,17 @@ class GoodRows:
 
 def _write_tokens(source: Source, tokenizer, folder: Path, advance: Callable[[int], None], max_bad_rows: int) -> None:
     dtype = "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
-    digest, splits, bad = hashlib.sha256(), {}, []
+    splits, bad = {}, []
     for name, open_items in source.splits.items():
+        digest = hashlib.sha256()
         found = GoodRows(open_items(), bad, max_bad_rows)
         items = iter(found)
         first = next(items, None)
         write = _write_examples if isinstance(first, Example) else _write_stream
         tokens = write(_chain(first, items), folder / name, tokenizer, dtype, digest, advance, found)
-        splits[name] = {"kind": found.kind, "tokens": tokens, "rows": found.rows, "empty": found.empty}
-    meta = {"dtype": dtype, "sha256": digest.hexdigest(), "splits": splits, "bad_rows": bad}
+        splits[name] = {"kind": found.kind, "tokens": tokens, "rows": found.rows, "empty": found.empty,
+                        "sha256": digest.hexdigest()}  # fmt: skip
+    meta = {"dtype": dtype, "splits": splits, "bad_rows": bad}
     (folder / "meta.json").write_text(json.dumps(meta))
 
 

@@ -33,6 +33,22 @@ def test_patience_and_the_best_survive_a_resume(script, tmp_path):
     whole = script(*work, "--save_every", "2", "--strategy", "zero2", launcher="torchrun", ranks=2)
     best = whole.results["best_step"]
     start = whole.folder / "checkpoints" / f"step-{best + 4:08d}"  # one evaluation that was no better is just to come
-    resumed = script(*work, "--batch_size", "16", "--resume", start, "--output_dir", whole.folder, folder=whole.folder)
+    resumed = script(*work, "--batch_size", "16", "--no_save", "--resume", start)
     assert json.loads((start / "manifest.json").read_text())["counters"]["best"]["waited"] == 0
+    assert len(resumed.losses) == 4
     assert (resumed.results["steps"], resumed.results["best_step"]) == (best + 8, best)
+
+
+IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero2", "infinity")]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp", *IN_SOAK])
+def test_the_best_weights_are_everywhere(script, tmp_path, strategy):
+    """Also where a strategy held them whole for the last evaluation: the sample comes from the live model, not the export."""
+    work = [*WORK, "--load_best_at_end", "--eval_samples", "16", "--generate", "A list is", "--strategy", strategy]
+    run = script(*work, "--max_steps", "16", "--batch_size", "4", launcher="torchrun", ranks=2)
+    assert run.results["best_step"] < 16 and len(list((run.folder / "checkpoints").glob("step-*"))) == 1
+    loaded = script("--model", run.folder / "hf", "--dataset", "pydocs", "--eval_only", "--generate", "A list is",
+                    "--seq_length", "32", "--precision", "fp32", "--eval_samples", "16")  # fmt: skip
+    assert loaded.results["eval_loss"] == pytest.approx(run.results["best_eval_loss"], rel=1e-5)
+    assert loaded.results["sample"] == run.results["sample"]

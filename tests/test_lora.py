@@ -90,6 +90,31 @@ def test_a_checkpoint_of_adapters_goes_on_under_another_strategy(script, plain, 
     assert refused.code == 2 and "another run" in refused.error
 
 
-def test_targets_that_are_not_there(script, work):
-    run = script(*work, "--lora_targets", "c_attn", ok=False)
-    assert run.code == 2 and "q_proj" in run.error and "down_proj" in run.error
+@pytest.mark.parametrize("targets, said", [("q_proj,c_attn", "down_proj"), (",", "no layer")])
+def test_targets_that_are_not_there(script, work, targets, said):
+    run = script(*work, "--lora_targets", targets, ok=False)
+    assert run.code == 2 and said in run.error
+
+
+def test_gpt2_in_bf16_with_dropout(script, text_file, tiny_tokenizer, tmp_path):
+    """Its linear layers keep their weights the other way round, and its output layer is its embedding."""
+    import torch
+    from conftest import load_exported
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=2, n_positions=64)).save_pretrained(tmp_path)
+    for file in tiny_tokenizer.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    work = ["--model", tmp_path, "--dataset", text_file, "--seq_length", "32", "--max_steps", "6", "--lr", "1e-2", "--no_eval",
+            "--precision", "bf16", "--lora_dropout", "0.1", *LORA]  # fmt: skip
+    refused = script(*work, "--lora_targets", "c_attn,lm_head", ok=False)
+    assert refused.code == 2 and "lm_head" in refused.error
+    targets = ["--lora_targets", "c_attn,mlp.c_proj", "--strategy", "zero2"]
+    apart, together = script(*work, *targets, **TWO), script(*work, *targets, "--merge_lora", **TWO)
+    assert apart.losses == together.losses
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        expected = with_adapters(tmp_path, apart.folder / "hf")(ids).logits
+        assert (load_exported(together.folder / "hf")(ids).logits - expected).abs().max() < 1e-4
+        assert (load_exported(tmp_path)(ids).logits - expected).abs().max() > 1e-2

@@ -137,6 +137,17 @@ def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
     assert refused.code == 2 and "bad row 4 of 3" in refused.error
 
 
+@pytest.mark.parametrize("streaming", [[], ["--streaming", "--max_steps", "1"]], ids=["cached", "streamed"])
+def test_a_picture_in_a_folder_of_texts(script, llama, tmp_path, streaming):
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" * 100)
+    (tmp_path / "b.txt").write_text("the quick brown fox " * 100)
+    work = ["--model", llama, "--dataset", tmp_path, "--seq_length", "32", "--batch_size", "2", "--no_eval", *streaming]
+    refused = script(*work, ok=False)
+    assert refused.code == 2 and "a.png is not UTF-8 text" in refused.error
+    run = script(*work, "--max_bad_rows", "1")
+    assert "a.png" in run.out and len(run.results["dataset"]["bad_rows"]) == 1
+
+
 def test_what_is_cut_and_what_is_left_out_is_said(script, llama, tmp_path):
     long = "the quick brown fox jumps over the lazy dog " * 20
     texts = [("fox", long), (long, "fox"), *[("a", "fox")] * 8]

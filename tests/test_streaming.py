@@ -43,7 +43,7 @@ def test_the_same_blocks_on_any_number_of_ranks(script, text_file):
 
 
 def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
-    """The weights do not move, so a row's loss is its name."""
+    """The weights do not move, so a row's loss is its name. Also: a resume in the second pass."""
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then"]
     rows = [{"prompt": "", "completion": " ".join(words[: n % 10 + 2][:: 1 + n // 10])} for n in range(20)]
     path = tmp_path / "rows.jsonl"
@@ -51,16 +51,36 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
     work = ["--model", llama, "--dataset", path, "--seq_length", "64", "--lr", "1e-30", "--precision", "fp32", "--no_eval",
             "--no_export", "--batch_size", "1"]  # fmt: skip
     plain = script(*work, "--validation_file", path)
-    streamed = script(*work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5")
+    streamed = script(*work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5", "--save_every", "27")
     first, second = ([round(loss, 4) for loss in streamed.losses[half]] for half in (slice(20), slice(20, 40)))
     assert sorted(first) == sorted(second) == sorted(round(loss, 4) for loss in plain.losses)
     assert first != second and len(set(first)) > 15
+    resumed = script(*work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5", "--resume",
+                     streamed.folder / "checkpoints" / "step-00000027")  # fmt: skip
+    assert resumed.losses == streamed.losses[27:]
+
+
+def test_rows_of_which_nothing_can_be_used(script, llama, tmp_path):
+    """One lane gets no row that fits; then no lane does."""
+    path, long = tmp_path / "rows.jsonl", "the quick brown fox " * 20
+    rows = [("fox", "dog") if n % 2 else (long, "dog") for n in range(16)]
+    for usable in (rows, [(long, "dog")] * 16):
+        path.write_text("".join(json.dumps({"prompt": prompt, "completion": text}) + "\n" for prompt, text in usable))
+        work = ["--model", llama, "--dataset", path, "--streaming", "--seq_length", "32", "--max_steps", "8", "--no_eval"]
+        run = script(*work, "--no_export", "--batch_size", "2", ok=usable is rows, launcher="torchrun", ranks=2)
+        if usable is rows:
+            assert run.results["samples"] == 32 and run.results["dataset"]["skipped"] == 8
+        else:
+            assert run.code != 0 and "nothing in the corpus can be used" in run.error
 
 
 def test_a_corpus_on_the_hub(script, hub, tmp_path):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path}
-    run = script(*WORK, "--dataset", "wikitext", "--no_export", env=env, **TWO)
+    work = [*WORK, "--dataset", "wikitext", "--no_export"]  # its rows are lines, and a document is an article
+    run = script(*work, "--batch_size", "2", "--save_every", "5", env=env, **TWO)
     assert len(run.losses) == 10 and run.losses[-1] < run.losses[0]
+    resumed = script(*work, "--batch_size", "4", "--resume", run.folder / "checkpoints" / "step-00000005", env=env)
+    assert_close(resumed.losses, run.losses[5:], 1e-4)
 
 
 def test_another_global_batch_is_refused(script, documents, whole):
