@@ -73,7 +73,7 @@ class Lora:
             raise self._no_such_layer(self.targets, layers) from error
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer) and weights[id(module.get_base_layer().weight)] > 1:
-                raise UserError(f"--lora_targets: the weight of {name} is another layer's, too, and adapters would change both.")
+                raise UserError(f"--lora_targets: {name} shares its weight with another layer, and adapters would change both.")
         torch.manual_seed(self.seed)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

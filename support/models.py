@@ -335,8 +335,12 @@ def set_dropout(config, probability: float, run: Run) -> None:
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong to the weights; most models have none."""
     # Not by model.state_dict(): under FSDP that gives up what was gathered, on the one rank that asks.
-    return {f"{path}.{name}" if path else name: buffer for path, module in model.named_modules()
-            for name, buffer in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set}  # fmt: skip
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def max_positions(config) -> int | None:
