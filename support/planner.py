@@ -320,7 +320,8 @@ def _dp(work: Work, _strategy: str) -> _Held:
     largest = max(work.trained)
     states = parameters + 12 * trained
     stay = work.world_size > 1 or work.accumulation > 1
-    uses = 2 if work.model.tied and not work.lora else 1  # the embedding's gradient comes from each of its uses
+    # A tied embedding's gradient comes from each of its uses, and their sum is a third tensor; without buckets it stays.
+    uses = 2 + stay if work.model.tied and not work.lora else 1
     return _Held(
         parameters, 4 * trained, 8 * trained, steady=states if stay else states - 4 * trained,
         at_end=states + uses * 4 * largest, update=8 * min(largest, NORM_CHUNK) + (0 if stay else 4 * trained),
@@ -345,10 +346,12 @@ def _stages12(work: Work, strategy: str) -> _Held:
     in_backward = 2 * c * bucket_sizes(m.hidden, total, False)["reduce_bucket_size"]
     states = parameters + optimizer + buffers
     reductions = 1 if strategy == "zero1" else work.accumulation
+    uses = 3 if m.tied else 2  # the last gradient's parts (see _dp) and its copy
+    update = (0 if before else gradients) + max(8 * min(largest, share), (4 + c) * share)  # fp32 gradients, or their norm
     return _Held(
         parameters, gradients, optimizer, steady=states + before,
-        at_end=states + before + in_backward + gradients + 3 * c * largest,
-        update=0 if offload else max(8 * min(largest, share), (4 + c) * share), sent=(2 * reductions + 1) * c * trained,
+        at_end=states + before + in_backward + max(0, gradients - c * largest) + uses * c * largest,
+        update=0 if offload else update, sent=(2 * reductions + 1) * c * trained,
         buffers=buffers, in_backward=in_backward, host=host if offload else 0,
     )  # fmt: skip
 
@@ -368,9 +371,13 @@ def _stage3(work: Work, strategy: str) -> _Held:
     steady = parameters + gradients + optimizer + c * bucket
     # ds_config_infinity.json: 5 buffers for parameters, 4 for a sub-group's states; and the gradients
     in_host = c * 5 * (largest // n + 4096) + 4 * 4 * min(trained, buckets["sub_group_size"]) + c * trained
+    # At the end the embedding is whole, with its gradient's parts (see _dp), and the last block's largest matrix.
+    uses = 2 if work.model.tied else 1
+    at_end = c * ((largest if gathered else 0) + uses * max(work.trained) + max(work.model.block()))
+    # The norm of one gradient, in fp64; or the fp32 copies of a sub-group.
+    update = max(8 * max(work.trained) // n, (4 + (c if c < 4 else 0)) * min(trained, buckets["sub_group_size"]))
     return _Held(
-        parameters, gradients, optimizer, steady=steady, at_end=steady + gathered + 4 * c * max(work.trained),
-        update=0 if swaps else (4 if c < 4 else 0) * trained + 8 * max(work.trained) // n,
+        parameters, gradients, optimizer, steady=steady, at_end=steady + at_end, update=0 if swaps else update,
         sent=c * (2 * total + sum(work.trained)) * work.accumulation, buffers=c * bucket, gathered=gathered,
         host=in_host if swaps else 0, nvme=(MASTER_AND_MOMENTS + 4) * trained + c * parts if swaps else 0,
     )  # fmt: skip
@@ -385,12 +392,17 @@ def _fsdp(work: Work, strategy: str) -> _Held:
     with_adapters = block + (sum(work.lora.of_block(m)) if work.lora else 0)
     before = 4 * sum(work.trained) if work.accumulation > 1 else 0  # gradients are whole until the last micro-batch
     steady = 4 * parts + 8 * trained + before
-    derived = 0 if work.lora else (c + 4) * outside + 4 * outside // n  # gradients of what is outside of the blocks
+    in_backward = (c if work.lora else 2 * c) * with_adapters
+    # At the end what is outside of the blocks: whole, with its gradient (of a tied embedding three parts, see _dp), and in
+    # 16 bit an fp32 copy of that, to be reduced.
+    gathered = 0 if n == 1 and c == 4 else c * outside
+    derived = 0 if work.lora else max(3 * c if m.tied else 0, c + (4 if c < 4 else 0)) * outside
     return _Held(
-        4 * parts, 4 * trained, 8 * trained, steady=steady, at_end=steady + 4 * trained + c * outside + derived,
+        4 * parts, 4 * trained, 8 * trained, steady=steady,
+        at_end=steady + 4 * (trained if work.lora else trained - outside // n) + in_backward + gathered + derived,
         update=4 * trained + 8 * min(max(work.trained) // n, NORM_CHUNK),
         sent=2 * c * work.accumulation * total + 4 * sum(work.trained),
-        gathered=c * outside, in_backward=(c if work.lora else 2 * c) * with_adapters,
+        gathered=gathered, in_backward=in_backward,
     )  # fmt: skip
 
 

@@ -286,7 +286,9 @@ class Stream:
             return
         for number, lane in self.lanes.items():
             lane.resume(lanes[str(number)])
-        self.reader.start(min((lane.begin["reader"] for lane in self.lanes.values()), key=lambda reader: reader["row"]))
+        begin = min((lane.begin["reader"] for lane in self.lanes.values()), key=lambda reader: reader["row"])
+        self.run.say(f"⏩ Reading the stream again up to row {begin['row']:,}")
+        self.reader.start(begin)
         self.state = {str(number): lanes[str(number)] for number in self.lanes}
 
     def windows(self, device) -> Iterator[Window]:
