@@ -655,6 +655,9 @@ def train_one_model(args, run: Run):
         results.go_on_from_complete()
         if args.load_best_at_end and results.facts.get("best_step"):
             saver.load_best(results.facts["best_step"], before["step"])
+        elif before["step"] < results.facts["steps"]:
+            run.warn("Its last weights are in no checkpoint, so nothing is exported or generated again.")
+            return model
         hand_out(model, saver, results, folder, args, run, blueprint, precision)
         return model
     results.begin()

@@ -146,7 +146,7 @@ def split_blocks(prepared: dict, args) -> tuple[TokenFile | ExampleFile, TokenFi
         if args.validation_file:
             raise UserError(f"--validation_file {args.validation_file} has less than one block of {args.seq_length} tokens: "
                             "use another --seq_length, or another file.")  # fmt: skip
-        share = round(train.blocks * (args.validation_split or 0.1))
+        share = int(train.blocks * args.validation_split) if args.validation_split else train.blocks // 10
         train, validation = _hold_out(train, min(max(1, share), train.blocks - 1))
         facts["validation"] = {"blocks": validation.blocks}
     train = _first(train, args.num_samples)

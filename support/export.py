@@ -72,7 +72,7 @@ def _write_trained(state, buffers: dict, blueprint, folder: Path | None, dtype: 
     if folder:
         announced = {rename(name): torch.empty(shape, dtype=dtype, device="meta") for name, shape in state.shapes.items()}
         announced |= {name: buffer.to("meta") for name, buffer in buffers.items()}
-        files = WeightFiles(folder, announced, name="adapter_model" if blueprint.lora else "model")
+        files = WeightFiles(folder, announced, stem="adapter_model" if blueprint.lora else "model")
     for name, weight in state.whole_weights():
         if files:
             files.write(rename(name), weight)

@@ -163,12 +163,14 @@ class Results:
             self._write()
 
     def over(self, steps: int, args) -> bool:
-        """Whether --resume finds nothing left to do: the run had `steps` steps, or stopped early as it would again."""
+        """Whether --resume finds nothing left to do although its newest checkpoint may be older than the run's end: the run
+        stopped early as it would again, or had `steps` steps and kept the best weights only.
+        """
         if not self.was_complete or args.resume != "":
             return False
         there = json.loads(self.path.read_text(encoding="utf-8")) if self.run.is_main else {}
         early = bool(args.early_stopping_patience) and there.get("stopped_early") == args.early_stopping_patience
-        return self.run.from_main(early or (there.get("steps") or 0) >= steps)
+        return self.run.from_main(early or (args.load_best_at_end and (there.get("steps") or 0) >= steps))
 
     def preempted(self, counters: dict) -> None:
         """Write how far the run came until a signal stopped it (rank 0)."""

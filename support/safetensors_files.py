@@ -62,13 +62,13 @@ class WeightFiles:
         folder: an existing, empty folder.
         tensors: tensors of the right shapes and types by name; only looked at, so that they may be on the meta device.
         file_bytes: the most that one file holds, such as "5GB".
-        name: of the file, if one is enough.
+        stem: of the file's name, if one is enough.
     Raises:
         ValueError: `file_bytes` is no such text.
     """
 
-    def __init__(self, folder: Path, tensors: dict[str, torch.Tensor], file_bytes: str = FILE_BYTES, name: str = "model"):
-        pattern = name + "{suffix}.safetensors"
+    def __init__(self, folder: Path, tensors: dict[str, torch.Tensor], file_bytes: str = FILE_BYTES, stem: str = "model"):
+        pattern = stem + "{suffix}.safetensors"
         plan = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=file_bytes)
         self._places: dict[str, tuple[Path, int]] = {}
         self._missing: dict[str, torch.dtype] = {}
@@ -78,7 +78,7 @@ class WeightFiles:
                 self._places[name], self._missing[name] = (folder / file, offsets[name]), tensors[name].dtype
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-            write_text(folder / f"{name}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+            write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Put a tensor into its place; it is converted to the type that was announced."""

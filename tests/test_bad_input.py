@@ -102,7 +102,7 @@ def test_model_without_tokenizer(refused, llama, tmp_path):
 
 def test_nothing_to_evaluate_on(refused, tmp_path):
     (tmp_path / "tiny.txt").write_text("the function returns the value of the object")
-    assert "nothing is left to evaluate on" in refused("--eval_only", "--dataset", tmp_path / "tiny.txt", "--seq_length", "8")
+    assert "nothing to evaluate on" in refused("--eval_only", "--dataset", tmp_path / "tiny.txt", "--seq_length", "8")
 
 
 def test_model_without_weights(refused, llama, tmp_path):

@@ -39,10 +39,10 @@ def test_patience_and_the_best_survive_a_resume(script, tmp_path):
     assert (resumed.results["steps"], resumed.results["best_step"]) == (best + 8, best)
 
 
-IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero2", "infinity")]
+IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero2", "zero3", "infinity")]
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp", *IN_SOAK])
+@pytest.mark.parametrize("strategy", ["fsdp", *IN_SOAK])
 def test_the_best_weights_are_everywhere(script, tmp_path, strategy):
     """Also where a strategy held them whole for the last evaluation: the sample comes from the live model, not the export."""
     work = [*WORK, "--load_best_at_end", "--eval_samples", "16", "--generate", "A list is", "--strategy", strategy]

@@ -46,7 +46,7 @@ def test_nothing_of_other_libraries_shows(script):
     for strategy in ("zero3", "infinity", "fsdp"):
         run = script("--strategy", strategy, "--seq_length", "32", "--max_steps", "2", "--batch_size", "1", "--no_eval")
         assert run.err == ""
-        assert all(re.match(r"[🚀📋✅📁🤗ℹ]|Epoch|Process Memory|Throughput", line) for line in run.out.splitlines()), run.out
+        assert all(re.match(r"[🚀📋📚✅📁🤗ℹ]|Epoch|Process Memory|Throughput", line) for line in run.out.splitlines()), run.out
 
 
 def test_results_json(run):
