@@ -346,8 +346,9 @@ def _stages12(work: Work, strategy: str) -> _Held:
     in_backward = 2 * c * bucket_sizes(m.hidden, total, False)["reduce_bucket_size"]
     states = parameters + optimizer + buffers
     reductions = 1 if strategy == "zero1" else work.accumulation
-    uses = 3 if m.tied else 2  # the last gradient's parts (see _dp) and its copy
-    update = (0 if before else gradients) + max(8 * min(largest, share), (4 + c) * share)  # fp32 gradients, or their norm
+    uses = (3 if m.tied else 2) + (c == 4)  # the last gradient's parts (see _dp) and copies
+    copies = 4 + c if c < 4 else 4  # fp32 gradients, and in 16 bit the new working copy; or one gradient's norm, in fp64
+    update = (0 if before else gradients) + max(8 * min(largest, share), copies * share)
     return _Held(
         parameters, gradients, optimizer, steady=states + before,
         at_end=states + before + in_backward + max(0, gradients - c * largest) + uses * c * largest,
