@@ -154,6 +154,11 @@ def split_blocks(prepared: dict, args) -> tuple[TokenFile | ExampleFile, TokenFi
     return train, validation, facts
 
 
+def one_length(args) -> bool:
+    """Whether examples are filled up to --seq_length: for the compiler, and for a simulation, which is to show the most."""
+    return bool(args.compile or args.simulate_gpus)
+
+
 def nothing(args) -> TokenFile:
     """No blocks at all."""
     return TokenFile("", "uint16", args.seq_length, 0, 0)
@@ -173,8 +178,7 @@ def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile
         lengths = np.diff(table[:, 0], prepend=0)
         usable = np.maximum(table[:, 1], 1) < np.minimum(lengths, length)  # something learned is left of it
         counts["truncated"], counts["skipped"] = int((usable & (lengths > length)).sum()), int((~usable).sum())
-        fixed = bool(args.compile or args.simulate_gpus)
-        file = ExampleFile(folder, name, dtype, length, np.flatnonzero(usable), fixed)
+        file = ExampleFile(folder, name, dtype, length, np.flatnonzero(usable), one_length(args))
         advice = "a larger --seq_length: in no example anything that is learned lies within it"
     else:
         file = TokenFile(f"{folder}/{name}.bin", dtype, length, 0, found["tokens"] // length)

@@ -124,17 +124,17 @@ def describe(blueprint, folder: Path, dtype: torch.dtype | None = None, whole: b
         dtype: the weights' type, noted in the configuration; None leaves it as it is.
         whole: describe the model itself although it has adapters, which have been added to its weights.
     """
+    folder.mkdir(exist_ok=True)
+    blueprint.tokenizer.save_pretrained(folder)
+    if blueprint.lora and not whole:
+        blueprint.lora.describe(blueprint.on_meta_device(), folder)
+        return
     config = copy.deepcopy(blueprint.config)
     config.use_cache = True  # off for training only
     config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     if dtype is not None:
         for name, value in models.as_dtype(dtype).items():
             setattr(config, name, value)
-    folder.mkdir(exist_ok=True)
-    blueprint.tokenizer.save_pretrained(folder)
-    if blueprint.lora and not whole:
-        blueprint.lora.describe(blueprint.on_meta_device(), folder)
-        return
     config.save_pretrained(folder)
     try:
         blueprint.generation.save_pretrained(folder)

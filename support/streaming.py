@@ -36,7 +36,7 @@ from support.corpus import (
     read_text,
     rows_of_file,
 )
-from support.data import IGNORED, Window, prefetch, stack_examples
+from support.data import IGNORED, Window, one_length, prefetch, stack_examples
 from support.distributed import Run, describe_difference
 from support.errors import UserError
 from support.examples import PLAIN_NOTICE, Encoder, use_plain_template
@@ -310,7 +310,7 @@ class Stream:
         if isinstance(blocks[0], np.ndarray):
             inputs = torch.from_numpy(np.stack(blocks).astype(np.int64))
             return inputs, inputs.clone()
-        return stack_examples(blocks, self.seq_length, bool(self.args.compile or self.args.simulate_gpus))
+        return stack_examples(blocks, self.seq_length, one_length(self.args))
 
     def _encode(self, item: Item):
         if item.content.kind == "text":

@@ -8,6 +8,7 @@ that one cached corpus serves every --seq_length.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -141,17 +142,12 @@ def _write_tokens(source: Source, tokenizer, folder: Path, advance: Callable[[in
         items = iter(found)
         first = next(items, None)
         write = _write_examples if isinstance(first, Example) else _write_stream
-        tokens = write(_chain(first, items), folder / name, tokenizer, dtype, digest, advance, found)
+        everything = itertools.chain([] if first is None else [first], items)
+        tokens = write(everything, folder / name, tokenizer, dtype, digest, advance, found)
         splits[name] = {"kind": found.kind, "tokens": tokens, "rows": found.rows, "empty": found.empty,
                         "sha256": digest.hexdigest()}  # fmt: skip
     meta = {"dtype": dtype, "splits": splits, "bad_rows": bad}
     (folder / "meta.json").write_text(json.dumps(meta))
-
-
-def _chain(first, rest: Iterator) -> Iterator:
-    if first is not None:
-        yield first
-        yield from rest
 
 
 def _write_stream(documents, path: Path, tokenizer, dtype: str, digest, advance, _found: GoodRows) -> int:
