@@ -39,7 +39,6 @@ import itertools
 import math
 import os
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -52,9 +51,9 @@ from torch.nn.parallel import DistributedDataParallel
 from support import (
     checkpoint,
     checks,
-    corpus,
     data,
     export,
+    gradients,
     memory,
     metering,
     models,
@@ -64,12 +63,11 @@ from support import (
     tokens,
     tracing,
 )
-from support.config import EMBEDDED_MODEL, NEED_EVALUATIONS, NORM_CHUNK
+from support.config import EMBEDDED_MODEL, NEED_EVALUATIONS
 from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
-from support.distributed import ARRIVAL_SECONDS, Run, describe_difference, meet, open_store, simulate_process_group
-from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, TrainingError, UserError
+from support.distributed import ARRIVAL_SECONDS, Run, meet, open_store, simulate_process_group
+from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, UserError
 from support.launch import exit_before_start, keep_freed_memory
-from support.sharding import base_optimizer, local_part
 
 NOTHING_TO_EVALUATE = "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file"
 STOP_CHECK_BATCHES = 8  # batches of an evaluation between two looks whether a signal came: each look waits for all ranks
@@ -117,8 +115,6 @@ def setup_distributed(args, launch) -> Run:
 def find_model(args, run: Run) -> models.Blueprint:
     """Find the model, its sizes and its tokenizer, without loading any weights."""
     blueprint = models.find_model(args, run)
-    if args.chat_template:
-        blueprint.tokenizer.chat_template = Path(args.chat_template).expanduser().read_text(encoding="utf-8")
     limit = models.max_positions(blueprint.config)
     if args.seq_length is None:
         args.seq_length = min(256 if args.model == EMBEDDED_MODEL else 512, limit or 512)
@@ -161,40 +157,18 @@ def load_model_and_tokenizer(args, run: Run, precision: str, blueprint: models.B
 
 
 def prepare_dataset(args, run: Run, tokenizer):
-    """Read, tokenise and pack the corpus, or under --streaming only open it.
+    """Read, tokenise and pack the corpus (once per node, and kept for later runs), or under --streaming only open it.
 
     Returns:
         Training blocks, validation blocks, and the facts for results.json.
     """
     if args.streaming:
-        train, validation = streaming.Stream(args, run, tokenizer), data.nothing(args)
-        if args.validation_file:
-            prepared = tokenize_corpus(args, run, tokenizer, args.validation_file)
-            validation, facts = data.open_split(prepared, "train", args)
-            reporting.say_dataset(run, args, prepared, {"validation": facts}, tokenizer)
-        return train, validation, train.facts
-    prepared = tokenize_corpus(args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file)
+        return streaming.open_stream(args, run, tokenizer)
+    prepared = tokens.tokenize_corpus(args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file)
     train, validation, facts = data.split_blocks(prepared, args)
     reporting.say_dataset(run, args, prepared, facts, tokenizer)
-    if args.num_samples and train.blocks < args.num_samples:
-        run.warn(f"--num_samples {args.num_samples:,} is more than the corpus has: using all {train.blocks:,} blocks.")
-    digest = prepared["splits"]["train"]["sha256"]
-    return train, validation, {"name": args.dataset, "sha256": digest, **facts["train"], "bad_rows": prepared["bad_rows"],
-                               "validation": facts["validation"]}  # fmt: skip
-
-
-def tokenize_corpus(args, run: Run, tokenizer, name: str, config: str | None = None, validation: str | None = None) -> dict:
-    """Read and tokenise a corpus: once per node, by its first rank; see tokens.tokenize_once."""
-
-    def tokenize() -> dict:
-        source = corpus.open_source(name, config, args.text_column, validation)
-        folder = models.cache_folder(args.cache_dir)
-        with run.bar("Tokenising", unit="characters") as bar:
-            return tokens.tokenize_once(source, tokenizer, folder, run.temporary, bar.advance, args.max_bad_rows)
-
-    prepared = run.once_per_node("dataset", tokenize)
-    describe_difference(run.gather(prepared["splits"]), "The text of the dataset")
-    return prepared
+    bad_rows = prepared["bad_rows"]
+    return train, validation, {"name": args.dataset, **facts["train"], "bad_rows": bad_rows, "validation": facts["validation"]}
 
 
 # ============================================================================================ one wrapper per strategy
@@ -362,42 +336,6 @@ def gradient_sync(model: nn.Module, needed: bool):
         yield
 
 
-def gradient_norm(model: nn.Module) -> torch.Tensor:
-    """Norm of the whole gradient, a scalar; summed in fp64 as DeepSpeed does.
-
-    In fp32 PyTorch's norm on a CPU is off by 1e-5 for a million elements and 3e-3 for 38 million (GPT-2's embedding), which
-    clipping would turn into another step. A part at a time: the fp64 copy of a whole embedding would be memory for nothing.
-    """
-    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    parts = [part for gradient in gradients for part in gradient.flatten().split(NORM_CHUNK)]
-    square = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in parts]).sum()
-    if isinstance(model, FSDPModule):  # each rank has other parts; under HYBRID_SHARD each rank of a node
-        mesh = next(model.parameters()).device_mesh
-        square = square.to(mesh.device_type)
-        dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
-    return square.sqrt()
-
-
-def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tensor, run: Run, scaler=None) -> None:
-    """Let the coming update do nothing if the loss is not finite, now or before, without asking the GPU.
-
-    `if not loss.isfinite()` would make the host wait for the GPU at every step. Torch's fused AdamW reads such a flag
-    on the device instead (GradScaler's way); the run then ends where the loss is next logged, its weights unharmed.
-    """
-    if run.simulated:  # what other ranks would have sent is missing in it
-        return
-    held_back.logical_or_(~torch.isfinite(loss))
-    base = base_optimizer(optimizer)
-    scaling = scaler is not None and scaler.is_enabled()
-    held = next((p for group in base.param_groups for p in group["params"]), held_back)  # DeepSpeed's stage 3 hides its own
-    beside_it = held.device == held_back.device
-    if isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and beside_it and not scaling:
-        base.found_inf = held_back.float()
-    elif held_back.item():
-        # GradScaler and an optimizer on the CPU wait for the GPU at every step anyway, so there is nothing to save.
-        raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a lower --lr.")
-
-
 def windows_of_epoch(train, epoch: int, done: int, args, run: Run):
     """This rank's micro-batches (inputs, labels) of each optimizer step of one epoch, on the device; see data.windows.
 
@@ -437,10 +375,10 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
         dist.all_reduce(loss_of_step)  # the parts of all ranks add up to the mean over all tokens
         meter.after_backward()
         scaler.unscale_(optimizer)
-        grad_norm = gradient_norm(model)
+        grad_norm = gradients.norm(model)
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        hold_back_if_not_finite(optimizer, loss_of_step, held_back, run, scaler)
+        gradients.hold_back_if_not_finite(optimizer, loss_of_step, held_back, run, scaler)
         scaler.step(optimizer)  # without loss scaling (fp32, bf16) just optimizer.step()
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -479,7 +417,7 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
 
         dist.all_reduce(loss_of_step)
         meter.after_backward()
-        hold_back_if_not_finite(engine.optimizer, loss_of_step, held_back, run)
+        gradients.hold_back_if_not_finite(engine.optimizer, loss_of_step, held_back, run)
         engine.step()
         grad_norm = engine.get_global_grad_norm()
         meter.mark("update")
@@ -516,21 +454,6 @@ def evaluate(model, validation, args, run: Run, precision: str) -> tuple[float, 
     dist.all_reduce(total)
     loss = (total[0] / total[1]).item()
     return loss, math.exp(loss) if loss < 700 else math.inf
-
-
-def generate(model, blueprint: models.Blueprint, args, run: Run, precision: str) -> str:
-    """Print and return a continuation of --generate."""
-    model.eval()
-
-    def forward(**inputs):
-        with autocast(model, run.device, precision):
-            return model(**inputs)
-
-    limit = models.max_positions(blueprint.config)
-    with torch.compiler.set_stance("force_eager"):  # what was compiled is for blocks of one length
-        text = sampling.sample_text(forward, blueprint.tokenizer, args.generate, run.device, limit, args.seed)
-    run.say(f"💬 {text}")
-    return text
 
 
 # ============================================================================================ the run
@@ -611,14 +534,7 @@ def train_one_model(args, run: Run):
     reporting.say_setup(run)
     precision = preflight.choose_precision(args.precision, run.device)
     folder = reporting.new_output_dir(args, run)
-    world_batch = args.batch_size * args.gradient_accumulation_steps * run.world_size
-    results = reporting.Results(run, folder, {
-        "strategy": args.strategy, "model": args.model,
-        "world_size": run.real_world_size, "simulated_world_size": args.simulate_gpus,
-        "device": str(run.device.type), "backend": run.backend, "launcher": run.launch.launcher, "precision": precision,
-        "batch_size": args.batch_size, "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "global_batch_size": world_batch, "seed": args.seed,
-    }, resuming=args.resume is not None)  # fmt: skip
+    results = reporting.open_results(args, run, folder, precision)
     footprint = memory.Phases(run.device)
     run.memory_facts.append(footprint.describe)
     if args.memory_snapshot:
@@ -647,18 +563,11 @@ def train_one_model(args, run: Run):
     scaler = torch.amp.GradScaler(run.device.type, scale, enabled=precision == "fp16" and not args.ds_config_dict)
     identity = checkpoint.identify(args, run, precision, blueprint, dataset, model)
     saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, blueprint, train)
-    over = results.over(data.total_steps(train.blocks, world_batch, args.epochs, args.max_steps, 0, 0), args)
+    over = results.over(data.total_steps(args, run.world_size, train.blocks), args)
     before = saver.resume()
-    steps = data.total_steps(train.blocks, world_batch, args.epochs, args.max_steps, before["step"], before["samples"])
+    steps = data.total_steps(args, run.world_size, train.blocks, before["step"], before["samples"])
     if over or (results.was_complete and before["step"] >= steps):
-        run.say("✅ This run was complete already.")
-        results.go_on_from_complete()
-        if args.load_best_at_end and results.facts.get("best_step"):
-            saver.load_best(results.facts["best_step"], before["step"])
-        elif before["step"] < results.facts["steps"]:
-            run.warn("Its last weights are in no checkpoint, so nothing is exported or generated again.")
-            return model
-        hand_out(model, saver, results, folder, args, run, blueprint, precision)
+        finish_again(model, saver, results, before["step"], folder, args, run, blueprint, precision)
         return model
     results.begin()
     meter = metering.open_meter(args, run, folder, model, optimizer, blueprint, steps, before, footprint, train.blocks)
@@ -684,6 +593,18 @@ def train_one_model(args, run: Run):
     return model
 
 
+def finish_again(model, saver, results, step: int, folder, args, run: Run, blueprint: models.Blueprint, precision: str) -> None:
+    """--resume found a run that was complete: only export or print what was not asked for then."""
+    run.say("✅ This run was complete already.")
+    results.go_on_from_complete()
+    if args.load_best_at_end and results.facts.get("best_step"):
+        saver.load_best(results.facts["best_step"], step)
+    elif step < results.facts["steps"]:
+        run.warn("Its last weights are in no checkpoint, so nothing is exported or generated again.")
+        return
+    hand_out(model, saver, results, folder, args, run, blueprint, precision)
+
+
 def hand_out(model, saver, results, folder, args, run: Run, blueprint: models.Blueprint, precision: str) -> None:
     """Export the trained model and print a sample, as far as they are wished and not there, and complete the results."""
     there = run.from_main(results.was_complete and not args.export_hf and (folder / "hf").exists())
@@ -695,7 +616,8 @@ def hand_out(model, saver, results, folder, args, run: Run, blueprint: models.Bl
         card = export.model_card(facts, saver.identity)
         results.update(export=export.export_model(model, saver.state, blueprint, folder, args, run, card))
     if args.generate:
-        results.update(sample=generate(model, blueprint, args, run, precision))
+        casting = autocast(model, run.device, precision)
+        results.update(sample=sampling.generate(model, casting, blueprint, args, run))
     run.stop.ignore()  # from here on the run only ends
     results.complete()
 

@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 from support import export, models
+from support.config import global_batch
 from support.distributed import Run
 from support.errors import Preempted, TrainingError, UserError
 from support.files import sha256_of, sync_folder, sync_tree, write_text
@@ -274,7 +275,7 @@ def identify(args, run: Run, precision: str, blueprint, dataset: dict, model) ->
         "seed": args.seed, "validation_split": args.validation_split,
         "chat_template": digest_of_text(blueprint.tokenizer.chat_template) if dataset.get("kind") == "chat" else None,
         "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
-        "global batch": args.batch_size * args.gradient_accumulation_steps * run.world_size,
+        "global batch": global_batch(args, run.world_size),
     }  # fmt: skip
     told = {
         "strategy": args.strategy, "ranks": run.world_size, "precision": precision, "batch_size": args.batch_size,

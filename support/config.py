@@ -543,12 +543,17 @@ def _as_flag(flag: str, key: str, value, file: str):
         raise UserError(f"{file}: {key}: {error}.") from error
 
 
+def global_batch(args, world_size: int) -> int:
+    """Blocks in an optimizer step, over all ranks."""
+    return args.batch_size * args.gradient_accumulation_steps * world_size
+
+
 def _reconcile_total_batch(args, config: dict, accumulation_is_open: bool, file: str) -> None:
     world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
     wanted, at_once = config.get("train_batch_size"), args.batch_size * world_size
     if accumulation_is_open and isinstance(wanted, int) and wanted >= at_once and wanted % at_once == 0:
         args.gradient_accumulation_steps = config["gradient_accumulation_steps"] = wanted // at_once
-    product = args.batch_size * args.gradient_accumulation_steps * world_size
+    product = global_batch(args, world_size)
     total = config.get("train_batch_size", AUTO)
     if total not in (AUTO, product):
         raise UserError(

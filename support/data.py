@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from support.config import global_batch
 from support.errors import UserError
 
 ROW_MULTIPLE = 8  # examples are filled up to a multiple of this; matrix units like it
@@ -133,8 +134,7 @@ def split_blocks(prepared: dict, args) -> tuple[TokenFile | ExampleFile, TokenFi
         prepared: what `tokens.tokenize_once` returned.
         args: --seq_length, --num_samples, --validation_split; --compile and --simulate_gpus want one shape of blocks.
     Returns:
-        Blocks to train on, blocks to evaluate on, and of each split (train, validation) kind, rows, tokens, blocks, truncated,
-        skipped.
+        Blocks to train on, blocks to evaluate on, and the facts of each split (train, validation), see `open_split`.
     Raises:
         UserError: the corpus is shorter than one block.
     """
@@ -165,13 +165,13 @@ def nothing(args) -> TokenFile:
 
 
 def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile, dict]:
-    """All blocks of a split, and its kind, rows, tokens, blocks, truncated, skipped.
+    """All blocks of a split, and its kind, rows, tokens, sha256, blocks, truncated, skipped.
 
     Raises:
         UserError: the split that is trained on is shorter than one block.
     """
     folder, dtype, found, length = prepared["folder"], prepared["dtype"], prepared["splits"][name], args.seq_length
-    counts = {key: found[key] for key in ("kind", "rows", "tokens")} | {"truncated": 0, "skipped": found["empty"]}
+    counts = {key: found[key] for key in ("kind", "rows", "tokens", "sha256")} | {"truncated": 0, "skipped": found["empty"]}
     advice = "a smaller --seq_length or more text"
     if found["kind"] in ("chat", "pair"):
         table = np.fromfile(f"{folder}/{name}.rows.bin", dtype=np.int64).reshape(-1, 2)
@@ -224,20 +224,21 @@ def steps_of(blocks: int, global_batch: int) -> int:
     return -(-blocks // global_batch)
 
 
-def total_steps(blocks: int, global_batch: int, epochs: int | None, max_steps: int | None, step: int, samples: int) -> int:
+def total_steps(args, world_size: int, blocks: int, step: int = 0, samples: int = 0) -> int:
     """Optimizer steps of the whole run, those of before a resume included.
 
     Args:
+        args: --epochs, --max_steps (an epoch if neither is given), and what makes the global batch.
+        world_size: ranks.
         blocks: in an epoch.
-        global_batch: blocks in an optimizer step, from now on.
-        epochs, max_steps: what was asked for; an epoch if neither was.
         step, samples: optimizer steps that were made before, and the blocks they saw.
     """
-    if epochs is None and max_steps:
-        return max_steps
-    epochs_left, rest = divmod(max(0, (epochs or 1) * blocks - samples), blocks)
-    total = step + epochs_left * steps_of(blocks, global_batch) + steps_of(rest, global_batch)
-    return min(total, max_steps or total)
+    if args.epochs is None and args.max_steps:
+        return args.max_steps
+    together = global_batch(args, world_size)
+    epochs_left, rest = divmod(max(0, (args.epochs or 1) * blocks - samples), blocks)
+    total = step + epochs_left * steps_of(blocks, together) + steps_of(rest, together)
+    return min(total, args.max_steps or total)
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch
 from support import data, memory, tracing
 from support.communication import Traffic
 from support.comparison import human_bytes
+from support.config import global_batch
 from support.distributed import Run
 from support.errors import TrainingError, explain
 from support.files import only_finite, write_text
@@ -186,7 +187,7 @@ class Meter:
             epoch: counts from 1.
         """
         args, self._epoch = self.args, epoch
-        self._global_batch = args.batch_size * args.gradient_accumulation_steps * self.run.world_size
+        self._global_batch = global_batch(args, self.run.world_size)
         self.position = self.samples_done - (epoch - 1) * self._blocks  # 0, unless the epoch goes on in its middle
         self._batch = data.steps_of(self.position, self._global_batch)
         left = data.steps_of(self._blocks - self.position, self._global_batch)

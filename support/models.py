@@ -151,6 +151,8 @@ def find_model(args, run: Run) -> Blueprint:
 
     found = run.once_per_node("model", lambda: _prepare_folders(args, run))
     config, tokenizer = _read_config(found["weights"], args.model), _read_tokenizer(found["tokenizer"], args.model)
+    if args.chat_template:
+        tokenizer.chat_template = Path(args.chat_template).expanduser().read_text(encoding="utf-8")
     if found["notice"]:
         run.warn(found["notice"])
     config.use_cache = False

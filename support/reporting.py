@@ -19,6 +19,7 @@ import torch
 from support import data, memory, preflight
 from support.communication import Traffic
 from support.comparison import human_bytes
+from support.config import global_batch
 from support.distributed import Run, versions
 from support.errors import TrainingError, UserError
 from support.examples import PLAIN_NOTICE, use_plain_template
@@ -117,6 +118,18 @@ def lock_folder(folder: Path):
     except OSError:  # a file system without locks
         pass
     return file
+
+
+def open_results(args, run: Run, folder: Path, precision: str) -> Results:
+    """results.json with what is known before anything is loaded."""
+    facts = {
+        "strategy": args.strategy, "model": args.model,
+        "world_size": run.real_world_size, "simulated_world_size": args.simulate_gpus,
+        "device": run.device.type, "backend": run.backend, "launcher": run.launch.launcher, "precision": precision,
+        "batch_size": args.batch_size, "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "global_batch_size": global_batch(args, run.world_size), "seed": args.seed,
+    }  # fmt: skip
+    return Results(run, folder, facts, resuming=args.resume is not None)
 
 
 class Results:
@@ -292,6 +305,8 @@ def say_dataset(run: Run, args, prepared: dict, facts: dict[str, dict], tokenize
         run.warn(PLAIN_NOTICE)
     for name, found in facts.items():
         run.say(f"📚 {data.describe_split(name, found, args.seq_length)}")
+        if name == "train" and args.num_samples and found["blocks"] < args.num_samples:
+            run.warn(f"--num_samples {args.num_samples:,} is more than the corpus has: using all {found['blocks']:,} blocks.")
 
 
 def say_setup(run: Run) -> None:

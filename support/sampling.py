@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from support.distributed import Run
 from support.errors import UserError
+from support.models import Blueprint, max_positions
 
 NEW_TOKENS = 100
 TEMPERATURE, TOP_K = 0.8, 50
@@ -23,6 +25,29 @@ def tokens_of(prompt: str, tokenizer) -> list[int]:
     if not ids:
         raise UserError(f"--generate {prompt!r}: this model's tokenizer makes no token of it.")
     return ids
+
+
+def generate(model, casting, blueprint: Blueprint, args, run: Run) -> str:
+    """Print and return a continuation of --generate; every rank calls it.
+
+    Args:
+        model: as wrapped by the strategy.
+        casting: the context manager that training computes the forward pass in.
+        blueprint: the model's description.
+        args: --generate, --seed.
+        run: the ranks.
+    """
+    model.eval()
+
+    def forward(**inputs):
+        with casting:
+            return model(**inputs)
+
+    limit = max_positions(blueprint.config)
+    with torch.compiler.set_stance("force_eager"):  # what was compiled is for blocks of one length
+        text = sample_text(forward, blueprint.tokenizer, args.generate, run.device, limit, args.seed)
+    run.say(f"💬 {text}")
+    return text
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from support.config import global_batch
 from support.corpus import (
     BadRow,
     Document,
@@ -36,12 +37,23 @@ from support.corpus import (
     read_text,
     rows_of_file,
 )
-from support.data import IGNORED, Window, one_length, prefetch, stack_examples
+from support.data import (
+    IGNORED,
+    ExampleFile,
+    TokenFile,
+    Window,
+    nothing,
+    one_length,
+    open_split,
+    prefetch,
+    stack_examples,
+)
 from support.distributed import Run, describe_difference
 from support.errors import UserError
 from support.examples import PLAIN_NOTICE, Encoder, use_plain_template
 from support.preflight import is_local_dataset
-from support.tokens import cut_text, of_another_kind, refuse_bad_rows
+from support.reporting import say_dataset
+from support.tokens import cut_text, of_another_kind, refuse_bad_rows, tokenize_corpus
 
 PARAGRAPHS = 1 << 16  # characters of a text file that make a row
 COMPARED_BYTES = 1 << 16  # of a file's beginning and of its end
@@ -244,7 +256,7 @@ class Stream:
             [micro * args.batch_size * run.world_size + run.rank * args.batch_size + row for row in range(args.batch_size)]
             for micro in range(args.gradient_accumulation_steps)
         ]
-        lanes = args.batch_size * args.gradient_accumulation_steps * run.world_size
+        lanes = global_batch(args, run.world_size)
         self.blocks, chunk = args.max_steps * lanes, max(1, args.shuffle_buffer // lanes)
         mine = (number for numbers in self.layout for number in numbers)
         self.lanes = {number: Lane(number, lanes, chunk, args.seq_length, args.seed, self._encode) for number in mine}
@@ -352,6 +364,20 @@ class Stream:
         refuse_bad_rows(self.bad, self.args.max_bad_rows)
         if mine or self.run.is_main:
             self.run.print(f"ℹ️  Left out: {row}")
+
+
+def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleFile, dict]:
+    """The stream, the blocks of --validation_file (none without one), and the facts for results.json.
+
+    Raises:
+        UserError: nothing there, or nothing readable.
+    """
+    train, validation = Stream(args, run, tokenizer), nothing(args)
+    if args.validation_file:
+        prepared = tokenize_corpus(args, run, tokenizer, args.validation_file)
+        validation, train.facts["validation"] = open_split(prepared, "train", args)
+        say_dataset(run, args, prepared, {"validation": train.facts["validation"]}, tokenizer)
+    return train, validation, train.facts
 
 
 def fingerprint(args) -> str:

@@ -20,13 +20,37 @@ from pathlib import Path
 
 import numpy as np
 
-from support.corpus import PIECE_CHARACTERS, BadRow, Document, Example, Item, Source
+from support.corpus import PIECE_CHARACTERS, BadRow, Document, Example, Item, Source, open_source
+from support.distributed import Run, describe_difference
 from support.errors import UserError
 from support.examples import PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
+from support.models import cache_folder
 
 CACHE_VERSION = 2  # raise it when the layout of the cache or the way of tokenising changes
 BATCH_CHARACTERS = 1 << 20  # a long document is tokenised in pieces and batches, so that memory stays bounded
 BATCH_EXAMPLES = 256
+
+
+def tokenize_corpus(args, run: Run, tokenizer, name: str, config: str | None = None, validation: str | None = None) -> dict:
+    """Read and tokenise a corpus: once per node, by its first rank, or not at all if an earlier run has.
+
+    Args:
+        args: --text_column, --cache_dir, --max_bad_rows.
+        run: the ranks; every one calls it.
+        tokenizer: see `tokenize_once`, which says what is returned and raised.
+        name, config, validation: see `corpus.open_source`.
+    Raises:
+        TrainingError: the nodes have other texts.
+    """
+
+    def tokenize() -> dict:
+        source = open_source(name, config, args.text_column, validation)
+        with run.bar("Tokenising", unit="characters") as bar:
+            return tokenize_once(source, tokenizer, cache_folder(args.cache_dir), run.temporary, bar.advance, args.max_bad_rows)
+
+    prepared = run.once_per_node("dataset", tokenize)
+    describe_difference(run.gather(prepared["splits"]), "The text of the dataset")
+    return prepared
 
 
 def tokenize_once(
