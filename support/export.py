@@ -127,7 +127,7 @@ def describe(blueprint, folder: Path, dtype: torch.dtype | None = None, whole: b
     folder.mkdir(exist_ok=True)
     blueprint.tokenizer.save_pretrained(folder)
     if blueprint.lora and not whole:
-        blueprint.lora.describe(blueprint.on_meta_device(), folder)
+        blueprint.lora.describe(folder)
         return
     config = copy.deepcopy(blueprint.config)
     config.use_cache = True  # off for training only

@@ -6,6 +6,7 @@ begins at 0, so that training begins at the model as it is.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ class Lora:
             all linear layers of any other.
         base: the model's name, for adapter_config.json.
         seed: A is drawn from it.
+        settled: peft's configuration, with what it found out of the model that got them.
     """
 
     r: int
@@ -39,6 +41,7 @@ class Lora:
     targets: list[str] | str | None
     base: str
     seed: int
+    settled: object = None
 
     @classmethod
     def of(cls, args) -> Lora | None:
@@ -71,6 +74,7 @@ class Lora:
                 peft.inject_adapter_in_model(self.config(model), model, ADAPTER)
         except ValueError as error:
             raise self._no_such_layer(self.targets, layers) from error
+        self.settled = model.peft_config[ADAPTER]
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer) and weights[id(module.get_base_layer().weight)] > 1:
                 raise UserError(f"--lora_targets: {name} shares its weight with another layer, and adapters would change both.")
@@ -93,18 +97,12 @@ class Lora:
 
         targets = self.targets or USUAL.get(model.config.model_type, ALL_LINEAR)
         alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
-        # GPT-2's linear layers keep their weights the other way round, which peft notes by itself.
         return peft.LoraConfig(r=self.r, lora_alpha=alpha, lora_dropout=self.dropout, target_modules=targets, bias="none",
                                task_type="CAUSAL_LM", base_model_name_or_path=self.base)  # fmt: skip
 
-    def describe(self, model: nn.Module, folder: Path) -> None:
-        """Write adapter_config.json, as peft reads it, into an existing folder.
-
-        Args:
-            model: with or without the adapters, with or without memory.
-        """
-        config = self.config(model)
-        config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())
+    def describe(self, folder: Path) -> None:
+        """Write adapter_config.json, as peft reads it, into an existing folder; after `attach`."""
+        config = copy.copy(self.settled)
         config.inference_mode = True
         config.save_pretrained(folder)
 

@@ -260,8 +260,11 @@ class Stream:
         self.blocks, chunk = args.max_steps * lanes, max(1, args.shuffle_buffer // lanes)
         mine = (number for numbers in self.layout for number in numbers)
         self.lanes = {number: Lane(number, lanes, chunk, args.seq_length, args.seed, self._encode) for number in mine}
-        self.reader = Reader(_open_rows(args), args.text_column, lanes, self.lanes, args.seed, self._refuse)
-        digest = fingerprint(args)
+        # Of a dataset that changes meanwhile every rank reads the same version.
+        remote = run.is_main and not is_local_dataset(args.dataset)
+        commit = run.from_main(commit_on_hub(args.dataset) if remote else None)
+        self.reader = Reader(_open_rows(args, commit), args.text_column, lanes, self.lanes, args.seed, self._refuse)
+        digest = fingerprint(args, commit)
         describe_difference(run.gather(digest), "The corpus")
         self.facts = {"name": args.dataset, "sha256": digest, "tokens": None, "blocks": None, "streaming": True}
         self._live: Iterator[Window] | None = None
@@ -380,14 +383,14 @@ def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleF
     return train, validation, train.facts
 
 
-def fingerprint(args) -> str:
+def fingerprint(args, commit: str | None) -> str:
     """What ranks and a resumed run compare: names, sizes, beginnings and ends of the files, or the hub's name and commit.
 
     The text itself is never read whole.
     """
     digest = hashlib.sha256(f"{args.dataset_config}\0{args.text_column}".encode())
     if not is_local_dataset(args.dataset):
-        digest.update(f"{args.dataset}\0{commit_on_hub(args.dataset)}".encode())
+        digest.update(f"{args.dataset}\0{commit}".encode())
         return digest.hexdigest()
     for file in files_of(Path(args.dataset).expanduser(), f"--dataset {args.dataset}"):
         size = file.stat().st_size
@@ -399,8 +402,8 @@ def fingerprint(args) -> str:
     return digest.hexdigest()
 
 
-def _open_rows(args) -> Callable:
-    """A function that opens the corpus as a stateful iterable of rows.
+def _open_rows(args, commit: str | None) -> Callable:
+    """A function that opens the corpus as a stateful iterable of rows; a dataset on the hub as of a commit.
 
     A row is {"row": what read_row takes, "where": its place, "begins": whether an end-of-text token goes before it, "joined":
     whether it belongs to the row before it, "bad": why it cannot be used, or None}.
@@ -413,7 +416,7 @@ def _open_rows(args) -> Callable:
         files = [str(file) for file in files_of(Path(args.dataset).expanduser(), f"--dataset {args.dataset}")]
         options = {"files": files, "text_column": [args.text_column] * len(files)}
         return partial(datasets.IterableDataset.from_generator, _rows_of_files, gen_kwargs=options)
-    splits = load_from_hub(args.dataset, args.dataset_config, streaming=True)
+    splits = load_from_hub(args.dataset, args.dataset_config, revision=commit, streaming=True)
     where = f"--dataset {args.dataset}"
     if "train" not in splits:
         raise UserError(f"{where} has no split named train; it has {', '.join(splits)}.")
