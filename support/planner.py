@@ -478,6 +478,8 @@ class Limits:
         return on_gpu and all(getattr(self, name) is None or size <= getattr(self, name) for name, size in share.items())
 
 
+ADVISED_SHARE = 0.9  # of a GPU's memory that advice may fill: peaks are predicted within 10 %
+
 # The order in which to try: the first that fits is the simplest and, as a rule, the fastest.
 PREFERENCE = ("dp", "zero1", "zero2", "fsdp", "zero3", "offload", "infinity")
 
@@ -550,10 +552,11 @@ def fitting_split(work: Work, strategy: str, limits: Limits) -> Work | None:
 
 
 def ways_to_fit(work: Work, strategy: str, limits: Limits) -> list[Way]:
-    """What to change when `strategy` does not fit, the least change first: only what fits.
+    """What to change when `strategy` does not fit, the least change first: only what fits, and with room to spare.
 
     Another strategy at the same batch; a smaller micro-batch with as many more of them; checkpointing; shorter blocks.
     """
+    limits = replace(limits, gpu=None if limits.gpu is None else int(ADVISED_SHARE * limits.gpu))
     found, heavier = [], predict(work, strategy).total
     for other in PREFERENCE:
         need = predict(work, other)
