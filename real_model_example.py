@@ -166,7 +166,7 @@ def prepare_dataset(args, run: Run, tokenizer):
         return streaming.open_stream(args, run, tokenizer)
     prepared = tokens.tokenize_corpus(args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file)
     train, validation, facts = data.split_blocks(prepared, args)
-    reporting.say_dataset(run, args, prepared, facts, tokenizer)
+    reporting.say_dataset(run, args, facts, tokenizer)
     bad_rows = prepared["bad_rows"]
     return train, validation, {"name": args.dataset, **facts["train"], "bad_rows": bad_rows, "validation": facts["validation"]}
 
@@ -581,7 +581,7 @@ def train_one_model(args, run: Run):
     footprint.note("trained")
     if args.streaming:
         results.update(dataset=train.summary())
-    if args.load_best_at_end:
+    if args.load_best_at_end and meter.best:
         saver.load_best(meter.best["step"], meter.step)
 
     results.update(checkpoint_seconds=saver.seconds)

@@ -184,8 +184,9 @@ class Saver:
 
     def _let_go_of_gathered_weights(self) -> None:
         """After an evaluation FSDP and ZeRO-3 still hold some weights whole, which would not follow the shards."""
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()
+        for module in getattr(self.model, "module", self.model).modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         if hasattr(self.model, "empty_partition_cache"):
             self.model.empty_partition_cache()
 
@@ -267,13 +268,15 @@ def identify(args, run: Run, precision: str, blueprint, dataset: dict, model) ->
         "shapes": digest_of_shapes({name: getattr(p, "ds_shape", p.shape) for name, p in named}),
         "tokenizer": tokenizer_fingerprint(blueprint.tokenizer),
     }
-    if blueprint.lora:  # the frozen weights are in no checkpoint
-        seed = f", random from seed {args.seed}" if blueprint.random else ""
-        hard["lora"] = {"r": blueprint.lora.r, "alpha": blueprint.lora.alpha, "base": args.model + seed}
+    if blueprint.lora:
+        hard["lora"] = {"r": blueprint.lora.r, "alpha": blueprint.lora.alpha}
+    chats = args.streaming or dataset["kind"] == "chat"  # what a stream holds shows later
     soft = {
         "model": args.model, "dataset": dataset["sha256"], "blocks": dataset["blocks"], "seq_length": args.seq_length,
         "seed": args.seed, "validation_split": args.validation_split,
-        "chat_template": digest_of_text(blueprint.tokenizer.chat_template) if dataset.get("kind") == "chat" else None,
+        "frozen weights": ("random" if blueprint.random else "as they came") if blueprint.lora else None,
+        "validation": (dataset.get("validation") or {}).get("sha256"),
+        "chat_template": digest_of_text(blueprint.tokenizer.chat_template) if chats else None,
         "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
         "global batch": global_batch(args, run.world_size),
     }  # fmt: skip

@@ -346,9 +346,10 @@ def _check_lora(args) -> None:
     for flag in ("lora_alpha", "lora_dropout", "lora_targets", "merge_lora"):
         if flag in args.given and getattr(args, flag) and args.lora_r is None:
             raise UserError(f"--{flag} needs --lora_r.")
-    if args.merge_lora and (args.no_export or args.eval_only):
-        other = "--no_export" if args.no_export else "--eval_only"
-        raise UserError(f"--merge_lora is for the export, which {other} leaves out: drop one of them.")
+    if args.lora_r and args.eval_only:
+        raise UserError("--eval_only evaluates --model as it is, and new adapters change nothing: leave out --lora_r.")
+    if args.merge_lora and args.no_export:
+        raise UserError("--merge_lora is for the export, which --no_export leaves out: drop one of them.")
     if args.lora_r and args.lora_alpha is None:
         args.lora_alpha = 2.0 * args.lora_r
 

@@ -27,11 +27,15 @@ from support.files import sha256_of
 from support.preflight import is_local_dataset
 
 PIECE_CHARACTERS = 1 << 16  # of a text file that are read at a time
+NOT_LEARNED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # of a message, beside its content
 WIKITEXT = "Salesforce/wikitext"  # the hub's short name for it no longer loads with `datasets` 5
 
 
 class BadRow(UserError):
-    """A row that cannot be used: where it is, and why."""
+    """A row that cannot be used: where it is, and why; of a file that cannot be read, the file."""
+
+    def __init__(self, text: str):
+        super().__init__(text.encode(errors="replace").decode())  # it may quote bytes that are no text
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ def read_row(row, where: str, text_column: str | None) -> Item:
             raise ValueError("'tools' would be lost: only messages are learned")
         if kind == "chat":
             return Example(where, [_message(message) for message in _list_of_messages(row["messages"])])
-        texts = [_text(row[name], name) for name in names]
+        texts = [_text(row[name], name, may_be_null=kind == "text") for name in names]
         return Document(where, texts) if kind == "text" else Example(where, None, *texts)
     except ValueError as error:
         return BadRow(f"{where}: {error}.")
@@ -168,12 +172,14 @@ def _list_of_messages(messages) -> list:
 def _message(message) -> dict:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError("a message is not an object with 'role' and 'content'")
-    if message.get("tool_calls"):
-        raise ValueError("a message calls tools, which would be lost: only 'content' is learned")
+    if lost := [key for key in NOT_LEARNED if message.get(key)]:
+        raise ValueError(f"a message has {lost[0]!r}, which would be lost: only its 'content' is learned")
+    if message.get("weight") not in (None, 1):
+        raise ValueError(f"a message has the weight {message['weight']!r}, and all that the assistant says is learned alike")
     return {"role": message["role"], "content": _text(message.get("content"), "content", may_be_null=False)}
 
 
-def _text(value, name: str, may_be_null: bool = True) -> str:
+def _text(value, name: str, may_be_null: bool) -> str:
     if value is None and may_be_null:
         value = ""  # a null is an empty document
     if not isinstance(value, str):
@@ -181,7 +187,7 @@ def _text(value, name: str, may_be_null: bool = True) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name!r} holds half of a surrogate pair, which is no text") from error
+        raise ValueError(f"{name!r} is not UTF-8 text (iconv -f LATIN1 -t UTF-8 converts a file)") from error
     return value
 
 
@@ -229,15 +235,9 @@ def has_rows(file: Path) -> bool:
 
 
 def rows_of_file(file: Path, text_column: str | None) -> Iterator[Row]:
-    """The rows of a file.
-
-    Raises:
-        UserError: the file itself cannot be read.
-    """
-    try:
-        yield from READERS[file.suffix.lower()](file, text_column)
-    except UnicodeDecodeError as error:
-        raise _not_utf8(file) from error
+    """The rows of a file; what of it cannot be read is a bad row."""
+    # A byte that is no UTF-8 becomes half of a surrogate pair, so that the row that has it can be named.
+    yield from READERS[file.suffix.lower()](file, text_column)
 
 
 def read_text(file: Path) -> Iterator[str] | BadRow:
@@ -269,7 +269,7 @@ def _not_utf8(file: Path) -> UserError:
 
 
 def _read_jsonl(file: Path, text_column: str | None) -> Iterator[Row]:
-    with open(file, encoding="utf-8-sig") as stream:
+    with open(file, encoding="utf-8-sig", errors="surrogateescape") as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
@@ -281,24 +281,43 @@ def _read_jsonl(file: Path, text_column: str | None) -> Iterator[Row]:
 
 def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+        rows = json.loads(file.read_text(encoding="utf-8-sig", errors="surrogateescape"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{file}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
+        yield BadRow(f"{file}, line {error.lineno}, column {error.colno}: {error.msg}.")
+        return
     if isinstance(rows, dict) and kind_of(rows, text_column) is None:  # {"data": [...]}
-        rows = next((value for value in rows.values() if isinstance(value, list)), rows)
+        lists = {key: value for key, value in rows.items() if isinstance(value, list)}
+        if len(lists) > 1:
+            yield BadRow(f"{file} has several lists, {', '.join(lists)}: make a file of each, and see --validation_file.")
+            return
+        rows = next(iter(lists.values()), rows)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
         yield row, f"{file}, entry {number}"
 
 
 def _read_csv(file: Path, text_column: str | None) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)  # the default is 128 kB, less than a long document
-    with open(file, encoding="utf-8-sig", newline="") as stream:
-        rows = csv.DictReader(stream)
+    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+        rows = csv.DictReader(stream, strict=True)
         try:
-            for row in rows:
-                yield row, f"{file}, line {rows.line_num}"
+            columns = rows.fieldnames or []
         except csv.Error as error:
-            raise UserError(f"{file}, line {rows.line_num}: {error}.") from error
+            yield BadRow(f"{file}, line {rows.line_num}: {error}.")
+            return
+        while True:
+            begin = rows.reader.line_num + 1
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield BadRow(f"{file}, line {begin}: {error}.")
+                continue
+            where = f"{file}, line {rows.line_num}"
+            if None in row or None in row.values():
+                yield BadRow(f"{where}: not as many cells as the first line's {len(columns)}: quote a text that has commas.")
+            else:
+                yield row, where
 
 
 def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
@@ -308,7 +327,8 @@ def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
     try:
         table = pyarrow.parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file} is not a Parquet file: {str(error).splitlines()[0]}") from error
+        yield BadRow(f"{file} is not a Parquet file: {str(error).splitlines()[0]}")
+        return
     columns = _columns(table.schema_arrow.names, text_column, str(file))
     number = 0
     for batch in table.iter_batches(columns=columns, batch_size=1024):
@@ -326,7 +346,8 @@ def _columns(there: list[str], text_column: str | None, where: str) -> list[str]
     kind = kind_of(there, text_column)
     if kind is None:
         raise UserError(f"{where}: no column {text_column or 'text'!r}; there is {', '.join(there)}: use --text_column.")
-    return {"chat": ["messages"], "pair": ["prompt", "completion"], "text": [text_column or "text"]}[kind]
+    names = {"chat": ["messages", "tools"], "pair": ["prompt", "completion"], "text": [text_column or "text"]}[kind]
+    return [name for name in names if name in there]
 
 
 READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}

@@ -54,8 +54,7 @@ class Encoder:
             found = [self._by_template(example) for example in examples]
         else:
             found = self._by_marks(examples)
-        pairs = zip(examples, found, strict=True)
-        return [row if isinstance(row, BadRow) or row[1][1:].any() else _without_answer(example) for example, row in pairs]
+        return [_if_learned(example, row) for example, row in zip(examples, found, strict=True)]
 
     def _encode_pairs(self, examples: list[Example]) -> list:
         """Prompt and completion by themselves, as a prompt will be when the model is used; then the end-of-text token."""
@@ -130,7 +129,11 @@ def _learned(ids: list[int], offsets: list[tuple[int, int]], ranges: list[tuple[
     return np.array(ids), mask
 
 
-def _without_answer(example: Example) -> BadRow:
+def _if_learned(example: Example, row: tuple | BadRow) -> tuple | BadRow:
+    """The row, unless there is nothing to learn in it; an end of turn alone is nothing."""
+    answers = [message["content"].strip() for message in example.messages or () if message["role"] == "assistant"]
+    if isinstance(row, BadRow) or (row[1][1:].any() and (example.kind == "pair" or any(answers))):
+        return row
     if example.kind == "pair":
         return BadRow(f"{example.where}: the completion is empty.")
     roles = ", ".join(sorted({message["role"] for message in example.messages}))

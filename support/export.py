@@ -176,7 +176,8 @@ def model_card(facts: dict, identity: dict) -> str:
         "## Training\n\n" + _table(hyperparameters.items(), "Hyperparameter"),
     ]
     if facts.get("dataset"):
-        parts.append(f"Data: {dataset}, SHA-256 of the corpus `{facts['dataset'].get('sha256')}`.")
+        of = "its files' names, sizes, beginnings and ends" if facts["dataset"].get("streaming") else "the corpus"
+        parts.append(f"Data: {dataset}, SHA-256 of {of} `{facts['dataset'].get('sha256')}`.")
     if versions:
         parts.append(f"Versions: {versions}.")
     if facts.get("command"):

@@ -32,7 +32,7 @@ class Lora:
             all linear layers of any other.
         base: the model's name, for adapter_config.json.
         seed: A is drawn from it.
-        settled: peft's configuration, with what it found out of the model that got them.
+        settled: peft's configuration of them, once a model got them.
     """
 
     r: int
@@ -69,12 +69,14 @@ class Lora:
         if wrong := [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in layers)]:
             raise self._no_such_layer(wrong[0], layers)
         weights = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        config = self._config(model)
+        self.settled = copy.deepcopy(config)  # before peft names each layer in it
         try:
             with torch.device("meta" if on_meta else "cpu"):
-                peft.inject_adapter_in_model(self.config(model), model, ADAPTER)
+                peft.inject_adapter_in_model(config, model, ADAPTER)
         except ValueError as error:
             raise self._no_such_layer(self.targets, layers) from error
-        self.settled = model.peft_config[ADAPTER]
+        self.settled.fan_in_fan_out = config.fan_in_fan_out  # GPT-2's weights lie the other way round, peft found
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer) and weights[id(module.get_base_layer().weight)] > 1:
                 raise UserError(f"--lora_targets: {name} shares its weight with another layer, and adapters would change both.")
@@ -90,7 +92,7 @@ class Lora:
         return UserError(f"--lora_targets {name}: this model has no such linear layer; there are {there}, and {ALL_LINEAR} for "
                          "all but the output.")  # fmt: skip
 
-    def config(self, model: nn.Module):
+    def _config(self, model: nn.Module):
         """peft's configuration of these adapters, its targets settled."""
         import peft
         from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
@@ -102,9 +104,10 @@ class Lora:
 
     def describe(self, folder: Path) -> None:
         """Write adapter_config.json, as peft reads it, into an existing folder; after `attach`."""
-        config = copy.copy(self.settled)
-        config.inference_mode = True
-        config.save_pretrained(folder)
+        self.settled.inference_mode = True
+        if isinstance(self.settled.target_modules, set):
+            self.settled.target_modules = sorted(self.settled.target_modules)
+        self.settled.save_pretrained(folder)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -276,12 +276,12 @@ class Meter:
         self._write({"step": self.step, "eval_loss": loss, "perplexity": perplexity})
         if self.step == 0:  # --eval_first, of what was not trained yet
             return
-        if self.best is None or loss < self.best["loss"]:
+        if math.isfinite(loss) and (self.best is None or loss < self.best["loss"]):
             self.best = {"loss": loss, "step": self.step, "waited": 0}
-        elif self.best["step"] != self.step:  # a resumed run may repeat the evaluation of its checkpoint
+        elif self.best and self.best["step"] != self.step:  # a resumed run may repeat the evaluation of its checkpoint
             self.best = {**self.best, "waited": self.best["waited"] + 1}
         patience = self.args.early_stopping_patience
-        if patience and self.best["waited"] >= patience and not self.finished:
+        if patience and self.best and self.best["waited"] >= patience and not self.finished:
             self.stopped_early = True
             self.run.say(f"🛑 Stopped early: {patience} evaluations in a row no better than that of step {self.best['step']}.")
 

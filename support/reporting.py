@@ -29,7 +29,6 @@ from support.metering import Meter
 
 PROCESS_STARTED = psutil.Process().create_time()
 GB = 2**30  # as nvidia-smi and DeepSpeed count
-SHOWN_BAD_ROWS = 10
 
 # Peak dense TFLOP/s in 16 bit and in TF32 (fp32 before Ampere), from NVIDIA's data sheets. Names as torch reports them.
 PEAK_TFLOPS = {
@@ -288,20 +287,14 @@ def mean_over_ranks(values: list[dict]) -> dict:
     }
 
 
-def say_dataset(run: Run, args, prepared: dict, facts: dict[str, dict], tokenizer) -> None:
-    """What the corpus gives: a line for each split, and for each row that was left out.
+def say_dataset(run: Run, args, facts: dict[str, dict], tokenizer) -> None:
+    """What the corpus gives: a line for each split.
 
     Args:
-        prepared: what tokens.tokenize_once returned.
         facts: of each split, see data.open_split.
         tokenizer: gets a chat template if it needs one and has none.
     """
-    bad = prepared["bad_rows"]
-    for row in bad[:SHOWN_BAD_ROWS]:
-        run.warn(f"Left out: {row}")
-    if len(bad) > SHOWN_BAD_ROWS:
-        run.warn(f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under dataset.bad_rows.")
-    if use_plain_template(tokenizer, facts[min(facts)].get("kind")):
+    if "chat" in [found.get("kind") for found in facts.values()] and use_plain_template(tokenizer, "chat"):
         run.warn(PLAIN_NOTICE)
     for name, found in facts.items():
         run.say(f"📚 {data.describe_split(name, found, args.seq_length)}")

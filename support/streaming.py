@@ -24,6 +24,7 @@ import torch
 
 from support.config import global_batch
 from support.corpus import (
+    PIECE_CHARACTERS,
     BadRow,
     Document,
     Example,
@@ -55,7 +56,6 @@ from support.preflight import is_local_dataset
 from support.reporting import say_dataset
 from support.tokens import cut_text, of_another_kind, refuse_bad_rows, tokenize_corpus
 
-PARAGRAPHS = 1 << 16  # characters of a text file that make a row
 COMPARED_BYTES = 1 << 16  # of a file's beginning and of its end
 
 
@@ -128,7 +128,7 @@ class Reader:
             if self.passes == 0:
                 self.refuse(content)
             return
-        self.document += not row["joined"] or self.row == self.first_of_pass
+        self.document += row["begins"] or self.row == self.first_of_pass
         group, place = divmod(self.document, self.lanes)
         lane = self.mine.get(int(self.lane_of(group)[place]))
         if lane is not None and self.row >= lane.first:
@@ -154,7 +154,8 @@ class Lane:
         lanes: how many there are.
         chunk: blocks that are shuffled together.
         seq_length, seed: of the run.
-        encode: tokenises an Item: token ids of a text, or (ids, labels) of an example; None if nothing of it can be used.
+        encode: tokenises an Item: (token ids of a text, or (ids, labels) of an example, or None if nothing of it can be used;
+            "truncated" or "skipped" if it is to be counted as that).
     """
 
     def __init__(self, number: int, lanes: int, chunk: int, seq_length: int, seed: int, encode: Callable):
@@ -167,16 +168,18 @@ class Lane:
         self.rest: list[tuple[Item, int, np.ndarray]] = []  # tokenised rows, and how much of each went into chunks before
         self.skip = 0
         self.refused = 0  # rows in turn of which nothing could be used
+        self.counts = {"counted": 0, "truncated": 0, "skipped": 0}  # rows before "counted" are, and are not counted again
 
     def state(self) -> dict:
-        """Where it stands: {"reader", "offset", "chunk", "used"}."""
-        return {**self.begin, "chunk": self.chunks, "used": self.used}
+        """Where it stands: {"reader", "offset", "chunk", "used", "counts"}."""
+        return {**self.begin, "chunk": self.chunks, "used": self.used, "counts": dict(self.counts)}
 
     def resume(self, state: dict) -> None:
         """Be where `state` says; rows are dealt to it from there on."""
         self.first, self.skip = state["reader"]["row"], state["offset"]
         self.chunks, self.used = state["chunk"] - 1, state["used"]
         self.begin = {"reader": state["reader"], "offset": state["offset"]}
+        self.counts = dict(state.get("counts", self.counts))
 
     def next_block(self, reader: Reader):
         """The next (ids, labels), or ids where all are learned."""
@@ -206,7 +209,10 @@ class Lane:
             while not self.waiting:
                 reader.pull()
             item = self.waiting.popleft()
-            found = self.encode(item)
+            found, flaw = self.encode(item)
+            if flaw and item.state["pass"] == 0 and item.state["row"] >= self.counts["counted"]:
+                self.counts[flaw] += 1
+            self.counts["counted"] = max(self.counts["counted"], item.state["row"] + 1)
             if found is not None:
                 offset, self.skip, self.refused = self.skip, 0, 0  # a resumed chunk begins within a row
                 return item, offset, found
@@ -251,7 +257,7 @@ class Stream:
     def __init__(self, args, run: Run, tokenizer):
         self.args, self.run, self.tokenizer = args, run, tokenizer
         self.seq_length, self.state = args.seq_length, {}
-        self.encoder, self.bad, self.counts = None, [], {"truncated": 0, "skipped": 0}
+        self.encoder, self.bad = None, []
         self.layout = [
             [micro * args.batch_size * run.world_size + run.rank * args.batch_size + row for row in range(args.batch_size)]
             for micro in range(args.gradient_accumulation_steps)
@@ -270,16 +276,17 @@ class Stream:
         self._live: Iterator[Window] | None = None
 
     def progress(self) -> dict:
-        """What a checkpoint needs, of all ranks: {"lanes": where each stands, "bad": rows that were left out, "counts": …}."""
-        ranks = self.run.gather((self.state, self.bad, self.counts))
-        counts = {name: sum(counts[name] for *_, counts in ranks) for name in self.counts}
-        lanes = {lane: state for states, *_ in ranks for lane, state in states.items()}
-        return {"lanes": lanes, "bad": sorted({row for _, bad, _ in ranks for row in bad}), "counts": counts}
+        """What a checkpoint needs, of all ranks: {"lanes": where each stands, "bad": rows that were left out}."""
+        ranks = self.run.gather((self.state, self.bad))
+        lanes = {lane: state for states, _ in ranks for lane, state in states.items()}
+        return {"lanes": lanes, "bad": sorted({row for _, bad in ranks for row in bad})}
 
     def summary(self) -> dict:
         """The facts for results.json at the end; every rank calls it, and a line is said."""
         found, rows = self.progress(), max(self.run.gather(self.reader.row))
-        counts = {"rows": rows, **found["counts"], "bad_rows": found["bad"]}
+        lanes = [lane["counts"] for lane in found["lanes"].values()]
+        flaws = {name: sum(counts[name] for counts in lanes) for name in ("truncated", "skipped")}
+        counts = {"rows": rows, **flaws, "bad_rows": found["bad"]}
         said = ", ".join(f"{len(n) if isinstance(n, list) else n:,} {name.replace('_', ' ')}" for name, n in counts.items())
         self.run.say(f"📚 stream: {said}, in {self.reader.passes + 1} passes")
         return {**self.facts, "kind": self.reader.kind, **counts}
@@ -296,7 +303,6 @@ class Stream:
         if lanes is None or (lanes and set(map(int, lanes)) != set(range(self.reader.lanes))):
             raise UserError("--resume: the checkpoint was made without --streaming, or with another global batch: keep to it.")
         self.bad = state["bad"]
-        self.counts = state["counts"] if self.run.is_main else self.counts
         if not lanes:  # before the first step
             return
         for number, lane in self.lanes.items():
@@ -335,25 +341,22 @@ class Stream:
                 self.run.warn(PLAIN_NOTICE)
             self.encoder = Encoder(self.tokenizer)
         [found] = self.encoder.encode([item.content])
-        first_pass = item.state["pass"] == 0
         if isinstance(found, BadRow):
-            if first_pass:
+            if item.state["pass"] == 0:
                 self._refuse(found, mine=True)
-            return None
+            return None, None
         ids, learned = (array[: self.seq_length].astype(np.int64) for array in found)
-        usable = learned[1:].any()  # else what is learned lies behind the block's end
-        self.counts["skipped"] += first_pass and not usable
-        self.counts["truncated"] += first_pass and bool(usable) and len(found[0]) > self.seq_length
-        return (ids, np.where(learned, ids, IGNORED)) if usable else None
+        if not learned[1:].any():  # what is learned lies behind the block's end
+            return None, "skipped"
+        return (ids, np.where(learned, ids, IGNORED)), "truncated" if len(found[0]) > self.seq_length else None
 
-    def _encode_text(self, item: Item) -> np.ndarray | None:
+    def _encode_text(self, item: Item) -> tuple[np.ndarray | None, str | None]:
         text = "".join(item.content.pieces)
         if not text:
-            self.counts["skipped"] += item.state["pass"] == 0
-            return None
+            return None, "skipped"
         between = [self.tokenizer.eos_token_id] if item.begins and self.tokenizer.eos_token_id is not None else []
         ids = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        return np.array(between + ids, dtype=np.int64)
+        return np.array(between + ids, dtype=np.int64), None
 
     def _refuse(self, row: BadRow, mine: bool = False) -> None:
         """Note a bad row, unless that was done before a resume.
@@ -379,7 +382,7 @@ def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleF
     if args.validation_file:
         prepared = tokenize_corpus(args, run, tokenizer, args.validation_file)
         validation, train.facts["validation"] = open_split(prepared, "train", args)
-        say_dataset(run, args, prepared, {"validation": train.facts["validation"]}, tokenizer)
+        say_dataset(run, args, {"validation": train.facts["validation"]}, tokenizer)
     return train, validation, train.facts
 
 
@@ -405,8 +408,8 @@ def fingerprint(args, commit: str | None) -> str:
 def _open_rows(args, commit: str | None) -> Callable:
     """A function that opens the corpus as a stateful iterable of rows; a dataset on the hub as of a commit.
 
-    A row is {"row": what read_row takes, "where": its place, "begins": whether an end-of-text token goes before it, "joined":
-    whether it belongs to the row before it, "bad": why it cannot be used, or None}.
+    A row is {"row": what read_row takes, "where": its place, "begins": whether it begins a document and does not go on with the
+    one before it, "bad": why it cannot be used, or None}.
     Raises:
         UserError: nothing there, or nothing readable.
     """
@@ -414,7 +417,7 @@ def _open_rows(args, commit: str | None) -> Callable:
 
     if is_local_dataset(args.dataset):
         files = [str(file) for file in files_of(Path(args.dataset).expanduser(), f"--dataset {args.dataset}")]
-        options = {"files": files, "text_column": [args.text_column] * len(files)}
+        options = {"files": files, "text_column": args.text_column}
         return partial(datasets.IterableDataset.from_generator, _rows_of_files, gen_kwargs=options)
     splits = load_from_hub(args.dataset, args.dataset_config, revision=commit, streaming=True)
     where = f"--dataset {args.dataset}"
@@ -427,24 +430,23 @@ def _open_rows(args, commit: str | None) -> Callable:
 
     def wrap(row: dict, number: int) -> dict:
         begins = args.dataset != "wikitext" or begins_article(row["text"])  # its rows are lines
-        return {"row": row, "where": f"{where}, row {number + 1}", "begins": begins, "joined": not begins, "bad": None}
+        return {"row": row, "where": f"{where}, row {number + 1}", "begins": begins, "bad": None}
 
     return lambda: splits["train"].map(wrap, with_indices=True, remove_columns=columns)
 
 
-def _rows_of_files(files: list[str], text_column: list) -> Iterator[dict]:
-    for name, column in zip(files, text_column, strict=True):
+def _rows_of_files(files: list[str], text_column: str | None) -> Iterator[dict]:
+    for name in files:
         file = Path(name)
         if not has_rows(file):
             pieces = read_text(file)
             if isinstance(pieces, BadRow):
-                yield {"row": None, "where": name, "begins": True, "joined": False, "bad": str(pieces)}
+                yield {"row": None, "where": name, "begins": True, "bad": str(pieces)}
                 continue
-            for number, text in enumerate(cut_text(pieces, PARAGRAPHS)):
-                found = {"row": {column or "text": text}, "where": name}
-                yield {**found, "begins": number == 0, "joined": False, "bad": None}
+            for text in cut_text(pieces, PIECE_CHARACTERS):
+                yield {"row": {text_column or "text": text}, "where": name, "begins": True, "bad": None}
             continue
-        for row in rows_of_file(file, column):
+        for row in rows_of_file(file, text_column):
             bad = str(row) if isinstance(row, BadRow) else None
             found = {"row": None, "where": name} if bad else {"row": row[0], "where": row[1]}
-            yield {**found, "begins": True, "joined": False, "bad": bad}
+            yield {**found, "begins": True, "bad": bad}

@@ -29,6 +29,7 @@ from support.models import cache_folder
 CACHE_VERSION = 2  # raise it when the layout of the cache or the way of tokenising changes
 BATCH_CHARACTERS = 1 << 20  # a long document is tokenised in pieces and batches, so that memory stays bounded
 BATCH_EXAMPLES = 256
+SHOWN_BAD_ROWS = 10
 
 
 def tokenize_corpus(args, run: Run, tokenizer, name: str, config: str | None = None, validation: str | None = None) -> dict:
@@ -50,6 +51,11 @@ def tokenize_corpus(args, run: Run, tokenizer, name: str, config: str | None = N
 
     prepared = run.once_per_node("dataset", tokenize)
     describe_difference(run.gather(prepared["splits"]), "The text of the dataset")
+    bad = prepared["bad_rows"]
+    for row in bad[:SHOWN_BAD_ROWS]:
+        run.warn(f"Left out: {row}")
+    if len(bad) > SHOWN_BAD_ROWS:
+        run.warn(f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under dataset.bad_rows.")
     return prepared
 
 
@@ -165,16 +171,18 @@ def _write_tokens(source: Source, tokenizer, folder: Path, advance: Callable[[in
         found = GoodRows(open_items(), bad, max_bad_rows)
         items = iter(found)
         first = next(items, None)
-        write = _write_examples if isinstance(first, Example) else _write_stream
         everything = itertools.chain([] if first is None else [first], items)
-        tokens = write(everything, folder / name, tokenizer, dtype, digest, advance, found)
+        if isinstance(first, Example):
+            tokens = _write_examples(everything, folder / name, tokenizer, dtype, digest, advance, found)
+        else:
+            tokens = _write_stream(everything, folder / name, tokenizer, dtype, digest, advance)
         splits[name] = {"kind": found.kind, "tokens": tokens, "rows": found.rows, "empty": found.empty,
                         "sha256": digest.hexdigest()}  # fmt: skip
     meta = {"dtype": dtype, "splits": splits, "bad_rows": bad}
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-def _write_stream(documents, path: Path, tokenizer, dtype: str, digest, advance, _found: GoodRows) -> int:
+def _write_stream(documents, path: Path, tokenizer, dtype: str, digest, advance) -> int:
     tokens = 0
     with open(f"{path}.bin", "wb") as file:
         for ids in _token_batches(documents, tokenizer, digest, advance):

@@ -39,13 +39,17 @@ def test_patience_and_the_best_survive_a_resume(script, tmp_path):
     assert (resumed.results["steps"], resumed.results["best_step"]) == (best + 8, best)
 
 
-IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero2", "zero3", "infinity")]
+IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero2", "zero3", "infinity", "fsdp")]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", *IN_SOAK])
+@pytest.mark.parametrize("strategy", ["kept", *IN_SOAK])
 def test_the_best_weights_are_everywhere(script, tmp_path, strategy):
     """Also where a strategy held them whole for the last evaluation: the sample comes from the live model, not the export."""
-    work = [*WORK, "--load_best_at_end", "--eval_samples", "16", "--generate", "A list is", "--strategy", strategy]
+    how = ["--strategy", strategy]
+    if strategy == "kept":  # what FSDP gathered for the last block's forward pass
+        (tmp_path / "fsdp.json").write_text('{"fsdp_sharding_strategy": "SHARD_GRAD_OP"}')
+        how = ["--strategy", "fsdp", "--fsdp_config", tmp_path / "fsdp.json"]
+    work = [*WORK, "--load_best_at_end", "--eval_samples", "16", "--generate", "A list is", *how]
     run = script(*work, "--max_steps", "16", "--batch_size", "4", launcher="torchrun", ranks=2)
     assert run.results["best_step"] < 16 and len(list((run.folder / "checkpoints").glob("step-*"))) == 1
     loaded = script("--model", run.folder / "hf", "--dataset", "pydocs", "--eval_only", "--generate", "A list is",

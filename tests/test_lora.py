@@ -83,14 +83,22 @@ def test_every_strategy_trains_the_same_adapters(script, plain, work, llama, str
 
 
 def test_a_checkpoint_of_adapters_goes_on_under_another_strategy(script, plain, work):
-    start = plain.folder / "checkpoints" / "step-00000004"
-    run = script(*work, "--batch_size", "2", "--strategy", "fsdp", "--resume", start, "--no_export", **TWO)
-    assert_close(run.losses, plain.losses[4:], 1e-4)
+    """From dp to fsdp, from fsdp to zero3."""
+    start, half = plain.folder / "checkpoints" / "step-00000004", [*work, "--batch_size", "2", "--no_export"]
+    first = script(*half, "--strategy", "fsdp", "--resume", start, "--save_every", "2", **TWO)
+    assert_close(first.losses, plain.losses[4:], 1e-4)
+    then = first.folder / "checkpoints" / "step-00000006"
+    assert_close(script(*half, "--strategy", "zero3", "--resume", then, **TWO).losses, plain.losses[6:], 1e-4)
     refused = script(*work, "--batch_size", "4", "--lora_r", "8", "--resume", start, ok=False)
     assert refused.code == 2 and "another run" in refused.error
 
 
 @pytest.mark.parametrize("targets, said", [("q_proj,c_attn", "down_proj"), (",", "no layer")])
+def test_adapters_are_no_model(script, plain):
+    run = script("--model", plain.folder / "hf", ok=False)
+    assert run.code == 2 and "--merge_lora" in run.error
+
+
 def test_targets_that_are_not_there(script, work, targets, said):
     run = script(*work, "--lora_targets", targets, ok=False)
     assert run.code == 2 and said in run.error

@@ -137,6 +137,47 @@ def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
     assert refused.code == 2 and "bad row 4 of 3" in refused.error
 
 
+BAD = {  # in each file the lines that cannot be used, and what is said of them; "*": of the file as a whole
+    "rows.csv": ('id,text\n1,fine\n2,not quoted, and so cut\n3\n4,"quoted, and so whole"\n5,"never closed\n6,lost\n',
+                 {3: "cells", 4: "cells", 6: "unexpected end"}),
+    "rows.json": ('{"train": [{"text": "a"}], "test": [{"text": "b"}]}', {"*": "train, test"}),
+    "table.parquet": ("PAR0", {"*": "not a Parquet file"}),
+    "text.jsonl": ('{"text": "fine"}\n{"text": "caf\udce9"}\n', {2: "not UTF-8"}),
+}  # fmt: skip
+BAD_CHATS = [
+    ({"content": "Yes.", "weight": 0}, "weight"), ({"content": "Yes.", "reasoning_content": "Hm."}, "reasoning_content"),
+    ({"content": " "}, "says nothing"), ({"content": None}, "content"), ({"content": "Yes.", "tool_calls": [1]}, "tool_calls"),
+]  # fmt: skip
+
+
+def named(found):
+    return {int(line[1]) if (line := re.search(r"line (\d+)", row)) else "*": row for row in found["bad_rows"]}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_would_be_lost_or_guessed_is_a_bad_row(script, llama, tmp_path, name):
+    text, bad = BAD[name]
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    (tmp_path / "more.txt").write_text("the quick brown fox " * 100)
+    run = script("--model", llama, "--dataset", tmp_path, "--seq_length", "16", "--batch_size", "2", "--max_steps", "1",
+                 "--no_eval", "--no_export", "--max_bad_rows", str(len(bad)))  # fmt: skip
+    found = named(run.results["dataset"])
+    assert found.keys() == bad.keys() and all(said in found[line] for line, said in bad.items())
+
+
+def test_conversations_that_would_lose_something_are_bad_rows(script, llama, tmp_path):
+    def row(message):
+        return {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", **message}]}
+
+    fine = {"content": "the dog", "weight": 1, "tool_calls": None, "id": 7}
+    file = as_lines(tmp_path / "chat.jsonl", [row(message) for message, _ in BAD_CHATS] + [row(fine)] * 4)
+    run = script("--model", llama, "--dataset", file, "--seq_length", "64", "--batch_size", "2", "--max_steps", "1",
+                 "--no_eval", "--no_export", "--max_bad_rows", str(len(BAD_CHATS)))  # fmt: skip
+    found = named(run.results["dataset"])
+    assert found.keys() == {1, 2, 3, 4, 5} and run.results["dataset"]["rows"] == 4
+    assert all(said in found[line] for line, (_, said) in enumerate(BAD_CHATS, 1))
+
+
 @pytest.mark.parametrize("streaming", [[], ["--streaming", "--max_steps", "1"]], ids=["cached", "streamed"])
 def test_a_picture_in_a_folder_of_texts(script, llama, tmp_path, streaming):
     (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" * 100)
@@ -184,6 +225,7 @@ def test_validation_file_and_split(script, text_file, tmp_path):
     (["--load_best_at_end", "--no_save"], "--no_save"),
     (["--lora_alpha", "8"], "--lora_r"),
     (["--merge_lora", "--lora_r", "4", "--no_export"], "--no_export"),
+    (["--eval_only", "--lora_r", "4"], "--lora_r"),
 ])  # fmt: skip
 def test_wrong_arguments(script, args, said):
     run = script(*args, ok=False)

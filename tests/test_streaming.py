@@ -60,6 +60,21 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
     assert resumed.losses == streamed.losses[27:]
 
 
+def test_one_lane_reads_what_the_cache_holds(script, llama, tmp_path):
+    """All files, every token once, with the end-of-text token between documents: the same blocks in the same order."""
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "then", "some"]
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(" ".join(words[number:] * (number + 2)))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": " ".join(words[n:])}) + "\n" for n in range(6)))
+    work = ["--model", llama, "--dataset", tmp_path, "--seq_length", "16", "--batch_size", "1", "--lr", "1e-30", "--precision",
+            "fp32", "--no_export"]  # fmt: skip
+    plain = script(*work, "--validation_file", tmp_path / "0.txt", "--no_eval")
+    blocks = plain.results["steps"]
+    streamed = script(*work, "--streaming", "--shuffle_buffer", "1", "--max_steps", str(blocks), "--no_eval")
+    assert blocks > 20 and len({round(loss, 4) for loss in plain.losses}) > 15
+    assert sorted(round(loss, 4) for loss in streamed.losses) == sorted(round(loss, 4) for loss in plain.losses)
+
+
 def test_rows_of_which_nothing_can_be_used(script, llama, tmp_path):
     """One lane gets no row that fits; then no lane does."""
     path, long = tmp_path / "rows.jsonl", "the quick brown fox " * 20
