@@ -172,6 +172,7 @@ def as_json(comparison: Comparison) -> str:
         "reported_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "reference": comparison.reference.strategy if comparison.reference else None,
         "tolerance": comparison.tolerance,
+        "lasting_steps": comparison.lasting,
         "same_model": comparison.same_model,
         "departing": [row.strategy for row in comparison.departing],
         "exit_code": comparison.exit_code,
@@ -438,7 +439,7 @@ def draw_losses(axes, rows: list[Row]) -> None:
 
 
 def draw_differences(axes, comparison: Comparison, rows: list[Row]) -> None:
-    """Relative difference from the reference at each step, on a logarithmic axis, with the tolerance as a line."""
+    """Relative difference from the reference over the steps, on a logarithmic axis, with the tolerance as a line."""
     wanted = comparison.reference.completed[0]
     floor = 1e-8  # two equal losses have no logarithm
     shown = rows + ([comparison.control] if comparison.control else [])
@@ -448,7 +449,7 @@ def draw_differences(axes, comparison: Comparison, rows: list[Row]) -> None:
         for attempt in row.completed:
             if attempt is wanted:
                 continue
-            off = [max(floor, difference) for difference in comparing.differences(attempt, wanted)]
+            off = [max(floor, difference) for difference in comparing.differences(attempt, wanted, comparison.lasting)]
             axes.plot(steps_of(attempt), off, label=name, linewidth=1.3, markersize=4, markeredgecolor="#333333", **style)
             name = None  # one entry for all repeats
     axes.axhline(comparison.tolerance, color="#D55E00", linestyle="--", label=f"tolerance, {comparison.tolerance:g}")
@@ -456,7 +457,8 @@ def draw_differences(axes, comparison: Comparison, rows: list[Row]) -> None:
     axes.set_ylim(floor / 2, 100 * max(comparison.tolerance, *(row.difference or 0 for row in shown)))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("relative difference of the loss")
-    axes.set_title(f"Difference from {comparison.reference.strategy} (equal losses are drawn at {floor:.0e})")
+    lasting = f"medians of {comparison.lasting} steps; " if comparison.lasting > 1 else ""
+    axes.set_title(f"Difference from {comparison.reference.strategy} ({lasting}equal losses are drawn at {floor:.0e})")
     axes.legend(fontsize=8, ncols=4, loc="upper center")
     whole_steps(axes)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 from conftest import PROJECT, SAME_WORK, SPLIT, STRATEGIES, assert_close, descendants_of_test, finish, skip, start
@@ -86,7 +87,8 @@ def test_all_strategies_do_the_same_work(all_seven, reference):
     of_dp = losses(runs / "dp" / "1")
     for name, row in rows.items():  # the numbers of the report, taken again from the raw files
         raw = losses(runs / name / "1")
-        assert row["difference"] == max(abs(a - b) / b for a, b in zip(raw, of_dp, strict=True))
+        off = [abs(a - b) / b for a, b in zip(raw, of_dp, strict=True)]
+        assert row["difference"] == max(median(off[max(0, step - 4) : step + 1]) for step in range(20))
         results = json.loads((runs / name / "1" / "results.json").read_text())
         assert results["precision"] == "bf16"
         assert row["samples_per_second"] == results["samples_per_second"]
