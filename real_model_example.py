@@ -127,7 +127,7 @@ def find_model(args, run: Run) -> models.Blueprint:
     return blueprint
 
 
-def load_model_and_tokenizer(args, run: Run, precision: str, blueprint: models.Blueprint):
+def load_model_and_tokenizer(args, run: Run, blueprint: models.Blueprint):
     """Bring the weights to where the strategy wants them.
 
     dp, zero1, zero2 and offload hold a whole copy per rank; zero3, infinity and fsdp split it while loading.
@@ -135,11 +135,11 @@ def load_model_and_tokenizer(args, run: Run, precision: str, blueprint: models.B
     if args.generate:
         sampling.tokens_of(args.generate, blueprint.tokenizer)  # a prompt that cannot be used is refused now
     if args.ds_config_dict:
-        configure_deepspeed(args, run, precision, blueprint)
+        configure_deepspeed(args, run, blueprint)
     if args.strategy == "fsdp":
-        model = shard_with_fsdp(blueprint, run, args, precision)
+        model = shard_with_fsdp(blueprint, run, args)
     elif args.strategy in ("zero3", "infinity"):
-        model = shard_with_zero3(blueprint, run, args, precision)
+        model = shard_with_zero3(blueprint, run, args)
     else:
         model = blueprint.load(run)
     if args.gradient_checkpointing:
@@ -206,7 +206,7 @@ def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
     return wrapped
 
 
-def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args, precision: str) -> nn.Module:
+def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
     """Split parameters, gradients and optimizer states over the ranks, one transformer block at a time.
 
     The sharded model is built without memory (meta device); then rank 0's weights are broadcast tensor by tensor and
@@ -215,7 +215,7 @@ def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args, precision: str)
     whole = blueprint.load(run) if run.is_main else None
     sharded = blueprint.on_meta_device()
     # Compute in 16 bit, keep the shards and reduce the gradients in fp32. fp16 computes under autocast, see autocast().
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if run.precision == "bf16" else None, reduce_dtype=torch.float32)
     options = args.fsdp
     offload = CPUOffloadPolicy(pin_memory=run.device.type == "cuda") if options.offload else OffloadPolicy()
     how = {"mesh": run.mesh(options.hybrid), "mp_policy": policy, "offload_policy": offload}
@@ -242,7 +242,7 @@ def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args, precision: str)
     return sharded
 
 
-def shard_with_zero3(blueprint: models.Blueprint, run: Run, args, precision: str) -> nn.Module:
+def shard_with_zero3(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
     """Split every parameter over the ranks as it is read (infinity: and write this rank's part to NVMe).
 
     Loading only maps the weights file. A parameter is in memory from its copy here until DeepSpeed has taken this
@@ -252,7 +252,7 @@ def shard_with_zero3(blueprint: models.Blueprint, run: Run, args, precision: str
 
     model = blueprint.load(run, dtype="auto")  # in the file's own type: converting here would copy the whole model
     with quiet(args.verbose):
-        deepspeed.zero.Init(module=OneByOne(model, models.DTYPES[precision]), config_dict_or_path=args.ds_config_dict)
+        deepspeed.zero.Init(module=OneByOne(model, models.DTYPES[run.precision]), config_dict_or_path=args.ds_config_dict)
     for buffer in model.buffers():  # they are not split, and DeepSpeed leaves them where they are
         buffer.data = buffer.data.to(run.device)
     return model
@@ -317,13 +317,14 @@ def count_tokens(window: data.Window, run: Run) -> torch.Tensor:
     return counts
 
 
-def autocast(model: nn.Module, device: torch.device, precision: str):
+def autocast(model: nn.Module, run: Run):
     """16-bit arithmetic for weights that are kept in fp32.
 
     DeepSpeed's engine has converted the weights, and FSDP2 converts them to bf16 as it gathers them (its policy).
     """
-    converted = hasattr(model, "set_gradient_accumulation_boundary") or (isinstance(model, FSDPModule) and precision == "bf16")
-    return torch.autocast(device.type, models.DTYPES[precision], enabled=precision != "fp32" and not converted)
+    by_fsdp = isinstance(model, FSDPModule) and run.precision == "bf16"
+    converted = by_fsdp or hasattr(model, "set_gradient_accumulation_boundary")
+    return torch.autocast(run.device.type, models.DTYPES[run.precision], enabled=run.precision != "fp32" and not converted)
 
 
 @contextlib.contextmanager
@@ -348,7 +349,7 @@ def windows_of_epoch(train, epoch: int, done: int, args, run: Run):
     return data.prefetch(windows, run.device)
 
 
-def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run, precision):
+def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run):
     """One epoch of plain PyTorch, for dp and fsdp."""
     model.train()
     held_back = torch.zeros((), dtype=torch.bool, device=run.device)
@@ -364,7 +365,7 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
         for micro_step, (inputs, labels) in enumerate(window.batches):
             data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
             with gradient_sync(model, needed=micro_step + 1 == len(window.batches)):
-                with autocast(model, run.device, precision):
+                with autocast(model, run):
                     loss = token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels) / learned
                 meter.mark("forward")
                 # DDP and FSDP divide the sum over the ranks by their number; `learned` already counts all ranks.
@@ -432,7 +433,7 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
 
 
 @torch.no_grad()
-def evaluate(model, validation, args, run: Run, precision: str) -> tuple[float, float] | None:
+def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
     """Mean loss over every validation token, each counted once, and its perplexity exp(loss); None if asked to stop.
 
     The blocks are dealt to the ranks; where they do not come out even, rows without labels fill up the batch.
@@ -447,7 +448,7 @@ def evaluate(model, validation, args, run: Run, precision: str) -> tuple[float, 
             [(inputs, labels)] = window.batches
             if number % STOP_CHECK_BATCHES == 0 and run.asked_to_stop():
                 return None
-            with autocast(model, run.device, precision):
+            with autocast(model, run):
                 total[0] += token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels)
             total[1] += (labels[:, 1:] != data.IGNORED).sum()
             bar.advance()
@@ -478,9 +479,7 @@ def wrap(model, args, run: Run):
     return model, adamw(model, args)
 
 
-def train_and_evaluate(
-    model, optimizer, scaler, train, validation, args, run: Run, precision: str, meter, saver
-) -> tuple | None:
+def train_and_evaluate(model, optimizer, scaler, train, validation, args, run: Run, meter, saver) -> tuple | None:
     """All epochs, or as many as early stopping lets be; returns the last evaluation's (loss, perplexity), or None."""
     last = None
 
@@ -489,7 +488,7 @@ def train_and_evaluate(
             run.warn(f"{NOTHING_TO_EVALUATE}.")
             return None
         meter.footprint.doing = "evaluation"
-        found = evaluate(model, validation, args, run, precision)
+        found = evaluate(model, validation, args, run)
         if found is None:
             saver.save_and_stop(meter)
         loss, perplexity = found
@@ -506,7 +505,7 @@ def train_and_evaluate(
         if args.ds_config_dict:
             train_epoch_deepspeed(model, train, epoch, meter, saver, args, run)
         else:
-            train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run, precision)
+            train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run)
         if meter.evaluation_is_due:
             last = evaluate_now()
     return last
@@ -519,8 +518,9 @@ def main(args, launch) -> None:
     except BaseException as error:
         exit_before_start(error, args.verbose, linger=2)
     try:
+        run.precision = preflight.choose_precision(args.precision, run.device)
         if args.check:
-            run.end_together(None, checks.check(args, run, preflight.choose_precision(args.precision, run.device)))
+            run.end_together(None, checks.check(args, run))
         engine = train_one_model(args, run)
     except Preempted as stopped:
         run.end_together(stopped.engine, EXIT_PREEMPTED)
@@ -532,9 +532,8 @@ def main(args, launch) -> None:
 def train_one_model(args, run: Run):
     """The run from model to results; returns what must be taken down at the end."""
     reporting.say_setup(run)
-    precision = preflight.choose_precision(args.precision, run.device)
     folder = reporting.new_output_dir(args, run)
-    results = reporting.open_results(args, run, folder, precision)
+    results = reporting.open_results(args, run, folder)
     footprint = memory.Phases(run.device)
     run.memory_facts.append(footprint.describe)
     if args.memory_snapshot:
@@ -544,11 +543,11 @@ def train_one_model(args, run: Run):
 
     # The data comes before the weights: what is wrong with it shows in seconds, however large the model is.
     blueprint = find_model(args, run)
-    run.ways_to_fit = lambda: preflight.ways_to_fit(args, run, precision, blueprint)
+    run.ways_to_fit = lambda: preflight.ways_to_fit(args, run, blueprint)
     train, validation, dataset = prepare_dataset(args, run, blueprint.tokenizer)
     if not validation.blocks and (needed := [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]):
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
-    model, _tokenizer = load_model_and_tokenizer(args, run, precision, blueprint)
+    model, _tokenizer = load_model_and_tokenizer(args, run, blueprint)
     footprint.note("model_loaded")
     run.say("✅ Dataset ready: " + ("a stream" if args.streaming else f"{train.blocks:,} samples"))
     results.update(
@@ -560,19 +559,19 @@ def train_one_model(args, run: Run):
         keep_freed_memory()
 
     scale = 1.0 if run.simulated else 2.0**16  # gradients of a simulation would overflow, and their steps be left out
-    scaler = torch.amp.GradScaler(run.device.type, scale, enabled=precision == "fp16" and not args.ds_config_dict)
-    identity = checkpoint.identify(args, run, precision, blueprint, dataset, model)
+    scaler = torch.amp.GradScaler(run.device.type, scale, enabled=run.precision == "fp16" and not args.ds_config_dict)
+    identity = checkpoint.identify(args, run, blueprint, dataset, model)
     saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, blueprint, train)
     over = results.over(data.total_steps(args, run.world_size, train.blocks), args)
     before = saver.resume()
     steps = data.total_steps(args, run.world_size, train.blocks, before["step"], before["samples"])
     if over or (results.was_complete and before["step"] >= steps):
-        finish_again(model, saver, results, before["step"], folder, args, run, blueprint, precision)
+        finish_again(model, saver, results, before["step"], folder, args, run, blueprint)
         return model
     results.begin()
     meter = metering.open_meter(args, run, folder, model, optimizer, blueprint, steps, before, footprint, train.blocks)
     try:
-        evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, precision, meter, saver)
+        evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, meter, saver)
     except Preempted:
         results.preempted(meter.counters())
         run.say(f"⏸️  Stopped by a signal after step {meter.step} of {meter.total_steps}: go on with --resume")
@@ -585,15 +584,15 @@ def train_one_model(args, run: Run):
         saver.load_best(meter.best["step"], meter.step)
 
     results.update(checkpoint_seconds=saver.seconds)
-    results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint, precision))
+    results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint))
     reporting.say_results(run, results.facts, args)
-    hand_out(model, saver, results, folder, args, run, blueprint, precision)
+    hand_out(model, saver, results, folder, args, run, blueprint)
     meter.close(results.facts.get("sample"))
     run.say(f"📁 {results.path}")
     return model
 
 
-def finish_again(model, saver, results, step: int, folder, args, run: Run, blueprint: models.Blueprint, precision: str) -> None:
+def finish_again(model, saver, results, step: int, folder, args, run: Run, blueprint: models.Blueprint) -> None:
     """--resume found a run that was complete: only export or print what was not asked for then."""
     run.say("✅ This run was complete already.")
     results.go_on_from_complete()
@@ -602,10 +601,10 @@ def finish_again(model, saver, results, step: int, folder, args, run: Run, bluep
     elif step < results.facts["steps"]:
         run.warn("Its last weights are in no checkpoint, so nothing is exported or generated again.")
         return
-    hand_out(model, saver, results, folder, args, run, blueprint, precision)
+    hand_out(model, saver, results, folder, args, run, blueprint)
 
 
-def hand_out(model, saver, results, folder, args, run: Run, blueprint: models.Blueprint, precision: str) -> None:
+def hand_out(model, saver, results, folder, args, run: Run, blueprint: models.Blueprint) -> None:
     """Export the trained model and print a sample, as far as they are wished and not there, and complete the results."""
     there = run.from_main(results.was_complete and not args.export_hf and (folder / "hf").exists())
     if not (args.no_export or args.eval_only or there):
@@ -616,8 +615,7 @@ def hand_out(model, saver, results, folder, args, run: Run, blueprint: models.Bl
         card = export.model_card(facts, saver.identity)
         results.update(export=export.export_model(model, saver.state, blueprint, folder, args, run, card))
     if args.generate:
-        casting = autocast(model, run.device, precision)
-        results.update(sample=sampling.generate(model, casting, blueprint, args, run))
+        results.update(sample=sampling.generate(model, autocast(model, run), blueprint, args, run))
     run.stop.ignore()  # from here on the run only ends
     results.complete()
 

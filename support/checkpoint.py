@@ -256,7 +256,7 @@ class Saver:
         return theirs if hasattr(theirs, "last_overflow_iter") else None
 
 
-def identify(args, run: Run, precision: str, blueprint, dataset: dict, model) -> dict:
+def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
     """What should be the same in a run that goes on from a checkpoint: {"hard": …, "soft": …, "told": …}.
 
     "hard" differences make the tensors useless; "soft" ones change what is trained on; "told" ones are the user's to
@@ -281,7 +281,7 @@ def identify(args, run: Run, precision: str, blueprint, dataset: dict, model) ->
         "global batch": global_batch(args, run.world_size),
     }  # fmt: skip
     told = {
-        "strategy": args.strategy, "ranks": run.world_size, "precision": precision, "batch_size": args.batch_size,
+        "strategy": args.strategy, "ranks": run.world_size, "precision": run.precision, "batch_size": args.batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps, "epochs": args.epochs, "max_steps": args.max_steps,
         "lr": args.lr, "lr_scheduler": args.lr_scheduler, "warmup_steps": args.warmup_steps,
         "weight_decay": args.weight_decay, "max_grad_norm": args.max_grad_norm, "dropout": args.dropout,

@@ -50,14 +50,14 @@ class Line:
         return f"{MARKS[self.status]} {self.name:13} {self.text}" + (f": {self.remedy}" if self.remedy else "")
 
 
-def check(args, run: Run, precision: str) -> int:
+def check(args, run: Run) -> int:
     """Try everything and print it: rank 0's machine in full, of the other ranks what is wrong or differs, with their hosts.
 
     Returns:
         The exit code: 0 if the chosen strategy can run on every rank.
     """
     parts = (_software, _gpu, _compiler, _ops, _nvme, _disk, _limits, _memory, _hub)
-    mine = [line for part in parts for line in part(args, run, precision)]
+    mine = [line for part in parts for line in part(args, run)]
     for line in mine if run.is_main else ():  # before the ranks talk to each other, which may be what fails
         run.print(str(line))
     communication = _communication(run)
@@ -100,7 +100,7 @@ def _without_sizes(text: str) -> str:
 # ------------------------------------------------------------------------------------------------ this machine
 
 
-def _software(args, run: Run, precision: str) -> Iterator[Line]:
+def _software(args, run: Run) -> Iterator[Line]:
     tested = dict(re.findall(r"^([\w-]+)==(\S+)", (PROJECT / "constraints.txt").read_text(), re.M))
     least = dict(re.findall(r"^([\w-]+)>=(\S+)", (PROJECT / "requirements.txt").read_text(), re.M))
     found, other, wrong = [], [], []
@@ -137,9 +137,9 @@ def _has(module: str) -> bool:
     return False
 
 
-def _gpu(args, run: Run, precision: str) -> Iterator[Line]:
+def _gpu(args, run: Run) -> Iterator[Line]:
     if run.device.type != "cuda":
-        text = f"none seen; training in {precision} on {available_cores()} CPU cores"
+        text = f"none seen; training in {run.precision} on {available_cores()} CPU cores"
         if has_nvidia_gpu():
             built = f"this torch {torch.__version__} is built for CUDA {torch.version.cuda or 'none'}"
             yield Line(WARNING, "GPU", text, f"the host has one: {built}; see nvidia-smi and CUDA_VISIBLE_DEVICES")
@@ -150,7 +150,7 @@ def _gpu(args, run: Run, precision: str) -> Iterator[Line]:
     free, total = torch.cuda.mem_get_info(run.device)
     capability = f"{properties.major}.{properties.minor}"
     text = (f"{properties.name}, {free / GB:.1f} of {total / GB:.1f} GB free, compute capability {capability}, torch for CUDA "
-            f"{torch.version.cuda}, driver {_nvidia_smi('driver_version')}, {precision}")  # fmt: skip
+            f"{torch.version.cuda}, driver {_nvidia_smi('driver_version')}, {run.precision}")  # fmt: skip
     if free < 0.8 * total:
         yield Line(WARNING, "GPU", text, "another process holds a part of it (nvidia-smi shows which)")
     else:
@@ -172,7 +172,7 @@ def _run(*command: str) -> str | None:
         return None
 
 
-def _compiler(args, run: Run, precision: str) -> Iterator[Line]:
+def _compiler(args, run: Run) -> Iterator[Line]:
     compiler, ninja = shutil.which(os.environ.get("CXX", "c++")), shutil.which("ninja")
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     lacking = [] if compiler else ["a C++ compiler (apt install build-essential, module load gcc)"]
@@ -205,7 +205,7 @@ def _passes(check, *args) -> bool:
     return True
 
 
-def _ops(args, run: Run, precision: str) -> Iterator[Line]:
+def _ops(args, run: Run) -> Iterator[Line]:
     if not _has("deepspeed"):
         return
     states = []
@@ -221,7 +221,7 @@ def _ops(args, run: Run, precision: str) -> Iterator[Line]:
         yield Line(status, "DeepSpeed ops", "; ".join(states[:2]) + "; infinity cannot", str(error))
 
 
-def _nvme(args, run: Run, precision: str) -> Iterator[Line]:
+def _nvme(args, run: Run) -> Iterator[Line]:
     if not (args.ds_config_dict and uses_nvme(args.ds_config_dict) and run.launch.is_node_leader):
         return  # one rank of a node: several would share the speed
     folder = args.nvme_path or tempfile.gettempdir()
@@ -254,7 +254,7 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
     return speeds[0], speeds[1]
 
 
-def _disk(args, run: Run, precision: str) -> Iterator[Line]:
+def _disk(args, run: Run) -> Iterator[Line]:
     """Where results, checkpoints and tokens go."""
     named = {"output": Path(args.output_dir or "runs"), "cache": models.cache_folder(args.cache_dir)}
     free = {}
@@ -274,7 +274,7 @@ def _disk(args, run: Run, precision: str) -> Iterator[Line]:
         yield Line(OK, "disk", text)
 
 
-def _limits(args, run: Run, precision: str) -> Iterator[Line]:
+def _limits(args, run: Run) -> Iterator[Line]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < 1024:
         yield Line(PROBLEM if files < 128 else WARNING, "open files", f"{files} (ulimit -n)", "ulimit -n 65536 before the run")
@@ -294,7 +294,7 @@ def _limits(args, run: Run, precision: str) -> Iterator[Line]:
                    "NCCL and DeepSpeed share memory there: docker run --shm-size=8g" if small else "")  # fmt: skip
 
 
-def _memory(args, run: Run, precision: str) -> Iterator[Line]:
+def _memory(args, run: Run) -> Iterator[Line]:
     limits = preflight.memory_limits(run)
     there = f"{limits.gpu / GB:.1f} GB for each {'GPU' if run.device.type == 'cuda' else 'process'}"
     try:
@@ -303,7 +303,7 @@ def _memory(args, run: Run, precision: str) -> Iterator[Line]:
         if model.limit and args.seq_length > model.limit:
             limit = f"more than the {model.limit} positions of {args.model}"
             yield Line(PROBLEM, "block length", f"--seq_length {args.seq_length} is {limit}", "shorten it")
-        work = preflight.planned_work(args, run, precision, model)
+        work = preflight.planned_work(args, run, model)
     except UserError:  # its config.json is not here, or the planner does not know what was asked for
         yield Line(OK, "memory", f"{there}; not planned: no config.json of the model here, or your own DeepSpeed or FSDP file")
         return
@@ -353,7 +353,7 @@ def _wait_for(run: Run) -> None:
         dist.barrier()
 
 
-def _hub(args, run: Run, precision: str) -> Iterator[Line]:
+def _hub(args, run: Run) -> Iterator[Line]:
     if args.hub_problem:
         yield Line(PROBLEM, "hub", args.hub_problem)
     elif args.hub_offline:

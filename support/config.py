@@ -199,7 +199,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--epochs", type=positive_int, help="passes over the data (default: 1, or as many as --max_steps needs)")
     add("--max_steps", type=positive_int, help="stop after this many optimizer steps")
     add("--lr", type=positive_float, help="peak learning rate (default: 5e-5, for adapters 2e-4, for random weights "
-                                                  "1e-3)")
+                                                  "5e-4)")
     add("--lr_scheduler", choices=("linear", "cosine", "constant"), default="linear",
         help="how the rate falls after warm-up (default: %(default)s)")
     add("--warmup_steps", type=natural_int, default=0, help="steps of linear warm-up (default: %(default)s)")
@@ -316,7 +316,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
     if args.lr is None:
         random = args.from_scratch or args.model == EMBEDDED_MODEL
-        args.lr = 1e-3 if random else 2e-4 if args.lora_r else 5e-5
+        # At 1e-3 the embedded model's loss jumps now and then, and such a step shows every rounding.
+        args.lr = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
     args.ds_config_dict = args.nvme_folder = None
     if args.ds_config is not None:
         config = read_ds_config(args.ds_config)

@@ -19,7 +19,7 @@ from support.config import complete_ds_config, uses_nvme
 from support.distributed import Run
 
 
-def configure_deepspeed(args, run: Run, precision: str, blueprint) -> None:
+def configure_deepspeed(args, run: Run, blueprint) -> None:
     """Complete DeepSpeed's JSON for this model and device."""
     import cpuinfo
     import deepspeed
@@ -53,7 +53,7 @@ def configure_deepspeed(args, run: Run, precision: str, blueprint) -> None:
         args.ds_config_dict["fp16"]["loss_scale"] = 1  # gradients would overflow, and their steps be left out
     complete_ds_config(
         args.ds_config_dict,
-        precision=precision,
+        precision=run.precision,
         hidden_size=blueprint.text_config.hidden_size,
         parameters=blueprint.parameters,
         largest_parameter=blueprint.largest_parameter,

@@ -99,6 +99,7 @@ class Run:
     stop: StopSignal = field(default_factory=lambda: StopSignal())
 
     nodes: int = 1
+    precision: str = "fp32"  # of the arithmetic, once --precision is settled for the device
     lock: Any = None  # keeps a second run out of the output folder, on rank 0
 
     @property

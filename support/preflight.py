@@ -336,7 +336,7 @@ def cpu_computes_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def planned_work(args, run, precision: str, model: architectures.Architecture) -> planner.Work:
+def planned_work(args, run, model: architectures.Architecture) -> planner.Work:
     """This run as the planner sees it.
 
     Raises:
@@ -344,7 +344,7 @@ def planned_work(args, run, precision: str, model: architectures.Architecture) -
     """
     if args.ds_config or args.fsdp_config or args.eval_only:
         raise UserError("The planner knows this project's own DeepSpeed files, FSDP's defaults, and training.")
-    return planner.Work(model, run.world_size, args.batch_size, args.seq_length, precision, args.gradient_checkpointing,
+    return planner.Work(model, run.world_size, args.batch_size, args.seq_length, run.precision, args.gradient_checkpointing,
                         args.gradient_accumulation_steps, run.device.type, 0 if run.simulated else None,
                         planner.adapters(model, args.lora_r, args.lora_targets))  # fmt: skip
 
@@ -361,24 +361,24 @@ def memory_limits(run) -> planner.Limits:
     return planner.Limits(memory_limit(run.device) // ranks)  # the ranks share the host's memory
 
 
-def predicted_bytes(args, run, precision: str, blueprint) -> dict[str, int] | None:
+def predicted_bytes(args, run, blueprint) -> dict[str, int] | None:
     """What the planner says of this run; None for an architecture or a configuration that it does not know."""
     try:
         model = architectures.read_architecture(blueprint.config.to_dict(), args.model)
-        need = asdict(planner.predict(planned_work(args, run, precision, model), args.strategy))
+        need = asdict(planner.predict(planned_work(args, run, model), args.strategy))
     except UserError:
         return None
     return {name: size for name, size in need.items() if isinstance(size, int)}
 
 
-def ways_to_fit(args, run, precision: str, blueprint) -> list[str]:
+def ways_to_fit(args, run, blueprint) -> list[str]:
     """What the planner would change, for a run that ran out of memory: lines.
 
     Raises:
         UserError: an architecture or a configuration that the planner does not know.
     """
     model = architectures.read_architecture(blueprint.config.to_dict(), args.model)
-    return planner.describe_ways(planned_work(args, run, precision, model), args.strategy, memory_limits(run))
+    return planner.describe_ways(planned_work(args, run, model), args.strategy, memory_limits(run))
 
 
 def needed_ops(strategy: str, device) -> dict[str, list[Path]]:

@@ -119,12 +119,12 @@ def lock_folder(folder: Path):
     return file
 
 
-def open_results(args, run: Run, folder: Path, precision: str) -> Results:
+def open_results(args, run: Run, folder: Path) -> Results:
     """results.json with what is known before anything is loaded."""
     facts = {
         "strategy": args.strategy, "model": args.model,
         "world_size": run.real_world_size, "simulated_world_size": args.simulate_gpus,
-        "device": run.device.type, "backend": run.backend, "launcher": run.launch.launcher, "precision": precision,
+        "device": run.device.type, "backend": run.backend, "launcher": run.launch.launcher, "precision": run.precision,
         "batch_size": args.batch_size, "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "global_batch_size": global_batch(args, run.world_size), "seed": args.seed,
     }  # fmt: skip
@@ -236,7 +236,7 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint, precision) -> dict:
+def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint) -> dict:
     """The measured part of results.json: gathered from all ranks; throughput and times are means over them."""
     counters, steps = meter.counters(), meter.step - meter.before["step"]
     mine = {"memory": memory.of_this_rank(footprint, meter.step_memory, args.nvme_folder, run.launch.is_node_leader),
@@ -264,7 +264,7 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
     }
     if facts["tokens_per_second"]:
         facts["tokens_per_second_per_gpu"] = facts["tokens_per_second"] / run.world_size
-        if peak := peak_flops(run.device, precision):
+        if peak := peak_flops(run.device, run.precision):
             text, weights = blueprint.text_config, (blueprint.matmul_parameters, blueprint.trainable_matmul)
             flops = flops_per_token(*weights, text.num_hidden_layers, text.hidden_size, args.seq_length)
             facts["mfu"] = facts["tokens_per_second_per_gpu"] * flops / peak
@@ -274,7 +274,7 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
     facts["memory"] = memory.over_ranks([rank["memory"] for rank in ranks])
     if run.simulated and not facts["memory"]["moments_bytes"] and facts["memory"]["placement"]["optimizer"] != "nvme":
         raise TrainingError("The simulated steps updated nothing, so Adam's states are missing in what was measured.")
-    facts["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, run, precision, blueprint)
+    facts["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, run, blueprint)
     return facts
 
 
