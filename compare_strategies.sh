@@ -237,7 +237,7 @@ control=${CONTROL-1}
 total=$((repeats * ${#strategies[@]} + control))
 doing="Comparing ${strategies[*]}"
 [[ -z ${SIMULATE_GPUS-} ]] || doing="Simulating the memory of ${SIMULATE_GPUS} ranks under ${strategies[*]}"
-echo "$doing on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The first use of a DeepSpeed strategy on a machine compiles for some minutes."
+echo "$doing on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The first use of a DeepSpeed strategy on a machine compiles for some minutes. What a run prints is in $runs/STRATEGY/1/log.txt."
 for ((repeat = 1; repeat <= repeats; repeat++)); do # in turn, so that a machine that slows down does so for all
     for strategy in "${strategies[@]}"; do
         run_and_say "$strategy" "$repeat" --strategy "$strategy"

@@ -611,7 +611,8 @@ def hand_out(model, saver, results, folder, args, run: Run, blueprint: models.Bl
         facts = {**results.facts, "merged": args.merge_lora}
         if saver.best_is_loaded:
             loss = facts["best_eval_loss"]
-            facts |= {"eval_loss": loss, "perplexity": math.exp(min(loss, 700)), "steps": facts["best_step"]}
+            facts |= {"eval_loss": loss, "perplexity": math.exp(min(loss, 700)), "steps": facts["best_step"],
+                      "train_loss_last": None, "tokens": None}  # fmt: skip
         card = export.model_card(facts, saver.identity)
         results.update(export=export.export_model(model, saver.state, blueprint, folder, args, run, card))
     if args.generate:

@@ -229,8 +229,9 @@ def provenance(comparison: Comparison) -> list[str]:
         return []
     machine = facts["hardware"]
     gpu = f"{machine['gpu']} ({machine['gpu_memory_bytes'] / GB:.1f} GB), " if machine["gpu"] else "no GPU, "
+    cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
     return [
-        f"Hardware: {gpu}{machine['cores']} cores of {machine['cpu']}, {machine['ram_bytes'] / GB:.1f} GB of memory",
+        f"Hardware: {gpu}{cores} of {machine['cpu']}, {machine['ram_bytes'] / GB:.1f} GB of memory",
         "Versions: " + ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
         f"Measured: {facts['started_at'][:10]}; dataset {facts['dataset']['name']}, sha256 {facts['dataset']['sha256'][:12]}…",
     ]

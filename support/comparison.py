@@ -478,13 +478,14 @@ def _say_same_model(comparison: Comparison) -> list[str]:
         why = f"did not complete ({dp.status})" if dp else "was left out"
         sentences.append(f"ℹ️  dp, the plain reference, {why}: the others are compared with {reference.strategy}.")
     allowed = f"tolerance {tolerance:g} for {comparison.work['precision']}"
+    sharper = " --precision fp32 tells a fault from rounding." if comparison.lasting > 1 else ""
     lasting = f" (medians of {comparison.lasting} steps)" if comparison.lasting > 1 else ""
     for row in comparison.departing:
         wanted = reference.completed[0].losses[row.departs_at - 1]
         sentences.append(
             f"❌ {row.strategy} does not train the same model: it departs from {reference.strategy} at step {row.departs_at} "
             f"(loss {row.departing_loss:.6f}, {reference.strategy} {wanted:.6f}) and is off by {row.difference:.1e}{lasting} "
-            f"at step {row.difference_step}; {allowed}."
+            f"at step {row.difference_step}; {allowed}.{sharper}"
         )
     alike = [row for row in comparison.compared if row.departs_at is None]
     if alike:

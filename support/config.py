@@ -90,7 +90,7 @@ def share(text: str) -> float:
     """A part of something: 0 < p < 1."""
     value = positive_float(text)
     if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1 (--no_eval evaluates on nothing)")
     return value
 
 

@@ -141,6 +141,13 @@ def kind_of(keys: Iterable[str], text_column: str | None) -> str | None:
     return "text" if (text_column or "text") in keys else None
 
 
+def _no_text(text_column: str | None, there: str) -> str:
+    """What to do about a row or a table without anything to learn; `there` are its keys."""
+    if text_column:
+        return f"no {text_column!r}, which --text_column names; there is {there}."
+    return f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {there}: rename what is learned, or name a text with --text_column."
+
+
 def read_row(row, where: str, text_column: str | None) -> Item:
     """What a row holds: a document, an example, or why it is neither."""
     if isinstance(row, str):
@@ -150,7 +157,7 @@ def read_row(row, where: str, text_column: str | None) -> Item:
     kind = kind_of(row, text_column)
     if kind is None:
         there = ", ".join(map(str, row)) or "nothing"
-        return BadRow(f"{where}: no {text_column or 'text'!r}; there is {there}: use --text_column.")
+        return BadRow(f"{where}: {_no_text(text_column, there)}")
     names = {"chat": ("messages",), "pair": ("prompt", "completion"), "text": (text_column or "text",)}[kind]
     try:
         if kind == "chat" and row.get("tools"):
@@ -183,7 +190,7 @@ def _text(value, name: str, may_be_null: bool) -> str:
     if value is None and may_be_null:
         value = ""  # a null is an empty document
     if not isinstance(value, str):
-        raise ValueError(f"{name!r} is not a text")
+        raise ValueError(f"{name!r} is not a text but {json.dumps(value)[:40]}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -276,14 +283,14 @@ def _read_jsonl(file: Path, text_column: str | None) -> Iterator[Row]:
             try:
                 yield json.loads(line.rstrip("\n")), f"{file}, line {number}"
             except json.JSONDecodeError as error:
-                yield BadRow(f"{file}, line {number}, column {error.colno}: {error.msg}.")
+                yield BadRow(f"{file}, line {number}, column {error.colno}: not valid JSON ({error.msg}).")
 
 
 def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig", errors="surrogateescape"))
     except json.JSONDecodeError as error:
-        yield BadRow(f"{file}, line {error.lineno}, column {error.colno}: {error.msg}.")
+        yield BadRow(f"{file}, line {error.lineno}, column {error.colno}: not valid JSON ({error.msg}).")
         return
     if isinstance(rows, dict) and kind_of(rows, text_column) is None:  # {"data": [...]}
         lists = {key: value for key, value in rows.items() if isinstance(value, list)}
@@ -329,7 +336,7 @@ def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
     except (pyarrow.ArrowException, OSError) as error:
         yield BadRow(f"{file} is not a Parquet file: {str(error).splitlines()[0]}")
         return
-    columns = _columns(table.schema_arrow.names, text_column, str(file))
+    columns = columns_of_text(table.schema_arrow.names, text_column, str(file))
     number = 0
     for batch in table.iter_batches(columns=columns, batch_size=1024):
         for row in batch.to_pylist():
@@ -337,7 +344,7 @@ def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
             yield row, f"{file}, row {number}"
 
 
-def _columns(there: list[str], text_column: str | None, where: str) -> list[str]:
+def columns_of_text(there: list[str], text_column: str | None, where: str) -> list[str]:
     """The columns to read of a table.
 
     Raises:
@@ -345,7 +352,7 @@ def _columns(there: list[str], text_column: str | None, where: str) -> list[str]
     """
     kind = kind_of(there, text_column)
     if kind is None:
-        raise UserError(f"{where}: no column {text_column or 'text'!r}; there is {', '.join(there)}: use --text_column.")
+        raise UserError(f"{where}: {_no_text(text_column, ', '.join(there))}")
     names = {"chat": ["messages", "tools"], "pair": ["prompt", "completion"], "text": [text_column or "text"]}[kind]
     return [name for name in names if name in there]
 
@@ -386,7 +393,7 @@ def _open_hub(dataset: str, config: str | None, text_column: str | None) -> Sour
     corpus = load_from_hub(dataset, config)
     if "train" not in corpus:
         raise UserError(f"{where} has no split named train; it has {', '.join(corpus)}.")
-    columns = _columns(corpus["train"].column_names, text_column, where)
+    columns = columns_of_text(corpus["train"].column_names, text_column, where)
     digest = hashlib.sha256(f"{columns}\0{config}\0{dataset == 'wikitext'}".encode())
     splits = {name: corpus[name] for name in ("train", "validation") if name in corpus}
     for split in splits.values():

@@ -182,8 +182,8 @@ def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile
         advice = "a larger --seq_length: in no example anything that is learned lies within it"
     else:
         file = TokenFile(f"{folder}/{name}.bin", dtype, length, 0, found["tokens"] // length)
-    if not found["rows"] and name == "train":
-        raise UserError("The corpus has no row that can be used.")
+    if not found["tokens"] and name == "train":
+        raise UserError("The corpus is empty: it has no row that can be used.")
     if file.blocks < 1 and name == "train":
         raise UserError(f"The corpus has {found['tokens']:,} tokens, less than one block of {length}: use {advice}.")
     return file, {**counts, "blocks": file.blocks}

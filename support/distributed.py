@@ -435,7 +435,7 @@ def what_must_agree() -> dict[str, str]:
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "numpy"):
+    for name in ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "peft", "numpy"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -132,7 +132,7 @@ def _learned(ids: list[int], offsets: list[tuple[int, int]], ranges: list[tuple[
 def _if_learned(example: Example, row: tuple | BadRow) -> tuple | BadRow:
     """The row, unless there is nothing to learn in it; an end of turn alone is nothing."""
     answers = [message["content"].strip() for message in example.messages or () if message["role"] == "assistant"]
-    if isinstance(row, BadRow) or (row[1][1:].any() and (example.kind == "pair" or any(answers))):
+    if isinstance(row, BadRow) or (row[1][1:].any() and (any(answers) or example.completion.strip())):
         return row
     if example.kind == "pair":
         return BadRow(f"{example.where}: the completion is empty.")
@@ -141,6 +141,8 @@ def _if_learned(example: Example, row: tuple | BadRow) -> tuple | BadRow:
 
 
 def _refused(example: Example, error: Exception) -> BadRow:
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        raise UserError(f"The chat template cannot be read: line {error.lineno}: {error.message}.") from error
     return BadRow(f"{example.where}: the chat template refuses it: {(str(error).splitlines() or ['no reason given'])[0]}")
 
 

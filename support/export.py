@@ -150,8 +150,8 @@ def model_card(facts: dict, identity: dict) -> str:
         identity: what the run was, see `checkpoint.identify`.
     """
     base, dataset = facts["model"], (facts.get("dataset") or {}).get("name")
-    hyperparameters = identity["soft"] | identity["told"]
     scratch = identity["told"].get("from_scratch") or base == EMBEDDED_MODEL
+    hyperparameters = {**identity["soft"], **identity["told"], "from_scratch": scratch}
     adapters = identity["hard"].get("lora") if not facts.get("merged") else None
     metadata = ["---", f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation"]
     metadata += [f"base_model: {base}"] if not scratch and not is_local_model(base) else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -134,12 +135,24 @@ def check_output_dir(args) -> None:
     folder = Path(args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file: name a folder.")
-    if (folder / "results.json").exists() and not args.overwrite and args.resume is None:
+    if not (args.overwrite or args.resume is not None) and holds_a_run(folder):
         raise UserError(f"--output_dir {folder} holds another run: --resume goes on with it, --overwrite replaces it; or name "
                         "another folder.")  # fmt: skip
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not os.access(existing, os.W_OK):
         raise UserError(f"--output_dir {folder}: {existing} is not writable.")
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether there is more than the word that a run could not begin."""
+    try:
+        status = json.loads((folder / "results.json").read_text(encoding="utf-8"))["status"]
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+    trained = (folder / "checkpoints").exists() or any(file.stat().st_size for file in folder.glob("metrics.jsonl"))
+    return status != "failed" or trained
 
 
 def check_export_folder(args) -> None:

@@ -29,10 +29,10 @@ from support.corpus import (
     Document,
     Example,
     begins_article,
+    columns_of_text,
     commit_on_hub,
     files_of,
     has_rows,
-    kind_of,
     load_from_hub,
     read_row,
     read_text,
@@ -424,9 +424,7 @@ def _open_rows(args, commit: str | None) -> Callable:
     if "train" not in splits:
         raise UserError(f"{where} has no split named train; it has {', '.join(splits)}.")
     columns = list(next(iter(splits["train"].take(1)), {}))
-    if kind_of(columns, args.text_column) is None:
-        there = ", ".join(columns) or "nothing"
-        raise UserError(f"{where}: no column {args.text_column or 'text'!r}; there is {there}: use --text_column.")
+    columns_of_text(columns, args.text_column, where)
 
     def wrap(row: dict, number: int) -> dict:
         begins = args.dataset != "wikitext" or begins_article(row["text"])  # its rows are lines

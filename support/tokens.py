@@ -110,8 +110,8 @@ def refuse_bad_rows(bad: list[str], allowed: int) -> None:
         UserError: there are more bad rows than allowed; it has the first one's line.
     """
     if len(bad) > allowed:
-        more = f" It is bad row {len(bad)} of {allowed} that --max_bad_rows allows." if allowed else ""
-        raise UserError(f"{bad[-1] if allowed else bad[0]}{more}")
+        more = f"That is one more than --max_bad_rows {allowed} allows." if allowed else "--max_bad_rows N leaves N such rows out."
+        raise UserError(f"{bad[allowed]} {more}")
 
 
 def tokenizer_fingerprint(tokenizer) -> str:

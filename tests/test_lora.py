@@ -93,12 +93,12 @@ def test_a_checkpoint_of_adapters_goes_on_under_another_strategy(script, plain, 
     assert refused.code == 2 and "another run" in refused.error
 
 
-@pytest.mark.parametrize("targets, said", [("q_proj,c_attn", "down_proj"), (",", "no layer")])
 def test_adapters_are_no_model(script, plain):
     run = script("--model", plain.folder / "hf", ok=False)
     assert run.code == 2 and "--merge_lora" in run.error
 
 
+@pytest.mark.parametrize("targets, said", [("q_proj,c_attn", "down_proj"), (",", "no layer")])
 def test_targets_that_are_not_there(script, work, targets, said):
     run = script(*work, "--lora_targets", targets, ok=False)
     assert run.code == 2 and said in run.error
