@@ -229,16 +229,7 @@ def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
         for block, following in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
     sharded.to_empty(device="cpu" if options.offload else run.device)
-
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(sharded, whole.state_dict() if run.is_main else {}, options=options)
-    for name, buffer in sharded.named_buffers():  # rotary frequencies and the like are in no state dict
-        buffer.data = buffer.data.to(run.device)  # also where the parameters stay on the CPU
-        if run.is_main:
-            buffer.copy_(whole.get_buffer(name))
-        dist.broadcast(buffer, src=0)
+    models.fill_from_rank0(sharded, whole, run)
     return sharded
 
 

@@ -145,7 +145,8 @@ def _no_text(text_column: str | None, there: str) -> str:
     """What to do about a row or a table without anything to learn; `there` are its keys."""
     if text_column:
         return f"no {text_column!r}, which --text_column names; there is {there}."
-    return f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {there}: rename what is learned, or name a text with --text_column."
+    return (f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {there}: rename what is learned, or name a "
+            "text with --text_column.")  # fmt: skip
 
 
 def read_row(row, where: str, text_column: str | None) -> Item:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, PreTrainedTokenizerFast
@@ -116,6 +117,25 @@ def from_config(config) -> nn.Module:
     """A new model in fp32."""
     # From a copy, because transformers notes the type in the configuration that it is given.
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), **as_dtype(torch.float32), **NO_REMOTE_CODE)
+
+
+def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, run: Run) -> None:
+    """Give each rank its parts of a model's weights, and the buffers whole; every rank calls it.
+
+    Args:
+        sharded: under FSDP2, with memory and nothing in it.
+        whole: the same model with its weights, on rank 0; None elsewhere.
+        run: the ranks.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(sharded, {} if whole is None else whole.state_dict(), options=options)
+    for name, buffer in sharded.named_buffers():  # rotary frequencies and the like are in no state dict
+        buffer.data = buffer.data.to(run.device)  # also where the parameters stay on the CPU
+        if whole is not None:
+            buffer.copy_(whole.get_buffer(name))
+        dist.broadcast(buffer, src=0)
 
 
 def as_dtype(dtype: torch.dtype | str) -> dict:

@@ -110,7 +110,7 @@ def refuse_bad_rows(bad: list[str], allowed: int) -> None:
         UserError: there are more bad rows than allowed; it has the first one's line.
     """
     if len(bad) > allowed:
-        more = f"That is one more than --max_bad_rows {allowed} allows." if allowed else "--max_bad_rows N leaves N such rows out."
+        more = f"That is one more than --max_bad_rows {allowed} allows." if allowed else "--max_bad_rows N leaves out up to N."
         raise UserError(f"{bad[allowed]} {more}")
 
 
