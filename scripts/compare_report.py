@@ -434,7 +434,7 @@ def draw_losses(axes, rows: list[Row]) -> None:
             axes.plot(steps_of(attempt), attempt.losses, label=label, color=STRATEGY_COLOURS[row.strategy], linewidth=width)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("training loss (nats per token)")
-    axes.set_title("Loss")
+    axes.set_title("Loss (curves that are alike lie over each other, the first one widest)")
     axes.legend(fontsize=8, ncols=2)
     whole_steps(axes)
 
@@ -458,8 +458,8 @@ def draw_differences(axes, comparison: Comparison, rows: list[Row]) -> None:
     axes.set_ylim(floor / 2, 100 * max(comparison.tolerance, *(row.difference or 0 for row in shown)))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("relative difference of the loss")
-    lasting = f"medians of {comparison.lasting} steps; " if comparison.lasting > 1 else ""
-    axes.set_title(f"Difference from {comparison.reference.strategy} ({lasting}equal losses are drawn at {floor:.0e})")
+    lasting = f", medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
+    axes.set_title(f"Difference from {comparison.reference.strategy}{lasting} (none: {floor:.0e})")
     axes.legend(fontsize=8, ncols=4, loc="upper center")
     whole_steps(axes)
 

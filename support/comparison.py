@@ -479,7 +479,7 @@ def _say_same_model(comparison: Comparison) -> list[str]:
         sentences.append(f"ℹ️  dp, the plain reference, {why}: the others are compared with {reference.strategy}.")
     allowed = f"tolerance {tolerance:g} for {comparison.work['precision']}"
     sharper = " --precision fp32 tells a fault from rounding." if comparison.lasting > 1 else ""
-    lasting = f" (medians of {comparison.lasting} steps)" if comparison.lasting > 1 else ""
+    lasting = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
     for row in comparison.departing:
         wanted = reference.completed[0].losses[row.departs_at - 1]
         sentences.append(
