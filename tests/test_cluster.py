@@ -238,7 +238,7 @@ def setup(*args, cwd):
 def run_file(tmp_path):
     """A folder with a config.yaml of the guide's shape."""
     lines = ["training:", "  seq_length: 32", "  num_samples: 40", "  batch_size: 2", "  dropout: 0", "  eval: false",
-             "  mixed_precision: no", "  no_export: true", "  learning_rate: 1e-3", "distributed:", "  use_deepspeed: true",
+             "  mixed_precision: no", "  no_export: true", "  learning_rate: 5e-4", "distributed:", "  use_deepspeed: true",
              "  strategy: zero1"]  # fmt: skip
     (tmp_path / "config.yaml").write_text("\n".join(lines) + "\n")
     return tmp_path
