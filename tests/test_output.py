@@ -29,7 +29,7 @@ def test_console(run):
         r"✅ Model loaded: 4,339,200 parameters \(4\.3M\)", r"✅ Dataset ready: 44 samples",
         r"Evaluation \| Loss: 8\.\d{4} \| Perplexity: \d+\.\d\d",
         r"Epoch 1 \| Batch 0/11 \| Loss: 8\.\d{4} \| LR: 5\.00e-04",
-        r"Epoch 1 \| Batch 10/11 \| Loss: \d\.\d{4} \| LR: 5\.45e-04",
+        r"Epoch 1 \| Batch 10/11 \| Loss: \d\.\d{4} \| LR: 2\.73e-04",
         r"Evaluation .*", r"Epoch 2 \| Batch 0/11 .*", r"Epoch 2 \| Batch 10/11 .*", r"Evaluation .*",
         r"✅ Training Complete!", r"Process Memory: \d+\.\d\d GB resident \| \d+\.\d\d GB peak",
         r"Throughput: [\d,.]+ samples/sec \| [\d,]+ tokens/sec \| [\d,]+ tokens/sec/process \| MFU N/A "
