@@ -48,16 +48,19 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
     rows = [{"prompt": "", "completion": " ".join(words[: n % 10 + 2][:: 1 + n // 10])} for n in range(20)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    work = ["--model", llama, "--dataset", path, "--seq_length", "64", "--lr", "1e-30", "--precision", "fp32", "--no_eval",
+    work = ["--model", llama, "--dataset", path, "--seq_length", "44", "--lr", "1e-30", "--precision", "fp32", "--no_eval",
             "--no_export", "--batch_size", "1"]  # fmt: skip
     plain = script(*work, "--validation_file", path)
-    streamed = script(*work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5", "--save_every", "27")
+    streamed = script(*work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5", "--save_every", "1")
     first, second = ([round(loss, 4) for loss in streamed.losses[half]] for half in (slice(20), slice(20, 40)))
     assert sorted(first) == sorted(second) == sorted(round(loss, 4) for loss in plain.losses)
     assert first != second and len(set(first)) > 15
-    resumed = script(*work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5", "--resume",
-                     streamed.folder / "checkpoints" / "step-00000027")  # fmt: skip
-    assert resumed.losses == streamed.losses[27:]
+    for step in (5, 27):
+        resumed = script(*work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5", "--resume",
+                         streamed.folder / "checkpoints" / f"step-{step:08d}")  # fmt: skip
+        assert resumed.losses == streamed.losses[step:]
+        assert resumed.results["dataset"] == streamed.results["dataset"]  # what was cut is counted once
+    assert streamed.results["dataset"]["truncated"] == plain.results["dataset"]["truncated"] > 0
 
 
 def test_one_lane_reads_what_the_cache_holds(script, llama, tmp_path):
