@@ -55,7 +55,7 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
     first, second = ([round(loss, 4) for loss in streamed.losses[half]] for half in (slice(20), slice(20, 40)))
     assert sorted(first) == sorted(second) == sorted(round(loss, 4) for loss in plain.losses)
     assert first != second and len(set(first)) > 15
-    for step in (5, 27):
+    for step in (8, 27):
         resumed = script(*work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5", "--resume",
                          streamed.folder / "checkpoints" / f"step-{step:08d}")  # fmt: skip
         assert resumed.losses == streamed.losses[step:]
