@@ -573,6 +573,8 @@ def train_one_model(args, run: Run):
         results.update(dataset=train.summary())
     if args.load_best_at_end and meter.best:
         saver.load_best(meter.best["step"], meter.step)
+    elif args.load_best_at_end:
+        run.warn("--load_best_at_end: no evaluation gave a finite loss, so these are the last weights.")
 
     results.update(checkpoint_seconds=saver.seconds)
     results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint))

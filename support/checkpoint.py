@@ -259,8 +259,8 @@ class Saver:
 def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
     """What should be the same in a run that goes on from a checkpoint: {"hard": …, "soft": …, "told": …}.
 
-    "hard" differences make the tensors useless; "soft" ones change what is trained on; "told" ones are the user's to
-    choose, and are only mentioned.
+    "hard" differences make the tensors useless; "soft" ones change what is trained or evaluated on; "told" ones are the
+    user's to choose, and are only mentioned.
     """
     named = getattr(model, "module", model).named_parameters()
     hard = {
@@ -269,14 +269,15 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
         "tokenizer": tokenizer_fingerprint(blueprint.tokenizer),
     }
     if blueprint.lora:
-        hard["lora"] = {"r": blueprint.lora.r, "alpha": blueprint.lora.alpha}
+        hard |= {"lora_r": blueprint.lora.r, "lora_alpha": blueprint.lora.alpha}
+        hard["frozen weights"] = f"random, from seed {args.seed}" if blueprint.random else "as they came"  # in no checkpoint
     chats = args.streaming or dataset["kind"] == "chat"  # what a stream holds shows later
     soft = {
-        "model": args.model, "dataset": dataset["sha256"], "blocks": dataset["blocks"], "seq_length": args.seq_length,
+        "model": os.path.normpath(args.model), "dataset": dataset["sha256"], "blocks": dataset["blocks"],
+        "seq_length": args.seq_length,
         "seed": args.seed, "validation_split": args.validation_split,
-        "frozen weights": ("random" if blueprint.random else "as they came") if blueprint.lora else None,
         "validation": (dataset.get("validation") or {}).get("sha256"),
-        "chat_template": digest_of_text(blueprint.tokenizer.chat_template) if chats else None,
+        "template": digest_of_text(blueprint.tokenizer.chat_template) if chats else None,
         "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
         "global batch": global_batch(args, run.world_size),
     }  # fmt: skip

@@ -429,11 +429,11 @@ def differences(attempt: Attempt, reference: Attempt, lasting: int) -> list[floa
     """Relative difference of the loss from the reference's, step by step; both have the same steps.
 
     Args:
-        lasting: steps of which each value is the median: this one and those before it.
+        lasting: steps of which each value is the median: this one and those before it; at first, of as many first ones.
     """
     pairs = zip(attempt.losses, reference.losses, strict=True)
     each = [abs(loss - wanted) / max(abs(wanted), 1e-12) for loss, wanted in pairs]
-    return [median(each[max(0, step - lasting) : step]) for step in range(1, len(each) + 1)]
+    return [median(each[max(0, step - lasting) : max(step, lasting)]) for step in range(1, len(each) + 1)]
 
 
 # ------------------------------------------------------------------------------------------------ in words
@@ -478,7 +478,7 @@ def _say_same_model(comparison: Comparison) -> list[str]:
         why = f"did not complete ({dp.status})" if dp else "was left out"
         sentences.append(f"ℹ️  dp, the plain reference, {why}: the others are compared with {reference.strategy}.")
     allowed = f"tolerance {tolerance:g} for {comparison.work['precision']}"
-    sharper = " --precision fp32 tells a fault from rounding." if comparison.lasting > 1 else ""
+    sharper = " --precision fp32 tells a fault from rounding." if comparison.work["precision"] != "fp32" else ""
     lasting = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
     for row in comparison.departing:
         wanted = reference.completed[0].losses[row.departs_at - 1]

@@ -145,8 +145,8 @@ def _no_text(text_column: str | None, there: str) -> str:
     """What to do about a row or a table without anything to learn; `there` are its keys."""
     if text_column:
         return f"no {text_column!r}, which --text_column names; there is {there}."
-    return (f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {there}: rename what is learned, or name a "
-            "text with --text_column.")  # fmt: skip
+    return (f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {there or 'nothing'}: rename what is learned, "
+            "or name a text with --text_column.")  # fmt: skip
 
 
 def read_row(row, where: str, text_column: str | None) -> Item:
@@ -191,7 +191,7 @@ def _text(value, name: str, may_be_null: bool) -> str:
     if value is None and may_be_null:
         value = ""  # a null is an empty document
     if not isinstance(value, str):
-        raise ValueError(f"{name!r} is not a text but {json.dumps(value)[:40]}")
+        raise ValueError(f"{name!r} is not a text but {repr(value)[:40]}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -310,7 +310,10 @@ def _read_csv(file: Path, text_column: str | None) -> Iterator[Row]:
         try:
             columns = rows.fieldnames or []
         except csv.Error as error:
-            yield BadRow(f"{file}, line {rows.line_num}: {error}.")
+            yield BadRow(f"{file}, line 1: {error}.")
+            return
+        if len(set(columns)) < len(columns):
+            yield BadRow(f"{file}, line 1: two columns have the same name.")
             return
         while True:
             begin = rows.reader.line_num + 1
@@ -319,6 +322,8 @@ def _read_csv(file: Path, text_column: str | None) -> Iterator[Row]:
             except StopIteration:
                 return
             except csv.Error as error:
+                if "end of data" in str(error):  # not one row: all that follows is in it
+                    raise UserError(f"{file}, line {begin}: a quote is opened here and never closed.") from error
                 yield BadRow(f"{file}, line {begin}: {error}.")
                 continue
             where = f"{file}, line {rows.line_num}"

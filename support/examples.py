@@ -54,7 +54,18 @@ class Encoder:
             found = [self._by_template(example) for example in examples]
         else:
             found = self._by_marks(examples)
-        return [_if_learned(example, row) for example, row in zip(examples, found, strict=True)]
+        return [self._if_learned(example, row) for example, row in zip(examples, found, strict=True)]
+
+    def _if_learned(self, example: Example, row: tuple | BadRow) -> tuple | BadRow:
+        """The row, unless there is nothing to learn in it; an end of turn alone is nothing."""
+        said = [message["content"].strip() for message in example.messages or () if message["role"] == "assistant"]
+        something = example.completion.strip() if example.kind == "pair" else self.marks_itself or any(said)
+        if isinstance(row, BadRow) or (row[1][1:].any() and something):
+            return row
+        if example.kind == "pair":
+            return BadRow(f"{example.where}: the completion is empty.")
+        roles = ", ".join(sorted({message["role"] for message in example.messages}))
+        return BadRow(f"{example.where}: there is nothing to learn, because the assistant says nothing (roles: {roles}).")
 
     def _encode_pairs(self, examples: list[Example]) -> list:
         """Prompt and completion by themselves, as a prompt will be when the model is used; then the end-of-text token."""
@@ -127,17 +138,6 @@ def _learned(ids: list[int], offsets: list[tuple[int, int]], ranges: list[tuple[
     for start, end in ranges:
         mask |= ((starts < end) & (ends > start)).astype(np.uint8)
     return np.array(ids), mask
-
-
-def _if_learned(example: Example, row: tuple | BadRow) -> tuple | BadRow:
-    """The row, unless there is nothing to learn in it; an end of turn alone is nothing."""
-    answers = [message["content"].strip() for message in example.messages or () if message["role"] == "assistant"]
-    if isinstance(row, BadRow) or (row[1][1:].any() and (any(answers) or example.completion.strip())):
-        return row
-    if example.kind == "pair":
-        return BadRow(f"{example.where}: the completion is empty.")
-    roles = ", ".join(sorted({message["role"] for message in example.messages}))
-    return BadRow(f"{example.where}: there is nothing to learn, because the assistant says nothing (roles: {roles}).")
 
 
 def _refused(example: Example, error: Exception) -> BadRow:

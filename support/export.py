@@ -152,7 +152,7 @@ def model_card(facts: dict, identity: dict) -> str:
     base, dataset = facts["model"], (facts.get("dataset") or {}).get("name")
     scratch = identity["told"].get("from_scratch") or base == EMBEDDED_MODEL
     hyperparameters = {**identity["soft"], **identity["told"], "from_scratch": scratch}
-    adapters = identity["hard"].get("lora") if not facts.get("merged") else None
+    adapters = identity["hard"] if "lora_r" in identity["hard"] and not facts.get("merged") else None
     metadata = ["---", f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation"]
     metadata += [f"base_model: {base}"] if not scratch and not is_local_model(base) else []
     metadata += ["---"]
@@ -169,14 +169,15 @@ def model_card(facts: dict, identity: dict) -> str:
     parts = [
         "\n".join(metadata),
         f"# {Path(base).name}, {'trained' if scratch else 'fine-tuned'}" + (f" on {dataset}" if dataset else "")
-        + (f": LoRA adapters, r {adapters['r']}, alpha {adapters['alpha']:g}" if adapters else ""),
+        + (f": LoRA adapters, r {adapters['lora_r']}, alpha {adapters['lora_alpha']:g}" if adapters else ""),
         f"{facts['parameters']:,} parameters; {'random weights of the architecture of' if scratch else 'base model'} `{base}`. "
         f"Trained with `real_model_example.py --strategy {facts['strategy']}` on {facts['world_size']} {_devices(facts)}.",
         "## Results\n\n" + _table(results.items(), "Measured"),
         "## Training\n\n" + _table(hyperparameters.items(), "Hyperparameter"),
     ]
     if facts.get("dataset"):
-        of = "its files' names, sizes, beginnings and ends" if facts["dataset"].get("streaming") else "the corpus"
+        streamed = facts["dataset"].get("streaming")
+        of = "its files' names, sizes, beginnings and ends, or of its commit," if streamed else "the corpus"
         parts.append(f"Data: {dataset}, SHA-256 of {of} `{facts['dataset'].get('sha256')}`.")
     if versions:
         parts.append(f"Versions: {versions}.")

@@ -456,6 +456,9 @@ def predict_all(work: Work) -> list[Need]:
 # ------------------------------------------------------------------------------------------------ what fits
 
 
+ADVISED_SHARE = 0.9  # of a GPU's memory that advice may fill: peaks are predicted within 10 %
+
+
 @dataclass(frozen=True)
 class Limits:
     """What there is, in bytes; None where it is not known and limits nothing.
@@ -471,14 +474,16 @@ class Limits:
     nvme: int | None = None
     ranks_per_node: int = 1
 
+    def with_room(self) -> Limits:
+        """What advice may count on."""
+        return replace(self, gpu=None if self.gpu is None else int(ADVISED_SHARE * self.gpu))
+
     def hold(self, need: Need) -> bool:
         """Whether a strategy's need fits."""
         share = {"host": need.host * self.ranks_per_node, "nvme": need.nvme * self.ranks_per_node}
         on_gpu = self.gpu is None or need.total <= self.gpu
         return on_gpu and all(getattr(self, name) is None or size <= getattr(self, name) for name, size in share.items())
 
-
-ADVISED_SHARE = 0.9  # of a GPU's memory that advice may fill: peaks are predicted within 10 %
 
 # The order in which to try: the first that fits is the simplest and, as a rule, the fastest.
 PREFERENCE = ("dp", "zero1", "zero2", "fsdp", "zero3", "offload", "infinity")
@@ -556,7 +561,7 @@ def ways_to_fit(work: Work, strategy: str, limits: Limits) -> list[Way]:
 
     Another strategy at the same batch; a smaller micro-batch with as many more of them; checkpointing; shorter blocks.
     """
-    limits = replace(limits, gpu=None if limits.gpu is None else int(ADVISED_SHARE * limits.gpu))
+    limits = limits.with_room()
     found, heavier = [], predict(work, strategy).total
     for other in PREFERENCE:
         need = predict(work, other)
@@ -578,9 +583,9 @@ def describe_ways(work: Work, strategy: str, limits: Limits) -> list[str]:
     """Lines of advice with numbers, for a run that did not fit."""
     need, there = predict(work, strategy), f" of {limits.gpu / GB:.1f}" if limits.gpu else ""
     planned = f"Planned for {strategy}: {need.total / GB:.1f}{there} GB"
-    if limits.hold(need):
+    if limits.with_room().hold(need):
         return [f"{planned}, which should have fitted: does another process use this memory, or did dropout or a long prompt?"]
     ways = ways_to_fit(work, strategy, limits)
     if not ways:
-        return [f"{planned}. No single change makes it fit: see scripts/plan_memory.py --solve gpus, and --solve model."]
+        return [f"{planned}. No single change gives room enough: see scripts/plan_memory.py --solve gpus, and --solve model."]
     return [f"{planned}. It would fit with one of:", *(f"  {w.flags}: {w.need.total / GB:.1f}{there} GB" for w in ways)]

@@ -88,7 +88,6 @@ def check_model_path(args) -> None:
     folder = Path(args.model).expanduser()
     if not folder.is_dir():
         raise UserError(f"--model {args.model}: no such folder.")
-    args.model = os.path.normpath(args.model)  # ./llama is llama, for a run that is resumed
     if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise UserError(f"--model {args.model}: the folder holds adapters only: train with --merge_lora to have the whole "
                         "model, or go on with their run (--resume, and --lora_r and --model as then).")  # fmt: skip

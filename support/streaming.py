@@ -284,7 +284,7 @@ class Stream:
     def summary(self) -> dict:
         """The facts for results.json at the end; every rank calls it, and a line is said."""
         found, rows = self.progress(), max(self.run.gather(self.reader.row))
-        lanes = [lane["counts"] for lane in found["lanes"].values()]
+        lanes = [lane.get("counts", {"truncated": 0, "skipped": 0}) for lane in found["lanes"].values()]
         flaws = {name: sum(counts[name] for counts in lanes) for name in ("truncated", "skipped")}
         counts = {"rows": rows, **flaws, "bad_rows": found["bad"]}
         said = ", ".join(f"{len(n) if isinstance(n, list) else n:,} {name.replace('_', ' ')}" for name, n in counts.items())
@@ -381,7 +381,8 @@ def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleF
     train, validation = Stream(args, run, tokenizer), nothing(args)
     if args.validation_file:
         prepared = tokenize_corpus(args, run, tokenizer, args.validation_file)
-        validation, train.facts["validation"] = open_split(prepared, "train", args)
+        validation, found = open_split(prepared, "train", args)
+        train.facts["validation"] = {**found, "bad_rows": prepared["bad_rows"]}
         say_dataset(run, args, {"validation": train.facts["validation"]}, tokenizer)
     return train, validation, train.facts
 

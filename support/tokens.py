@@ -26,7 +26,7 @@ from support.errors import UserError
 from support.examples import PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
 from support.models import cache_folder
 
-CACHE_VERSION = 2  # raise it when the layout of the cache or the way of tokenising changes
+CACHE_VERSION = 3  # raise it when the layout of the cache or the way of tokenising changes
 BATCH_CHARACTERS = 1 << 20  # a long document is tokenised in pieces and batches, so that memory stays bounded
 BATCH_EXAMPLES = 256
 SHOWN_BAD_ROWS = 10
@@ -107,7 +107,7 @@ def of_another_kind(item: Document | Example, kind: str) -> BadRow:
 def refuse_bad_rows(bad: list[str], allowed: int) -> None:
     """
     Raises:
-        UserError: there are more bad rows than allowed; it has the first one's line.
+        UserError: there are more bad rows than allowed; it has the line of the first one too many.
     """
     if len(bad) > allowed:
         more = f"That is one more than --max_bad_rows {allowed} allows." if allowed else "--max_bad_rows N leaves out up to N."

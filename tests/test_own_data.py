@@ -138,8 +138,9 @@ def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
 
 
 BAD = {  # in each file the lines that cannot be used, and what is said of them; "*": of the file as a whole
-    "rows.csv": ('id,text\n1,fine\n2,not quoted, and so cut\n3\n4,"quoted, and so whole"\n5,"never closed\n6,lost\n',
-                 {3: "cells", 4: "cells", 6: "unexpected end"}),
+    "rows.csv": ('id,text\n1,fine\n2,not quoted, and so cut\n3\n4,"quoted, and so whole"\n5,"a" b\n',
+                 {3: "cells", 4: "cells", 6: "expected after"}),
+    "twice.csv": ("text,text\na,b\n", {1: "same name"}),
     "rows.json": ('{"train": [{"text": "a"}], "test": [{"text": "b"}]}', {"*": "train, test"}),
     "table.parquet": ("PAR0", {"*": "not a Parquet file"}),
     "text.jsonl": ('{"text": "fine"}\n{"text": "caf\udce9"}\n', {2: "not UTF-8"}),
@@ -212,6 +213,21 @@ def test_validation_file_and_split(script, text_file, tmp_path):
     again = script("--model", all_of_it.folder / "hf", "--dataset", text_file, "--validation_file", other, "--eval_only",
                    "--seq_length", "32", "--batch_size", "2", "--precision", "fp32", launcher="torchrun", ranks=2)  # fmt: skip
     assert again.results["eval_loss"] == pytest.approx(all_of_it.results["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name, text, args, said", [
+    ("rows.csv", 'text\nfine\n"never closed\nand more\n', [], "line 3: a quote"),
+    ("chat.jsonl", json.dumps(chat(CHATS[0])), ["--chat_template", "README.md"], None),
+])  # fmt: skip
+def test_data_that_ends_the_run_gives_its_folder_back(script, llama, tmp_path, name, text, args, said):
+    """Whatever --max_bad_rows says. And the folder of a run that never began may be used again."""
+    (tmp_path / name).write_text(text)
+    (tmp_path / "broken.jinja").write_text("{% for m in messages %}{{ m }")
+    args = ["--chat_template", tmp_path / "broken.jinja"] if args else []
+    for _ in range(2):
+        run = script("--model", llama, "--dataset", tmp_path / name, "--max_bad_rows", "9", "--seq_length", "16", *args,
+                     "--output_dir", tmp_path / "out", ok=False)  # fmt: skip
+        assert run.code == 2 and (said or "chat template cannot be read") in run.error
 
 
 @pytest.mark.parametrize("args, said", [
