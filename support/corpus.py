@@ -141,12 +141,13 @@ def kind_of(keys: Iterable[str], text_column: str | None) -> str | None:
     return "text" if (text_column or "text") in keys else None
 
 
-def _no_text(text_column: str | None, there: str) -> str:
-    """What to do about a row or a table without anything to learn; `there` are its keys."""
+def _no_text(text_column: str | None, keys: Iterable) -> str:
+    """What to do about a row or a table with these keys, none of which is known."""
+    there = ", ".join(map(str, keys)) or "nothing"
     if text_column:
         return f"no {text_column!r}, which --text_column names; there is {there}."
-    return (f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {there or 'nothing'}: rename what is learned, "
-            "or name a text with --text_column.")  # fmt: skip
+    return (f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {there}: rename what is learned, or "
+            "name a text with --text_column.")  # fmt: skip
 
 
 def read_row(row, where: str, text_column: str | None) -> Item:
@@ -157,8 +158,7 @@ def read_row(row, where: str, text_column: str | None) -> Item:
         return BadRow(f"{where}: neither a text nor an object with keys such as text or messages.")
     kind = kind_of(row, text_column)
     if kind is None:
-        there = ", ".join(map(str, row)) or "nothing"
-        return BadRow(f"{where}: {_no_text(text_column, there)}")
+        return BadRow(f"{where}: {_no_text(text_column, row)}")
     names = {"chat": ("messages",), "pair": ("prompt", "completion"), "text": (text_column or "text",)}[kind]
     try:
         if kind == "chat" and row.get("tools"):
@@ -358,7 +358,7 @@ def columns_of_text(there: list[str], text_column: str | None, where: str) -> li
     """
     kind = kind_of(there, text_column)
     if kind is None:
-        raise UserError(f"{where}: {_no_text(text_column, ', '.join(there))}")
+        raise UserError(f"{where}: {_no_text(text_column, there)}")
     names = {"chat": ["messages", "tools"], "pair": ["prompt", "completion"], "text": [text_column or "text"]}[kind]
     return [name for name in names if name in there]
 
