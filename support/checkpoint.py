@@ -274,8 +274,7 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
     chats = args.streaming or dataset["kind"] == "chat"  # what a stream holds shows later
     soft = {
         "model": os.path.normpath(args.model), "dataset": dataset["sha256"], "blocks": dataset["blocks"],
-        "seq_length": args.seq_length,
-        "seed": args.seed, "validation_split": args.validation_split,
+        "seq_length": args.seq_length, "seed": args.seed, "validation_split": args.validation_split,
         "validation": (dataset.get("validation") or {}).get("sha256"),
         "template": digest_of_text(blueprint.tokenizer.chat_template) if chats else None,
         "shuffle_buffer": args.shuffle_buffer if args.streaming else None,

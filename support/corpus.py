@@ -370,7 +370,11 @@ READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parq
 
 
 def load_from_hub(dataset: str, config: str | None, **options):
-    """`datasets.load_dataset` with errors of one line; "wikitext" is the corpus that guides mean by it."""
+    """The splits that `datasets.load_dataset` finds; "wikitext" is the corpus that guides mean by it.
+
+    Raises:
+        UserError: it cannot be loaded, or has no split to train on.
+    """
     import datasets
 
     if not progress.on_terminal():
@@ -378,10 +382,13 @@ def load_from_hub(dataset: str, config: str | None, **options):
     if dataset == "wikitext":
         dataset, config = WIKITEXT, config or "wikitext-2-raw-v1"
     try:
-        return datasets.load_dataset(dataset, config, **options)
+        splits = datasets.load_dataset(dataset, config, **options)
     except Exception as error:  # the clients raise a dozen classes; the first line says what is wrong
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"--dataset {dataset} cannot be loaded from the hub, and no such file is here: {text}") from error
+    if "train" not in splits:
+        raise UserError(f"--dataset {dataset} has no split named train; it has {', '.join(splits)}.")
+    return splits
 
 
 def commit_on_hub(dataset: str) -> str | None:
@@ -397,8 +404,6 @@ def commit_on_hub(dataset: str) -> str | None:
 def _open_hub(dataset: str, config: str | None, text_column: str | None) -> Source:
     where = f"--dataset {dataset}"
     corpus = load_from_hub(dataset, config)
-    if "train" not in corpus:
-        raise UserError(f"{where} has no split named train; it has {', '.join(corpus)}.")
     columns = columns_of_text(corpus["train"].column_names, text_column, where)
     digest = hashlib.sha256(f"{columns}\0{config}\0{dataset == 'wikitext'}".encode())
     splits = {name: corpus[name] for name in ("train", "validation") if name in corpus}

@@ -221,9 +221,9 @@ def epoch_order(blocks: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(blocks)
 
 
-def steps_of(blocks: int, global_batch: int) -> int:
+def steps_of(blocks: int, together: int) -> int:
     """Optimizer steps for so many blocks; the last one may see fewer than the others."""
-    return -(-blocks // global_batch)
+    return -(-blocks // together)
 
 
 def total_steps(args, world_size: int, blocks: int, step: int = 0, samples: int = 0) -> int:

@@ -77,6 +77,9 @@ class Lora:
         except ValueError as error:
             raise self._no_such_layer(self.targets, layers) from error
         self.settled.fan_in_fan_out = config.fan_in_fan_out  # GPT-2's weights lie the other way round, peft found
+        self.settled.inference_mode = True  # for those who load it
+        if isinstance(self.settled.target_modules, set):
+            self.settled.target_modules = sorted(self.settled.target_modules)
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer) and weights[id(module.get_base_layer().weight)] > 1:
                 raise UserError(f"--lora_targets: {name} shares its weight with another layer, and adapters would change both.")
@@ -104,9 +107,6 @@ class Lora:
 
     def describe(self, folder: Path) -> None:
         """Write adapter_config.json, as peft reads it, into an existing folder; after `attach`."""
-        self.settled.inference_mode = True
-        if isinstance(self.settled.target_modules, set):
-            self.settled.target_modules = sorted(self.settled.target_modules)
         self.settled.save_pretrained(folder)
 
 

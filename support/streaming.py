@@ -284,8 +284,7 @@ class Stream:
     def summary(self) -> dict:
         """The facts for results.json at the end; every rank calls it, and a line is said."""
         found, rows = self.progress(), max(self.run.gather(self.reader.row))
-        lanes = [lane.get("counts", {"truncated": 0, "skipped": 0}) for lane in found["lanes"].values()]
-        flaws = {name: sum(counts[name] for counts in lanes) for name in ("truncated", "skipped")}
+        flaws = {name: sum(lane["counts"][name] for lane in found["lanes"].values()) for name in ("truncated", "skipped")}
         counts = {"rows": rows, **flaws, "bad_rows": found["bad"]}
         said = ", ".join(f"{len(n) if isinstance(n, list) else n:,} {name.replace('_', ' ')}" for name, n in counts.items())
         self.run.say(f"📚 stream: {said}, in {self.reader.passes + 1} passes")
@@ -310,7 +309,7 @@ class Stream:
         begin = min((lane.begin["reader"] for lane in self.lanes.values()), key=lambda reader: reader["row"])
         self.run.say(f"⏩ Reading the stream again up to row {begin['row']:,}")
         self.reader.start(begin)
-        self.state = {str(number): lanes[str(number)] for number in self.lanes}
+        self.state = {str(number): {**lanes[str(number)], "counts": dict(lane.counts)} for number, lane in self.lanes.items()}
 
     def windows(self, device) -> Iterator[Window]:
         """This rank's windows, read one ahead; goes on where the caller before stopped."""
@@ -422,8 +421,6 @@ def _open_rows(args, commit: str | None) -> Callable:
         return partial(datasets.IterableDataset.from_generator, _rows_of_files, gen_kwargs=options)
     splits = load_from_hub(args.dataset, args.dataset_config, revision=commit, streaming=True)
     where = f"--dataset {args.dataset}"
-    if "train" not in splits:
-        raise UserError(f"{where} has no split named train; it has {', '.join(splits)}.")
     columns = list(next(iter(splits["train"].take(1)), {}))
     columns_of_text(columns, args.text_column, where)
 

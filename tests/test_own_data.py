@@ -215,19 +215,18 @@ def test_validation_file_and_split(script, text_file, tmp_path):
     assert again.results["eval_loss"] == pytest.approx(all_of_it.results["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name, text, args, said", [
-    ("rows.csv", 'text\nfine\n"never closed\nand more\n', [], "line 3: a quote"),
-    ("chat.jsonl", json.dumps(chat(CHATS[0])), ["--chat_template", "README.md"], None),
+@pytest.mark.parametrize("name, text, said", [
+    ("rows.csv", 'text\nfine\n"never closed\nand more\n', "line 3: a quote"),
+    ("chat.jsonl", json.dumps(chat(CHATS[0])), "chat template cannot be read"),
 ])  # fmt: skip
-def test_data_that_ends_the_run_gives_its_folder_back(script, llama, tmp_path, name, text, args, said):
+def test_data_that_ends_the_run_gives_its_folder_back(script, llama, tmp_path, name, text, said):
     """Whatever --max_bad_rows says. And the folder of a run that never began may be used again."""
     (tmp_path / name).write_text(text)
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}{{ m }")
-    args = ["--chat_template", tmp_path / "broken.jinja"] if args else []
     for _ in range(2):
-        run = script("--model", llama, "--dataset", tmp_path / name, "--max_bad_rows", "9", "--seq_length", "16", *args,
-                     "--output_dir", tmp_path / "out", ok=False)  # fmt: skip
-        assert run.code == 2 and (said or "chat template cannot be read") in run.error
+        run = script("--model", llama, "--dataset", tmp_path / name, "--max_bad_rows", "9", "--seq_length", "16",
+                     "--chat_template", tmp_path / "broken.jinja", "--output_dir", tmp_path / "out", ok=False)  # fmt: skip
+        assert run.code == 2 and said in run.error
 
 
 @pytest.mark.parametrize("args, said", [
