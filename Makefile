@@ -53,7 +53,7 @@ test: setup-dev lint
 	$(BIN)/python -m pytest -m "not soak" $(PARALLEL)
 
 soak: setup-dev
-	$(BIN)/python -m pytest -m soak $(PARALLEL)
+	$(BIN)/python -m pytest -m "soak or attack" $(PARALLEL)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache
