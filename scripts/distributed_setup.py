@@ -6,13 +6,14 @@
     python scripts/distributed_setup.py launcher --config config.yaml --num_gpus_per_node 4 --use_deepspeed
     python scripts/distributed_setup.py slurm --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --time_limit 48:00:00
 
-Each file says which command made it. None is overwritten without --force. `SUBCOMMAND --help` lists the flags.
+Each file says which command made it. A file that was generated and not edited is replaced; any other needs --force.
+`SUBCOMMAND --help` lists the flags.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -20,9 +21,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import generators
-from support.config import Parser, positive_int
+from support.config import Parser
 from support.errors import EXIT_FAILED, UserError
+from support.files import write_text
 from support.fsdp import SHARDING
+
+
+def count(text: str) -> int:
+    """A whole number from 1 to 100,000.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not.
+    """
+    if not re.fullmatch(r"0*[1-9][0-9]{0,5}", text) or int(text) > 100_000:
+        raise argparse.ArgumentTypeError("must be a whole number from 1 to 100000")
+    return int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     def subcommand(name: str, help: str, output: str):
         command = commands.add_parser(name, help=help, allow_abbrev=False)
         command.add_argument("--output", type=Path, default=Path(output), help="the file to write (default: %(default)s)")
-        command.add_argument("--force", action="store_true", help="overwrite it")
+        command.add_argument("--force", action="store_true", help="replace it even if it was edited")
         return command.add_argument
 
     add = subcommand("deepspeed", "a DeepSpeed configuration, for --ds_config", "config/ds_config.json")
@@ -44,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--nvme_path", metavar="DIR", help="keep what is offloaded on this disk; stage 3")
     add("--bf16", action="store_true", help="train in bf16")
     add("--fp16", action="store_true", help="train in fp16 with a dynamic loss scale")
-    add("--batch_size", type=positive_int, default=4, help="blocks per GPU in a micro-batch (default: %(default)s)")
+    add("--batch_size", type=count, help="sequences per GPU in a micro-batch (default: what the run's --batch_size says)")
     add("--model", default="gpt2",
         help="bucket sizes follow this model: tiny-gpt2, a GPT-2, or a folder with config.json (default: %(default)s)")
 
@@ -58,12 +71,12 @@ def build_parser() -> argparse.ArgumentParser:
                                ("slurm", "a Slurm batch script", "scripts/slurm_job.sh")):  # fmt: skip
         add = subcommand(name, what, output)
         add("--config", required=True, metavar="FILE", help="the run file (YAML) that the script reads")
-        add("--num_nodes", type=positive_int, default=1, help="machines (default: %(default)s)")
-        add("--num_gpus_per_node", type=positive_int, default=1, help="ranks on each (default: %(default)s)")
+        add("--num_nodes", type=count, default=1, help="machines (default: %(default)s)")
+        add("--num_gpus_per_node", type=count, help="ranks on each (default: 1, or the slots in --hosts)")
         add("--use_deepspeed", action="store_true", help="start with DeepSpeed's launcher where that works: on one machine")
         if name == "launcher":
             add("--master_addr", default="127.0.0.1", help="first machine's address (default: %(default)s)")
-            add("--master_port", type=positive_int, default=29500, help="(default: %(default)s)")
+            add("--master_port", type=count, default=29500, help="(default: %(default)s)")
             add("--node_rank", type=int, default=0, help="number of the machine (default: %(default)s; or NODE_RANK)")
             add("--hosts", metavar="FILE", help="start all machines over ssh: a host name a line, the first is the master")
         else:
@@ -76,24 +89,45 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_output(path: Path, force: bool) -> None:
+    """A file that somebody edited, or that is not this script's, stays.
+
+    Raises:
+        UserError: there is one.
+        OSError: the file cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"--output {path} is not a file: name another one.")
+    if path.exists() and not force and not generators.is_unedited(path):
+        raise UserError(f"{path} was edited, or is not from this script: --force replaces it, --output names another file.")
+
+
+def generate(args, made_by: str) -> str:
+    """The text of the file."""
+    if args.command == "deepspeed":
+        return generators.as_json(generators.deepspeed_config(args), made_by)
+    if args.command == "fsdp":
+        return generators.as_json(generators.fsdp_config(args), made_by)
+    return {"launcher": generators.launch_script, "slurm": generators.slurm_job}[args.command](args, made_by)
+
+
 def main() -> None:
     """Read the arguments, write one file."""
     try:
         args = build_parser().parse_args()
-        if args.output.exists() and not args.force:
-            raise UserError(f"{args.output} exists: --force overwrites it.")
+        generators.check_values(args)
+        check_output(args.output, args.force)
         made_by = shlex.join(["python", "scripts/distributed_setup.py", *sys.argv[1:]])
-        text = {"deepspeed": generators.deepspeed_config, "fsdp": generators.fsdp_config, "launcher": generators.launch_script,
-                "slurm": generators.slurm_job}[args.command](args, made_by)  # fmt: skip
+        text = generators.with_digest(generate(args, made_by))
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text if isinstance(text, str) else json.dumps(text, indent=2) + "\n", encoding="utf-8")
-        if args.output.suffix == ".sh":
+        write_text(args.output.resolve(), text)
+        if args.command in ("launcher", "slurm"):
             args.output.chmod(0o755)
     except UserError as error:
         print(f"❌ {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        print(f"❌ {error.filename} cannot be written: {error.strerror}.", file=sys.stderr)
+        print(f"❌ {args.output} cannot be written: {error.strerror}.", file=sys.stderr)
         sys.exit(EXIT_FAILED)
     print(f"📁 {args.output}\n{generators.next_step(args)}")
 

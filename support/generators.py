@@ -1,19 +1,70 @@
-"""What scripts/distributed_setup.py writes. JSON has no comments, so a file says in a key which command made it."""
+"""What scripts/distributed_setup.py writes.
+
+A file says which command made it, and has a digest of itself, so that a later command can tell whether it was edited. JSON
+has no comments: there both are keys.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
+import unicodedata
 from pathlib import Path
 
 from support import jobs
 from support.config import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES, PROJECT, bucket_sizes
 from support.errors import UserError
 
+NO_DIGEST = "sha256:" + 64 * "0"
+DIGEST_LINE = r'^(# |  "_digest": ")sha256:[0-9a-f]{64}'
+DIGEST_OF_SCRIPTS = f"# {NO_DIGEST}\n# is this file's digest: without an edit the generator replaces it."
+HOST = r"[A-Za-z0-9._:%\[\]-]+"
 
-def deepspeed_config(args, made_by: str) -> dict:
-    """A configuration without "auto", which is Hugging Face's word and not DeepSpeed's.
+
+def check_values(args) -> None:
+    """Refuse what no line of a script can hold.
+
+    A line end in a value would end a comment, and the shell would execute the rest; other control characters (category Cc),
+    line separators, characters that reverse the display of text, and bytes that are not UTF-8 are no better.
+    Raises:
+        UserError: it names the flag and the character.
+    """
+    for name, value in vars(args).items():
+        for character in str(value) if isinstance(value, str | Path) else "":
+            if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+                raise UserError(f"--{name} {str(value)!r} contains the character U+{ord(character):04X}, which a script cannot "
+                                "hold: leave it out.")  # fmt: skip
+
+
+def with_digest(text: str) -> str:
+    """The text with its digest in the line that has room for it."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return re.sub(DIGEST_LINE, rf"\g<1>sha256:{digest}", text, count=1, flags=re.MULTILINE)
+
+
+def is_unedited(path: Path) -> bool:
+    """Whether a file is as this generator wrote it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return False
+    without = re.sub(DIGEST_LINE, rf"\g<1>{NO_DIGEST}", text, count=1, flags=re.MULTILINE)
+    return without != text and with_digest(without) == text
+
+
+def as_json(config: dict, made_by: str) -> str:
+    """A configuration as the text of a file."""
+    return json.dumps({"_made_by": made_by, "_digest": NO_DIGEST, **config}, indent=2, ensure_ascii=False) + "\n"
+
+
+def deepspeed_config(args) -> dict:
+    """A DeepSpeed configuration. The training script replaces "auto" by the value of its flags.
 
     Raises:
         UserError: the flags contradict each other, or the model is not known.
@@ -39,12 +90,13 @@ def deepspeed_config(args, made_by: str) -> dict:
     stage3_only = ("stage3_", "sub_group")
     zero |= {key: size for key, size in sizes.items()
              if key == "reduce_bucket_size" or key.startswith(stage3_only) == (args.zero_stage == 3)}  # fmt: skip
-    zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    zero |= {"overlap_comm": True, "reduce_scatter": True, "contiguous_gradients": True}
     config = {
-        "_made_by": made_by,
-        "train_micro_batch_size_per_gpu": args.batch_size,
-        "bf16": {"enabled": args.bf16},
-        "fp16": {"enabled": args.fp16},
+        "train_micro_batch_size_per_gpu": args.batch_size or "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": args.bf16 if args.bf16 or args.fp16 else "auto"},
+        "fp16": {"enabled": args.fp16 if args.bf16 or args.fp16 else "auto"},
         "zero_optimization": zero,
     }
     if args.nvme_path:
@@ -67,19 +119,20 @@ def read_model(name: str) -> dict:
             config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
             layers = config.get("num_hidden_layers") or config["n_layer"]
             width, vocabulary = config.get("hidden_size") or config["n_embd"], config["vocab_size"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             known = ", ".join([EMBEDDED_MODEL, *GPT2_SHAPES])
-            raise UserError(f"--model {name}: take {known}, or a folder with config.json.") from error
-        tied = config.get("tie_word_embeddings", True)
+            raise UserError(f"--model {name}: use {known}, or a folder with config.json.") from error
+        if not all(type(number) is int and number > 0 for number in (layers, width, vocabulary)):
+            raise UserError(f"--model {name}: its config.json has sizes that are not positive whole numbers.")
+        tied = config.get("tie_word_embeddings", True) is not False
     embedding = vocabulary * width
     parameters = 12 * layers * width**2 + embedding * (1 if tied else 2)
     return {"width": width, "parameters": parameters, "largest": embedding, "tied": tied}
 
 
-def fsdp_config(args, made_by: str) -> dict:
+def fsdp_config(args) -> dict:
     """The keys that accelerate and transformers read, too."""
     config = {
-        "_made_by": made_by,
         "fsdp_sharding_strategy": args.sharding_strategy,
         "fsdp_mixed_precision": args.mixed_precision,
         "fsdp_offload_params": args.offload_params,
@@ -95,69 +148,96 @@ def fsdp_config(args, made_by: str) -> dict:
     return config
 
 
-def read_hosts(path: str) -> list[str]:
-    """Host names, one a line; # begins a comment, and DeepSpeed's "slots=4" is ignored.
+def read_hosts(path: str) -> tuple[list[str], int | None]:
+    """The host names of a file, one on each line, and how many ranks each host has if the file says so.
 
+    A line may be DeepSpeed's "node1 slots=4"; # begins a comment.
     Raises:
-        UserError: the file cannot be read, names no host, or one that no shell should see.
+        UserError: the file cannot be read; a name is not a host's, or is there twice; slots differ.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hosts {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}.") from error
-    hosts = [line.split("#")[0].split()[0] for line in lines if line.split("#")[0].strip()]
-    for host in hosts:
-        if not re.fullmatch(r"[A-Za-z0-9@._:%\[\]-]+", host) or host.startswith("-"):
-            raise UserError(f"--hosts {path}: {host} is no host name.")
+    hosts: list[str] = []
+    slots = set()
+    for number, words in enumerate((line.split("#")[0].split() for line in lines), 1):
+        if not words:
+            continue
+        host, found = words[0], re.fullmatch(r"slots=([1-9][0-9]{0,3})", words[1]) if len(words) == 2 else None
+        if not re.fullmatch(rf"([A-Za-z0-9._-]+@)?{HOST}", host) or host.startswith("-"):
+            raise UserError(f"--hosts {path}, line {number}: {host!r} is not a host name.")
+        if len(words) > 1 and not found:
+            raise UserError(f"--hosts {path}, line {number}: after the host name only slots=N can follow.")
+        if host in hosts:
+            raise UserError(f"--hosts {path}, line {number}: {host} is there twice: leave one out.")
+        hosts.append(host)
+        slots.add(int(found[1]) if found else None)
     if not hosts:
-        raise UserError(f"--hosts {path} names no host: write one a line, the first is the master.")
-    return hosts
+        raise UserError(f"--hosts {path} names no host: write one on each line, the first is the master.")
+    if len(slots) > 1:
+        raise UserError(f"--hosts {path}: every host must have the same number of slots.")
+    return hosts, slots.pop()
 
 
 def launch_script(args, made_by: str) -> str:
-    """A script to run on each machine, or (--hosts) one that starts all of them over ssh."""
-    hosts = read_hosts(args.hosts) if args.hosts else []
+    """A script to run on each machine, or (--hosts) one that starts all of them over ssh.
+
+    Raises:
+        UserError: flags contradict each other or the file of hosts, or a value is not an address.
+    """
+    hosts, slots = read_hosts(args.hosts) if args.hosts else ([], None)
     if hosts and args.num_nodes not in (1, len(hosts)):
         raise UserError(f"--num_nodes {args.num_nodes} contradicts --hosts {args.hosts}, which names {len(hosts)}.")
-    nodes = len(hosts) or args.num_nodes
+    if slots and args.num_gpus_per_node not in (None, slots):
+        raise UserError(f"--num_gpus_per_node {args.num_gpus_per_node} contradicts slots={slots} in {args.hosts}.")
+    nodes, ranks = len(hosts) or args.num_nodes, slots or args.num_gpus_per_node or 1
     if not 0 <= args.node_rank < nodes:
-        raise UserError(f"--node_rank {args.node_rank} is none of 0 to {nodes - 1}.")
+        raise UserError(f"--node_rank {args.node_rank} is not in 0 to {nodes - 1}.")
     if nodes > 1 and not hosts and args.master_addr == "127.0.0.1":
         raise UserError("--num_nodes above 1 needs --master_addr, the first machine as the others see it; or --hosts.")
+    if not re.fullmatch(HOST, args.master_addr) or args.master_addr.startswith("-"):
+        raise UserError(f"--master_addr {args.master_addr!r} is not a host name or address.")
+    if args.master_port > 65535:
+        raise UserError(f"--master_port {args.master_port} is not a port: use 1024 to 65535.")
     template = jobs.OVER_SSH if hosts else jobs.ONE_MACHINE if args.use_deepspeed and nodes == 1 else jobs.EACH_MACHINE
     return jobs.fill(template, {
-        "MADE_BY": made_by, "PROJECT": shlex.quote(str(PROJECT)), "CONFIG": config_path(args.config), "NODES": nodes,
-        "GPUS": args.num_gpus_per_node, "NODE_RANK": args.node_rank, "MASTER_PORT": args.master_port,
+        "MADE_BY": made_by, "DIGEST": DIGEST_OF_SCRIPTS, "PROJECT": shlex.quote(str(PROJECT)),
+        "CONFIG": config_path(args.config), "NODES": nodes, "RANKS": ranks, "NODE_RANK": args.node_rank,
         "MASTER_ADDR": shlex.quote(hosts[0].split("@")[-1] if hosts and args.master_addr == "127.0.0.1" else args.master_addr),
-        "HOSTS": " ".join(map(shlex.quote, hosts)), "GPUS_OF_DEEPSPEED": jobs.GPUS_OF_DEEPSPEED,
-        "RANKS": args.num_gpus_per_node, "ACTIVATE": jobs.ACTIVATE_ANY,
+        "MASTER_PORT": args.master_port, "HOSTS": " ".join(map(shlex.quote, hosts)), "ACTIVATE": jobs.ACTIVATE_ANY,
     })  # fmt: skip
 
 
 def slurm_job(args, made_by: str) -> str:
-    """A batch script from the templates of slurm/."""
-    if not re.fullmatch(r"\d+(-\d+)?(:\d+){0,3}", args.time_limit):
+    """A batch script from the templates of slurm/.
+
+    Raises:
+        UserError: a value that an #SBATCH line cannot hold; Slurm reads them without any quoting.
+    """
+    if not re.fullmatch(r"[0-9]{1,7}(-[0-9]{1,2})?(:[0-9]{1,4}){0,3}", args.time_limit):
         raise UserError(f"--time_limit {args.time_limit}: write it as HH:MM:SS or D-HH:MM:SS.")
     for flag in ("partition", "account"):
-        if getattr(args, flag) and not re.fullmatch(r"[\w.,+-]+", getattr(args, flag)):
-            raise UserError(f"--{flag} {getattr(args, flag)!r} is no name that Slurm knows.")
+        if getattr(args, flag) and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", getattr(args, flag)):
+            raise UserError(f"--{flag} {getattr(args, flag)!r} is not a name that Slurm knows.")
     one_node = args.num_nodes == 1 and not args.requeue
-    # torchrun kills its ranks 30 s after a signal, so a job that is to be saved does without.
-    launch = jobs.REQUEUE.replace("@LAUNCH@", jobs.PLAIN_SRUN) if args.requeue else jobs.TORCHRUN
+    # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them without it.
+    launch = jobs.REQUEUE.replace("@LAUNCH@", "@PLAIN_SRUN@") if args.requeue else jobs.TORCHRUN
     about = f"Made by:\n    {made_by}\n\nSubmit it with\n    sbatch {shlex.quote(str(args.output))}"
+    gpus = args.num_gpus_per_node or 1
     job = jobs.Job(about, "train", jobs.DEEPSPEED if args.use_deepspeed and one_node else launch, nodes=args.num_nodes,
-                   gpus=args.num_gpus_per_node, cpus=2 * args.num_gpus_per_node, time=args.time_limit)  # fmt: skip
+                   gpus=gpus, cpus=2 * gpus, time=args.time_limit)  # fmt: skip
     if args.requeue:
-        job.tasks_per_node, job.cpus = args.num_gpus_per_node, 2
+        job.tasks_per_node, job.cpus = gpus, 2
     job.sbatch += [f"#SBATCH --{flag}={getattr(args, flag)}" for flag in ("partition", "account") if getattr(args, flag)]
     job.sbatch += jobs.REQUEUE_LINES if args.requeue else []
     job.project = f"project={shlex.quote(str(PROJECT))}"
     if args.modules:
-        job.modules = f"module load {' '.join(map(shlex.quote, re.split('[ ,]+', args.modules.strip())))}"
+        job.modules = f"module load {' '.join(map(shlex.quote, re.split('[ ,]+', args.modules.strip(' ,'))))}"
     if args.venv:
         job.activate = f"source {shlex.quote(str(Path(args.venv).expanduser().absolute() / 'bin' / 'activate'))}"
     job.arguments = f" --config {config_path(args.config)}" + (" --resume" if args.requeue else "")
-    return job.text()
+    return job.text().replace("\n", f"\n{DIGEST_OF_SCRIPTS}\n", 1)  # below the first line
 
 
 def config_path(path: str) -> str:

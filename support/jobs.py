@@ -14,8 +14,8 @@ HEADER = """\
 #!/usr/bin/env bash
 @ABOUT@
 #
-# Lines marked EDIT are about your site. #SBATCH lines are read before bash runs: no variables in them, no space after the #,
-# and nothing after the first command.
+# Lines marked EDIT are about your site. #SBATCH lines are read before bash runs: no variables in them,
+# no space after the #, and nothing after the first command.
 #
 #SBATCH --job-name=@NAME@
 #SBATCH --nodes=@NODES@
@@ -33,13 +33,14 @@ set -euo pipefail
 ENVIRONMENT = """\
 @PROJECT_LINE@
 @MODULES@
-# The environment that was active at sbatch came along; without one, the .venv beside the project.
+# The environment that was active at sbatch is used; without one, .venv in the project.
 @ACTIVATE@
 """
 
 PROJECT_OF_EXAMPLES = """\
-# Slurm runs a copy of this file, so $0 does not lead to the project; the job's record knows where the file was.
-file=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\\(.*\\.slurm\\).*/\\1/p')
+# Slurm runs a copy of this file, so $0 does not lead to the project; the job's record has the file's path.
+file=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
+file=${file%%.slurm *} # the record ends with the job's arguments
 project=${TRAINING_PROJECT:-$(cd "$(dirname "$file")/.." && pwd)}
 if [[ ! -f $project/real_model_example.py ]]; then
     echo "❌ $project is not the project: submit slurm/*.slurm from it, or export TRAINING_PROJECT." >&2
@@ -49,85 +50,126 @@ fi"""
 ACTIVATE_ANY = """\
 if [[ -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -d $project/.venv ]]; then export PATH="$project/.venv/bin:$PATH"; fi"""
 
-RANKS = """\
-# One rank a GPU; where there is no CUDA they are CPU processes.
-ranks=${SLURM_GPUS_ON_NODE:-2}
-"""
-
 FACTS = """\
-# The list of nodes is compressed ("gpu[07-08]"): only scontrol can expand it. mapfile, because `| head` breaks pipefail.
+# The list of nodes is compressed ("gpu[07-08]"): only scontrol can expand it.
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR=${hosts[0]} MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a node get different ports
-echo "Job $SLURM_JOB_ID on ${#hosts[@]} nodes: $SLURM_JOB_NODELIST; GPUs on each: ${SLURM_GPUS_ON_NODE:-0}"
-echo "Master: $MASTER_ADDR:$MASTER_PORT"
+# Jobs that share a node get different ports.
+export MASTER_ADDR=${hosts[0]} MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+# What the job has on each node, however it was requested: --gpus-per-node, --gres, --gpus, --gpus-per-task.
+gpus=${SLURM_GPUS_ON_NODE:-0}
+cores=$(tr ',' '\\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | sed -n '1{s/(.*//;p}') # of the smallest node
+total=${SLURM_GPUS:-$((gpus * ${#hosts[@]}))}
+if ((${total##*:} != gpus * ${#hosts[@]})); then
+    echo "❌ $total GPUs cannot be spread evenly over ${#hosts[@]} nodes: use --gpus-per-node instead of --gpus." >&2
+    exit 2
+fi
+@RANKS_LINE@
+echo "Job $SLURM_JOB_ID on ${#hosts[@]} nodes: $SLURM_JOB_NODELIST; on each node $gpus GPUs, $cores cores"
+echo "Ranks: $((ranks * ${#hosts[@]})) ($ranks on each node); Master: $MASTER_ADDR:$MASTER_PORT"
 """
 
-SRUN = """srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}\""""
+RANKS_OF_LAUNCHER = """\
+ranks=$((gpus > 0 ? gpus : 2)) # one rank for each GPU; without GPUs two CPU processes"""
 
-SRUN_NOTES = """\
-# --kill-on-bad-exit: one rank's failure ends all. --cpus-per-task: since Slurm 22.05 srun does not take it from the job."""
+RANKS_OF_SRUN = """\
+ranks=$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1})) # one task for each GPU; without GPUs as many as requested
+if ((ranks > cores)); then
+    echo "❌ $ranks ranks need $ranks cores on each node, and the job has $cores: use a larger --cpus-per-task." >&2
+    exit 2
+fi"""
+
+ONE_NODE_ONLY = """\
+if ((${#hosts[@]} > 1)); then
+    echo "❌ This script is for one node, and the job has ${#hosts[@]}: submit slurm/train_multi_node.slurm." >&2
+    exit 2
+fi"""
+
+# A step inherits from the environment what sbatch requested, and srun refuses it where another request won.
+STEP = """\
+# --kill-on-bad-exit: one rank's failure ends all. --export=ALL: a site's default may be NONE. What the
+# step gets is stated here; the variables of sbatch's options would contradict it, and are removed.
+unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET SLURM_GPU_BIND
+unset SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK
+step=(srun --kill-on-bad-exit=1 --wait=60 --export=ALL --nodes="${#hosts[@]}")
+if ((gpus > 0)); then step+=(--gres="gpu:$gpus"); fi"""
+
+ONE_TASK_A_NODE = """\
+step+=(--ntasks="${#hosts[@]}" --ntasks-per-node=1 --cpus-per-task="$cores")"""
 
 TORCHRUN = """\
-export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1 # torchrun passes these on; of SIGUSR1 it would die (torch 2.9 and newer)
-# $SLURM_NODEID would be expanded here, on the first node, for all of
-# them: with c10d no node needs a number, they agree on one.
-@SRUN@ torchrun \\
+@STEP@
+@ONE_TASK_A_NODE@
+# torchrun passes these signals to its ranks. Without this line (which torch 2.9 and newer read) SIGUSR1 kills it.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1
+# With c10d no node needs a number; $SLURM_NODEID would be expanded here, to 0 for all of them.
+"${step[@]}" torchrun \\
     --nnodes="${#hosts[@]}" --nproc_per_node="$ranks" \\
-    --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv_id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \\
+    --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" \\
+    --rdzv_id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \\
     @SCRIPT@"""
 
 TORCHRUN_ONE_NODE = """\
-# LAUNCHER=deepspeed sbatch … takes DeepSpeed's launcher instead: here in the batch shell and never under srun, where every task
-# would start all ranks. A signal does not reach its ranks, so time limits cost what is not saved.
+@ONE_NODE_ONLY@
+# LAUNCHER=deepspeed sbatch … uses DeepSpeed's launcher: in the batch shell and never under srun, where every
+# task would start all ranks. Signals do not reach its ranks: a time limit loses what is after the last checkpoint.
 if [[ ${LAUNCHER:-torchrun} == deepspeed ]]; then
     @GPUS_OF_DEEPSPEED@
-    deepspeed "${gpus[@]}" --master_port="$MASTER_PORT" @SCRIPT@
-else # torchrun passes these on; of SIGUSR1 it would die (torch 2.9 and newer)
-    export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1
-    @SRUN@ torchrun \\
-        --nnodes=1 --nproc_per_node="$ranks" --master_port="$MASTER_PORT" @SCRIPT@
-fi"""
+    deepspeed "${which[@]}" --master_port="$MASTER_PORT" @SCRIPT@
+    exit
+fi
+@STEP@
+@ONE_TASK_A_NODE@
+# torchrun passes these signals to its ranks. Without this line (which torch 2.9 and newer read) SIGUSR1 kills it.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1
+"${step[@]}" torchrun --nnodes=1 --nproc_per_node="$ranks" --master_port="$MASTER_PORT" \\
+    @SCRIPT@"""
 
 DEEPSPEED = """\
-# DeepSpeed's launcher in the batch shell, never under srun, where every task would start all ranks. A signal does not reach its
-# ranks, so a time limit costs what is not saved.
+@ONE_NODE_ONLY@
+# DeepSpeed's launcher in the batch shell and never under srun, where every task would start all ranks. Signals do
+# not reach its ranks: a time limit loses what is after the last checkpoint.
 @GPUS_OF_DEEPSPEED@
-deepspeed "${gpus[@]}" --master_port="$MASTER_PORT" @SCRIPT@"""
+deepspeed "${which[@]}" --master_port="$MASTER_PORT" @SCRIPT@"""
 
-# With --num_gpus DeepSpeed forgets which GPUs were granted and takes the first ones.
+# With --num_gpus DeepSpeed forgets which GPUs were granted and uses the first ones.
 GPUS_OF_DEEPSPEED = """\
-gpus=(--num_gpus="@RANKS@")
+which=(--num_gpus="@RANKS@")
 if command -v nvidia-smi > /dev/null && [[ -n ${CUDA_VISIBLE_DEVICES-} ]]; then
-    gpus=(--include="localhost:$CUDA_VISIBLE_DEVICES")
+    which=(--include="localhost:$CUDA_VISIBLE_DEVICES")
 fi"""
 
 PLAIN_SRUN = """\
-if [[ ${SLURM_GPUS_ON_NODE:-$SLURM_NTASKS_PER_NODE} != "$SLURM_NTASKS_PER_NODE" ]]; then
-    echo "❌ $SLURM_GPUS_ON_NODE GPUs a node, $SLURM_NTASKS_PER_NODE tasks: let --ntasks-per-node be as --gpus-per-node." >&2
-    exit 2
-fi
-# No launcher: srun starts one task a GPU, and the script reads its rank from SLURM_PROCID. No --gpus-per-task: a rank that sees
-# only its own GPU cannot talk to its neighbours directly.
-@SRUN@ \\
-    python @SCRIPT@"""
+@STEP@
+# No launcher: srun starts one task for each GPU, and the script reads its rank from SLURM_PROCID. Every task
+# sees all GPUs of its node: a rank that sees only its own cannot talk to the others directly.
+step+=(--ntasks="$((ranks * ${#hosts[@]}))" --ntasks-per-node="$ranks" --cpus-per-task="$((cores / ranks))")
+"${step[@]}" python @SCRIPT@"""
 
 REQUEUE = """\
-for ((i = 1; i < $#; i++)); do
-    [[ ${!i} != --output_dir ]] || { next=$((i + 1)) && output=${!next}; }
-done
-cp "$output/results.json" "$output/.results.before" 2> /dev/null || true # a turn that fails before it trains leaves it as it is
-# Signals go to the ranks (--signal without B:, which would warn this shell alone). They save and end; then the job asks for its
-# next turn, in which --resume goes on. A run that fails is not repeated.
+# Signals go to the ranks (--signal without B:, which would warn this shell alone). They save and end with status
+# "preempted"; then the job is queued again, and --resume continues. A run that fails is not repeated: if that happens
+# before it trains, the results of the run before are unchanged.
+status() {
+    python -c 'import json, sys; print(json.load(sys.stdin)["status"])' 2> /dev/null < "$output/results.json"
+}
+before=$(cksum 2> /dev/null < "$output/results.json") || true
 code=0
 @LAUNCH@ || code=$?
-if grep -q '"status": "preempted"' "$output/results.json" && ! cmp -s "$output/results.json" "$output/.results.before"; then
+if [[ $(status) == preempted && $(cksum < "$output/results.json") != "$before" ]]; then
     echo "Stopped and saved: requeued (start $((${SLURM_RESTART_COUNT:-0} + 1)))"
-    scontrol requeue "$SLURM_JOB_ID"
-    sleep 60 # the requeue ends this shell
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60 # the requeue ends this shell
+    echo "❌ The job could not be requeued: submit it again with --output_dir $output." >&2
 fi
 exit "$code\""""
 
+# The arguments decide where the run writes, in whatever spelling, or the run file that they name.
+OUTPUT = """\
+output=$(python -c 'import sys; sys.path[0] = sys.argv.pop(1)
+from support.jobs import output_dir; print(output_dir(sys.argv[1:]))' "$project"@ARGUMENTS@ "$@")
+output=${output:-runs/${SLURM_JOB_NAME//\\//_}-$SLURM_JOB_ID}"""
+
 COMPARE = """\
+@ONE_NODE_ONLY@
 if command -v nvidia-smi > /dev/null; then export NUM_GPUS=$ranks; fi # without GPUs two CPU processes
 bash "$project/compare_strategies.sh" "$@\""""
 
@@ -162,35 +204,52 @@ class Job:
     modules: str = "# module load cuda/12.4 gcc/12                            # EDIT"
     activate: str = ACTIVATE_ANY
     arguments: str = ""
-    output: str = "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID"
 
     def text(self) -> str:
         """The batch script."""
-        script = f'"$project/real_model_example.py" --output_dir "$output"{self.arguments} "$@"'
-        output = f"output={self.output}\n" if self.launch != COMPARE else ""
-        launch = f"{SRUN_NOTES}\n{self.launch}" if "@SRUN@" in self.launch else self.launch
-        counted_here = "$ranks" in launch or "@GPUS_OF_DEEPSPEED@" in launch  # srun's own tasks are counted by #SBATCH
-        ranks = RANKS if counted_here else ""
-        parts = [HEADER, ENVIRONMENT, ranks + FACTS + output, launch]
-        return fill("\n".join(parts), {
+        by_srun = "@PLAIN_SRUN@" in self.launch or self.launch == PLAIN_SRUN
+        layout = [HEADER, ENVIRONMENT, FACTS, *([] if self.launch == COMPARE else [OUTPUT]), self.launch]
+        template = "\n".join(layout)
+        for name, part in {"PLAIN_SRUN": PLAIN_SRUN, "TORCHRUN": TORCHRUN, "STEP": STEP, "ONE_NODE_ONLY": ONE_NODE_ONLY,
+                           "ONE_TASK_A_NODE": ONE_TASK_A_NODE, "GPUS_OF_DEEPSPEED": GPUS_OF_DEEPSPEED,
+                           "RANKS_LINE": RANKS_OF_SRUN if by_srun else RANKS_OF_LAUNCHER}.items():  # fmt: skip
+            template = template.replace(f"@{name}@", part)
+        return fill(template, {
             "ABOUT": "\n".join(f"# {line}".rstrip() for line in self.about.strip().splitlines()), "NAME": self.name,
             "NODES": self.nodes, "GPUS": self.gpus, "CPUS": self.cpus, "TIME": self.time, "TASKS": self.tasks_per_node,
-            "TASKS_NOTE": "          # EDIT: as many as GPUs" if self.tasks_per_node > 1 else "",
-            "GPUS_OF_DEEPSPEED": GPUS_OF_DEEPSPEED, "RANKS": "$ranks",
+            "TASKS_NOTE": "          # EDIT: as many as GPUs" if self.tasks_per_node > 1 else "", "RANKS": "$ranks",
             "MORE_SBATCH": "\n".join(self.sbatch), "PROJECT_LINE": self.project, "MODULES": self.modules,
-            "ACTIVATE": self.activate, "SRUN": SRUN, "SCRIPT": script,
+            "ACTIVATE": self.activate, "ARGUMENTS": self.arguments,
+            "SCRIPT": f'"$project/real_model_example.py" --output_dir "$output"{self.arguments} "$@"',
         }) + "\n"  # fmt: skip
 
 
 def fill(template: str, values: dict) -> str:
-    """Replace every @NAME@; values may hold placeholders themselves.
+    """Replace every @NAME@ once; what looks like a placeholder in a value stays as it is.
 
     Raises:
         KeyError: a placeholder without a value.
     """
-    while re.search(r"@[A-Z_]+@", template):
-        template = re.sub(r"@([A-Z_]+)@", lambda found: str(values[found[1]]), template)
-    return re.sub(r"\n\n\n+", "\n\n", template)
+    template = re.sub(r"\n\n\n+", "\n\n", template)
+    return re.sub(r"@([A-Z_]+)@", lambda found: str(values[found[1]]), template)
+
+
+def output_dir(argv: list[str]) -> str:
+    """--output_dir as a job's arguments, or the run file that they name, have it; "" without one.
+
+    Arguments that the script refuses also give "": the script itself reports what is wrong with them.
+    """
+    from support.config import build_parser
+    from support.errors import UserError
+    from support.runfile import read_run_file
+
+    parser = build_parser()
+    try:
+        if file := parser.parse_known_args(argv)[0].config:
+            argv = [*read_run_file(file, parser), *argv]
+        return parser.parse_known_args(argv)[0].output_dir or ""
+    except UserError:
+        return ""
 
 
 REQUEUE_LINES = ["#SBATCH --requeue", "#SBATCH --open-mode=append                # one log for all turns",
@@ -203,9 +262,9 @@ def examples() -> dict[str, str]:
     """The files of slurm/: {name: text}."""
     def about(what: str, file: str) -> str:
         return (f"{what}\n\n    sbatch slurm/{file}      # the embedded model\n"
-                f"    sbatch slurm/{file} --model gpt2 --strategy zero2      # arguments go on to the script")  # fmt: skip
+                f"    sbatch slurm/{file} --model gpt2 --strategy zero2      # further arguments are the script's")  # fmt: skip
 
-    requeue = REQUEUE.replace("@LAUNCH@", PLAIN_SRUN)
+    requeue = REQUEUE.replace("@LAUNCH@", "@PLAIN_SRUN@")
     jobs = {
         "train_single_node.slurm": Job(about("One node, a launcher that starts a rank for each of its GPUs.",
                                              "train_single_node.slurm"), "train", TORCHRUN_ONE_NODE),
@@ -216,7 +275,7 @@ def examples() -> dict[str, str]:
         "compare.slurm": Job(
             "Compare all strategies on one node; tables and figure go to the folder of sbatch.\n\n"
             "    sbatch slurm/compare.slurm                              # the embedded model\n"
-            "    sbatch slurm/compare.slurm gpt2-medium --batch_size 2   # arguments go on to compare_strategies.sh",
+            "    sbatch slurm/compare.slurm gpt2-medium --batch_size 2   # further arguments are compare_strategies.sh's",
             "compare", COMPARE),
     }  # fmt: skip
     jobs["train_requeue.slurm"] = Job(
@@ -235,52 +294,73 @@ LAUNCH_HEADER = """\
 #!/usr/bin/env bash
 # Made by:
 #     @MADE_BY@
-# Further arguments go on to real_model_example.py.
+# Further arguments are those of real_model_example.py.
+@DIGEST@
 set -euo pipefail
 project=@PROJECT@
 @ACTIVATE@
 """
 
-ONE_MACHINE = LAUNCH_HEADER + """\
-@GPUS_OF_DEEPSPEED@
-exec deepspeed "${gpus[@]}" --master_port=@MASTER_PORT@ "$project/real_model_example.py" --config @CONFIG@ "$@"
+ONE_MACHINE = f"""\
+{LAUNCH_HEADER}
+{GPUS_OF_DEEPSPEED}
+exec deepspeed "${{which[@]}}" --master_port=@MASTER_PORT@ "$project/real_model_example.py" --config @CONFIG@ "$@"
 """
 
-EACH_MACHINE = LAUNCH_HEADER + """\
+EACH_MACHINE = f"""\
+{LAUNCH_HEADER}
 # Run it on each machine with its number: NODE_RANK=0 on @MASTER_ADDR@, then 1, 2, …
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1,SIGHUP
-exec torchrun --nnodes=@NODES@ --nproc_per_node=@GPUS@ --node_rank="${NODE_RANK:-@NODE_RANK@}" \\
+exec torchrun --nnodes=@NODES@ --nproc_per_node=@RANKS@ --node_rank="${{NODE_RANK:-@NODE_RANK@}}" \\
     --master_addr=@MASTER_ADDR@ --master_port=@MASTER_PORT@ \\
     "$project/real_model_example.py" --config @CONFIG@ "$@"
 """
 
-OVER_SSH = """\
-#!/usr/bin/env bash
-# Made by:
-#     @MADE_BY@
-# Starts a run on all hosts over ssh, from one of them or from any machine. The project, its environment and the run file are at
-# the same place on each, and ssh asks for no password (ssh-copy-id). Further arguments go on to real_model_example.py.
-# SSH: the command, for example SSH="ssh -p 2222".
-set -euo pipefail
-project=@PROJECT@
-@ACTIVATE@
-torchrun=$(command -v torchrun)
+OVER_SSH = f"""\
+{LAUNCH_HEADER}
+# Starts a run on all hosts over ssh, from one of them or from any machine. The project, its environment and
+# the run file are at the same place on each, and ssh asks for no password (ssh-copy-id). SSH is the command,
+# for example SSH="ssh -p 2222".
 hosts=(@HOSTS@)
-read -ra ssh <<< "${SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10}"
-pids=()
-# With a terminal (-tt) the far side ends when this script does: sshd hangs up on it.
-stop() { kill "${pids[@]}" 2> /dev/null || true; }
+torchrun=$(command -v torchrun)
+read -ra ssh <<< "${{SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10}}"
+# What the other hosts get of this shell's settings, HF_TOKEN and WANDB_API_KEY among them.
+settings=("PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1")
+forwarded='^(NCCL|GLOO|HF|OMP|WANDB)_|^TORCH_EXTENSIONS_DIR$'
+for name in $(compgen -e | grep -E "$forwarded"); do settings+=("$name=${{!name}}"); done
+""" + r"""
+# All goes to the other host on standard input: a command line is shown by `ps` to every user of both hosts.
+remote() { # $1: number of the host; the rest: arguments of the script
+    printf '{ export%s\n' "$(printf ' %q' "${settings[@]}")"
+    printf 'cd %q || exit\nexec 3<&0\n' "$PWD"
+    printf '%q ' "$torchrun" --nnodes=@NODES@ --nproc_per_node=@RANKS@ --node_rank="$1" --master_addr=@MASTER_ADDR@ \
+        --master_port=@MASTER_PORT@ "$project/real_model_example.py" --config @CONFIG@ "${@:2}"
+    cat << 'END'
+< /dev/null 3<&- &
+run=$!
+# Standard input ends when this connection does, for whatever reason: then the ranks save and end.
+{ while read -r _ <&3; do :; done; kill "$run"; } 2> /dev/null &
+watch=$! code=0
+wait "$run" || code=$?
+kill "$watch" 2> /dev/null
+exit "$code"; }
+END
+}
+pids=() open=() folder=$(mktemp -d)
+# shellcheck disable=SC2329 # the traps call it
+stop() { kill "${pids[@]}" 2> /dev/null || true; rm -rf "$folder"; }
 trap stop EXIT
 trap 'exit 130' INT TERM
-# What the other hosts are to know of this shell's settings.
-settings=(PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1,SIGHUP)
-for name in $(compgen -e | grep -E '^(NCCL|GLOO|HF|OMP)_|^TORCH_EXTENSIONS_DIR$'); do settings+=("$name=${!name}"); done
 for number in "${!hosts[@]}"; do
-    command=(env "${settings[@]}" "$torchrun" --nnodes=@NODES@ --nproc_per_node=@GPUS@ --node_rank="$number"
-        --master_addr=@MASTER_ADDR@ --master_port=@MASTER_PORT@ "$project/real_model_example.py" --config @CONFIG@ "$@")
-    far="cd $(printf %q "$PWD") && exec$(printf ' %q' "${command[@]}")" # quoted for the shell over there
-    "${ssh[@]}" -tt "${hosts[number]}" "$far" < /dev/null > >(sed -u "s/^/${hosts[number]}: /") 2>&1 &
+    mkfifo "$folder/$number"
+    exec {input}<> "$folder/$number" # held open by this shell alone: each connection ends with it
+    open+=("$input")
+    (
+        for held in "${open[@]}"; do exec {held}>&-; done
+        exec "${ssh[@]}" "${hosts[number]}" bash -s < "$folder/$number" > >(sed -u "s/^/${hosts[number]}: /") 2>&1
+    ) &
     pids+=($!)
+    remote "$number" "$@" >&"${open[number]}"
 done
 # The first host that fails ends all; its messages are above.
 code=0

@@ -63,12 +63,14 @@ def detect_launch() -> Launch:
         UserError: the variables contradict each other or Slurm's node list cannot be read.
     """
     env = os.environ
+    # A batch script's own shell has SLURM_PROCID, too, but no step: there `python` is one process.
+    in_step = "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_JOB_ID" not in env)
     try:
-        if "RANK" in env and "WORLD_SIZE" in env:
+        if "RANK" in env and "WORLD_SIZE" in env and not (in_step and _exported_to_all_tasks(env)):
             launch = _from_rank_variables(env)
-        elif "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_JOB_ID" not in env):
-            # A batch script's own shell has SLURM_PROCID too, but no step: there `python` is one process.
+        elif in_step:
             launch = _from_slurm(env)
+            _report_overruled(env, launch)
         else:
             launch = Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", free_port())
     except (KeyError, ValueError) as error:
@@ -104,6 +106,38 @@ def _from_rank_variables(env) -> Launch:
     return Launch(launcher, rank, local_rank, world, local_world, node, address, port)
 
 
+def _exported_to_all_tasks(env) -> bool:
+    """Whether RANK was set before srun started this step's tasks, so that all of them have the same.
+
+    A batch script that exports RANK and then calls `srun python` does this. A launcher or a shell inside of a task is
+    different: there RANK is not yet in the environment with which Slurm started the task. The answer must be the same on
+    every task, so it cannot depend on the value of RANK alone.
+    """
+    set_by_launcher = any(name in env for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"))
+    if set_by_launcher or int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]) < 2:
+        return False
+    try:
+        started_with = Path(f"/proc/{int(env['SLURM_TASK_PID'])}/environ").read_bytes().split(b"\0")
+    except (KeyError, ValueError, OSError):  # a container hides the task's process
+        return int(env["WORLD_SIZE"]) <= int(env["SLURM_NTASKS"])
+    return f"RANK={env['RANK']}".encode() in started_with
+
+
+def _report_overruled(env, launch: Launch) -> None:
+    """One task says that RANK, WORLD_SIZE or MASTER_ADDR of the environment is not used, if one contradicts Slurm."""
+    given = {name: env[name] for name in ("RANK", "WORLD_SIZE") if name in env}
+    size_differs = given.get("WORLD_SIZE", str(launch.world_size)) != str(launch.world_size)
+    rank_differs = given.get("RANK", str(launch.rank)) != str(launch.rank)
+    # With the same RANK in all tasks, task 0 sees no contradiction if it is 0.
+    speaker = 0 if size_differs or given.get("RANK") != "0" else 1
+    if launch.rank == speaker and (size_differs or rank_differs):
+        shown = " ".join(f"{name}={value}" for name, value in given.items())
+        print(f"ℹ️  {shown} was exported before srun: Slurm's numbers are used, {launch.world_size} ranks.", flush=True)
+    address = env.get("MASTER_ADDR")
+    if launch.rank == 0 and address not in (None, "", launch.master_addr):
+        print(f"ℹ️  MASTER_ADDR={address} is not one host that all ranks reach: {launch.master_addr} is used.", flush=True)
+
+
 def _from_slurm(env) -> Launch:
     rank, world, local_rank = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"])
     node = int(env.get("SLURM_NODEID", 0))
@@ -115,8 +149,15 @@ def _from_slurm(env) -> Launch:
     # Every rank must arrive at the same port; the job's number spreads jobs that share a node.
     number = 101 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
     port = int(env.get("MASTER_PORT") or 20000 + number % 20000)
-    address = env.get("MASTER_ADDR") or _first_slurm_host(env)
+    address = env.get("MASTER_ADDR") or ""
+    several_nodes = local_world < world
+    if not address or re.search(r"[\[\],\s]", address) or (several_nodes and _is_loopback(address)):
+        address = _first_slurm_host(env)
     return Launch("srun", rank, local_rank, world, local_world, node, address, port)
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _first_slurm_host(env) -> str:

@@ -1,0 +1,403 @@
+"""Attacks on what is generated and on what starts a run: values of flags, files of hosts, environments, allocations.
+
+The generated scripts run in a real bash; srun, torchrun, deepspeed, ssh and scontrol are stubs that record how they are called.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attacks import Attack, table
+from conftest import PROJECT, Run
+
+sys.path.insert(0, str(PROJECT))
+sys.path.insert(0, str(PROJECT / "scripts"))
+
+# ------------------------------------------------------------------------------------------------ generating
+
+
+@pytest.fixture
+def generate(tmp_path, monkeypatch, capfd):
+    """generate(*args) runs scripts/distributed_setup.py in a folder with a run file, in this process."""
+    import distributed_setup
+
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("batch_size: 2\n")
+
+    def run(*args) -> Run:
+        monkeypatch.setattr(sys, "argv", ["scripts/distributed_setup.py", *map(str, args)])
+        try:
+            distributed_setup.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capfd.readouterr()
+        return Run(code, out, err, 0, tmp_path)
+
+    return run
+
+
+LAUNCHER, SLURM = ["launcher", "--config", "config.yaml"], ["slurm", "--config", "config.yaml"]
+PAYLOADS = {
+    "line end": "x\ntouch executed",
+    "carriage return": "x\r\ntouch executed #",
+    "next line": "x\u0085touch executed",
+    "line separator": "x\u2028touch executed",
+    "right to left": "x\u202etouch executed",
+    "bytes that are not UTF-8": "x\udcff",
+    "command substitution": "$(touch executed)",
+    "backticks": "`touch executed`",
+    "quotes": "'; touch executed; '",
+    "double quotes": '"; touch executed; "',
+    "separator": "x; touch executed",
+    "placeholder": "@MADE_BY@",
+    "unknown placeholder": "@NOPE@",
+    "an option": "-oProxyCommand=touch executed",
+    "placeholder of the digest": "# sha256:" + 64 * "0",
+}
+TARGETS = {
+    "master_addr": [*LAUNCHER, "--num_nodes", "2", "--master_addr"],
+    "output": [*LAUNCHER, "--output"],
+    "output of a job": [*SLURM, "--output"],
+    "config": ["launcher", "--config"],
+    "hosts": [*LAUNCHER, "--hosts"],
+    "venv": [*SLURM, "--venv"],
+    "modules": [*SLURM, "--modules"],
+    "partition": [*SLURM, "--partition"],
+    "account": [*SLURM, "--requeue", "--account"],
+    "time_limit": [*SLURM, "--time_limit"],
+    "nvme_path": ["deepspeed", "--zero_stage", "3", "--offload_optimizer", "--nvme_path"],
+    "layer_class": ["fsdp", "--layer_class"],
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_value_is_executed(generate, stubs, tmp_path, target, payload):
+    """Either one line refuses it, or the file that holds it does in bash what it does with any other value."""
+    value = PAYLOADS[payload]
+    name = TARGETS[target][-1]
+    if target == "config" and "\udcff" not in value:
+        Path(value).write_text("batch_size: 2\n")
+    if target == "venv" and "\udcff" not in value:
+        (Path(value) / "bin").mkdir(parents=True)
+        (Path(value) / "bin" / "activate").write_text("true\n")
+    before = set(tmp_path.rglob("*"))
+    if target == "hosts":  # the file's content
+        Path("hosts.txt").write_bytes(f"{value}\n".encode(errors="surrogateescape"))
+        run = generate(*TARGETS[target], "hosts.txt")
+    else:
+        run = generate(*TARGETS[target][:-1], f"{name}={value}")
+    assert run.code in (0, 2), run.out + run.err
+    if run.code == 2:
+        assert len(run.err.splitlines()) == 1 and run.error.startswith("❌ --"), run.err
+        assert set(tmp_path.rglob("*")) - before <= {tmp_path / "hosts.txt"}
+        return
+    assert unicodedata_is_plain(value)
+    [written] = [path for path in set(tmp_path.rglob("*")) - before if path.is_file()]
+    if written.suffix == ".json" or target in ("nvme_path", "layer_class"):
+        assert value in json.dumps(json.loads(written.read_text()), ensure_ascii=False) or '"' in value
+        return
+    text = written.read_text()
+    assert subprocess.run(["bash", "-n", written]).returncode == 0
+    for line in text.splitlines():
+        if line.startswith("#SBATCH"):
+            assert re.match(r"#SBATCH --[a-z-]+(=[^ ]+)?( +#.*)?$", line), line
+    stubs.run(["bash", written], cwd=tmp_path)
+    assert not list(tmp_path.rglob("executed"))
+    assert stubs.calls("torchrun") or stubs.calls("srun") or stubs.calls("ssh") or target == "modules"
+
+
+def unicodedata_is_plain(value):
+    return all(character.isprintable() for character in value)
+
+
+@table(
+    Attack("a port that is none", args=(*LAUNCHER, "--master_port", "70000"), says="--master_port 70000"),
+    Attack("5,000 digits", args=(*LAUNCHER, "--num_nodes", "9" * 5000), says="--num_nodes"),
+    Attack("Arabic digits", args=(*SLURM, "--time_limit", "١٢:00:00"), says="HH:MM:SS"),
+    Attack("a name of 5,000 characters", args=(*LAUNCHER, "--output", "x" * 5000), code=1, says="File name too long"),
+    Attack("a folder", args=(*LAUNCHER, "--force", "--output", "."), says="is not a file"),
+    Attack("a pipe that nobody writes", lambda folder: os.mkfifo(folder / "pipe"), (*LAUNCHER, "--output", "pipe"),
+           says="is not a file"),
+    Attack("a host that is there twice", lambda folder: (folder / "hosts").write_text("a\nb\na\n") and None,
+           (*LAUNCHER, "--hosts", "hosts"), says="line 3: a is there twice"),
+    Attack("slots that differ", lambda folder: (folder / "hosts").write_text("a slots=2\nb slots=4\n") and None,
+           (*LAUNCHER, "--hosts", "hosts"), says="same number of slots"),
+    Attack("slots that contradict", lambda folder: (folder / "hosts").write_text("a slots=2\n") and None,
+           (*LAUNCHER, "--hosts", "hosts", "--num_gpus_per_node", "4"), says="contradicts slots=2"),
+    Attack("slots that are no number", lambda folder: (folder / "hosts").write_text("a slots=many\n") and None,
+           (*LAUNCHER, "--hosts", "hosts"), says="line 1"),
+    Attack("hosts of comments alone", lambda folder: (folder / "hosts").write_text("# a\n\n  # b\n") and None,
+           (*LAUNCHER, "--hosts", "hosts"), says="names no host"),
+    Attack("hosts in another encoding", lambda folder: (folder / "hosts").write_bytes(b"\xff\xfea\x00") and None,
+           (*LAUNCHER, "--hosts", "hosts"), says="not UTF-8"),
+    Attack("a model with words for sizes", lambda folder: (folder / "config.json").write_text(
+        '{"n_layer": "12", "n_embd": 8, "vocab_size": 9}') and None, ("deepspeed", "--model", "."), says="whole numbers"),
+    Attack("a model whose configuration is a list", lambda folder: (folder / "config.json").write_text("[1]") and None,
+           ("deepspeed", "--model", "."), says="config.json"),
+)  # fmt: skip
+def test_generator_refuses(generate, tmp_path, attack):
+    args = attack.prepare(tmp_path) or ()
+    attack.check(tmp_path, generate(*attack.args, *args))
+    assert not Path("scripts").exists() and not Path("config").exists()
+
+
+@pytest.mark.attack
+def test_hosts_written_on_windows(generate):
+    Path("hosts.txt").write_bytes(b"\xef\xbb\xbfnode1 slots=2\r\n\r\nuser@node2 slots=2\t# far\r\n")
+    assert generate(*LAUNCHER, "--hosts", "hosts.txt").code == 0
+    text = Path("scripts/run_training.sh").read_text()
+    assert "hosts=(node1 user@node2)" in text and "--nproc_per_node=2" in text and "\r" not in text
+
+
+GENERATED = {"config/ds_config.json": ["deepspeed"], "config/fsdp_config.json": ["fsdp"],
+             "scripts/run_training.sh": LAUNCHER, "scripts/slurm_job.sh": SLURM}  # fmt: skip
+EDITS = {
+    "a line more": lambda text: text + "\n",
+    "a character less": lambda text: text[:-2] + "\n",
+    "Windows line ends": lambda text: text.replace("\n", "\r\n"),
+    "another digest": lambda text: re.sub("sha256:.", "sha256:" + ("0" if "sha256:0" not in text else "1"), text),
+    "no digest": lambda text: re.sub("sha256:[0-9a-f]*", "", text),
+    "empty": lambda text: "",
+    "not UTF-8": lambda text: b"\xff",
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("file", GENERATED)
+def test_an_unedited_file_is_replaced(generate, file):
+    assert generate(*GENERATED[file]).code == 0
+    first = Path(file).read_text()
+    assert generate(*GENERATED[file], "--output", file).code == 0
+    assert Path(file).read_text() != first  # it names the other command
+    assert generate(*GENERATED[file]).code == 0
+    assert Path(file).read_text() == first and (Path(file).stat().st_mode & 0o100) == (0o100 if "scripts" in file else 0)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("file", GENERATED)
+def test_an_edited_file_is_kept(generate, file, edit):
+    assert generate(*GENERATED[file]).code == 0
+    edited = EDITS[edit](Path(file).read_text())
+    Path(file).write_bytes(edited.encode() if isinstance(edited, str) else edited)
+    kept = Path(file).read_bytes()
+    run = generate(*GENERATED[file])
+    assert run.code == 2 and "--force" in run.error and "--output" in run.error
+    assert Path(file).read_bytes() == kept
+    assert generate(*GENERATED[file], "--force").code == 0 and Path(file).read_bytes() != kept
+
+
+# Flags of the generator, and the strategy that its file is for.
+DEEPSPEED_FILES = [
+    (["--zero_stage", "1"], "zero1"),
+    (["--zero_stage", "2"], "zero2"),
+    (["--zero_stage", "2", "--offload_optimizer", "--bf16"], "offload"),
+    (["--zero_stage", "3", "--fp16"], "zero3"),
+    (["--zero_stage", "3", "--offload_optimizer", "--offload_param"], "zero3"),
+    (["--zero_stage", "3", "--offload_optimizer", "--offload_param", "--nvme_path", "nvme"], "infinity"),
+]
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("flags, strategy", DEEPSPEED_FILES)
+def test_the_run_decides_what_the_deepspeed_file_leaves_open(generate, flags, strategy):
+    """Batch size, accumulation and clipping of a run file; the file is complete once they are filled in."""
+    from support.config import complete_ds_config, parse_arguments
+
+    assert generate("deepspeed", *flags).code == 0
+    written = json.loads(Path("config/ds_config.json").read_text())
+    assert written["train_micro_batch_size_per_gpu"] == written["gradient_accumulation_steps"] == "auto"
+    assert written["gradient_clipping"] == "auto" and written["zero_optimization"]["reduce_scatter"] is True
+    Path("config.yaml").write_text(
+        "batch_size: 2\ngradient_accumulation_steps: 3\nmax_grad_norm: 0.5\nuse_deepspeed: true\n"
+        "deepspeed_config: config/ds_config.json\n"
+    )
+    args = parse_arguments(["--config", "config.yaml"])
+    assert args.strategy == strategy
+    whole = complete_ds_config(args.ds_config_dict, precision="fp32", hidden_size=64, parameters=10**6, largest_parameter=10**5,
+                               tied=True, world_size=1, nvme_folder="nvme")  # fmt: skip
+    assert (whole["train_micro_batch_size_per_gpu"], whole["gradient_accumulation_steps"]) == (2, 3)
+    assert whole["gradient_clipping"] == 0.5 and whole["train_batch_size"] == 6
+    named = [flag.removeprefix("--") for flag in flags if flag in ("--bf16", "--fp16")]
+    assert args.precision == (named[0] if named else "auto")
+
+
+# ------------------------------------------------------------------------------------------------ running what was generated
+
+
+class Stubs:
+    """Programs that record their arguments, environment and standard input, in a folder that is first on PATH."""
+
+    NAMES = ("srun", "torchrun", "deepspeed", "ssh", "scontrol", "module", "sleep")
+
+    def __init__(self, folder: Path):
+        self.folder, self.bin = folder, folder / "bin"
+        self.bin.mkdir(parents=True)
+        for name in self.NAMES:
+            self.write(name, "")
+
+    def write(self, name: str, then: str) -> None:
+        """A stub that does `then` after it has recorded the call."""
+        record = f"printf '%s\\0' \"$@\" > \"$(mktemp '{self.folder}/call.{name}.XXXXXX')\"\n"
+        (self.bin / name).write_text(f"#!/bin/bash\n{record}{then}\n")
+        (self.bin / name).chmod(0o755)
+
+    def calls(self, name: str) -> list[list[str]]:
+        """The arguments of each call."""
+        return [path.read_text().split("\0")[:-1] for path in sorted(self.folder.glob(f"call.{name}.*"))]
+
+    def run(self, command: list, cwd: Path, env: dict | None = None) -> Run:
+        """Run a command; in the environment of a Slurm job with 2 nodes that have 2 GPUs and 4 cores each."""
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "2",
+               "SLURM_JOB_CPUS_PER_NODE": "4(x2)", "SLURM_NTASKS_PER_NODE": "1",
+               "VIRTUAL_ENV": "active"}  # fmt: skip
+        whole = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        whole |= {**job, **(env or {}), "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run([str(part) for part in command], cwd=cwd, env={k: v for k, v in whole.items() if v is not None},
+                              capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)  # fmt: skip
+        return Run(done.returncode, done.stdout, done.stderr, 0, cwd)
+
+
+@pytest.fixture
+def stubs(tmp_path_factory):
+    found = Stubs(tmp_path_factory.mktemp("stubs"))
+    example = PROJECT / "slurm" / "train_requeue.slurm"
+    found.write("scontrol", f"""case "$*" in
+        "show job"*) echo "   Command={example} --dataset /elsewhere/x.slurm y" ;;
+        "show hostnames"*) printf 'n1\\nn2\\n' ;;
+        esac""")  # fmt: skip
+    return found
+
+
+# How a run's folder is named, and the arguments that name it; "run.yaml" has output_dir: from the run file.
+FOLDERS = {
+    "nothing names one": ("runs/train-7", []),
+    "two words": ("x y", ["--output_dir", "x y"]),
+    "one word": ("x y", ["--output_dir=x y"]),
+    "the last counts": ("b'c", ["--output_dir", "a", "--output_dir=b'c"]),
+    "the run file": ("from the run file", ["--config", "run.yaml"]),
+    "the run file, in one word": ("from the run file", ["--config=run.yaml"]),
+    "the command line before the run file": ("a$b", ["--config", "run.yaml", "--output_dir=a$b"]),
+    "a value of another flag": ("runs/train-7", ["--dataset=--output_dir=x"]),
+    "not ASCII": ("läufe/π", ["--output_dir=läufe/π"]),
+}
+
+
+@pytest.fixture
+def requeue(stubs, tmp_path):
+    """requeue(folder, results, *args) runs slurm/train_requeue.slurm; the ranks leave `results` in a folder."""
+    (tmp_path / "run.yaml").write_text("training:\n  output_dir: from the run file\n")
+
+    def run(folder, results, *args, code=75, env=None):
+        stubs.write("srun", f"""mkdir -p "$FOLDER"; printf '%s' "$RESULTS" > "$FOLDER/results.json"; exit {code}""")
+        env = {"FOLDER": folder, "RESULTS": results, **(env or {})}
+        done = stubs.run(["bash", PROJECT / "slurm" / "train_requeue.slurm", *args], cwd=tmp_path, env=env)
+        assert done.code == code and "Traceback" not in done.err, done.out + done.err
+        return ["requeue", "7"] in stubs.calls("scontrol")
+
+    return run
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_run_that_was_stopped_is_requeued_wherever_it_writes(requeue, stubs, tmp_path, monkeypatch, case):
+    from support.config import parse_arguments
+
+    monkeypatch.chdir(tmp_path)
+    folder, args = FOLDERS[case]
+    assert requeue(folder, '{\n  "status": "preempted"\n}', *args)
+    [call] = stubs.calls("srun")
+    given = call[call.index("--output_dir") :]
+    assert parse_arguments(given).output_dir == folder
+
+
+# What a run leaves that must not run again.
+NOT_REPEATED = {
+    "completed": '{"status": "completed"}',
+    "failed": '{"status": "failed"}',
+    "killed": '{"status": "running"}',
+    "words elsewhere": """{"status": "failed", "reason": "x \\"status\\": \\"preempted\\""}""",
+    "words in the command": """{"command": {"status": "preempted"}, "status": "failed"}""",
+    "half": '{"status": "preempted"',
+    "a list": '["status", "preempted"]',
+    "empty": "",
+    "no status": "{}",
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("left", NOT_REPEATED)
+def test_a_run_that_failed_is_not_requeued(requeue, left):
+    assert not requeue("out", NOT_REPEATED[left], "--output_dir=out", code=1)
+
+
+@pytest.mark.attack
+def test_a_run_that_fails_before_it_trains_is_not_requeued(requeue, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text('{"status": "preempted"}')
+    assert not requeue("out", '{"status": "preempted"}', "--output_dir=out", code=2)
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+# What sbatch leaves in the environment, and the ranks on each node, their cores, and the GPUs of the step.
+ALLOCATIONS = {
+    "four requested, one allocated": ({"SLURM_GPUS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "1"}, 1, 4, 1),
+    "by task": ({"SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_TRES_PER_TASK": "gres:gpu=1"}, 2, 2, 2),
+    "by job": ({"SLURM_GPUS": "4", "SLURM_GPUS_ON_NODE": "2"}, 2, 2, 2),
+    "by job, with a type": ({"SLURM_GPUS": "a100:4", "SLURM_GPUS_ON_NODE": "2"}, 2, 2, 2),
+    "none": ({"SLURM_GPUS_ON_NODE": None, "SLURM_NTASKS_PER_NODE": "2"}, 2, 2, 0),
+    "zero": ({"SLURM_GPUS_ON_NODE": "0", "SLURM_GPUS_PER_NODE": "0", "SLURM_NTASKS_PER_NODE": "2"}, 2, 2, 0),
+    "nodes with different cores": ({"SLURM_JOB_CPUS_PER_NODE": "16,2"}, 2, 1, 2),
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@pytest.mark.parametrize("example", ["train_multi_node", "train_srun"])
+def test_a_job_uses_what_it_was_allocated(stubs, tmp_path, example, allocation):
+    env, ranks, cores, gpus = ALLOCATIONS[allocation]
+    stubs.write("srun", 'env | grep ^SLURM_ > "$SEEN"')
+    job = stubs.run(["bash", PROJECT / "slurm" / f"{example}.slurm"], tmp_path, {**env, "SEEN": str(tmp_path / "seen")})
+    assert job.code == 0, job.err
+    assert f"Job 7 on 2 nodes: n[1-2]; on each node {gpus} GPUs" in job.out
+    assert f"Ranks: {2 * ranks} ({ranks} on each node); Master: n1:20007" in job.out
+    [call] = stubs.calls("srun")
+    assert (f"--gres=gpu:{gpus}" in call) == (gpus > 0)
+    assert not re.search("GPUS_PER|TRES_PER", (tmp_path / "seen").read_text())
+    if example == "train_srun":
+        assert {f"--ntasks={2 * ranks}", f"--ntasks-per-node={ranks}", f"--cpus-per-task={cores}"} <= set(call)
+    else:
+        assert {"--ntasks=2", "--ntasks-per-node=1", f"--cpus-per-task={ranks * cores}"} <= set(call)
+        assert f"--nproc_per_node={ranks}" in call
+
+
+@table(
+    Attack("GPUs that do not divide", args=("train_multi_node",), env={"SLURM_GPUS": "3", "SLURM_GPUS_ON_NODE": "2"},
+           says="3 GPUs cannot be spread evenly over 2 nodes"),
+    Attack("fewer cores than GPUs", args=("train_srun",), env={"SLURM_JOB_CPUS_PER_NODE": "1(x2)"},
+           says="2 ranks need 2 cores"),
+    Attack("two nodes for a script of one", args=("train_single_node",), says="one node, and the job has 2"),
+    Attack("two nodes for the comparison", args=("compare",), says="one node, and the job has 2"),
+    Attack("a project that is none", args=("train_srun",), env={"TRAINING_PROJECT": "/tmp"}, says="/tmp is not the project"),
+)  # fmt: skip
+def test_a_job_refuses(stubs, tmp_path, attack):
+    job = stubs.run(["bash", PROJECT / "slurm" / f"{attack.args[0]}.slurm"], tmp_path, attack.env)
+    attack.check(tmp_path, job)
+    assert stubs.calls("srun") == []
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("name", ["a b", "../../outside", "$(touch executed)", "-n", "@NAME@"])
+def test_the_name_of_a_job_is_a_name(stubs, tmp_path, name):
+    job = stubs.run(["bash", PROJECT / "slurm" / "train_srun.slurm"], tmp_path, {"SLURM_JOB_NAME": name})
+    assert job.code == 0, job.err
+    [call] = stubs.calls("srun")
+    assert call[call.index("--output_dir") + 1] == f"runs/{name.replace('/', '_')}-7"
+    assert not (tmp_path / "executed").exists()
