@@ -77,6 +77,11 @@ def detect_launch() -> Launch:
         raise UserError(f"The launcher's environment is incomplete: {error}. Start with python, torchrun or srun.") from error
     if not 0 <= launch.rank < launch.world_size:
         raise UserError(f"RANK={launch.rank} does not fit WORLD_SIZE={launch.world_size}: unset both or use torchrun.")
+    if not 0 <= launch.local_rank < launch.local_world_size:
+        raise UserError(f"LOCAL_RANK={launch.local_rank} does not fit LOCAL_WORLD_SIZE={launch.local_world_size}: unset both "
+                        "or use torchrun.")  # fmt: skip
+    if not 0 < launch.master_port < 65536:
+        raise UserError(f"MASTER_PORT={launch.master_port} is not a port: unset it, or use 1024 to 65535.")
     env.update(
         RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size), LOCAL_RANK=str(launch.local_rank),
         LOCAL_WORLD_SIZE=str(launch.local_world_size), MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
@@ -98,8 +103,10 @@ def simulated(launch: Launch, world_size: int) -> Launch:
 
 def _from_rank_variables(env) -> Launch:
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-    local_rank = int(env.get("LOCAL_RANK", rank))
     local_world = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world)  # LOCAL_SIZE: deepspeed's name
+    if local_world < 1:
+        raise ValueError(f"WORLD_SIZE={world}, of which {local_world} are on this node")
+    local_rank = int(env.get("LOCAL_RANK") or rank % local_world)
     node = int(env.get("GROUP_RANK") or env.get("CROSS_RANK") or rank // local_world)
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed" if "CROSS_RANK" in env else "python"
     address, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", 29500))
@@ -144,7 +151,7 @@ def _from_slurm(env) -> Launch:
     # "3,1" or "4(x2),1": tasks on each node of the step
     per_node: list[int] = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        per_node += [int(tasks)] * int(times or 1)
+        per_node += [int(tasks)] * min(int(times or 1), node + 1)
     local_world = per_node[node] if node < len(per_node) else world
     # Every rank must arrive at the same port; the job's number spreads jobs that share a node.
     number = 101 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
