@@ -30,6 +30,7 @@ from support.config import EMBEDDED_MODEL, PROJECT, uses_nvme
 from support.distributed import Run
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.launch import available_cores, has_nvidia_gpu
+from support.redaction import redact
 
 GB, MB = 2**30, 2**20
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -359,7 +360,7 @@ def _hub(args, run: Run) -> Iterator[Line]:
     elif args.hub_offline:
         yield Line(OK, "hub", "not needed: model and data are here or in the cache")
     else:
-        yield Line(OK, "hub", f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co')} answers")
+        yield Line(OK, "hub", redact(f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co')} answers"))
 
 
 def _cluster(run: Run) -> Iterator[Line]:

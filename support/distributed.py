@@ -18,7 +18,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from support import progress
 from support.advice import LESS_MEMORY
 from support.errors import EXIT_FAILED, OutOfMemory, TrainingError, UserError, explain
 from support.launch import Launch
+from support.redaction import print_traceback
 
 HOST_IS_FULL = "It is the host's memory, not the GPU's: fewer ranks on a node, or a strategy that offloads less."
 GRACE_SECONDS = 5  # for a rank to end by itself after another one has failed
@@ -250,7 +250,7 @@ class Run:
         shown = explain(error)
         try:
             if self.verbose:
-                traceback.print_exception(error)
+                print_traceback(error)
             first = self._failed_first(str(shown))
             self.clean_up()  # before anything is written: a half-written checkpoint may be what fills the disk
             if first:

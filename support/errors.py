@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.redaction import redact
+
 EXIT_COMPLETED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -64,8 +66,14 @@ def explain(error: BaseException) -> UserError:
     Args:
         error: what was raised, by this project or by a library.
     Returns:
-        The error itself if it is already one of ours, else one with a message of a single line.
+        The error itself if it is already one of ours, else one with a message of a single line; without secrets.
     """
+    shown = _explained(error)
+    shown.args = (redact(str(shown)),)
+    return shown
+
+
+def _explained(error: BaseException) -> UserError:
     from support import advice  # it needs the classes above
 
     if isinstance(error, UserError):

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import NoReturn
 
 from support.advice import LESS_MEMORY
 from support.errors import OutOfMemory, UserError, explain
+from support.redaction import print_traceback
 
 
 @dataclass(frozen=True)
@@ -269,13 +269,14 @@ def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) ->
     Args:
         linger: seconds that rank 0 stays after its message, because it may host the store in which the others read.
     """
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    given = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = int(given) if re.fullmatch("[0-9]{1,9}", given) else 0  # it may be what is wrong
     host, shown = "", explain(error)
     if rank != 0:
         time.sleep(4)
         host = f" [rank {rank} on {socket.gethostname()}]"
     if verbose:
-        traceback.print_exception(error)
+        print_traceback(error)
     print(f"❌ {shown}{host}", file=sys.stderr, flush=True)
     if isinstance(shown, OutOfMemory):
         print(f"   {LESS_MEMORY}", file=sys.stderr, flush=True)

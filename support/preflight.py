@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from support import launch as launching
 from support.config import EMBEDDED_MODEL, ignored_flags, parse_arguments, uses_nvme
 from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
 from support.launch import Launch
+from support.redaction import redact
 from support.runfile import as_yaml
 
 PROBE_SECONDS = 4  # the hub answers within one; the clients' own retries take 23 s to 11 minutes
@@ -49,7 +52,7 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
         launch = launching.detect_launch()
         args = parse_arguments(argv)
         if args.print_config:
-            print(as_yaml(args), end="")
+            print(redact(as_yaml(args)), end="")
             sys.exit(EXIT_COMPLETED)
         launching.tune_process(args, launch)
         if args.simulate_gpus:
@@ -200,7 +203,7 @@ def ask_hub(args, launch: Launch) -> tuple[bool, str | None]:
     except UserError as error:
         if not args.check:
             raise
-        return True, str(error)
+        return True, redact(str(error))
 
 
 def reach_hub(args, launch: Launch) -> bool:
@@ -232,7 +235,7 @@ def reach_hub(args, launch: Launch) -> bool:
         why = "HF_HUB_OFFLINE is set" if wished_offline else f"The Hugging Face hub ({endpoint}) cannot be reached"
         raise UserError(f"{why}, and {_ways_without_hub(args, model if no_model else None, dataset if no_dataset else None)}")
     if launch.is_main and not (wished_offline or args.quiet):
-        print(f"ℹ️  The Hugging Face hub ({endpoint}) cannot be reached: using what is in the cache.")
+        print(f"ℹ️  The Hugging Face hub ({redact(endpoint)}) cannot be reached: using what is in the cache.")
     return False
 
 
@@ -258,13 +261,14 @@ def scratch_without_hub(args) -> bool:
 def answers(endpoint: str) -> bool:
     """Whether anything answers HTTP at `endpoint`, within PROBE_SECONDS; honours the proxy variables."""
     answered = threading.Event()
+    endpoint = re.sub("//[^/?#]*@", "//", endpoint)  # urllib takes user:password for a part of the host's name
 
     def ask() -> None:
         try:
             urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PROBE_SECONDS).close()
         except urllib.error.HTTPError:
             pass  # an error page is an answer
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):
             return
         answered.set()
 

@@ -26,6 +26,7 @@ from support.examples import PLAIN_NOTICE, use_plain_template
 from support.files import only_finite, write_text
 from support.launch import available_cores
 from support.metering import Meter
+from support.redaction import redact
 
 PROCESS_STARTED = psutil.Process().create_time()
 GB = 2**30  # as nvidia-smi and DeepSpeed count
@@ -142,7 +143,7 @@ class Results:
             "reason": None,
             "error_kind": None,
             "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+            "command": redact(shlex.join([Path(sys.executable).name, *sys.argv])),
             "versions": versions(),
             "hardware": hardware(run.device),
             **facts,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from support.distributed import Run
 from support.errors import UserError, explain
+from support.redaction import redact
 
 # Name of a curve -> key of a record in metrics.jsonl.
 CURVES = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "eval/loss": "eval_loss",
@@ -86,7 +87,8 @@ class Trackers:
     """All that --report_to names; on rank 0 only, elsewhere every method does nothing."""
 
     def __init__(self, args, run: Run, folder: Path, step: int):
-        arguments = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | bool)}
+        arguments = {name: redact(value) if isinstance(value, str) else value for name, value in vars(args).items()
+                     if isinstance(value, str | int | float | bool)}  # fmt: skip
         self.active = bool(args.report_to)
         self._run = run
         self._all = [KINDS[name](folder, step, arguments) for name in args.report_to] if run.is_main else []

@@ -6,8 +6,10 @@ The generated scripts run in a real bash; srun, torchrun, deepspeed, ssh and sco
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -494,3 +496,140 @@ def test_detect_launch(stubs, monkeypatch, capfd, case):
     assert [value for value, want in zip(values, wanted, strict=True) if want not in (value, None)] == [], values
     overruled = "RANK" in env and found.launcher == "srun"
     assert ("RANK=0" in capfd.readouterr().out) == overruled or env["WORLD_SIZE"] != "2"
+
+
+# ------------------------------------------------------------------------------------------------ over ssh, and secrets
+
+SECRETS = {"HF_TOKEN": "hf_CANARYcanaryCANARYcanary1234", "WANDB_API_KEY": "canary0123456789abcdef0123456789abcdef",
+           "HF_ENDPOINT": "http://user:canary@127.0.0.1:9", "MY_PASSWORD": "canary's password"}  # fmt: skip
+
+
+@pytest.fixture
+def over_ssh(generate, stubs):
+    """The launcher for node1 and node2, where ssh is a shell on this machine; torchrun does what the test writes."""
+    Path("hosts.txt").write_text("node1\nme@node2\n")
+    assert generate(*LAUNCHER, "--hosts", "hosts.txt").code == 0
+    stubs.write("ssh", 'while [[ $1 != bash ]]; do shift; done; exec "$@"')
+    return Path("scripts/run_training.sh").absolute()
+
+
+@pytest.mark.attack
+def test_secrets_reach_the_hosts_and_no_command_line(over_ssh, stubs, tmp_path):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    stubs.write("torchrun", f"""cp /proc/$$/environ '{seen}'/environ.$$
+        for file in /proc/[0-9]*/cmdline; do cat "$file" 2> /dev/null; echo; done > '{seen}'/commands.$$""")  # fmt: skip
+    odd = ["--generate", "two words", "it's $HOME `id` \\ \"x\"", "line\nend", "", "--dataset=*", "ä"]
+    done = stubs.run(["bash", over_ssh, *odd], tmp_path, {**SECRETS, "NCCL_DEBUG": "INFO", "OMP_NAME": "two\nlines"})
+    assert done.code == 0, done.out + done.err
+    assert len(list(seen.glob("environ.*"))) == len(list(seen.glob("commands.*"))) == 2
+    for file in seen.glob("commands.*"):
+        assert b"canary" not in file.read_bytes().lower()
+    for file in seen.glob("environ.*"):
+        found = dict(line.split("=", 1) for line in file.read_text().split("\0") if "=" in line)
+        for name in ("HF_TOKEN", "WANDB_API_KEY", "HF_ENDPOINT"):
+            assert found[name] == SECRETS[name]
+        assert found["OMP_NAME"] == "two\nlines" and found["PWD"] == str(tmp_path)
+    assert sorted(call[2] for call in stubs.calls("torchrun")) == ["--node_rank=0", "--node_rank=1"]
+    for call in stubs.calls("torchrun"):
+        assert call[-len(odd) :] == odd
+    assert all("canary" not in " ".join(call).lower() for call in stubs.calls("ssh"))
+    assert "canary" not in over_ssh.read_text() + done.out + done.err
+
+
+@pytest.mark.attack
+def test_the_exit_code_of_a_host_is_the_launchers(over_ssh, stubs, tmp_path):
+    stubs.write("torchrun", "[[ $3 == --node_rank=0 ]] || exit 7; exec /bin/sleep 30")
+    began = time.monotonic()
+    assert stubs.run(["bash", over_ssh], tmp_path).code == 7 and time.monotonic() - began < 15
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_ranks_end_with_the_launcher(over_ssh, stubs, tmp_path, number):
+    """Even with one that is killed: its ends of the connections close, and the hosts notice."""
+    stubs.write("torchrun", f"""echo $$ >> '{tmp_path}/pids'; trap 'echo asked >> "{tmp_path}/asked"; exit' TERM
+        while :; do /bin/sleep 0.1; done""")  # fmt: skip
+    env = {**os.environ, "PATH": f"{stubs.bin}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": "active"}
+    with open(tmp_path / "log", "w") as log:  # not a pipe: what outlives the launcher would hold it open
+        launcher = subprocess.Popen(["bash", over_ssh], cwd=tmp_path, env=env, stdout=log, stderr=log,
+                                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
+    wait_for_lines(tmp_path / "pids", 2)
+    launcher.send_signal(number)
+    launcher.wait(20)
+    wait_for_lines(tmp_path / "asked", 2)
+
+
+def wait_for_lines(path: Path, number: int) -> None:
+    until = time.monotonic() + 20
+    while not path.exists() or len(path.read_text().splitlines()) < number:
+        assert time.monotonic() < until, f"{path.name} has not {number} lines"
+        time.sleep(0.05)
+
+
+REDACTED = {
+    "https://user:canary@host/path": "https://***@host/path",
+    "HTTPS://canary@host": "HTTPS://***@host",
+    "two http://a:canary@x and socks5h://b:canary@y": "two http://***@x and socks5h://***@y",
+    "http://a:can/ary@x": "http://a:can/ary@x",  # a path: / cannot be part of a password in a URL
+    "https://huggingface.co/api": "https://huggingface.co/api",
+    "mail@example.org": "mail@example.org",
+    "token=hf_CANARYcanaryCANARYcanary": "token=***",
+    "hf_home": "hf_home",
+    "the value the-canary-of-my-key!": "the value ***!",
+    "true 1 short": "true 1 short",
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("text", REDACTED)
+def test_redact(monkeypatch, text):
+    from support.redaction import redact
+
+    monkeypatch.setenv("MY_KEY", "the-canary-of-my-key")
+    monkeypatch.setenv("OTHER_TOKEN", "short")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "https://huggingface.co/api")
+    assert redact(text) == REDACTED[text]
+
+
+@pytest.mark.attack
+def test_no_secret_in_errors_settings_and_tracebacks(monkeypatch, capfd):
+    from support.config import parse_arguments
+    from support.errors import UserError, explain
+    from support.preflight import answers
+    from support.redaction import print_traceback
+
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    for kind, name in [(UserError, "HF_ENDPOINT"), (OSError, "HF_ENDPOINT"), (ValueError, "HF_TOKEN"),
+                       (RuntimeError, "MY_PASSWORD")]:  # fmt: skip
+        error = kind(f"{SECRETS[name]} is wrong")
+        assert "canary" not in str(explain(error)).lower()
+        print_traceback(error)
+    assert not answers(SECRETS["HF_ENDPOINT"])
+    assert parse_arguments(["--model", "gpt2"]).model == "gpt2"
+    out, err = capfd.readouterr()
+    assert "canary" not in (out + err).lower() and "ValueError" in err
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("args", [("--model", "gpt2"), ("--model", "gpt2", "--verbose"), ("--print_config",),
+                                  ("--model", "http://u:canary@host/x", "--print_config")], ids=str)  # fmt: skip
+def test_no_secret_is_printed_before_the_start(script, tmp_path, args):
+    """The hub's address is part of the message that it cannot be reached."""
+    run = script(*args, env={**SECRETS, "HF_HOME": tmp_path / "empty", "NO_PROXY": "*"}, ok=False)
+    assert "canary" not in (run.out + run.err).lower()
+    assert run.code == (0 if "--print_config" in args else 2), run.err
+
+
+@pytest.mark.attack
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["dp", "zero1"])
+def test_no_secret_in_any_file_of_a_run(script, tmp_path, strategy):
+    env = {**SECRETS, "HTTPS_PROXY": "http://me:canary@127.0.0.1:8", "WANDB_MODE": "offline", "HF_HOME": tmp_path / "home"}
+    run = script("--strategy", strategy, "--num_samples", "8", "--seq_length", "32", "--no_eval", "--save_every", "1",
+                 "--report_to", "tensorboard,wandb", "--verbose", "--profile", tmp_path / "trace", env=env)  # fmt: skip
+    files = [path for folder in (run.folder, tmp_path) for path in folder.rglob("*") if path.is_file()]
+    assert {"README.md", "results.json", "manifest.json", "trace-rank0.json"} <= {path.name for path in files}
+    assert [path for path in files if b"canary" in path.read_bytes().lower()] == []
+    assert "canary" not in (run.out + run.err).lower()

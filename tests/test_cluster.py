@@ -347,10 +347,14 @@ def test_one_script_starts_all_hosts_over_ssh(machines, ssh, alone, run_file):
     code, out = setup("launcher", "--config", "config.yaml", "--num_gpus_per_node", "1", "--hosts", "hosts.txt", cwd=run_file)
     assert code == 0, out
     command = ["env", f"SSH={ssh}", "bash", "-c", f"cd {run_file} && bash scripts/run_training.sh --output_dir {run_file}/out"]
-    process = start(machines.on("node3", *command))
+    process = start(machines.on("node3", *command), env={"HF_TOKEN": "hf_CANARYcanaryCANARYcanary"})
+    reached(process, "node1: Epoch 1")
+    everywhere = [p.info for p in psutil.process_iter(["cmdline", "environ"])]  # of all machines, and of ssh between them
+    assert not any("hf_CANARY" in word for info in everywhere for word in info["cmdline"] or [])
+    ranks = [info["environ"] for info in everywhere if SCRIPT.name in " ".join(info["cmdline"] or []) and info["environ"]]
+    assert sum(environ.get("RANK") is not None and environ.get("HF_TOKEN") is not None for environ in ranks) == 2
     out, err = finish(process, 120)
     assert process.returncode == 0, out + err
-    assert "node1: Epoch 1" in out.replace("\r", "")
     found = [json.loads(line)["loss"] for line in (run_file / "out" / "metrics.jsonl").read_text().splitlines()]
     assert_close(found, alone.losses, 1e-5)
     assert json.loads((run_file / "out" / "results.json").read_text())["world_size"] == 2
