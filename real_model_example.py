@@ -68,6 +68,7 @@ from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
 from support.distributed import ARRIVAL_SECONDS, Run, meet, open_store, simulate_process_group
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, UserError
 from support.launch import exit_before_start, keep_freed_memory
+from support.prefetch import prefetch
 
 NOTHING_TO_EVALUATE = "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file"
 STOP_CHECK_BATCHES = 8  # batches of an evaluation between two looks whether a signal came: each look waits for all ranks
@@ -114,6 +115,8 @@ def setup_distributed(args, launch) -> Run:
 
 def find_model(args, run: Run) -> models.Blueprint:
     """Find the model, its sizes and its tokenizer, without loading any weights."""
+    if not args.hub_offline:
+        run.say(f"⏳ Downloading {args.model}, where it is not in the cache")
     blueprint = models.find_model(args, run)
     limit = models.max_positions(blueprint.config)
     if args.seq_length is None:
@@ -504,6 +507,8 @@ def train_and_evaluate(model, optimizer, scaler, train, validation, args, run: R
 
 def main(args, launch) -> None:
     """Set up, load, wrap, train, evaluate, report."""
+    if args.prefetch:
+        prefetch(args, launch)
     try:
         run = setup_distributed(args, launch)
     except BaseException as error:
@@ -535,9 +540,11 @@ def train_one_model(args, run: Run):
     # The data comes before the weights: what is wrong with it shows in seconds, however large the model is.
     blueprint = find_model(args, run)
     run.ways_to_fit = lambda: preflight.ways_to_fit(args, run, blueprint)
+    run.say(f"⏳ Preparing the dataset {args.dataset}")
     train, validation, dataset = prepare_dataset(args, run, blueprint.tokenizer)
     if not validation.blocks and (needed := [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]):
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
+    run.say("⏳ Loading the model")
     model, _tokenizer = load_model_and_tokenizer(args, run, blueprint)
     footprint.note("model_loaded")
     run.say("✅ Dataset ready: " + ("a stream" if args.streaming else f"{train.blocks:,} samples"))
@@ -561,6 +568,7 @@ def train_one_model(args, run: Run):
         return model
     results.begin()
     meter = metering.open_meter(args, run, folder, model, optimizer, blueprint, steps, before, footprint, train.blocks)
+    run.say("⏳ Evaluating" if args.eval_only else f"⏳ Training: steps {meter.step + 1} to {meter.total_steps}")
     try:
         evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, meter, saver)
     except Preempted:
@@ -581,7 +589,7 @@ def train_one_model(args, run: Run):
     reporting.say_results(run, results.facts, args)
     hand_out(model, saver, results, folder, args, run, blueprint)
     meter.close(results.facts.get("sample"))
-    run.say(f"📁 {results.path}")
+    run.say(f"📁 {reporting.place_of(results.path, run)}")
     return model
 
 

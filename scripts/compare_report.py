@@ -11,7 +11,6 @@ nothing could be read.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import signal
@@ -24,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tabulate import tabulate
 
+from support import arguments as kinds
 from support import comparison as comparing
 from support.comparison import GB, MB, Attempt, Comparison, Row
-from support.errors import EXIT_COMPLETED, EXIT_USAGE
+from support.errors import EXIT_COMPLETED, EXIT_USAGE, UserError
 from support.files import write_atomically, write_text
 
 EXIT_NOT_COMPLETED = 3
@@ -41,12 +41,15 @@ MARKERS = dict(zip(STRATEGY_COLOURS, "os^DvPX", strict=True))
 
 def main() -> None:
     """Read the arguments, write the report."""
-    parser = argparse.ArgumentParser(description="Report on the runs of compare_strategies.sh.", allow_abbrev=False)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder with <strategy>/<repeat>/results.json")
-    parser.add_argument("--output_dir", type=Path, default=Path(), help="where the files go (default: here)")
+    parser = kinds.Parser(description="Report on the runs of compare_strategies.sh.", allow_abbrev=False)
+    parser.add_argument("folder", type=kinds.path, metavar="DIR", help="folder with <strategy>/<repeat>/results.json")
+    parser.add_argument("--output_dir", type=kinds.path, default=Path(), help="where the files go (default: here)")
     parser.add_argument("--tolerance", type=float, help="largest relative loss difference that counts as the same model")
     parser.add_argument("--status", action="store_true", help="DIR is one run: print its status; exit code 3 if not completed")
-    args = parser.parse_args()
+    try:
+        args = parser.parse_args()
+    except UserError as error:
+        fail(str(error))
     if not args.folder.is_dir():
         fail(f"{args.folder}: no such folder.")
     if args.tolerance is not None and not args.tolerance > 0:

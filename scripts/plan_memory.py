@@ -25,29 +25,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tabulate import tabulate
 
 from support import architectures, planner
-from support.config import EMBEDDED_MODEL, Parser, layer_names, positive_float, positive_int
+from support import arguments as kinds
+from support.config import EMBEDDED_MODEL
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.planner import CUDA_CONTEXT, GB, GPU_SLACK, PREFERENCE, Limits, Need, Work
 
 
-def build_parser() -> Parser:
+def build_parser() -> kinds.Parser:
     """The flags; those of the run have the names that real_model_example.py gives them."""
-    parser = Parser(prog="plan_memory.py", description="Predict the memory of a run under every strategy.", allow_abbrev=False)
+    about = "Predict the memory of a run under every strategy."
+    parser = kinds.Parser(prog="plan_memory.py", description=about, allow_abbrev=False)
     add = parser.add_argument
-    add("--model", default="gpt2", help="gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, a model folder or a config.json "
-                                        "(GPT-2, Llama, Mistral, Qwen, GPT-NeoX; default: %(default)s)")
-    add("--gpus", type=positive_int, default=1, help="ranks in all, one a GPU (default: %(default)s)")
-    add("--gpus_per_node", type=positive_int, help="of one node (default: --gpus, at most 8)")
-    add("--gpu_memory", type=positive_float, required=True, metavar="GB", help="of one GPU, as nvidia-smi counts (2^30 bytes)")
-    add("--host_memory", type=positive_float, metavar="GB", help="of a node, for offload and infinity (default: no limit)")
-    add("--nvme_free", type=positive_float, metavar="GB", help="of a node's disk, for infinity (default: no limit)")
-    add("--batch_size", type=positive_int, default=4, help="blocks per GPU in a micro-batch (default: %(default)s)")
-    add("--seq_length", type=positive_int, help="tokens in a block (default: as real_model_example.py has it)")
-    add("--gradient_accumulation_steps", type=positive_int, default=1, help="(default: %(default)s)")
+    add("--model", type=kinds.name, default="gpt2",
+        help="gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, a model folder or a config.json "
+             "(GPT-2, Llama, Mistral, Qwen, GPT-NeoX; default: %(default)s)")
+    add("--gpus", type=kinds.ranks, default=1,
+        help="ranks in all, one a GPU (default: %(default)s)")
+    add("--gpus_per_node", type=kinds.ranks, help="of one node (default: --gpus, at most 8)")
+    add("--gpu_memory", type=kinds.positive_float, required=True, metavar="GB",
+        help="of one GPU, as nvidia-smi counts (2^30 bytes)")
+    add("--host_memory", type=kinds.positive_float, metavar="GB",
+        help="of a node, for offload and infinity (default: no limit)")
+    add("--nvme_free", type=kinds.positive_float, metavar="GB",
+        help="of a node's disk, for infinity (default: no limit)")
+    add("--batch_size", type=kinds.batch, default=4,
+        help="blocks per GPU in a micro-batch (default: %(default)s)")
+    add("--seq_length", type=kinds.block_length,
+        help="tokens in a block (default: as real_model_example.py has it)")
+    add("--gradient_accumulation_steps", type=kinds.batch, default=1, help="(default: %(default)s)")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: %(default)s)")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward pass")
-    add("--lora_r", type=positive_int, metavar="R", help="train adapters of this rank on frozen weights")
-    add("--lora_targets", type=layer_names, metavar="LIST", help="layers that get one, as in real_model_example.py")
+    add("--lora_r", type=kinds.rank_of_adapters, metavar="R",
+        help="train adapters of this rank on frozen weights")
+    add("--lora_targets", type=kinds.layer_names, metavar="LIST",
+        help="layers that get one, as in real_model_example.py")
     add("--solve", choices=("batch", "model", "gpus"),
         help="find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, for each strategy")
     add("--json", action="store_true", help="print JSON instead (bytes)")
@@ -57,7 +68,10 @@ def build_parser() -> Parser:
 def main() -> None:
     """Read the arguments, print the plan."""
     try:
-        args = build_parser().parse_args()
+        parser = build_parser()
+        args, unknown = parser.parse_known_args()
+        if unknown:
+            parser.refuse_unknown(unknown[0])
         model = architectures.find_architecture(args.model)
         longest = 256 if args.model == EMBEDDED_MODEL else 512
         if args.seq_length is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from support.config import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.errors import UserError
+from support.userfiles import read_json, shown
+
+MOST_OF_CONFIG = 16 << 20  # characters; some list thousands of labels
 
 # The families that are known, and what transformers fills in where their config.json says nothing.
 DEFAULTS = {
@@ -124,15 +126,40 @@ def find_architecture(model: str) -> Architecture:
         return gpt2(*GPT2_SHAPES[model])
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not path.exists():
         sizes = ", ".join((EMBEDDED_MODEL, *GPT2_SHAPES))
-        raise UserError(f"--model {model}: {error.strerror}. Name one of {sizes}, a local model folder, or a config.json (of a "
-                        "model on the hub: download that one file).") from error  # fmt: skip
-    except ValueError as error:
-        raise UserError(f"--model {model}: {path} is no JSON: {error}.") from error
-    return read_architecture(config, str(path))
+        raise UserError(f"--model {model}: no such file or folder. Name one of {sizes}, a local model folder, or a config.json "
+                        "(of a model on the hub: download that one file).")  # fmt: skip
+    return read_architecture(read_json("--model", str(path), unique=False, most=MOST_OF_CONFIG), str(path))
+
+
+def checked_size(name: str, value, path: str) -> int:
+    """A size in a config.json.
+
+    Raises:
+        UserError: it is no whole number, or larger than any model's: what is computed from it would take hours.
+    """
+    most = 10_000 if "layer" in name else 10**8
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise UserError(f"--model {path}: {name} is {shown(str(value))}, and must be a whole number from 1 to {most:,}.")
+    return value
+
+
+SIZES = ("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "num_attention_heads", "n_head", "vocab_size",
+         "n_positions", "max_position_embeddings")  # fmt: skip
+
+
+def check_config(path: str) -> None:
+    """A config.json whose sizes transformers can build: it would fill all memory with a thousand million layers.
+
+    Raises:
+        UserError: it cannot be read, is no JSON, or has a size that is no whole number or too large.
+    """
+    config = read_json("--model", path, unique=False, most=MOST_OF_CONFIG)
+    for part in (config, config.get("text_config")):
+        for name in SIZES if isinstance(part, dict) else ():
+            if part.get(name) is not None:
+                checked_size(name, part[name], path)
 
 
 def read_architecture(config: dict, path: str) -> Architecture:
@@ -141,28 +168,29 @@ def read_architecture(config: dict, path: str) -> Architecture:
     Raises:
         UserError: of no known family, or without a size that there is no default for.
     """
-    family = config.get("model_type") if isinstance(config, dict) else None
-    if family not in DEFAULTS:
-        raise UserError(f"--model {path} is a {family}: this planner knows {', '.join(DEFAULTS)}.")
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in DEFAULTS:
+        raise UserError(f"--model {path} is a {shown(str(family))}: this planner knows {', '.join(DEFAULTS)}.")
     config = {**DEFAULTS[family], **{key: value for key, value in config.items() if value is not None}}
 
     def size(name: str, default: int | None = None) -> int:
-        value = config.get(name, default)
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"--model {path}: {name} is {value}, and must be a whole number.")
-        return value
+        return checked_size(name, config.get(name, default), path)
 
+    hidden = size("n_embd" if family == "gpt2" else "hidden_size")
+    heads = size("n_head" if family == "gpt2" else "num_attention_heads")
+    if heads > hidden:
+        raise UserError(f"--model {path}: {heads} attention heads do not fit a width of {hidden}.")
     if family == "gpt2":
-        hidden = size("n_embd")
-        shape = gpt2(size("n_layer"), size("n_head"), hidden, size("vocab_size"), size("n_positions"))
+        shape = gpt2(size("n_layer"), heads, hidden, size("vocab_size"), size("n_positions"))
         tied, activation = config["tie_word_embeddings"], config["activation_function"]
-        return replace(shape, intermediate=size("n_inner", 4 * hidden), tied=tied, activation=activation)
-    hidden, heads, neox = size("hidden_size"), size("num_attention_heads"), family == "gpt_neox"
+        return replace(shape, intermediate=size("n_inner", 4 * hidden), tied=bool(tied), activation=activation)
+    neox = family == "gpt_neox"
     return Architecture(
         family="gpt_neox" if neox else "llama", layers=size("num_hidden_layers"), hidden=hidden, heads=heads,
         kv_heads=size("num_key_value_heads", heads), head_dim=size("head_dim", hidden // heads),
         intermediate=size("intermediate_size"), vocabulary=size("vocab_size"), positions=0,
-        limit=config.get("max_position_embeddings"), tied=config.get("tie_word_embeddings", False),
+        limit=size("max_position_embeddings") if "max_position_embeddings" in config else None,
+        tied=bool(config.get("tie_word_embeddings", False)),
         activation=config.get("hidden_act", "silu"), qkv_bias=family == "qwen2" or config.get("attention_bias", False),
         out_bias=family != "qwen2" and config.get("attention_bias", False), mlp_bias=config.get("mlp_bias", False),
         qk_norm=family == "qwen3", parallel=config.get("use_parallel_residual", False),

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from support.config import STRATEGIES, lookup
+from support.userfiles import shown
 
 GB, MB = 2**30, 2**20
 
@@ -35,6 +36,11 @@ SAME_WORK = (
 # What a completed run must have; an older version's results.json may lack some. A memory simulation has no speed and no losses.
 NEEDED = ("hardware", "precision", "memory.peak_bytes", "memory.device_categories_bytes_by_rank", "memory.placement")
 NEEDED_OF_TRAINING = ("samples_per_second", "tokens_per_second_per_gpu", "step_phases_seconds", "train_loss_last")
+
+NUMBERS_OF_RESULTS = ("parameters", "trainable_parameters", "world_size", "batch_size", "gradient_accumulation_steps",
+                      "global_batch_size", "seq_length", "steps", "samples", "seed", "hardware.cores",
+                      "hardware.ram_bytes")  # fmt: skip
+TEXTS_OF_RESULTS = ("model", "device", "precision", "started_at", "dataset.name", "dataset.sha256", "hardware.cpu")
 
 # torchrun's report lists the ranks that it found dead. The one that was killed need not be the first: another that noticed
 # its connection break may be named as the cause.
@@ -79,9 +85,43 @@ def read_attempt(folder: Path) -> Attempt:
     results = _read_json(folder / "results.json")
     steps = [record for record in _read_json_lines(folder / "metrics.jsonl") if "loss" in record]
     status, reason = _status(folder, results, len(steps))
-    command = _read_text(folder / "command.txt").strip() or results.get("command", "")
-    columns = {key: [step[key] for step in steps] for key in ("loss", "lr", "tokens_per_second")}
-    return Attempt(folder, folder.parent.name, status, reason, command, results, *columns.values())
+    command = _read_text(folder / "command.txt").strip() or str(results.get("command", ""))
+    columns = {key: [step.get(key) for step in steps] for key in ("loss", "lr", "tokens_per_second")}
+    attempt = Attempt(folder, folder.parent.name, status, reason, command, results, *columns.values())
+    if attempt.completed and (problem := _damage(attempt)):
+        attempt.status, attempt.reason = "failed", problem
+    return attempt
+
+
+def _damage(attempt: Attempt) -> str | None:
+    """What keeps a completed run from being compared, if its files were changed by hand or by a disk: try to compare it."""
+    results, alone = attempt.results, Row(attempt.strategy, "completed", "", [attempt])
+    try:
+        _measure(alone)
+        numbers = [lookup(results, key) for key in NUMBERS_OF_RESULTS]
+        machine = results["hardware"]
+        optional = [alone.planned_bytes, alone.volume, alone.step_peak_bytes, alone.sent_bytes,
+                    machine["gpu_memory_bytes"], results.get("simulated_world_size")]  # fmt: skip
+        numbers += [number for number in optional if number is not None]
+        numbers += [machine["gpu_memory_bytes"]] if machine["gpu"] is not None else []
+        numbers += [alone.memory_bytes, alone.host_bytes, alone.nvme_bytes, *alone.planned.values(),
+                    *alone.categories.values(), *alone.host_categories.values()]  # fmt: skip
+        texts = [lookup(results, key) for key in TEXTS_OF_RESULTS] + [machine["gpu"] or ""]
+        texts += [version or "" for version in results["versions"].values()]
+        if not results.get("simulated_world_size"):
+            _compare(alone, alone, TOLERANCES[results["precision"]], 1)
+            _explain_row(alone, results["parameters"], results["gradient_accumulation_steps"])
+            phases = alone.phases_seconds
+            numbers += [*attempt.losses, *attempt.lrs, alone.samples_per_second, alone.tokens_per_second_per_gpu]
+            numbers += [results["train_loss_first"], results["train_loss_last"]]
+            numbers += [phases["data"], phases["forward"], phases["backward"], phases["update"]]
+        if not all(isinstance(number, int | float) and 0 <= number < 1e30 for number in numbers):
+            raise ValueError("a number is missing")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a text is missing")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
+        return f"results.json or metrics.jsonl is damaged ({type(error).__name__}: {shown(str(error))})"
+    return None
 
 
 def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
@@ -97,11 +137,11 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
         needed = NEEDED if simulated else (*NEEDED, *NEEDED_OF_TRAINING)
         if lacking := [key for key in needed if lookup(results, key) is None]:
             return "failed", f"results.json lacks {', '.join(lacking)}: was it made by --eval_only, or by an older version?"
-        whole = simulated or steps == results["steps"]
+        whole = simulated or steps == results.get("steps")
         return ("completed", "") if whole else ("failed", "metrics.jsonl does not hold every step")
     if KILLED.search(_read_text(folder / "log.txt")):
         return "oom", "a rank was killed (SIGKILL): by the kernel, as a rule, when the host has no memory left"
-    reason = results.get("reason") or last_error(folder / "log.txt") or f"ended with exit code {number or 'unknown'}"
+    reason = str(results.get("reason") or "") or last_error(folder / "log.txt") or f"ended with exit code {number or 'unknown'}"
     if said == "oom":
         return "oom", reason
     return ("skipped" if results.get("error_kind") == "missing_requirement" else "failed"), reason
@@ -124,7 +164,7 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path) -> dict:
     try:
         found = json.loads(_read_text(path))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # not JSON; thousands of digits; nested too deeply
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -133,9 +173,11 @@ def _read_json_lines(path: Path) -> list[dict]:
     records = []
     for line in _read_text(path).splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:  # the last line of a run that was killed
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # the last line of a run that was killed
             break
+        if isinstance(record, dict):
+            records.append(record)
     return records
 
 
@@ -278,7 +320,7 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
     done = [row for row in rows if row.completed]
     reference = next((row for row in done if row.strategy == "dp"), done[0] if done else None)
     cap = _read_text(folder / "step_cap.txt").strip()
-    comparison = Comparison(folder.resolve().name, rows, reference, {}, tolerance, int(cap) if cap else None)
+    comparison = Comparison(folder.resolve().name, rows, reference, {}, tolerance, int(cap) if cap.isdecimal() else None)
     if reference is None:
         return comparison
     results = comparison.facts
@@ -296,7 +338,7 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
 
 
 def _gather(folder: Path, strategy: str) -> Row:
-    numbers = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    numbers = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
     attempts = [read_attempt(path) for path in sorted(numbers, key=lambda path: int(path.name))]
     row = Row(strategy, "not run", "", attempts)
     _settle_status(row)

@@ -6,15 +6,17 @@ Imports nothing heavy, so that --help and argument errors answer at once.
 from __future__ import annotations
 
 import argparse
-import difflib
+import itertools
 import json
 import os
-import re
 from pathlib import Path
 
+from support import arguments as kinds
+from support.arguments import Parser, positive_int
 from support.errors import UserError
 from support.fsdp import FsdpOptions, read_fsdp_config
-from support.runfile import read_run_file
+from support.runfile import OTHER_NAMES, SWITCHES, read_run_file
+from support.userfiles import parse_json, read_text, shown
 
 VERSION = "0.8"
 PROJECT = Path(__file__).resolve().parent.parent
@@ -26,6 +28,7 @@ NORM_CHUNK = 2**24  # elements of a gradient whose norm is taken at a time, in f
 CHECK_SECONDS = 60  # --check waits no longer for another rank
 SIMULATED_STEPS = 3  # Adam's states are there after the first; the last is measured
 NEED_EVALUATIONS = ("eval_only", "eval_every", "early_stopping_patience", "load_best_at_end")  # flags
+NEWEST = True  # --resume without a path; no text, so that a path that a shell left empty is refused
 AUTO = "auto"  # Hugging Face's convention for "take it from the command line"; DeepSpeed itself does not know it
 
 # Strategy -> DeepSpeed's configuration, or None for the strategies of plain PyTorch.
@@ -38,8 +41,29 @@ STRATEGIES = {
     "infinity": "ds_config_infinity.json",
     "fsdp": None,
 }
-REPORTERS = ("tensorboard", "wandb")
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3}
+
+# Keys of DeepSpeed's files by the kind of their values; each name has one meaning in all sections.
+OBJECTS_OF_DEEPSPEED = frozenset(
+    ("optimizer", "scheduler", "params", "bf16", "fp16", "zero_optimization", "offload_optimizer", "offload_param", "aio",
+     "data_types", "activation_checkpointing", "flops_profiler", "comms_logger")
+)  # fmt: skip
+NEVER_NULL = frozenset(("optimizer", "scheduler", "params", "bf16", "fp16", "zero_optimization"))
+SWITCHES_OF_DEEPSPEED = frozenset(
+    ("enabled", "torch_adam", "fused", "adam_w_mode", "amsgrad", "overlap_comm", "contiguous_gradients", "reduce_scatter",
+     "allgather_partitions", "round_robin_gradients", "pin_memory", "pipeline_read", "pipeline_write", "fast_init",
+     "single_submit", "overlap_events", "use_gds", "auto_cast", "check_grad_overflow", "consecutive_hysteresis",
+     "stage3_gather_16bit_weights_on_model_save", "wall_clock_breakdown", "memory_breakdown", "dump_state",
+     "prescale_gradients", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "load_from_fp32_weights",
+     "elastic_checkpoint", "ignore_unused_parameters", "save_muon_momentum_buffer_in_memory")
+)  # fmt: skip
+NUMBERS_OF_DEEPSPEED = frozenset(
+    ("stage", "train_batch_size", "steps_per_print", "gradient_predivide_factor", "reduce_bucket_size",
+     "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+     "stage3_max_live_parameters", "stage3_max_reuse_distance", "buffer_count", "buffer_size", "max_in_cpu", "block_size",
+     "queue_depth", "intra_op_parallelism", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+     "min_loss_scale", "eps", "ratio")
+)  # fmt: skip
 
 # Value in a DeepSpeed file -> the flag that says the same.
 FLAG_OF_KEY = {
@@ -54,79 +78,6 @@ FLAG_OF_KEY = {
 
 
 # ---------------------------------------------------------------------------------------------- command line
-
-
-def _number(convert, low, what, exclusive=False):
-    def parse(text: str):
-        try:
-            value = convert(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-        if not value > low if exclusive else not value >= low:
-            raise argparse.ArgumentTypeError(f"{text} is not {what}")
-        if value == float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not {what}")
-        return value
-
-    return parse
-
-
-positive_int = _number(int, 1, "a whole number of 1 or more")
-natural_int = _number(int, 0, "a whole number of 0 or more")
-block_length = _number(int, 2, "a whole number of 2 or more (a block holds a token and its successor)")
-positive_float = _number(float, 0, "a number above 0", exclusive=True)
-natural_float = _number(float, 0, "a number of 0 or more")
-
-
-def probability(text: str) -> float:
-    """A dropout rate: 0 <= p < 1."""
-    value = natural_float(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a probability below 1")
-    return value
-
-
-def share(text: str) -> float:
-    """A part of something: 0 < p < 1."""
-    value = positive_float(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1 (--no_eval evaluates on nothing)")
-    return value
-
-
-def layer_names(text: str) -> str:
-    """A comma list of --lora_targets."""
-    if not text.replace(",", "").strip():
-        raise argparse.ArgumentTypeError("it names no layer")
-    return text
-
-
-def prompt(text: str) -> str:
-    """A text to continue."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("an empty prompt cannot be continued")
-    return text
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, with an error of one line, and a guess at what a misspelt value was meant to be."""
-
-    def error(self, message: str):
-        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
-            message += f": did you mean {near[0]}?" if near else ""
-        raise UserError(f"{message} (--help lists every flag)")
-
-
-def reporters(text: str) -> list[str]:
-    """A comma list of --report_to."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip() not in ("", "none")))
-    for name in names:
-        if name not in REPORTERS:
-            near = difflib.get_close_matches(name, REPORTERS, n=1)
-            guess = f": did you mean {near[0]}?" if near else f" (there are {', '.join(REPORTERS)})"
-            raise argparse.ArgumentTypeError(f"{name} is no tracker{guess}")
-    return names
 
 
 EXIT_CODES = """\
@@ -148,122 +99,194 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"distributed-training {VERSION}")
     parser.add_argument("--check", action="store_true",
                         help="try everything that the run needs of this machine and its network, and train nothing")
+    parser.add_argument("--prefetch", action="store_true",
+                        help="download and tokenise what the run needs, for machines without a network, and train nothing")
     add = parser.add_argument_group("run file").add_argument
-    add("--config", metavar="FILE", help="YAML with any of these flags by name; the command line wins")
+    add("--config", type=kinds.name, metavar="FILE",
+        help="YAML with any of these flags by name; the command line wins")
     add("--print_config", action="store_true", help="print the resolved run as such a file, and end")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", default=EMBEDDED_MODEL,
+    add("--model", type=kinds.name, default=EMBEDDED_MODEL,
         help="tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl, any causal language "
              "model on the Hugging Face hub, or a local folder (default: %(default)s)")
     add("--from_scratch", action="store_true", help="take the architecture only; random weights drawn from --seed")
-    add("--dropout", type=probability, help="dropout probability everywhere in the model (default: the model's own)")
+    add("--dropout", type=kinds.probability,
+        help="dropout probability everywhere in the model (default: the model's own)")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward pass to save memory")
-    add("--lora_r", type=positive_int, metavar="R",
+    add("--lora_r", type=kinds.rank_of_adapters, metavar="R",
         help="train low-rank adapters of this rank (LoRA) and leave the model as it is (default: train all of it)")
-    add("--lora_alpha", type=positive_float, metavar="A", help="scale the adapters by A / R (default: 2 R)")
-    add("--lora_dropout", type=probability, default=0.0, help="dropout before the adapters (default: %(default)s)")
-    add("--lora_targets", type=layer_names, metavar="LIST",
+    add("--lora_alpha", type=kinds.positive_float, metavar="A",
+        help="scale the adapters by A / R (default: 2 R)")
+    add("--lora_dropout", type=kinds.probability, default=0.0,
+        help="dropout before the adapters (default: %(default)s)")
+    add("--lora_targets", type=kinds.layer_names, metavar="LIST",
         help="layers that get one, by the end of their names with commas between, or all-linear (default: those that are "
              "usual for the architecture)")
     add("--merge_lora", action="store_true", help="export the whole model with the adapters added, instead of the adapters")
     add("--compile", action="store_true", help="compile the model with torch.compile")
 
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", help="pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .parquet), or a hub "
+    add("--dataset", type=kinds.name,
+        help="pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .parquet), or a hub "
                           "dataset (default: pydocs for tiny-gpt2, else wikitext)")
-    add("--dataset_config", help="configuration name of a hub dataset")
-    add("--text_column", help="column or key that holds the text (default: messages, or prompt and completion, where a row "
-                              "has them, else text)")
-    add("--validation_file", metavar="FILE", help="file or folder to evaluate on (default: the corpus's own validation split)")
-    add("--validation_split", type=share, metavar="SHARE",
+    add("--dataset_config", type=kinds.name, help="configuration name of a hub dataset")
+    add("--text_column", type=kinds.name,
+        help="column or key that holds the text (default: messages, or prompt and completion, where a row "
+             "has them, else text)")
+    add("--validation_file", type=kinds.name, metavar="FILE",
+        help="file or folder to evaluate on (default: the corpus's own validation split)")
+    add("--validation_split", type=kinds.share, metavar="SHARE",
         help="share of the corpus to hold out for evaluation (default: 0.1 where there is no validation split)")
-    add("--max_bad_rows", type=natural_int, default=0, metavar="N",
+    add("--max_bad_rows", type=kinds.natural_int, default=0, metavar="N",
         help="leave out up to so many rows that cannot be used, and name them (default: %(default)s)")
-    add("--chat_template", metavar="FILE", help="Jinja template for conversations (default: the tokenizer's own, else a plain "
-                                                "one)")
+    add("--chat_template", type=kinds.name, metavar="FILE",
+        help="Jinja template for conversations (default: the tokenizer's own, else a plain "
+             "one)")
     add("--streaming", action="store_true",
         help="read and tokenise while training, without a cache, for a corpus larger than the disk; needs --max_steps")
     add("--shuffle_buffer", type=positive_int, default=1000, metavar="N",
         help="blocks among which --streaming shuffles, over all ranks (default: %(default)s)")
-    add("--seq_length", type=block_length, help="tokens in a block (default: 256 for tiny-gpt2, else 512, or as many "
-                                                "as the model has positions)")
-    add("--num_samples", type=positive_int, help="train on this many blocks in total, over all ranks (default: all)")
-    add("--cache_dir", help="where tokenised data is kept (default: distributed_training under HF_HOME, else "
+    add("--seq_length", type=kinds.block_length,
+        help="tokens in a block (default: 256 for tiny-gpt2, else 512, or as many "
+             "as the model has positions)")
+    add("--num_samples", type=kinds.sequences,
+        help="train on this many blocks in total, over all ranks (default: all)")
+    add("--cache_dir", type=kinds.name,
+        help="where tokenised data is kept (default: distributed_training under HF_HOME, else "
                             "~/.cache/huggingface)")
 
     add = parser.add_argument_group("training").add_argument
-    add("--batch_size", type=positive_int, default=4, help="blocks per GPU in a micro-batch (default: %(default)s)")
-    add("--gradient_accumulation_steps", type=positive_int, default=1,
+    add("--batch_size", type=kinds.batch, default=4,
+        help="blocks per GPU in a micro-batch (default: %(default)s)")
+    add("--gradient_accumulation_steps", type=kinds.batch, default=1,
         help="micro-batches per optimizer step (default: %(default)s)")
-    add("--epochs", type=positive_int, help="passes over the data (default: 1, or as many as --max_steps needs)")
-    add("--max_steps", type=positive_int, help="stop after this many optimizer steps")
-    add("--lr", type=positive_float, help="peak learning rate (default: 5e-5, for adapters 2e-4, for random weights "
-                                                  "5e-4)")
+    add("--epochs", type=kinds.steps,
+        help="passes over the data (default: 1, or as many as --max_steps needs)")
+    add("--max_steps", type=kinds.steps, help="stop after this many optimizer steps")
+    add("--lr", type=kinds.rate,
+        help="peak learning rate (default: 5e-5, for adapters 2e-4, for random weights "
+             "5e-4)")
     add("--lr_scheduler", choices=("linear", "cosine", "constant"), default="linear",
         help="how the rate falls after warm-up (default: %(default)s)")
-    add("--warmup_steps", type=natural_int, default=0, help="steps of linear warm-up (default: %(default)s)")
-    add("--weight_decay", type=natural_float, default=0.01, help="AdamW's; none on biases and norms (default: %(default)s)")
-    add("--max_grad_norm", type=natural_float, default=1.0, help="clip the gradient's norm; 0 = never (default: %(default)s)")
-    add("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto",
+    add("--warmup_steps", type=kinds.natural_steps, default=0,
+        help="steps of linear warm-up (default: %(default)s)")
+    add("--weight_decay", type=kinds.natural_float, default=0.01,
+        help="AdamW's; none on biases and norms (default: %(default)s)")
+    add("--max_grad_norm", type=kinds.natural_float, default=1.0,
+        help="clip the gradient's norm; 0 = never (default: %(default)s)")
+    add("--precision", type=kinds.precision, choices=("auto", "fp32", "bf16", "fp16"), default="auto",
         help="auto: bf16 where the device does it well, fp16 on older GPUs, else fp32 (default: %(default)s)")
-    add("--seed", type=natural_int, default=42, help="weights, order of the data, dropout (default: %(default)s)")
+    add("--seed", type=kinds.seed, default=42,
+        help="weights, order of the data, dropout (default: %(default)s)")
     add("--deterministic", action="store_true", help="deterministic kernels where there are any (slower)")
     add("--eval", action=argparse.BooleanOptionalAction, default=True, help=argparse.SUPPRESS)
     add("--no_eval", action="store_false", dest="eval", default=argparse.SUPPRESS,
         help="no evaluation (default: after each epoch)")
     add("--eval_first", action="store_true", help="evaluate before training, too")
     add("--eval_only", action="store_true", help="evaluate and do not train")
-    add("--eval_every", type=positive_int, metavar="N", help="evaluate every N optimizer steps and at the end, instead of "
-                                                             "after each epoch")
-    add("--early_stopping_patience", type=positive_int, metavar="K",
+    add("--eval_every", type=kinds.steps, metavar="N",
+        help="evaluate every N optimizer steps and at the end, instead of "
+             "after each epoch")
+    add("--early_stopping_patience", type=kinds.steps, metavar="K",
         help="stop after K evaluations in a row that were no better than the best (default: never)")
     add("--load_best_at_end", action="store_true",
         help="keep a checkpoint of the best evaluation, and end with its weights (default: with the last ones)")
-    add("--eval_samples", type=positive_int, help="evaluate on this many blocks (default: --num_samples, else all)")
+    add("--eval_samples", type=kinds.sequences,
+        help="evaluate on this many blocks (default: --num_samples, else all)")
 
     add = parser.add_argument_group("strategy").add_argument
     add("--strategy", choices=tuple(STRATEGIES), default="dp",
         help="dp, zero1, zero2, zero3, offload (optimizer on the CPU), infinity (optimizer and parameters on NVMe), "
              "fsdp (default: %(default)s)")
-    add("--ds_config", metavar="FILE", help="your own DeepSpeed JSON instead of ds_config_*.json")
-    add("--fsdp_config", metavar="FILE", help="JSON with FSDP's options, as accelerate and transformers write it")
-    add("--nvme_path", metavar="DIR", help="where infinity keeps its files (default: the temporary folder, TMPDIR)")
+    add("--ds_config", type=kinds.name, metavar="FILE",
+        help="your own DeepSpeed JSON instead of ds_config_*.json")
+    add("--fsdp_config", type=kinds.name, metavar="FILE",
+        help="JSON with FSDP's options, as accelerate and transformers write it")
+    add("--nvme_path", type=kinds.name, metavar="DIR",
+        help="where infinity keeps its files (default: the temporary folder, TMPDIR)")
     add = parser.add_argument_group("cluster").add_argument
-    add("--ddp_timeout", type=positive_int, default=1800, help="seconds until a collective gives up (default: %(default)s)")
+    add("--ddp_timeout", type=kinds.seconds, default=1800,
+        help="seconds until a collective gives up (default: %(default)s)")
     add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher passes it; RANK is used
     add("--local-rank", type=int, dest="local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
     add = parser.add_argument_group("output").add_argument
-    add("--output_dir", help="folder for results.json and metrics.jsonl (default: runs/<model>-<strategy>-<time>)")
+    add("--output_dir", type=kinds.name,
+        help="folder for results.json and metrics.jsonl (default: runs/<model>-<strategy>-<time>)")
     add("--overwrite", action="store_true", help="replace another run's results in --output_dir, or what is in --export_hf")
-    add("--save_every", type=positive_int, metavar="N", help="write a checkpoint every N optimizer steps (default: none)")
+    add("--save_every", type=kinds.steps, metavar="N",
+        help="write a checkpoint every N optimizer steps (default: none)")
     add("--save_epochs", action="store_true", help="write a checkpoint at the end of each epoch")
-    add("--keep_last", type=positive_int, metavar="K", help="keep the newest K checkpoints only (default: all)")
+    add("--keep_last", type=kinds.steps, metavar="K",
+        help="keep the newest K checkpoints only (default: all)")
     add("--no_save", action="store_true", help="write no checkpoint, not even when a signal stops the run")
-    add("--resume", nargs="?", const="", metavar="PATH",
+    add("--resume", nargs="?", const=NEWEST, type=kinds.name, metavar="PATH",
         help="go on from the newest whole checkpoint in --output_dir (from the start if there is none), or from PATH")
     add("--resume_force", action="store_true", help="resume although the text, the batch or the seed is another")
-    add("--export_hf", metavar="DIR", help="where the trained model goes, for from_pretrained (default: hf in --output_dir)")
+    add("--export_hf", type=kinds.name, metavar="DIR",
+        help="where the trained model goes, for from_pretrained (default: hf in --output_dir)")
     add("--no_export", action="store_true", help="do not write the trained model")
     add("--export_dtype", choices=("fp32", "bf16", "fp16"), default="fp32",
         help="type of the exported weights (default: %(default)s, as they are trained)")
-    add("--generate", type=prompt, metavar="PROMPT", help="print a continuation of this text at the end")
-    add("--logging_steps", type=positive_int, default=10, help="optimizer steps between two lines (default: %(default)s)")
-    add("--report_to", type=reporters, default=[], metavar="LIST",
+    add("--generate", type=kinds.prompt, metavar="PROMPT",
+        help="print a continuation of this text at the end")
+    add("--logging_steps", type=kinds.steps, default=10,
+        help="optimizer steps between two lines (default: %(default)s)")
+    add("--report_to", type=kinds.reporters, default=[], metavar="LIST",
         help="tensorboard, wandb, or both with a comma between (default: none; metrics.jsonl is always written)")
+    add("--logging_dir", type=kinds.name, metavar="DIR",
+        help="where the files of --report_to tensorboard go (default: tensorboard in --output_dir)")
     add("--quiet", action="store_true", help="print warnings and errors only")
 
     add = parser.add_argument_group("debugging").add_argument
     add("--profile_memory", action="store_true", help="show memory after each phase and by kind of state (slows the last step "
                                                       "on a CPU)")
-    add("--simulate_gpus", type=positive_int, metavar="N",
+    add("--simulate_gpus", type=kinds.ranks, metavar="N",
         help="measure the memory of rank 0 of N in this one process: real allocations, nothing communicated, no losses "
              "(3 steps)")
-    add("--memory_snapshot", metavar="FILE", help="write PyTorch's snapshot of the GPU's memory, for pytorch.org/memory_viz")
-    add("--profile", metavar="DIR", help="write a trace of 3 steps, for ui.perfetto.dev")
+    add("--memory_snapshot", type=kinds.name, metavar="FILE",
+        help="write PyTorch's snapshot of the GPU's memory, for pytorch.org/memory_viz")
+    add("--profile", type=kinds.name, metavar="DIR",
+        help="write a trace of 3 steps, for ui.perfetto.dev")
     add("--verbose", action="store_true", help="show third-party messages and tracebacks")
+    _add_other_names(parser)
     return parser
+
+
+class _Deepspeed(argparse.Action):
+    """--deepspeed [FILE], as the Trainer of transformers and DeepSpeed's own argument parser have it."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        namespace.use_deepspeed = True
+        if values is not None:
+            namespace.ds_config = values
+
+
+def _add_other_names(parser: argparse.ArgumentParser) -> None:
+    """What other trainers call our flags; not in --help."""
+    flags = {action.dest: action for action in reversed(parser._actions)}
+    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for alias, dest in OTHER_NAMES.items():
+        parser.add_argument(f"--{alias}", dest=dest, type=flags[dest].type, choices=flags[dest].choices, **hidden)
+    parser.add_argument("--deepspeed", nargs="?", type=kinds.name, action=_Deepspeed, **hidden)
+    for switch in SWITCHES:
+        parser.add_argument(f"--{switch}", action="store_true", help=argparse.SUPPRESS)
+
+
+def _refuse_two_spellings(argv: list[str]) -> None:
+    """
+    Raises:
+        UserError: a flag is given by two of its names.
+    """
+    spelled: dict[str, str] = {}
+    for argument, following in itertools.pairwise([*argv, "--"]):
+        option = argument.partition("=")[0]
+        flag = OTHER_NAMES.get(option[2:], option[2:])
+        if flag == "deepspeed" and ("=" in argument or not following.startswith("-")):
+            flag = "ds_config"
+        if option.startswith("--") and spelled.setdefault(flag, option) != option:
+            raise UserError(f"{spelled[flag]} and {option} are two names of one flag: leave one out.")
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -276,14 +299,69 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         UserError: unknown or contradicting flags, or a broken DeepSpeed file.
     """
     parser = build_parser()
+    _refuse_two_spellings(argv)
     if file := parser.parse_known_args(argv)[0].config:
         argv = [*read_run_file(file, parser), *argv]
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
-        parser.error(f"unknown argument {unknown[0]}" + (f": did you mean {near[0]}?" if near else ""))
+        parser.refuse_unknown(unknown[0])
     args.given = _given_flags(parser, argv)
+    args.resume = "" if args.resume is NEWEST else args.resume
+    _refuse_contradictions(args)
+    if args.check:
+        args.ddp_timeout = min(args.ddp_timeout, CHECK_SECONDS)
+    if args.simulate_gpus:
+        _only_measure(args)
+    if args.dataset is None:
+        args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
+    if args.lr is None:
+        random = args.from_scratch or args.model == EMBEDDED_MODEL
+        # At 1e-3 the embedded model's loss jumps now and then, and such a step shows every rounding.
+        args.lr = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
+    _settle_strategy(args)
+    return args
+
+
+def _settle_strategy(args) -> None:
+    """Let the flags, a DeepSpeed file and an FSDP file agree on the strategy and its settings."""
+    _follow_switches(args)
+    config, args.ds_config_dict, args.nvme_folder = None, None, None
+    if args.ds_config is not None:
+        config = read_ds_config(args.ds_config)
+        _adopt_strategy(args, config)
+    args.fsdp = FsdpOptions()
+    if args.fsdp_config is not None and args.strategy == "fsdp":
+        args.fsdp = read_fsdp_config(args.fsdp_config)
+        _follow_fsdp_config(args)
+    if STRATEGIES[args.strategy]:
+        file = args.ds_config or str(PROJECT / STRATEGIES[args.strategy])
+        args.ds_config_dict = reconcile(args, config or read_ds_config(file), file)
+
+
+def _follow_switches(args) -> None:
+    """--deepspeed, --use_deepspeed and --use_fsdp say which library is to shard."""
+    given = args.strategy if "strategy" in args.given else None
+    deepspeed, fsdp = args.use_deepspeed, args.use_fsdp
+    del args.use_deepspeed, args.use_fsdp
+    if deepspeed and fsdp:
+        raise UserError("--deepspeed and --use_fsdp cannot both hold: leave one out.")
+    if deepspeed and given and not STRATEGIES[given]:
+        raise UserError(f"--deepspeed contradicts --strategy {given}, which runs without DeepSpeed: leave one out.")
+    if deepspeed and not given and args.ds_config is None:
+        raise UserError("--deepspeed needs a configuration (--deepspeed FILE), or --strategy zero1, zero2, zero3, offload or "
+                        "infinity.")  # fmt: skip
+    if fsdp and given not in (None, "fsdp"):
+        raise UserError(f"--use_fsdp contradicts --strategy {given}: leave one out.")
+    if fsdp:
+        args.strategy = "fsdp"
+        args.given.add("strategy")
+
+
+def _refuse_contradictions(args) -> None:
+    """
+    Raises:
+        UserError: two flags that cannot both hold, or one that needs another.
+    """
     if args.eval_only and not args.eval:
         raise UserError("--eval_only and --no_eval cannot both hold: leave one out.")
     if args.resume == "" and args.output_dir is None:
@@ -306,30 +384,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if args.profile and (args.profile_memory or args.simulate_gpus):
         other = "--profile_memory" if args.profile_memory else "--simulate_gpus"
         raise UserError(f"--profile and {other} both need torch's profiler: leave one out.")
+    if args.prefetch and (args.check or args.simulate_gpus):
+        raise UserError(f"--prefetch and --{'check' if args.check else 'simulate_gpus'} cannot both hold: leave one out.")
+    if args.logging_dir and "tensorboard" not in args.report_to:
+        raise UserError("--logging_dir is TensorBoard's: add --report_to tensorboard.")
     if args.check and args.simulate_gpus:
         raise UserError("--check looks at what there is, and --simulate_gpus at what there is not: leave one out.")
-    if args.check:
-        args.ddp_timeout = min(args.ddp_timeout, CHECK_SECONDS)
-    if args.simulate_gpus:
-        _only_measure(args)
-    if args.dataset is None:
-        args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
-    if args.lr is None:
-        random = args.from_scratch or args.model == EMBEDDED_MODEL
-        # At 1e-3 the embedded model's loss jumps now and then, and such a step shows every rounding.
-        args.lr = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
-    args.ds_config_dict = args.nvme_folder = None
-    if args.ds_config is not None:
-        config = read_ds_config(args.ds_config)
-        _adopt_strategy(args, config)
-    args.fsdp = FsdpOptions()
-    if args.fsdp_config is not None and args.strategy == "fsdp":
-        args.fsdp = read_fsdp_config(args.fsdp_config)
-        _follow_fsdp_config(args)
-    if STRATEGIES[args.strategy]:
-        file = args.ds_config or str(PROJECT / STRATEGIES[args.strategy])
-        args.ds_config_dict = reconcile(args, read_ds_config(file), file)
-    return args
 
 
 def _check_evaluation(args) -> None:
@@ -420,17 +480,14 @@ def read_ds_config(path: str) -> dict:
     Raises:
         UserError: the file is missing, or broken (with line and column).
     """
+    text = read_text("--ds_config", path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--ds_config {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}.") from error
-    try:
-        config = json.loads(text)
+        config = parse_json(text, path)
     except json.JSONDecodeError as strict:
         import hjson  # not needed for plain JSON
 
         try:
-            config = json.loads(json.dumps(hjson.loads(text)))
+            config = json.loads(json.dumps(parse_json(text, path, hjson.loads)))
         except hjson.HjsonDecodeError as error:
             raise UserError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
         # hjson reads an unquoted value to the end of its line, so a forgotten comma gives a string like `4 "fp16": {`.
@@ -438,7 +495,29 @@ def read_ds_config(path: str) -> dict:
             raise UserError(f"{path}, line {strict.lineno}, column {strict.colno}: {strict.msg}.") from strict
     if not isinstance(config, dict):
         raise UserError(f"{path}: a DeepSpeed configuration is a JSON object, {{ … }}.")
+    _check_types(config, path)
     return config
+
+
+def _check_types(section: dict, file: str, prefix: str = "") -> None:
+    """Refuse what DeepSpeed would take for something else, or leave out: pydantic reads "yes" as true.
+
+    Raises:
+        UserError: names the key.
+    """
+    for key, value in section.items():
+        what = f"{file}: {prefix}{key}"
+        optional = value is None and key not in NEVER_NULL
+        if key in OBJECTS_OF_DEEPSPEED and not isinstance(value, dict) and not optional:
+            raise UserError(f"{what} must be an object, {{ … }}, and is {shown(json.dumps(value))}.")
+        if value is None or value == AUTO:
+            continue
+        if key in SWITCHES_OF_DEEPSPEED and not isinstance(value, bool):
+            raise UserError(f"{what} must be true or false, without quotes, and is {shown(json.dumps(value))}.")
+        if key in NUMBERS_OF_DEEPSPEED and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UserError(f"{what} must be a number, without quotes, and is {shown(json.dumps(value))}.")
+        if isinstance(value, dict):
+            _check_types(value, file, f"{prefix}{key}.")
 
 
 def _swallowed_a_line(value) -> bool:
@@ -496,11 +575,6 @@ def reconcile(args, config: dict, file: str) -> dict:
     if stage != STAGES[args.strategy]:
         raise UserError(f"{file} has zero_optimization.stage {stage}, but --strategy {args.strategy} is stage "
                         f"{STAGES[args.strategy]}: change one of them.")  # fmt: skip
-    for key in ("optimizer", "optimizer.params", "scheduler", "scheduler.params", "bf16", "fp16"):
-        parent, _, name = key.rpartition(".")
-        section = lookup(config, parent) if parent else config
-        if isinstance(section, dict) and name in section and not isinstance(section[name], dict):
-            raise UserError(f"{file}: {key} must be an object, {{ … }}, and is {json.dumps(section[name])}.")
     if stage == 1 and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
         raise UserError(f"{file}: with data_types.grad_accum_dtype stage 1 has another optimizer, which checkpoints and the "
                         "export do not know: leave it out, or take stage 2.")  # fmt: skip
@@ -517,6 +591,9 @@ def reconcile(args, config: dict, file: str) -> dict:
         config["optimizer"] = {"type": "AdamW", "params": params}
         if not optimizer_on or optimizer_on == "none":
             params.update(torch_adam=True, fused=True)
+    for name, usual in (("betas", [0.9, 0.999]), ("eps", 1e-8)):  # there are no flags for them
+        if lookup(config, f"optimizer.params.{name}") == AUTO:
+            _put(config, f"optimizer.params.{name}", usual)
     accumulation_is_open = (
         "gradient_accumulation_steps" not in args.given and config.get("gradient_accumulation_steps") in (None, AUTO)
     )
@@ -528,6 +605,7 @@ def reconcile(args, config: dict, file: str) -> dict:
             _put(config, key, getattr(args, flag))
         elif (wanted := _as_flag(flag, key, value, file)) == getattr(args, flag) or not given:
             setattr(args, flag, wanted)
+            _put(config, key, wanted)  # a number that was written in quotes
         else:
             raise UserError(f"--{flag} {getattr(args, flag)} contradicts {key} {value} in {file}: change one of them.")
     _reconcile_total_batch(args, config, accumulation_is_open, file)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from support.arguments import CLOSE
 from support.errors import UserError
+from support.userfiles import read_json, shown
 
 # Also by number, as accelerate writes them.
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
@@ -60,14 +61,7 @@ def read_fsdp_config(path: str) -> FsdpOptions:
     Raises:
         UserError: the file cannot be read, or a key or value in it is unknown.
     """
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--fsdp_config {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}.") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: an FSDP configuration is a JSON object, {{ … }}.")
+    config = read_json("--fsdp_config", path)
     options = FsdpOptions()
     for key, value in config.items():
         if key.startswith("_"):  # a comment
@@ -85,12 +79,12 @@ def _take(options: FsdpOptions, key: str, value, path: str) -> None:
     elif name in TAKEN:
         TAKEN[name](options, key, value, path)
     else:
-        near = difflib.get_close_matches(name, [*ALWAYS, *TAKEN], n=1)
-        raise UserError(f"{path}: unknown key {key}" + (f": did you mean {near[0]}?" if near else "."))
+        near = difflib.get_close_matches(name, [*ALWAYS, *TAKEN], n=1, cutoff=CLOSE)
+        raise UserError(f"{path}: unknown key {shown(key)}" + (f": did you mean {near[0]}?" if near else "."))
 
 
 def _sharding(options, key, value, path) -> None:
-    if isinstance(value, int) and 1 <= value <= len(SHARDING):
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= len(SHARDING):
         value = SHARDING[value - 1]
     if value not in SHARDING:
         raise UserError(f"{path}: {key} {json.dumps(value)} is none of {', '.join(SHARDING)}.")

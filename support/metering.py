@@ -87,6 +87,7 @@ class Meter:
         self.trace = None  # of --profile
         self.trackers = None  # of --report_to
         self._bar = None
+        self._epoch_began: tuple[int, int] | None = None  # number of the epoch, and the step before its first one here
         self.timer = StepTimer(run.device)
         self.traffic = Traffic()
         self.before = before
@@ -188,6 +189,8 @@ class Meter:
         """
         args, self._epoch = self.args, epoch
         self._global_batch = global_batch(args, self.run.world_size)
+        if not self._epoch_began or self._epoch_began[0] != epoch:
+            self._epoch_began = (epoch, self.step)
         self.position = self.samples_done - (epoch - 1) * self._blocks  # 0, unless the epoch goes on in its middle
         self._batch = data.steps_of(self.position, self._global_batch)
         left = data.steps_of(self._blocks - self.position, self._global_batch)
@@ -235,12 +238,21 @@ class Meter:
             self.run.say(f"Step {self.step}/{self.total_steps} of the memory simulation")
         elif shown:
             self.run.say(f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}")
+            self._say_epoch()
         if shown and self.trackers and self.trackers.active:
             held = self.footprint.device_bytes()["allocated"]
             self.trackers.memory(self.step, self.run.gather(held))
             self.traffic.discard()  # of this gather
         self._advance_bar(lr)
         self.timer.mark(None)
+
+    def _say_epoch(self) -> None:
+        """The mean loss of an epoch's steps, after the last one; of a resumed run the steps since then."""
+        if self.args.streaming or not (self.at_end_of_epoch or self.finished):
+            return
+        steps = self.step - self._epoch_began[1]
+        epochs = self._epoch + data.steps_of(self.total_steps - self.step, data.steps_of(self._blocks, self._global_batch))
+        self.run.say(f"Epoch {self._epoch}/{epochs} | Average Loss: {statistics.fmean(self.losses[-steps:]):.4f}")
 
     def _advance_bar(self, lr: float) -> None:
         if self._bar.active and self.losses and self._rate:

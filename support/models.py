@@ -18,13 +18,21 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Config,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from support.config import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.distributed import Run
 from support.errors import UserError
 from support.lora import Lora
-from support.preflight import GPT2_NAMES, huggingface_home, is_local_model
+from support.preflight import huggingface_home, is_local_model, scratch_without_hub
 from support.safetensors_files import save_file
 
 END_OF_TEXT = "<|endoftext|>"
@@ -165,21 +173,48 @@ def find_model(args, run: Run) -> Blueprint:
     Raises:
         UserError: there is no such model, it is no causal language model, or the hub refuses it.
     """
-    if not args.verbose:
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-
+    _be_quiet(args)
     found = run.once_per_node("model", lambda: _prepare_folders(args, run))
-    config, tokenizer = _read_config(found["weights"], args.model), _read_tokenizer(found["tokenizer"], args.model)
-    if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).expanduser().read_text(encoding="utf-8")
+    config, tokenizer = _read_config(found["weights"], args.model), _read_tokenizer(found["tokenizer"], args)
     if found["notice"]:
         run.warn(found["notice"])
     config.use_cache = False
     if args.dropout is not None:
         set_dropout(config, args.dropout, run)
-    return Blueprint(config, tokenizer, _read_generation(found["weights"], config), found["weights"], args.seed,
-                     Lora.of(args), found["random"])  # fmt: skip
+    generation = _read_generation(found["weights"], config, args.model)
+    try:
+        return Blueprint(config, tokenizer, generation, found["weights"], args.seed, Lora.of(args), found["random"])
+    except UserError:
+        raise
+    except Exception as error:  # transformers builds what a config.json says, and fails in many ways
+        raise UserError(f"--model {args.model}: no model can be built from its config.json: {first_line(error)}") from error
+
+
+def prefetch(args, run: Run) -> PreTrainedTokenizerBase:
+    """Bring into the cache what `find_model` and `Blueprint.load` will need; no weights are read or drawn.
+
+    Returns:
+        The tokenizer, for the dataset.
+    Raises:
+        UserError: as of `find_model`.
+    """
+    _be_quiet(args)
+    if args.model == EMBEDDED_MODEL:
+        folder = embedded_tokenizer(cache_folder(args.cache_dir), run.temporary)
+    elif is_local_model(args.model):
+        folder = os.path.expanduser(args.model)
+    elif scratch_without_hub(args):
+        folder, _ = _gpt2_tokenizer(args, run)
+    else:
+        folder = download(args.model, args.hub_offline, with_weights=not args.from_scratch)
+        _read_config(folder, args.model)
+    return _read_tokenizer(folder, args)
+
+
+def _be_quiet(args) -> None:
+    if not args.verbose:
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
 
 
 def _prepare_folders(args, run: Run) -> dict:
@@ -192,11 +227,11 @@ def _prepare_folders(args, run: Run) -> dict:
         return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": None, "random": True}
     if is_local_model(args.model):
         folder = os.path.expanduser(args.model)
-    elif args.from_scratch and args.model in GPT2_NAMES:
+    elif scratch_without_hub(args):
         return _prepare_gpt2_from_scratch(args, run)
     else:
         folder = download(args.model, args.hub_offline, with_weights=not args.from_scratch)
-    config, tokenizer = _read_config(folder, args.model), _read_tokenizer(folder, args.model)
+    config, tokenizer = _read_config(folder, args.model), _read_tokenizer(folder, args)
     weights = draw_weights(config, args.seed, run) if args.from_scratch else folder
     if len(tokenizer) > config.get_text_config().vocab_size:
         weights = grow_vocabulary(weights, config, len(tokenizer), args.seed, run)
@@ -206,43 +241,59 @@ def _prepare_folders(args, run: Run) -> dict:
 
 def _prepare_gpt2_from_scratch(args, run: Run) -> dict:
     """A GPT-2 architecture needs no hub; its tokenizer is taken from there if it can be had."""
-    notice = None
-    try:
-        tokenizer_folder = download(args.model, args.hub_offline, with_weights=False)
-        _read_tokenizer(tokenizer_folder, args.model)
-    except UserError:
-        tokenizer_folder = embedded_tokenizer(cache_folder(args.cache_dir), run.temporary)
-        notice = f"The tokenizer of {args.model} cannot be had without the hub: using the embedded one (4,096 entries)."
+    tokenizer_folder, notice = _gpt2_tokenizer(args, run)
     config = gpt2_config(*GPT2_SHAPES[args.model], vocab_size=50257, positions=1024, dropout=0.1, end_of_text=50256)
     weights = draw_weights(config, args.seed, run)
     return {"weights": weights, "tokenizer": tokenizer_folder, "notice": notice, "random": True}
 
 
+def _gpt2_tokenizer(args, run: Run) -> tuple[str, str | None]:
+    """The folder of GPT-2's tokenizer, or of the embedded one with a line that says so."""
+    try:
+        folder = download(args.model, args.hub_offline, with_weights=False)
+        _read_tokenizer(folder, args)
+        return folder, None
+    except UserError:
+        notice = f"The tokenizer of {args.model} cannot be had without the hub: using the embedded one (4,096 entries)."
+        return embedded_tokenizer(cache_folder(args.cache_dir), run.temporary), notice
+
+
 def _read_config(folder: str, name: str):
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever is in the file ends up in its constructor
         raise UserError(f"--model {name}: its config.json cannot be used: {first_line(error)}") from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"--model {name} is a {config.model_type}, which is no causal language model.")
     return config
 
 
-def _read_generation(folder: str, config) -> GenerationConfig:
+def _read_generation(folder: str, config, name: str) -> GenerationConfig:
     """How the model's authors want text to be generated; older models say so in their config.json, or not at all."""
     try:
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except OSError:
+        if (Path(folder) / "generation_config.json").exists():
+            return GenerationConfig.from_pretrained(folder, local_files_only=True)
         return GenerationConfig.from_model_config(config)
+    except Exception as error:  # as of config.json
+        raise UserError(f"--model {name}: its generation_config.json cannot be used: {first_line(error)}") from error
 
 
-def _read_tokenizer(folder: str, name: str):
+def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, with the template of --chat_template.
+
+    Raises:
+        UserError: there is none, or it cannot be loaded.
+    """
+    name = args.model
     if not any(file for kind in ("tokenizer*", "vocab*", "*.model", "*.tiktoken") for file in Path(folder).glob(kind)):
         raise UserError(f"--model {name}: there are no tokenizer files (tokenizer.json, or vocab.json and merges.txt).")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
         raise UserError(f"--model {name}: its tokenizer cannot be loaded: {first_line(error)}") from error
+    if args.chat_template:
+        tokenizer.chat_template = Path(args.chat_template).expanduser().read_text(encoding="utf-8")
+    return tokenizer
 
 
 def download(name: str, offline: bool, with_weights: bool) -> str:

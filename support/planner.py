@@ -12,6 +12,7 @@ Activation Recomputation", arXiv 2205.05198, section 4.1; their numbers are for 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from support.architectures import Architecture, gpt2
@@ -548,12 +549,24 @@ class Way:
 
 def fitting_split(work: Work, strategy: str, limits: Limits) -> Work | None:
     """The same step in the largest micro-batches that fit; None if not even single blocks do."""
-    for size in range(work.batch_size, 0, -1):
-        if work.batch_size % size == 0:
-            split = replace(work, batch_size=size, accumulation=work.accumulation * work.batch_size // size)
-            if limits.hold(predict(split, strategy)):
-                return split
-    return None
+    sizes = divisors(work.batch_size)
+
+    def split(size: int) -> Work:
+        return replace(work, batch_size=size, accumulation=work.accumulation * work.batch_size // size)
+
+    def fits(size: int) -> bool:
+        return limits.hold(predict(split(size), strategy))
+
+    if fits(work.batch_size):  # without accumulation it may need less than its half
+        return work
+    first_too_large = bisect_left(sizes, True, key=lambda size: not fits(size))
+    return split(sizes[first_too_large - 1]) if first_too_large else None
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]
 
 
 def ways_to_fit(work: Work, strategy: str, limits: Limits) -> list[Way]:

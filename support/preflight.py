@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -29,10 +30,12 @@ from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
 from support.launch import Launch
 from support.redaction import redact
 from support.runfile import as_yaml
+from support.userfiles import read_text
 
 PROBE_SECONDS = 4  # the hub answers within one; the clients' own retries take 23 s to 11 minutes
 LOCK_SECONDS = 900
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
@@ -48,6 +51,8 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
     """
     verbose = "--verbose" in argv
     try:
+        if not os.path.isdir(os.curdir):
+            raise UserError("The current folder was removed: change to another one.")
         # The launcher comes first: the DeepSpeed file's total batch size depends on the number of ranks.
         launch = launching.detect_launch()
         args = parse_arguments(argv)
@@ -59,17 +64,26 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
             launch = launching.simulated(launch, args.simulate_gpus)
         check_model_path(args)
         check_data_paths(args)
-        if not args.check:  # which may look at a run that is there
-            check_output_dir(args)
-            check_export_folder(args)
-        check_nvme_path(args)
-        check_packages(args)
+        if args.prefetch and launch.world_size > 1:
+            raise UserError("--prefetch fills the cache from one process: start it with python, without a launcher.")
+        if not args.prefetch:  # it writes no results, and runs where the disks and packages of the run may be missing
+            check_run(args)
         args.hub_offline, args.hub_problem = ask_hub(args, launch)
         for line in ignored_flags(args) if launch.is_main and not args.quiet else ():
             print(f"ℹ️  {line}")
     except UserError as error:
         launching.exit_before_start(error, verbose)
     return args, launch
+
+
+def check_run(args) -> None:
+    """What the run itself needs: folders to write to, an NVMe folder, packages."""
+    if not args.check:  # which may look at a run that is there
+        check_output_dir(args)
+        check_export_folder(args)
+        check_logging_dir(args)
+    check_nvme_path(args)
+    check_packages(args)
 
 
 def is_local_model(name: str) -> bool:
@@ -96,6 +110,7 @@ def check_model_path(args) -> None:
                         "model, or go on with their run (--resume, and --lora_r and --model as then).")  # fmt: skip
     if not (folder / "config.json").is_file():
         raise UserError(f"--model {args.model}: the folder has no config.json, so it holds no Hugging Face model.")
+    architectures.check_config(str(folder / "config.json"))
 
 
 def check_data_paths(args) -> None:
@@ -105,11 +120,7 @@ def check_data_paths(args) -> None:
     if args.validation_file:
         check_data_path("--validation_file", args.validation_file)
     if args.chat_template:
-        try:
-            Path(args.chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise UserError(f"--chat_template {args.chat_template} cannot be read: {why}.") from error
+        read_text("--chat_template", args.chat_template)
 
 
 def check_data_path(flag: str, name: str) -> None:
@@ -135,23 +146,36 @@ def check_output_dir(args) -> None:
     if args.output_dir is None:
         return
     folder = Path(args.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir {folder} is a file: name a folder.")
+    check_place("--output_dir", folder)
     if not (args.overwrite or args.resume is not None) and holds_a_run(folder):
         raise UserError(f"--output_dir {folder} holds another run: --resume goes on with it, --overwrite replaces it; or name "
                         "another folder.")  # fmt: skip
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"--output_dir {folder}: {existing} is not writable.")
+
+
+def check_place(flag: str, folder: Path) -> None:
+    """
+    Raises:
+        UserError: there is no such folder, and none can be made.
+    """
+    for place in (folder.absolute(), *folder.absolute().parents):
+        if place.is_symlink() and not place.exists():
+            raise UserError(f"{flag} {folder}: {place} is a link to nothing, or to itself: name another folder.")
+        if place.exists():
+            break
+    if not place.is_dir():
+        raise UserError(f"{flag} {folder}: {place} is a file: name a folder.")
+    if not os.access(place, os.W_OK):
+        raise UserError(f"{flag} {folder}: {place} is not writable.")
 
 
 def holds_a_run(folder: Path) -> bool:
     """Whether there is more than the word that a run could not begin."""
+    results = folder / "results.json"
+    if not results.is_file():  # a pipe would be waited for
+        return os.path.lexists(results)
     try:
-        status = json.loads((folder / "results.json").read_text(encoding="utf-8"))["status"]
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, KeyError, TypeError):
+        status = json.loads(results.read_text(encoding="utf-8"))["status"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True
     trained = (folder / "checkpoints").exists() or any(file.stat().st_size for file in folder.glob("metrics.jsonl"))
     return status != "failed" or trained
@@ -163,6 +187,8 @@ def check_export_folder(args) -> None:
         return
     folder = Path(args.export_hf or Path(args.output_dir) / "hf").absolute()
     where = f"--export_hf {args.export_hf}" if args.export_hf else f"The export, {folder},"
+    if not folder.is_file():
+        check_place("--export_hf" if args.export_hf else "The export,", folder)
     needed = {"the current folder": ".", "--output_dir": args.output_dir, "--resume": args.resume,
               "--model": args.model if is_local_model(args.model) else None,
               "--dataset": args.dataset if is_local_dataset(args.dataset) else None}  # fmt: skip
@@ -176,9 +202,18 @@ def check_export_folder(args) -> None:
         exported = described and (folder / "README.md").is_file()
         if not exported or not (args.overwrite or args.resume is not None):
             raise UserError(f"{where} is not empty: name another folder" + ("; or --overwrite." if exported else "."))
-    existing = next(parent for parent in folder.parents if parent.exists())
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"{where}: {existing} is not writable.")
+
+
+def check_logging_dir(args) -> None:
+    """TensorBoard would show the curves of an earlier run in --logging_dir as part of this one."""
+    if args.logging_dir is None:
+        return
+    check_place("--logging_dir", Path(args.logging_dir))
+    if args.overwrite or args.resume is not None:
+        return
+    folder = Path(args.logging_dir)
+    if any(folder.glob(EVENT_FILES)):
+        raise UserError(f"--logging_dir {folder} holds the curves of another run: name another folder, or --overwrite.")
 
 
 def check_packages(args) -> None:
@@ -232,11 +267,29 @@ def reach_hub(args, launch: Launch) -> bool:
     no_model = model is not None and not cached_repository("models", model) and not scratch_without_hub(args)
     no_dataset = dataset is not None and not cached_repository("datasets", dataset)
     if no_model or no_dataset:
-        why = "HF_HUB_OFFLINE is set" if wished_offline else f"The Hugging Face hub ({endpoint}) cannot be reached"
+        why = why_offline(wished_offline, endpoint)
         raise UserError(f"{why}, and {_ways_without_hub(args, model if no_model else None, dataset if no_dataset else None)}")
+    lacking = missing_of_model(model, not args.from_scratch) if model and not scratch_without_hub(args) else []
+    if lacking:
+        raise UserError(f"{why_offline(wished_offline, endpoint)}, and the cache has no {' and no '.join(lacking)} of "
+                        f"{model}. Run this where there is a network (a cluster's head node): {prefetch_command(args)}")
     if launch.is_main and not (wished_offline or args.quiet):
         print(f"ℹ️  The Hugging Face hub ({redact(endpoint)}) cannot be reached: using what is in the cache.")
     return False
+
+
+def why_offline(wished: bool, endpoint: str) -> str:
+    """Why the hub is not asked."""
+    return "HF_HUB_OFFLINE is set" if wished else f"The Hugging Face hub ({endpoint}) cannot be reached"
+
+
+def prefetch_command(args) -> str:
+    """The command that downloads what this run needs, for a machine with a network that shares the cache's disk."""
+    flags = ["--model", args.model, "--dataset", args.dataset]
+    for flag in ("dataset_config", "text_column", "validation_file", "chat_template", "cache_dir", "max_bad_rows"):
+        flags += [f"--{flag}", str(getattr(args, flag))] if flag in args.given else []
+    flags += ["--from_scratch"] if args.from_scratch else []
+    return shlex.join(["env", f"HF_HOME={huggingface_home()}", "python", "real_model_example.py", "--prefetch", *flags])
 
 
 def _ways_without_hub(args, model: str | None, dataset: str | None) -> str:
@@ -247,8 +300,8 @@ def _ways_without_hub(args, model: str | None, dataset: str | None) -> str:
     local = ["a local folder to --model"] * bool(model) + ["a file or folder to --dataset"] * bool(dataset)
     plain = ["--from_scratch"] * bool(model and args.model in GPT2_NAMES) + ["--dataset pydocs"] * bool(dataset)
     return (
-        f"{' and '.join(named)} {'is' if len(named) == 1 else 'are'} not in the cache. Three ways on: run once where there "
-        "is a network (a cluster's head node) with HF_HOME on a shared disk, then set HF_HUB_OFFLINE=1; pass "
+        f"{' and '.join(named)} {'is' if len(named) == 1 else 'are'} not in the cache. Three ways on: where there is a "
+        f"network (a cluster's head node) run `{prefetch_command(args)}`, then set HF_HUB_OFFLINE=1; pass "
         f"{' and '.join(local)}; or use {' '.join(plain) or '--model tiny-gpt2'}, which needs no hub."
     )
 
@@ -260,6 +313,8 @@ def scratch_without_hub(args) -> bool:
 
 def answers(endpoint: str) -> bool:
     """Whether anything answers HTTP at `endpoint`, within PROBE_SECONDS; honours the proxy variables."""
+    if not endpoint.startswith(("http://", "https://")):
+        return False
     answered = threading.Event()
     endpoint = re.sub("//[^/?#]*@", "//", endpoint)  # urllib takes user:password for a part of the host's name
 
@@ -287,12 +342,33 @@ def huggingface_home() -> Path:
 
 def cached_repository(kind: str, name: str) -> bool:
     """Whether the hub's cache holds a snapshot of a repository ("models" or "datasets")."""
-    home = huggingface_home()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
     if kind == "datasets":  # the prepared Arrow files are what loads offline
-        prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
+        prepared = Path(os.environ.get("HF_DATASETS_CACHE") or huggingface_home() / "datasets").expanduser()
         return (prepared / name.replace("/", "___").lower()).is_dir() or (prepared / name.replace("/", "___")).is_dir()
-    return any((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/*"))
+    return any(cached_model(name).glob("snapshots/*/*"))
+
+
+def cached_model(name: str) -> Path:
+    """The folder of a model in the hub's cache."""
+    env = os.environ
+    hub = Path(env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or huggingface_home() / "hub").expanduser()
+    return hub / f"models--{name.replace('/', '--')}"
+
+
+def missing_of_model(name: str, with_weights: bool) -> list[str]:
+    """What the cached snapshot of a model lacks; other programs cache parts of it, such as the weights alone."""
+    folder = cached_model(name)
+    try:
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return []  # a snapshot of a commit; the libraries decide
+    files = {file.name for file in snapshot.glob("*") if file.exists()}  # a download that was stopped leaves dangling links
+    lacking = [] if "config.json" in files else ["config.json"]
+    if not any(re.fullmatch(r"tokenizer\.json|vocab.*|.*\.model|.*\.tiktoken", file) for file in files):
+        lacking.append("tokenizer files")
+    if with_weights and not any(re.fullmatch(r".*\.safetensors|pytorch_model.*\.bin", file) for file in files):
+        lacking.append("weights")
+    return lacking
 
 
 # ------------------------------------------------------------------------------------- with torch imported

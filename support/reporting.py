@@ -310,9 +310,14 @@ def say_setup(run: Run) -> None:
     gpu = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "none (CPU)"
     run.say(
         "=== Distributed Setup ===\n"
-        f"Rank: {run.rank}\nLocal Rank: {run.launch.local_rank}\nWorld Size: {run.world_size}\n"
+        f"Rank: {run.rank}/{run.world_size - 1}\nLocal Rank: {run.launch.local_rank}\nWorld Size: {run.world_size}\n"
         f"Backend: {run.backend}\nGPU: {gpu}\n========================="
     )
+
+
+def place_of(path: Path, run: Run) -> str:
+    """A path as the console shows it; of several machines also the host, which may be the only one that has it."""
+    return f"{path} on {platform.node()}" if run.nodes > 1 else str(path)
 
 
 def say_results(run: Run, facts: dict, args) -> None:

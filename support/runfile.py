@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from pathlib import Path
 
+from support.arguments import CLOSE
 from support.errors import UserError
+from support.userfiles import read_yaml, shown
 
 SECTIONS = ("training", "distributed")
+# What other trainers call our flags, also on the command line.
 OTHER_NAMES = {"learning_rate": "lr", "num_epochs": "epochs", "num_train_epochs": "epochs", "mixed_precision": "precision",
                "per_device_train_batch_size": "batch_size", "max_seq_length": "seq_length", "max_length": "seq_length",
-               "model_name_or_path": "model", "model_name": "model", "deepspeed_config": "ds_config"}  # fmt: skip
+               "model_name_or_path": "model", "model_name": "model", "deepspeed_config": "ds_config",
+               "data_size": "num_samples"}  # fmt: skip
 SWITCHES = ("use_deepspeed", "use_fsdp")
-NOT_SHOWN = ("config", "print_config", "check", "local_rank", "given", "ds_config_dict", "nvme_folder", "hub_offline",
-             "hub_problem", "fsdp")  # fmt: skip
+NOT_IN_FILES = ("help", "version", "config", "deepspeed")  # the last one is one of two others
+NOT_SHOWN = ("config", "print_config", "check", "prefetch", "local_rank", "given", "ds_config_dict", "nvme_folder",
+             "hub_offline", "hub_problem", "fsdp", "use_deepspeed", "use_fsdp")  # fmt: skip
 
 
 def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
@@ -27,14 +31,23 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     Raises:
         UserError: the file is missing or no YAML, a key is unknown or given twice, or switches contradict each other.
     """
-    values = _flatten(_read(path), path)
-    flags = {action.dest: action for action in reversed(parser._actions) if action.option_strings and action.dest != "help"}
+    values = _flatten(read_yaml("--config", path), path)
+    flags = {action.dest: action for action in reversed(parser._actions) if action.option_strings}
+    flags |= {"no_eval": next(action for action in parser._actions if action.option_strings == ["--no_eval"])}
+    for name in NOT_IN_FILES:
+        del flags[name]
     found: dict[str, object] = {}
     for key, value in values.items():
         name = OTHER_NAMES.get(key, key)
-        if name not in flags and name not in SWITCHES:
-            near = difflib.get_close_matches(key, [*flags, *OTHER_NAMES, *SWITCHES], n=1)
-            raise UserError(f"{path}: unknown key {key}" + (f": did you mean {near[0]}?" if near else " (--help lists all)."))
+        if name == "deepspeed":  # true, or the file
+            found["use_deepspeed"] = value if isinstance(value, bool) else value is not None
+            if isinstance(value, bool) or value is None:
+                continue
+            name = "ds_config"
+        if name not in flags:
+            near = difflib.get_close_matches(key, [*flags, *OTHER_NAMES], n=1, cutoff=CLOSE)
+            guess = f": did you mean {near[0]}?" if near else " (--help lists all)."
+            raise UserError(f"{path}: unknown key {shown(key)}{guess}")
         if name in found:
             raise UserError(f"{path} gives {name} twice, the second time as {key}: leave one out.")
         found[name] = value
@@ -43,22 +56,6 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     for name, value in found.items():
         arguments += _as_arguments(name, value, flags[name], path)
     return arguments
-
-
-def _read(path: str) -> dict:
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}.") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"--config {path}{where}: {getattr(error, 'problem', None) or 'not YAML'}.") from error
-    if not isinstance(content, dict):
-        raise UserError(f"--config {path}: a run file is a list of `key: value` lines.")
-    return content
 
 
 def _flatten(content: dict, path: str) -> dict:
@@ -79,6 +76,7 @@ def _apply_switches(found: dict, path: str) -> None:
     for name in SWITCHES:
         if not isinstance(found.get(name, False), bool):
             _wrong(path, name, found[name])
+    without_deepspeed = found.get("use_deepspeed") is False
     deepspeed, fsdp = (found.pop(name, False) for name in SWITCHES)
     strategy = found.get("strategy")
     if deepspeed and fsdp:
@@ -92,7 +90,7 @@ def _apply_switches(found: dict, path: str) -> None:
     if fsdp:
         found["strategy"] = "fsdp"
     # One file serves both: the configuration of the one that is off is not used.
-    if not deepspeed and strategy in (None, "dp", "fsdp"):
+    if fsdp or (without_deepspeed and strategy in (None, "dp", "fsdp")):
         found.pop("ds_config", None)
     if not fsdp and strategy != "fsdp":
         found.pop("fsdp_config", None)
@@ -100,8 +98,10 @@ def _apply_switches(found: dict, path: str) -> None:
 
 def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[str]:
     option = action.option_strings[0]
-    if name == "precision" and value in ("no", False):
+    if name == "precision" and value is False:  # YAML's reading of accelerate's word "no"
         value = "fp32"
+    if name == "resume" and value in ("", True):
+        return [option]
     if value is None:
         return []
     if isinstance(action, argparse.BooleanOptionalAction):
@@ -116,7 +116,7 @@ def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[
 
 
 def _wrong(path: str, name: str, value):
-    raise UserError(f"{path}: {name} cannot be {value!r}.")
+    raise UserError(f"{path}: {name} cannot be {shown(repr(value))}.")
 
 
 def as_yaml(args: argparse.Namespace) -> str:

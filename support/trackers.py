@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from pathlib import Path
 
 from support.distributed import Run
 from support.errors import UserError, explain
+from support.preflight import EVENT_FILES
 from support.redaction import redact
 
 # Name of a curve -> key of a record in metrics.jsonl.
@@ -16,15 +16,17 @@ CURVES = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm"
 
 
 class TensorBoard:
-    """Event files in <output_dir>/tensorboard; a resumed run goes on with the curves where its checkpoint was made."""
+    """Event files in --logging_dir, else <output_dir>/tensorboard; a resumed run continues the curves at its checkpoint."""
 
     def __init__(self, folder: Path, step: int, arguments: dict):
         from torch.utils.tensorboard import SummaryWriter
 
+        folder = Path(arguments.get("logging_dir") or folder / "tensorboard")
         if step == 0:  # another run's, which --overwrite replaces
-            shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+            for file in folder.glob(EVENT_FILES):
+                file.unlink(missing_ok=True)
         # What was logged after the checkpoint is made again: TensorBoard leaves the first version out.
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
         shown = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
         self._writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{shown}", step)
 

@@ -24,13 +24,15 @@ def run(script):
 def test_console(run):
     lines = run.out.splitlines()
     wanted = [
-        r"=== Distributed Setup ===", r"Rank: 0", r"Local Rank: 0", r"World Size: 2", r"Backend: gloo", r"GPU: none \(CPU\)",
+        r"=== Distributed Setup ===", r"Rank: 0/1", r"Local Rank: 0", r"World Size: 2", r"Backend: gloo", r"GPU: none \(CPU\)",
         r"🚀 Fine-tuning tiny-gpt2 \(4\.3M parameters\)", r"📋 Strategy: DP",
-        r"✅ Model loaded: 4,339,200 parameters \(4\.3M\)", r"✅ Dataset ready: 44 samples",
+        r"⏳ Preparing the dataset pydocs", r"⏳ Loading the model",
+        r"✅ Model loaded: 4,339,200 parameters \(4\.3M\)", r"✅ Dataset ready: 44 samples", r"⏳ Training: steps 1 to 22",
         r"Evaluation \| Loss: 8\.\d{4} \| Perplexity: \d+\.\d\d",
         r"Epoch 1 \| Batch 0/11 \| Loss: 8\.\d{4} \| LR: 5\.00e-04",
         r"Epoch 1 \| Batch 10/11 \| Loss: \d\.\d{4} \| LR: 2\.73e-04",
-        r"Evaluation .*", r"Epoch 2 \| Batch 0/11 .*", r"Epoch 2 \| Batch 10/11 .*", r"Evaluation .*",
+        r"Epoch 1/2 \| Average Loss: \d\.\d{4}", r"Evaluation .*", r"Epoch 2 \| Batch 0/11 .*", r"Epoch 2 \| Batch 10/11 .*",
+        r"Epoch 2/2 \| Average Loss: \d\.\d{4}", r"Evaluation .*",
         r"✅ Training Complete!", r"Process Memory: \d+\.\d\d GB resident \| \d+\.\d\d GB peak",
         r"Throughput: [\d,.]+ samples/sec \| [\d,]+ tokens/sec \| [\d,]+ tokens/sec/process \| MFU N/A "
         r"\(first 5 of 22 steps left out\)", r"🤗 .*/hf", r"📁 .*/results.json",
@@ -39,14 +41,17 @@ def test_console(run):
     for pattern in wanted:
         position = next((i for i in range(position, len(lines)) if re.fullmatch(pattern, lines[i])), None)
         assert position is not None, f"{pattern} is missing, or out of order, in\n{run.out}"
-    assert len([line for line in lines if line.startswith("Epoch")]) == 4
+    assert len([line for line in lines if line.startswith("Epoch")]) == 6
+    for epoch, losses in ((1, run.losses[:11]), (2, run.losses[11:])):
+        assert f"Epoch {epoch}/2 | Average Loss: {sum(losses) / 11:.4f}" in lines
 
 
 def test_nothing_of_other_libraries_shows(script):
     for strategy in ("zero3", "infinity", "fsdp"):
         run = script("--strategy", strategy, "--seq_length", "32", "--max_steps", "2", "--batch_size", "1", "--no_eval")
         assert run.err == ""
-        assert all(re.match(r"[🚀📋📚✅📁🤗ℹ]|Epoch|Process Memory|Throughput", line) for line in run.out.splitlines()), run.out
+        shown = r"[🚀📋📚✅📁🤗ℹ⏳]|Epoch|Process Memory|Throughput"
+        assert all(re.match(shown, line) for line in run.out.splitlines()), run.out
 
 
 def test_results_json(run):
