@@ -89,16 +89,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_output(path: Path, force: bool) -> None:
-    """A file that somebody edited, or that is not this script's, stays.
+def check_output(args) -> None:
+    """A file that somebody edited, or that is not this script's, stays; with --force, too, if it is an input.
 
     Raises:
         UserError: there is one.
         OSError: the file cannot be read.
     """
+    path = args.output
+    for flag in ("config", "hosts"):
+        given = getattr(args, flag, None)
+        if given and path.exists() and Path(given).exists() and path.samefile(given):
+            raise UserError(f"--output {path} is the file of --{flag}: name another one.")
     if path.exists() and not path.is_file():
         raise UserError(f"--output {path} is not a file: name another one.")
-    if path.exists() and not force and not generators.is_unedited(path):
+    if path.exists() and not args.force and not generators.is_unedited(path):
         raise UserError(f"{path} was edited, or is not from this script: --force replaces it, --output names another file.")
 
 
@@ -116,7 +121,7 @@ def main() -> None:
     try:
         args = build_parser().parse_args()
         generators.check_values(args)
-        check_output(args.output, args.force)
+        check_output(args)
         made_by = shlex.join(["python", "scripts/distributed_setup.py", *sys.argv[1:]])
         text = generators.with_digest(generate(args, made_by))
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -159,7 +159,7 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hosts {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}.") from error
-    hosts: list[str] = []
+    hosts: dict[str, None] = {}  # in their order
     slots = set()
     for number, words in enumerate((line.split("#")[0].split() for line in lines), 1):
         if not words:
@@ -171,13 +171,13 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
             raise UserError(f"--hosts {path}, line {number}: after the host name only slots=N can follow.")
         if host in hosts:
             raise UserError(f"--hosts {path}, line {number}: {host} is there twice: leave one out.")
-        hosts.append(host)
+        hosts[host] = None
         slots.add(int(found[1]) if found else None)
     if not hosts:
         raise UserError(f"--hosts {path} names no host: write one on each line, the first is the master.")
     if len(slots) > 1:
         raise UserError(f"--hosts {path}: every host must have the same number of slots.")
-    return hosts, slots.pop()
+    return list(hosts), slots.pop()
 
 
 def launch_script(args, made_by: str) -> str:
@@ -232,8 +232,8 @@ def slurm_job(args, made_by: str) -> str:
     job.sbatch += [f"#SBATCH --{flag}={getattr(args, flag)}" for flag in ("partition", "account") if getattr(args, flag)]
     job.sbatch += jobs.REQUEUE_LINES if args.requeue else []
     job.project = f"project={shlex.quote(str(PROJECT))}"
-    if args.modules:
-        job.modules = f"module load {' '.join(map(shlex.quote, re.split('[ ,]+', args.modules.strip(' ,'))))}"
+    if modules := re.findall("[^ ,]+", args.modules or ""):
+        job.modules = f"module load {shlex.join(modules)}"
     if args.venv:
         job.activate = f"source {shlex.quote(str(Path(args.venv).expanduser().absolute() / 'bin' / 'activate'))}"
     job.arguments = f" --config {config_path(args.config)}" + (" --resume" if args.requeue else "")

@@ -39,8 +39,8 @@ ENVIRONMENT = """\
 
 PROJECT_OF_EXAMPLES = """\
 # Slurm runs a copy of this file, so $0 does not lead to the project; the job's record has the file's path.
-file=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
-file=${file%%.slurm *} # the record ends with the job's arguments
+file=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p') || true
+file=${file%%$'\\n'*} file=${file%%.slurm *} # one line for each job of an array; the job's arguments follow the path
 project=${TRAINING_PROJECT:-$(cd "$(dirname "$file")/.." && pwd)}
 if [[ ! -f $project/real_model_example.py ]]; then
     echo "❌ $project is not the project: submit slurm/*.slurm from it, or export TRAINING_PROJECT." >&2
@@ -150,7 +150,7 @@ REQUEUE = """\
 # "preempted"; then the job is queued again, and --resume continues. A run that fails is not repeated: if that happens
 # before it trains, the results of the run before are unchanged.
 status() {
-    python -c 'import json, sys; print(json.load(sys.stdin)["status"])' 2> /dev/null < "$output/results.json"
+    python -I -c 'import json, sys; print(json.load(sys.stdin)["status"])' 2> /dev/null < "$output/results.json"
 }
 before=$(cksum 2> /dev/null < "$output/results.json") || true
 code=0
@@ -346,9 +346,9 @@ kill "$watch" 2> /dev/null
 exit "$code"; }
 END
 }
-pids=() open=() folder=$(mktemp -d)
+pids=() open=() writers=() folder=$(mktemp -d)
 # shellcheck disable=SC2329 # the traps call it
-stop() { kill "${pids[@]}" 2> /dev/null || true; rm -rf "$folder"; }
+stop() { kill "${pids[@]}" "${writers[@]}" 2> /dev/null || true; rm -rf "$folder"; }
 trap stop EXIT
 trap 'exit 130' INT TERM
 for number in "${!hosts[@]}"; do
@@ -360,7 +360,9 @@ for number in "${!hosts[@]}"; do
         exec "${ssh[@]}" "${hosts[number]}" bash -s < "$folder/$number" > >(sed -u "s/^/${hosts[number]}: /") 2>&1
     ) &
     pids+=($!)
-    remote "$number" "$@" >&"${open[number]}"
+    remote "$number" "$@" >&"${open[number]}" & # not here: where ssh has failed, nobody reads
+    writers+=($!)
+    disown # it is not one of those to wait for
 done
 # The first host that fails ends all; its messages are above.
 code=0

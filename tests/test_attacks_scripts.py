@@ -127,6 +127,16 @@ def unicodedata_is_plain(value):
     Attack("a folder", args=(*LAUNCHER, "--force", "--output", "."), says="is not a file"),
     Attack("a pipe that nobody writes", lambda folder: os.mkfifo(folder / "pipe"), (*LAUNCHER, "--output", "pipe"),
            says="is not a file"),
+    Attack("the run file itself", args=(*LAUNCHER, "--force", "--output", "./config.yaml"), says="is the file of --config"),
+    Attack("the file of hosts itself", lambda folder: (folder / "hosts").write_text("a\n") and None,
+           (*LAUNCHER, "--hosts", "hosts", "--force", "--output", "hosts"), says="is the file of --hosts"),
+    Attack("many hosts, one of them twice",
+           lambda folder: (folder / "hosts").write_text("".join(f"n{i}\n" for i in range(200_000)) + "n7\n") and None,
+           (*LAUNCHER, "--hosts", "hosts"), says="line 200001: n7 is there twice"),
+    Attack("a folder as run file", args=("launcher", "--config", "."), says="no such file"),
+    Attack("no name of a run file", args=("launcher", "--config="), says="no such file"),
+    Attack("a place where no file can be", args=(*LAUNCHER, "--output", "/proc/no/run.sh"), code=1, says="cannot be written"),
+    Attack("a file as folder", args=(*LAUNCHER, "--output", "config.yaml/run.sh"), code=1, says="cannot be written"),
     Attack("a host that is there twice", lambda folder: (folder / "hosts").write_text("a\nb\na\n") and None,
            (*LAUNCHER, "--hosts", "hosts"), says="line 3: a is there twice"),
     Attack("slots that differ", lambda folder: (folder / "hosts").write_text("a slots=2\nb slots=4\n") and None,
@@ -148,6 +158,22 @@ def test_generator_refuses(generate, tmp_path, attack):
     args = attack.prepare(tmp_path) or ()
     attack.check(tmp_path, generate(*attack.args, *args))
     assert not Path("scripts").exists() and not Path("config").exists()
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("name", ["a\ntouch executed", "it's $(touch executed)", "`touch executed`", "-x", "ä b"])
+def test_the_folder_of_the_run_file_is_a_name(generate, stubs, tmp_path, monkeypatch, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.yaml").write_text("batch_size: 2\n")
+    monkeypatch.chdir(tmp_path / name)
+    (Path("env") / "bin").mkdir(parents=True)
+    (Path("env") / "bin" / "activate").write_text("true\n")
+    for flags in [LAUNCHER, [*SLURM, "--venv", "env", "--modules", " , "]]:
+        assert generate(*flags, "--output", "run.sh").code == 0
+        done = stubs.run(["bash", "run.sh"], Path.cwd(), {"SLURM_JOB_NODELIST": "n1"})
+        assert done.code == 0 and not list(tmp_path.rglob("executed")), done.err
+    assert str(tmp_path / name / "config.yaml") in stubs.calls("torchrun")[0]
+    assert stubs.calls("module") == []
 
 
 @pytest.mark.attack
@@ -395,6 +421,31 @@ def test_a_job_refuses(stubs, tmp_path, attack):
     assert stubs.calls("srun") == []
 
 
+# What `scontrol show job` prints after Command=, with {file} for the batch script; and the job's own variables.
+RECORDS = {
+    "no arguments": "{file}",
+    "arguments with a path": "{file} --dataset /elsewhere/x.slurm y.slurm",
+    "an argument with a line end": "{file} --generate a\n   Command=/elsewhere/slurm/train.slurm b",
+    "the jobs of an array": "{file}\n   Command={file}",
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("record", RECORDS)
+def test_the_project_is_found(stubs, tmp_path, record):
+    """From any folder, among them one with modules that have the names of Python's."""
+    for name in ("json", "os", "yaml", "support"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working folder')\n")
+    (tmp_path / "my project").symlink_to(PROJECT)
+    example = f"{tmp_path}/my project/slurm/x.slurm"
+    (tmp_path / "record").write_text(f"   Command={RECORDS[record]}\n".replace("{file}", example))
+    stubs.write("scontrol", f"""[[ $2 == hostnames ]] && printf 'n1\\nn2\\n' || cat '{tmp_path}/record'""")
+    job = stubs.run(["bash", PROJECT / "slurm" / "train_requeue.slurm"], tmp_path)
+    assert job.code == 0 and "working folder" not in job.err, job.err
+    [call] = stubs.calls("srun")
+    assert f"{tmp_path}/my project/real_model_example.py" in call
+
+
 @pytest.mark.attack
 @pytest.mark.parametrize("name", ["a b", "../../outside", "$(touch executed)", "-n", "@NAME@"])
 def test_the_name_of_a_job_is_a_name(stubs, tmp_path, name):
@@ -535,6 +586,15 @@ def test_secrets_reach_the_hosts_and_no_command_line(over_ssh, stubs, tmp_path):
         assert call[-len(odd) :] == odd
     assert all("canary" not in " ".join(call).lower() for call in stubs.calls("ssh"))
     assert "canary" not in over_ssh.read_text() + done.out + done.err
+
+
+@pytest.mark.attack
+def test_a_host_that_reads_nothing(over_ssh, stubs, tmp_path):
+    """More than a pipe holds, for an ssh that cannot connect."""
+    stubs.write("ssh", "exit 255")
+    began = time.monotonic()
+    done = stubs.run(["bash", over_ssh, "--generate", "x" * 100_000], tmp_path, {"HF_LONG": "y" * 100_000})
+    assert done.code == 255 and time.monotonic() - began < 15
 
 
 @pytest.mark.attack
