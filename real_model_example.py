@@ -530,6 +530,7 @@ def train_one_model(args, run: Run):
     reporting.say_setup(run)
     folder = reporting.new_output_dir(args, run)
     results = reporting.open_results(args, run, folder)
+    target = export.target_of(args, folder, results.before)
     footprint = memory.Phases(run.device)
     run.memory_facts.append(footprint.describe)
     if args.memory_snapshot:
@@ -564,10 +565,15 @@ def train_one_model(args, run: Run):
     before = saver.resume()
     steps = data.total_steps(args, run.world_size, train.blocks, before["step"], before["samples"])
     if over or (results.was_complete and before["step"] >= steps):
-        finish_again(model, saver, results, before["step"], folder, args, run, blueprint)
+        finish_again(model, saver, results, before["step"], target, args, run, blueprint)
         return model
-    results.begin()
+    saves = checkpoint.saves_due(args, before, steps, train.blocks)
+    export.check_room(args, run, target, folder, blueprint, saves)
     meter = metering.open_meter(args, run, folder, model, optimizer, blueprint, steps, before, footprint, train.blocks)
+    # Nothing refuses the run any more: only from here on files of an earlier run are changed.
+    saver.take_over(before["best"])
+    results.begin()
+    meter.start_log()
     run.say("⏳ Evaluating" if args.eval_only else f"⏳ Training: steps {meter.step + 1} to {meter.total_steps}")
     try:
         evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, meter, saver)
@@ -587,27 +593,27 @@ def train_one_model(args, run: Run):
     results.update(checkpoint_seconds=saver.seconds)
     results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint))
     reporting.say_results(run, results.facts, args)
-    hand_out(model, saver, results, folder, args, run, blueprint)
+    hand_out(model, saver, results, target, args, run, blueprint, meter)
     meter.close(results.facts.get("sample"))
     run.say(f"📁 {reporting.place_of(results.path, run)}")
     return model
 
 
-def finish_again(model, saver, results, step: int, folder, args, run: Run, blueprint: models.Blueprint) -> None:
+def finish_again(model, saver, results, step: int, target, args, run: Run, blueprint: models.Blueprint) -> None:
     """--resume found a run that was complete: only export or print what was not asked for then."""
     run.say("✅ This run was complete already.")
-    results.go_on_from_complete()
+    results.continue_complete_run()
     if args.load_best_at_end and results.facts.get("best_step"):
         saver.load_best(results.facts["best_step"], step)
     elif step < results.facts["steps"]:
         run.warn("Its last weights are in no checkpoint, so nothing is exported or generated again.")
         return
-    hand_out(model, saver, results, folder, args, run, blueprint)
+    hand_out(model, saver, results, target, args, run, blueprint)
 
 
-def hand_out(model, saver, results, folder, args, run: Run, blueprint: models.Blueprint) -> None:
-    """Export the trained model and print a sample, as far as they are wished and not there, and complete the results."""
-    there = run.from_main(results.was_complete and not args.export_hf and (folder / "hf").exists())
+def hand_out(model, saver, results, target, args, run: Run, blueprint: models.Blueprint, meter=None) -> None:
+    """Export the trained model and print a sample, if they are asked for and not there, and complete the results."""
+    there = run.from_main(results.was_complete and not args.export_hf and target.folder.exists())
     if not (args.no_export or args.eval_only or there):
         facts = {**results.facts, "merged": args.merge_lora}
         if saver.best_is_loaded:
@@ -615,7 +621,11 @@ def hand_out(model, saver, results, folder, args, run: Run, blueprint: models.Bl
             facts |= {"eval_loss": loss, "perplexity": math.exp(min(loss, 700)), "steps": facts["best_step"],
                       "train_loss_last": None, "tokens": None}  # fmt: skip
         card = export.model_card(facts, saver.identity)
-        results.update(export=export.export_model(model, saver.state, blueprint, folder, args, run, card))
+        try:
+            results.update(export=export.export_model(model, saver.state, blueprint, target, args, run, card))
+        except export.ExportFailed as error:
+            kept = saver.weights_kept(meter)  # and not lost with this process
+            raise export.with_a_way_on(error, kept, model, saver.state, blueprint, args, run, card) from error
     if args.generate:
         results.update(sample=sampling.generate(model, autocast(model, run), blueprint, args, run))
     run.stop.ignore()  # from here on the run only ends

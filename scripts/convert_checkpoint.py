@@ -59,8 +59,8 @@ def run(args) -> None:
     if args.inspect:
         print(conversion.inspect(source))
         return
-    conversion.convert(source, args.to, args.target, models.DTYPES[args.dtype], args.max_shard_size)
-    print(f"📁 {args.target}")
+    written = conversion.convert(source, args.to, args.target, models.DTYPES[args.dtype], args.max_shard_size)
+    print(f"📁 {args.target.with_name(written.name)}")
 
 
 if __name__ == "__main__":

@@ -30,22 +30,42 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 from support import export, models
 from support.config import global_batch
 from support.distributed import Run
-from support.errors import Preempted, TrainingError, UserError
-from support.files import sha256_of, sync_folder, sync_tree, write_text
+from support.errors import FirstError, Preempted, TrainingError, UserError
+from support.files import (
+    PARTIAL,
+    open_regular,
+    remove,
+    remove_leftovers,
+    set_aside,
+    sha256_of,
+    sync_folder,
+    sync_tree,
+    write_text,
+)
+from support.manifest import (
+    FORMAT_VERSION,
+    NEW_RUN,
+    STEP_NAME,
+    manifest_digest,
+    read_manifest,
+    shown,
+    validate,
+    what_is_broken,
+)
 from support.safetensors_files import save_file
 from support.sharding import ShardedState
 from support.tokens import tokenizer_fingerprint
 
-FORMAT_VERSION = 1
 FILE_BYTES = 256 << 20  # of one file; so much host memory does a save need beside what training holds
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # of an optimizer's parameter groups
-NEW_RUN = {"step": 0, "samples": 0, "tokens": 0, "training_seconds": 0.0, "first_loss": None, "last_loss": None, "best": None}
+SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of DeepSpeed's dynamic loss scaler
+BUFFERS = "model/buffers.safetensors"
+MARKS = ("latest", "best")  # files that hold a checkpoint's name
 
 
 class Saver:
@@ -68,10 +88,9 @@ class Saver:
         self.state = None if args.eval_only else ShardedState(getattr(model, "module", model), optimizer, run.device)
         self.may_save = self._may_save(optimizer)
         self._stop_before, self._saved_at, self.best_is_loaded = None, None, False
+        self._loaded_from: Path | None = None
+        self._resumed_at = -1  # the step of the checkpoint in `folder` that this run continues
         self.seconds: list[float] = []  # that training waited for each save of this process
-        if run.is_main:
-            for partial in self.folder.glob(".step-*.partial"):  # of a save that was interrupted
-                shutil.rmtree(partial, ignore_errors=True)
 
     def _may_save(self, optimizer) -> bool:
         if self.args.eval_only:
@@ -86,30 +105,30 @@ class Saver:
         return known and not self.args.no_save
 
     def resume(self) -> dict:
-        """Fill weights and moments from the checkpoint that --resume means; returns its counters, or those of a new run."""
+        """Fill weights and moments from the checkpoint that --resume means; nothing on disk is
+        changed, see `take_over`.
+
+        Returns:
+            The checkpoint's counters, or those of a new run.
+        Raises:
+            UserError: there is no whole checkpoint, or it is of another run.
+        """
         if self.may_save:
             self.run.stop.defer()
-        found = None
-        if self.args.resume is not None:
-            found = find(self.args.resume, self.folder, self.run)
-            if found is None:
-                self.run.warn(f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from the beginning.")
-        mine = bool(found) and found[0].parent.resolve() == self.folder.resolve()
-        if self.run.is_main:
-            set_aside(self.folder, found[1]["counters"]["step"] if mine else -1)
+        if self.args.resume is None:
+            return NEW_RUN
+        found = find(self.args.resume, self.folder, self.run)
         if found is None:
+            self.run.warn(f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from the beginning.")
             return NEW_RUN
         path, manifest = found
         check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.run)
-        if self.args.streaming:
-            self.train.resume(manifest.get("stream"))
-        load(path, manifest, self.state)
-        self._read_buffers(path / "model" / "buffers.safetensors")
-        self._set_scaling(manifest["scaling"])
-        self._set_schedule(manifest)
+        self._load(path, manifest)
+        self._loaded_from = path
         self.run.say(f"▶️  Resumed from {path}")
-        counters = {**NEW_RUN, "tokens": None, **manifest["counters"]}
-        self._saved_at = counters["step"] if mine else None
+        counters = manifest["counters"]
+        if path.parent.resolve() == self.folder.resolve():
+            self._saved_at = self._resumed_at = counters["step"]
         best = counters["best"]
         if best and self.args.load_best_at_end and not self.run.from_main(step_folder(self.folder, best["step"]).is_dir()):
             self.run.warn(f"--load_best_at_end: the checkpoint of the best evaluation so far (step {best['step']}) is not in "
@@ -117,11 +136,72 @@ class Saver:
             counters["best"] = None
         return counters
 
-    def _read_buffers(self, file: Path) -> None:
-        saved = load_file(file) if file.exists() else {}
-        for name, buffer in getattr(self.model, "module", self.model).named_buffers():
-            if name in saved:
-                buffer.copy_(saved[name])
+    def _load(self, path: Path, manifest: dict) -> None:
+        """Everything but the counters.
+
+        Raises:
+            UserError: the checkpoint does not fit this model, or a state in it is not what the
+                library wrote.
+        """
+        check_shapes(path, manifest, self.state)
+        buffers = self._saved_buffers(path, manifest)
+        try:
+            if self.args.streaming:
+                self.train.resume(manifest["stream"])
+            self._set_scaling(manifest["scaling"])
+            self._set_schedule(manifest)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"--resume {path}: its manifest is damaged ({type(error).__name__}: {shown(str(error))}): name "
+                            "an older checkpoint.") from error  # fmt: skip
+        load(path, manifest, self.state)
+        for buffer, values in buffers:
+            buffer.copy_(values)
+        dist.barrier()  # here every rank has loaded its part, or one has failed and ends them all
+
+    def take_over(self, best: dict | None) -> None:
+        """Make the folder of checkpoints this run's own; call it when nothing is left that could
+        refuse the run.
+
+        Checkpoints after the one that was resumed are renamed: they are broken, or of a run that
+            this one replaces.
+
+        Args:
+            best: the best evaluation so far, of the checkpoint's counters.
+        Raises:
+            OSError: the folder is not writable.
+        """
+        if not self.run.is_main:
+            return
+        if self.run.lock:
+            remove_leftovers(self.folder)
+        for path in list_checkpoints(self.folder):
+            if step_of(path) > self._resumed_at:
+                set_aside(path, f"aside-{path.name}")
+        for mark in MARKS:
+            if os.path.lexists(self.folder / mark) and not marked(self.folder, mark):
+                aside = set_aside(self.folder / mark, f"{mark}.damaged")
+                self.run.warn(f"{self.folder / mark} does not name a checkpoint: ignored, and renamed to {aside.name}.")
+        if best and self.args.load_best_at_end:
+            write_text(self.folder / "best", step_folder(self.folder, best["step"]).name + "\n")
+
+    def _saved_buffers(self, path: Path, manifest: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """This model's buffers and the values that the checkpoint has for them.
+
+        Raises:
+            UserError: a buffer has another shape there.
+        """
+        if BUFFERS not in manifest["files"]:
+            return []
+        pairs = []
+        with safe_open(path / BUFFERS, framework="pt") as file:
+            saved = set(file.keys())
+            for name, buffer in getattr(self.model, "module", self.model).named_buffers():
+                if name in saved:
+                    pairs.append((buffer, file.get_tensor(name)))
+                    if pairs[-1][1].shape != buffer.shape:
+                        raise UserError(f"--resume {path}: the buffer {name} is {list(pairs[-1][1].shape)} there, and "
+                                        f"{list(buffer.shape)} in this model.")  # fmt: skip
+        return pairs
 
     def _set_schedule(self, manifest: dict) -> None:
         """Let the schedule of a user's DeepSpeed file go on; our own is a function of the step."""
@@ -156,7 +236,7 @@ class Saver:
             return
         self.save(meter)
         if self.run.is_main:
-            before, now = best_of(self.folder), step_folder(self.folder, meter.step).name
+            before, now = marked(self.folder, "best"), step_folder(self.folder, meter.step).name
             write_text(self.folder / "best", now + "\n")
             every = self.args.save_every or self.args.save_epochs  # then --keep_last decides
             if before not in ("", now) and not every:
@@ -170,6 +250,7 @@ class Saver:
         """
         self.best_is_loaded = True
         if best == now:
+            self._loaded_from = step_folder(self.folder, best)
             return
         try:
             path, manifest = find(str(step_folder(self.folder, best)), self.folder, self.run)
@@ -178,8 +259,12 @@ class Saver:
             self.best_is_loaded = False
             return
         self._let_go_of_gathered_weights()
+        check_shapes(path, manifest, self.state)
+        buffers = self._saved_buffers(path, manifest)
         load(path, manifest, self.state)
-        self._read_buffers(path / "model" / "buffers.safetensors")
+        for buffer, values in buffers:
+            buffer.copy_(values)
+        self._loaded_from = path
         self.run.say(f"🏅 Back to the weights of step {best}, the best evaluation")
 
     def _let_go_of_gathered_weights(self) -> None:
@@ -224,6 +309,26 @@ class Saver:
         self.run.say(f"💾 {path} ({self.seconds[-1]:.1f} s)")
         meter.restart_clock()
 
+    def weights_kept(self, meter) -> Path | None:
+        """A checkpoint with the weights that the model has now, written if there is none; every
+        rank calls it.
+
+        Args:
+            meter: the run's counters; None of a run that was complete before.
+        Returns:
+            Its folder; None if there is none and none can be written.
+        """
+        if self.best_is_loaded or meter is None:
+            return self._loaded_from
+        if not self.may_save:
+            return None
+        try:
+            self.save(meter)
+        except TrainingError as error:
+            self.run.warn(str(error))
+            return None
+        return step_folder(self.folder, meter.step)
+
     def _write_model(self, folder: Path) -> None:
         export.describe(self.blueprint, folder)
         buffers = {} if self.blueprint.lora else models.persistent_buffers(getattr(self.model, "module", self.model))
@@ -235,8 +340,7 @@ class Saver:
         if self.scaler.is_enabled():
             return self.scaler.state_dict()
         theirs = self._deepspeed_scaler()
-        names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-        return {name: getattr(theirs, name) for name in names} if theirs else {}
+        return {name: getattr(theirs, name) for name in SCALER_STATE} if theirs else {}
 
     def _set_scaling(self, saved: dict) -> None:
         """Go on with a scaler's state; of the other library's only the scale itself is taken."""
@@ -247,8 +351,9 @@ class Saver:
             state = saved if "scale" in saved else {"scale": scale}
             self.scaler.load_state_dict({**self.scaler.state_dict(), **state})
         elif theirs:
-            for name, value in saved.items() if "cur_scale" in saved else [("cur_scale", scale)]:
-                setattr(theirs, name, value)
+            for name in SCALER_STATE if "cur_scale" in saved else ():
+                setattr(theirs, name, saved.get(name, getattr(theirs, name)))
+            theirs.cur_scale = scale
 
     def _deepspeed_scaler(self):
         """DeepSpeed's dynamic loss scaler, if it has one."""
@@ -303,6 +408,22 @@ def digest_of_shapes(shapes: dict) -> str:
 # ------------------------------------------------------------------------------------------------ saving
 
 
+def saves_due(args, before: dict, steps: int, blocks: int) -> int:
+    """Checkpoints that a run will write by itself, until its end.
+
+    Args:
+        args: --save_every, --save_epochs, --load_best_at_end.
+        before: the counters that it starts from.
+        steps: of the whole run.
+        blocks: in an epoch.
+    """
+    if args.no_save or args.eval_only:
+        return 0
+    every = steps // args.save_every - before["step"] // args.save_every if args.save_every else 0
+    epochs = max(0, (args.epochs or 1) - before["samples"] // blocks) if args.save_epochs else 0
+    return max(0, every) + epochs + bool(args.load_best_at_end)
+
+
 def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, keep_last: int | None, describe) -> Path:
     """Write a checkpoint; every rank calls it, and returns when it is complete and on disk.
 
@@ -317,17 +438,18 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
     Returns:
         The new checkpoint's folder.
     Raises:
-        OSError: the disk is full, or not writable.
+        TrainingError: the disk is full, or not writable; all ranks raise it, and nothing of the
+            checkpoint is left.
     """
-    final = step_folder(folder, step)
-    beside = folder / f".{final.name}.partial"
+    final, errors = step_folder(folder, step), FirstError()
+    beside = folder / f"{PARTIAL}{final.name}"
     if run.is_main:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        errors.attempt(_start_checkpoint, beside)
         run.temporary.append(str(beside))  # removed should this run fail before it is complete
     dist.barrier()
-    ranks = run.gather(_write_tensors(beside, state, run))
-    if run.is_main:
+    ranks = run.gather(_write_tensors(beside, state, run, errors))
+    failed = next((f"{rank['error']} [rank {number}]" for number, rank in enumerate(ranks) if rank["error"]), "")
+    if run.is_main and not failed:
         manifest = {
             **facts,
             "adam_step": state.adam_step,
@@ -335,32 +457,55 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
             "pieces": [piece for rank in ranks for piece in rank["pieces"]],
             "files": {name: found for rank in ranks for name, found in rank["files"].items()},
         }
-        describe(beside / "model")
-        described = sorted(path for path in (beside / "model").rglob("*") if path.is_file())
-        manifest["files"] |= {path.relative_to(beside).as_posix(): facts_of(path) for path in described}
-        sync_tree(beside / "model")
-        write_manifest(beside, manifest)
-        sync_folder(beside)
-        os.replace(beside, final)
+        errors.attempt(_complete_checkpoint, beside, final, manifest, describe)
+        errors.attempt(_remove_old, folder, keep_last)
+    if run.is_main:
+        remove(beside)
         run.temporary.remove(str(beside))
-        write_text(folder / "latest", final.name + "\n")
-        sync_folder(folder)
-        sync_folder(folder.parent)
-        for old in list_checkpoints(folder)[keep_last:] if keep_last else ():
-            if old.name != best_of(folder):
-                shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
+    if failed := run.from_main(failed or str(errors)):
+        raise TrainingError(f"The checkpoint {final} could not be written: {failed}")
     return final
 
 
-def _write_tensors(folder: Path, state: ShardedState, run: Run) -> dict:
-    """Write what this rank holds, in files of about FILE_BYTES; returns {"pieces": …, "files": …} for the manifest."""
+def _start_checkpoint(beside: Path) -> None:
+    remove(beside)
+    beside.mkdir(parents=True)
+
+
+def _complete_checkpoint(beside: Path, final: Path, manifest: dict, describe) -> None:
+    describe(beside / "model")
+    described = sorted(path for path in (beside / "model").rglob("*") if path.is_file())
+    manifest["files"] |= {path.relative_to(beside).as_posix(): facts_of(path) for path in described}
+    sync_tree(beside / "model")
+    write_manifest(beside, manifest)
+    sync_folder(beside)
+    os.replace(beside, final)
+    write_text(final.parent / "latest", final.name + "\n")
+    sync_folder(final.parent)
+    sync_folder(final.parent.parent)
+
+
+def _remove_old(folder: Path, keep_last: int | None) -> None:
+    for old in list_checkpoints(folder)[keep_last:] if keep_last else ():
+        if old.name != marked(folder, "best"):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_tensors(folder: Path, state: ShardedState, run: Run, errors: FirstError) -> dict:
+    """Write what this rank holds, in files of about FILE_BYTES.
+
+    Returns:
+        {"pieces": …, "files": …, "error": …}: for the manifest, and what went wrong or "".
+    """
     pieces, files, tensors = [], {}, {}
 
-    def flush() -> None:
+    def write() -> None:
         name = f"rank-{run.rank:05d}-{len(files):03d}.safetensors"
         save_file(tensors, folder / name)
         files[name] = facts_of(folder / name)
+
+    def flush() -> None:
+        errors.attempt(write)
         tensors.clear()
 
     most = FILE_BYTES // 12  # elements in a file, of three fp32 tensors
@@ -386,12 +531,17 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run) -> dict:
                         room = most
     if tensors:
         flush()
-    return {"pieces": pieces, "files": files}
+    return {"pieces": pieces, "files": files, "error": str(errors)}
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Complete a checkpoint: what has a manifest is whole."""
-    manifest = {"format_version": FORMAT_VERSION, **manifest}
+    """Complete a checkpoint: what has a manifest is whole.
+
+    Raises:
+        ValueError: no version could read this manifest.
+    """
+    manifest = json.loads(json.dumps({"format_version": FORMAT_VERSION, **manifest}))  # as it will be read
+    validate(manifest)
     write_text(folder / "manifest.json", json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
 
 
@@ -410,15 +560,25 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def best_of(folder: Path) -> str:
-    """Name of the checkpoint with the best evaluation; "" if none is marked."""
-    marked = folder / "best"
-    return marked.read_text(encoding="utf-8").strip() if marked.exists() else ""
+def step_of(checkpoint: Path) -> int:
+    """The number in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def marked(folder: Path, mark: str) -> str:
+    """The checkpoint's name in the file `mark`; "" if there is no such file, or something else in
+    it."""
+    try:
+        with open_regular(folder / mark) as file:
+            name = file.read(100).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return name if STEP_NAME.fullmatch(name) else ""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints by name, newest first; whether they are whole is another question."""
-    return sorted((path for path in folder.glob("step-*") if path.name[5:].isdigit()), reverse=True)
+    return sorted((path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)), reverse=True)
 
 
 def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
@@ -432,32 +592,35 @@ def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
     Raises:
         UserError: none of those that are there is whole, or the one that was named is not.
     """
-    candidates = candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
-    for candidate in run.from_main(candidates):  # what rank 0 sees: others may see a shared folder's names late
+    candidates = None
+    if run.is_main:  # what rank 0 sees: others may see a shared folder's names late
+        candidates = candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
+    candidates = run.from_main(candidates)
+    if candidates is None:
+        raise UserError(f"{wanted}: no such folder.")
+    for candidate in candidates:
         manifest, why = run.from_main(read_manifest(candidate) if run.is_main else None)
-        if not why:
-            mine = list(manifest["files"].items())[run.rank :: run.world_size]
-            why = next((found for name, facts in mine if (found := _broken(candidate / name, facts))), "")
+        why = why or what_is_broken(candidate, manifest, run.rank, run.world_size)
         why = next((found for found in run.gather(why) if found), "")
         if not why:
             return candidate, manifest
         if wanted and candidate == Path(wanted):
             raise UserError(f"--resume {wanted}: {why}.")
         run.warn(f"Passed over the checkpoint {candidate}: {why}.")
-    if wanted or run.from_main(bool(candidates)):
+    if wanted or candidates:
         raise UserError(f"--resume: there is no whole checkpoint in {wanted or folder}"
                         + ("." if wanted else "; remove the folder to start anew."))  # fmt: skip
     return None
 
 
-def candidates_in(path: Path) -> list[Path]:
+def candidates_in(path: Path) -> list[Path] | None:
     """A checkpoint's folder as it is; of a run's folder, or its folder of checkpoints, all of them, newest first.
 
-    Raises:
-        UserError: there is no such folder.
+    Returns:
+        None if there is no such folder.
     """
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder.")
+        return None
     if path.name.startswith("step-") or (path / "manifest.json").exists():
         return [path]
     return list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
@@ -471,50 +634,11 @@ def open_alone(wanted: Path) -> tuple[Path, dict]:
     Raises:
         UserError: it is no checkpoint, or not whole.
     """
-    wanted = next(iter(candidates_in(wanted)), wanted)
+    wanted = next(iter(candidates_in(wanted) or ()), wanted)
     manifest, why = read_manifest(wanted)
-    why = why or next((found for name, facts in manifest["files"].items() if (found := _broken(wanted / name, facts))), "")
-    if why:
+    if why := why or what_is_broken(wanted, manifest):
         raise UserError(f"{wanted}: {why}.")
     return wanted, manifest
-
-
-def set_aside(folder: Path, step: int) -> None:
-    """Rename the checkpoints after `step`: broken, or of a run that this one replaces. They are not taken for its own."""
-    for path in list_checkpoints(folder):
-        if int(path.name[5:]) > step:
-            aside = path.with_name(f"aside-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(path, aside)
-
-
-def read_manifest(checkpoint: Path) -> tuple[dict, str]:
-    """(manifest, what is wrong with it or "")."""
-    try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
-    except OSError:
-        return {}, "it has no manifest.json, so it was never completed"
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return {}, "its manifest.json is damaged"
-    if not isinstance(manifest, dict) or manifest.pop("sha256", "") != manifest_digest(manifest):
-        return {}, "its manifest.json is damaged"
-    if manifest.get("format_version") != FORMAT_VERSION:
-        return {}, f"its format is {manifest.get('format_version')}, and this version reads {FORMAT_VERSION}"
-    return manifest, ""
-
-
-def manifest_digest(manifest: dict) -> str:
-    """SHA-256 of a manifest's content."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _broken(path: Path, facts: dict) -> str:
-    try:
-        if path.stat().st_size != facts["bytes"]:
-            return f"{path.name} has {path.stat().st_size} bytes instead of {facts['bytes']}"
-        return "" if sha256_of(path) == facts["sha256"] else f"{path.name} is damaged (its SHA-256 differs)"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -558,7 +682,7 @@ class Reader:
         return self._files[name]
 
     def _parts(self, name: str, start: int, numel: int) -> Iterator[tuple[Source, int, int]]:
-        for source in self._sources[name]:
+        for source in self._sources.get(name, ()):  # a parameter without elements has none
             begin, end = max(start, source.start), min(start + numel, source.start + source.numel)
             if begin < end:
                 yield source, begin, end
@@ -577,9 +701,8 @@ class Reader:
             raise TrainingError(f"The checkpoint {self.folder} holds {filled} of {flat.numel()} elements of {name}.")
 
 
-def load(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
-    """Fill this rank's masters and moments, and the working copies, from a checkpoint.
-
+def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
+    """
     Raises:
         UserError: the checkpoint lacks a parameter, or has it in another shape.
     """
@@ -587,6 +710,15 @@ def load(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
         there = manifest["shapes"].get(name)
         if there not in (list(shape), [math.prod(shape)]):  # DeepSpeed's universal files of stage 3 are flat
             raise UserError(f"--resume {checkpoint}: {name} is {there or 'missing'} there, and {list(shape)} in this model.")
+
+
+def load(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
+    """Fill this rank's masters and moments, and the working copies, from a checkpoint of the same
+    shapes.
+
+    Raises:
+        TrainingError: a file cannot be read.
+    """
     reader = Reader(checkpoint, manifest)
     for shard in state.shards:
         with state.open(shard, write=True) as held:
@@ -611,7 +743,8 @@ def check_same_run(saved: dict, now: dict, forced: bool, run: Run) -> None:
     """
     for kind in ("hard", "soft", "told"):
         there, here = saved[kind], now[kind]
-        found = [f"{key} {there[key]} there, {here[key]} here" for key in here if key in there and there[key] != here[key]]
+        found = [f"{key} {shown(there[key])} there, {shown(here[key])} here"
+                 for key in here if key in there and there[key] != here[key]]  # fmt: skip
         if not found:
             continue
         if kind == "told" or (kind == "soft" and forced):

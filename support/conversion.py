@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
-import shutil
+import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar
@@ -25,8 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from support import checkpoint
 from support.errors import UserError
 from support.export import finish_folder, model_card, start_folder
-from support.files import write_text
+from support.files import open_regular, read_json, write_text
 from support.lora import peft_name
+from support.manifest import is_inner_path, open_listed, shown
 from support.safetensors_files import WeightFiles, save_file, write_at
 from support.sharding import MOMENTS
 
@@ -74,7 +74,7 @@ class UniversalCheckpoint:
 
     def __init__(self, folder: Path):
         if (folder / "latest_universal").is_file():
-            folder = folder / (folder / "latest_universal").read_text(encoding="utf-8").strip()
+            folder = folder / self._name_in(folder / "latest_universal")
         self.folder = folder
         names = sorted(path.parent.relative_to(folder / "zero").as_posix() for path in folder.glob("zero/**/fp32.pt"))
         if not names:
@@ -86,15 +86,32 @@ class UniversalCheckpoint:
         self.adam_step = self._step(trained[0]) if trained else 0
         self.kinds = ("weight", *(MOMENTS if trained else ()))
 
+    @staticmethod
+    def _name_in(path: Path) -> str:
+        with open_regular(path) as file:
+            name = file.read(1000).decode(errors="replace").strip()
+        if not is_inner_path(name) or "/" in name or len(name) > 255:
+            raise UserError(f"{path} names no folder next to it: {shown(name)}.")
+        return name
+
     def _load(self, name: str, kind: str) -> torch.Tensor:
-        found = load_tensors(self.folder / "zero" / name / self.FILES[kind])
-        return found["param"] if isinstance(found, dict) else found
+        path = self.folder / "zero" / name / self.FILES[kind]
+        found = load_tensors(path)
+        found = found.get("param") if isinstance(found, dict) else found
+        if not isinstance(found, torch.Tensor):
+            raise UserError(f"{path} holds no tensor, so this is no DeepSpeed universal checkpoint.")
+        return found
 
     def _step(self, name: str) -> int:
-        """Stages 1 and 2 keep it beside each parameter, stage 3 with the optimizer."""
-        if (path := self.folder / "zero" / name / "step.pt").is_file():
-            return int(load_tensors(path))
-        return int(load_tensors(self.folder / "zero" / "optimizer_state.pt")["optimizer_state_dict"]["state"][0]["step"])
+        """Stages 1 and 2 keep it next to each parameter, stage 3 with the optimizer."""
+        path = self.folder / "zero" / name / "step.pt"
+        try:
+            if path.is_file():
+                return int(load_tensors(path))
+            path = self.folder / "zero" / "optimizer_state.pt"
+            return int(load_tensors(path)["optimizer_state_dict"]["state"][0]["step"])
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"{path} does not hold Adam's step: it is damaged.") from error
 
     def read(self, name: str, kind: str) -> torch.Tensor:
         return self._load(name, kind).float()
@@ -121,60 +138,107 @@ def load_tensors(path: Path):
     Raises:
         UserError: the file is broken, or holds more than data.
     """
+    if not path.is_file():
+        raise UserError(f"{path} is missing, or no regular file.")
     try:
         with torch.serialization.safe_globals([(Ignored, name) for name in IGNORED_OBJECTS]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except Exception as error:  # a damaged file may be anything to the several readers in torch
         objects = "weights_only" in str(error)
-        why = "it holds Python objects, and no code from a file is run here" if objects else str(error).splitlines()[0]
+        said = shown((str(error).splitlines() or [type(error).__name__])[0])
+        why = "it holds Python objects, and no code from a file is run here" if objects else said
         raise UserError(f"{path} cannot be read: {why}.") from error
 
 
 # ------------------------------------------------------------------------------------------------ out
 
 
-def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) -> None:
+def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) -> Path:
     """Write `source` as `to` into the new folder `target`.
 
     Args:
         dtype, file_bytes: of the weights and of one file of theirs; for "hf".
+    Returns:
+        The new folder: `target`, or a numbered name if another process has taken that meanwhile.
     Raises:
         UserError: the target is there already, or the source lacks what is needed.
         OSError: the disk is full, or not writable.
     """
-    if target.exists():
+    if os.path.lexists(target):
         raise UserError(f"{target} exists: name a new folder.")
     if to == "checkpoint" and not isinstance(source, UniversalCheckpoint):
         raise UserError("--to checkpoint takes a DeepSpeed universal folder.")
-    beside = start_folder(target)
+    target = target.absolute()
+    temporary = start_folder(target)
     try:
+        new = temporary.path / "new"
         if to == "hf":
-            write_hf(source, beside, dtype, file_bytes)
+            write_hf(source, new, dtype, file_bytes)
         else:
-            {"torch": write_torch, "deepspeed-universal": write_universal, "checkpoint": write_checkpoint}[to](source, beside)
-        finish_folder(beside, target)
+            {"torch": write_torch, "deepspeed-universal": write_universal, "checkpoint": write_checkpoint}[to](source, new)
+        return finish_folder(temporary, target, replace=False)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        temporary.remove()
+
+
+# What a checkpoint's model/ folder has beside weights: configuration, tokenizer, chat templates.
+# Nothing that is executed.
+DESCRIPTION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe", ".vocab")
+CODE_KEYS = ("auto_map", "auto_mapping", "custom_pipelines")  # where from_pretrained is told which code to fetch or import
+BUFFERS = "buffers.safetensors"
+
+
+def copy_description(source: OwnCheckpoint, folder: Path) -> list[str]:
+    """Copy what describes the model: files that the manifest lists, of kinds that hold data,
+    without references to code.
+
+    Returns:
+        Listed files that were left out.
+    """
+    left_out = []
+    for name in source.manifest["files"]:
+        inner = name.removeprefix("model/")
+        if inner in (name, BUFFERS):
+            continue
+        if not inner.endswith(DESCRIPTION_SUFFIXES) or inner.endswith(".index.json"):
+            left_out.append(name)
+            continue
+        with open_listed(source.folder, name) as file:
+            content = file.read()
+        (folder / inner).parent.mkdir(parents=True, exist_ok=True)
+        (folder / inner).write_bytes(_without_code(content) if inner.endswith(".json") else content)
+    return left_out
+
+
+def _without_code(content: bytes) -> bytes:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    if not isinstance(found, dict) or not found.keys() & set(CODE_KEYS):
+        return content
+    return json.dumps({key: value for key, value in found.items() if key not in CODE_KEYS}, indent=2).encode() + b"\n"
 
 
 def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes: str) -> None:
     """A folder for `from_pretrained`; of a checkpoint of adapters, peft's."""
-    described = source.folder / "model"
-    if not described.is_dir():
+    listed = source.manifest["files"]
+    adapters = "model/adapter_config.json" in listed
+    if not adapters and "model/config.json" not in listed:
         raise UserError(f"{source.folder} has no model/ folder with the configuration and the tokenizer (it was imported): "
                         "resume it and save once, then convert that.")  # fmt: skip
-    shutil.copytree(described, folder, dirs_exist_ok=True)
-    adapters = (folder / "adapter_config.json").exists()
+    for name in copy_description(source, folder):
+        print(f"ℹ️  Left out: {shown(name)}, which is neither a configuration nor a tokenizer's data.")
     rename = peft_name if adapters else str
     if not adapters:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
-        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    meta = {rename(name): torch.empty(shape, dtype=dtype, device="meta") for name, shape in source.shapes.items()}
-    buffers = load_file(folder / "buffers.safetensors") if (folder / "buffers.safetensors").exists() else {}
-    (folder / "buffers.safetensors").unlink(missing_ok=True)
+        _note_dtype(folder / "config.json", dtype)
+    buffers = load_file(source.folder / "model" / BUFFERS) if f"model/{BUFFERS}" in listed else {}
+    shapes = {rename(name): shape for name, shape in source.shapes.items()}
+    if len(shapes) < len(source.shapes) or shapes.keys() & buffers.keys():
+        raise UserError(f"{source.folder}: two of its tensors have the same name.")
     try:
-        tensors = meta | {name: buffer.to("meta") for name, buffer in buffers.items()}
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        tensors |= {name: buffer.to("meta") for name, buffer in buffers.items()}
         files = WeightFiles(folder, tensors, file_bytes, "adapter_model" if adapters else "model")
     except ValueError as error:
         raise UserError(f"--max_shard_size {file_bytes}: write it as 5GB or 500MB.") from error
@@ -184,10 +248,25 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
         files.write(name, buffer)
     files.check_complete()
     counters, identity = source.manifest["counters"], source.manifest["identity"]
-    facts = {"model": identity["soft"]["model"], "parameters": identity["hard"]["parameters"], "steps": counters["step"],
-             "strategy": identity["told"]["strategy"], "world_size": identity["told"]["ranks"],
+    parameters = identity["hard"].get("parameters")
+    facts = {"model": shown(identity["soft"].get("model", "unknown")), "steps": counters["step"],
+             "parameters": parameters if type(parameters) is int else sum(map(math.prod, source.shapes.values())),
+             "strategy": identity["told"].get("strategy"), "world_size": identity["told"].get("ranks"),
              "train_loss_first": counters["first_loss"], "train_loss_last": counters["last_loss"]}  # fmt: skip
     write_text(folder / "README.md", model_card(facts, identity))
+
+
+def _note_dtype(path: Path, dtype: torch.dtype) -> None:
+    """
+    Raises:
+        UserError: the configuration is no JSON object.
+    """
+    try:
+        config = read_json(path)
+        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    except (ValueError, TypeError) as error:
+        raise UserError(f"The checkpoint's model/config.json is no configuration ({shown(str(error))}).") from error
+    write_text(path, json.dumps(config, indent=2) + "\n")
 
 
 def write_torch(source, folder: Path) -> None:
@@ -242,6 +321,8 @@ def write_universal(source: OwnCheckpoint, folder: Path) -> None:
     step = torch.tensor(float(source.adam_step))
     for name in source.shapes:
         place = inner / "zero" / name
+        if not is_inner_path(name):  # the manifest's check has refused it already
+            raise UserError(f"The parameter {shown(name)} cannot be the name of a folder.")
         place.mkdir(parents=True)
         for kind, file in UniversalCheckpoint.FILES.items():
             tensor = source.read(name, kind) if kind in source.kinds else torch.zeros(source.shapes[name])

@@ -32,8 +32,8 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
             folder = preflight.make_nvme_folder(
                 args.nvme_path, blueprint.parameters, 1 if run.simulated else run.launch.local_world_size, run.world_size
             )
-            run.temporary.append(folder)
-            return folder
+            run.temporary += folder.paths
+            return str(folder.path)
 
         args.nvme_folder = run.once_per_node("nvme folder", make_folder)
     # Each op that is loaded asks for it twice, and an answer takes a second.

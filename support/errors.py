@@ -60,6 +60,33 @@ class Preempted(Exception):
         self.engine = engine
 
 
+class FirstError:
+    """Calls functions until one fails, and then calls no more: for a rank that writes while all
+    ranks communicate.
+
+    If it raised, the others would wait for it in their next collective. So it takes part to the
+    end, and then all ranks learn of the error.
+
+    Attributes:
+        error: what the first function that failed raised; None so far.
+    """
+
+    def __init__(self):
+        self.error: Exception | None = None
+
+    def attempt(self, function, *args):
+        """The function's result; None if it fails, or another one has failed before."""
+        if self.error is None:
+            try:
+                return function(*args)
+            except Exception as error:
+                self.error = error
+        return None
+
+    def __str__(self) -> str:
+        return "" if self.error is None else str(explain(self.error))
+
+
 def explain(error: BaseException) -> UserError:
     """Turn any exception into the error that is shown: what it means and what to do, or the library's first line.
 

@@ -11,10 +11,13 @@ weight on one rank and not of a second model, on any rank.
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 import os
 import shutil
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,70 +26,150 @@ import transformers
 
 from support import lora, memory, models
 from support.config import EMBEDDED_MODEL
-from support.files import sync_folder, sync_tree, write_text
+from support.errors import FirstError, TrainingError, UserError
+from support.files import TemporaryFolder, sync_folder, sync_tree, write_text
 from support.preflight import is_local_model
-from support.safetensors_files import WeightFiles
+from support.safetensors_files import FILE_BYTES, WeightFiles
 
 
-def export_model(model, state, blueprint, output_dir: Path, args, run, card: str) -> dict:
+class ExportFailed(TrainingError):
+    """The trained model could not be written; all ranks raise it together."""
+
+
+class Target:
+    """The folder that an export goes to, as it was when the run began.
+
+    Args:
+        named: the folder as the user named it.
+        overwrite: replace whatever is there at the end.
+        own: what is there is an earlier export of the same run.
+    """
+
+    def __init__(self, named: Path, overwrite: bool, own: bool):
+        self.named, self.folder, self._overwrite = named, named.absolute(), overwrite
+        self._seen = _identity(self.folder) if own else None
+
+    @property
+    def may_be_replaced(self) -> bool:
+        """Whether --overwrite allows it, or this run's own earlier export is there, unchanged."""
+        return self._overwrite or (self._seen is not None and _identity(self.folder) == self._seen)
+
+
+def _identity(folder: Path) -> tuple | None:
+    try:
+        found = folder.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
+    """Where --export_hf sends a run's model; by default into the run's own folder.
+
+    Args:
+        args: --export_hf, --overwrite.
+        output_dir: the run's folder.
+        earlier: results.json of the run that --resume continues.
+    """
+    exported = (earlier or {}).get("export")
+    own = not args.export_hf or (isinstance(exported, dict) and exported.get("folder") == args.export_hf)
+    return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite, own)
+
+
+def export_model(model, state, blueprint, target: Target, args, run, card: str) -> dict:
     """Write the model that a run has trained; every rank calls it.
 
     Args:
         model: as wrapped by the strategy.
         state: the run's ShardedState.
         blueprint: the model's description.
-        output_dir: the run's folder.
-        args: --export_hf, --export_dtype.
+        target: where it goes.
+        args: --export_dtype, --merge_lora.
         run: the ranks.
         card: the model card's text.
     Returns:
-        What results.json says of it. An older export in the same place was replaced.
+        What results.json says of it. If another run has written to the folder since this one began,
+        the model is in a folder next to it, which is named here and in a message.
     Raises:
-        OSError: the disk is full, or not writable.
+        ExportFailed: it could not be written; nothing of it is left.
     """
-    named, dtype = Path(args.export_hf or output_dir / "hf"), models.DTYPES[args.export_dtype]
-    folder = named.absolute()
-    begun = time.monotonic()
-    beside = None
-    if run.is_main:
-        beside = start_folder(folder)
-        run.temporary.append(str(beside))
-        describe(blueprint, beside, dtype, whole=args.merge_lora)
+    dtype, begun, errors = models.DTYPES[args.export_dtype], time.monotonic(), FirstError()
+    writing = errors.attempt(start_folder, target.folder) if run.is_main else None
+    folder = writing.path / "new" if writing else None
+    if writing:
+        run.temporary += writing.paths
+        errors.attempt(describe, blueprint, folder, dtype, args.merge_lora)
     if blueprint.lora and args.merge_lora:
-        _write_merged(state, blueprint, beside, dtype, run)
+        adapters = {name: weight.clone() if folder else None for name, weight in state.whole_weights()}
+        if folder:
+            errors.attempt(_write_merged, adapters, blueprint, folder, dtype, run)
     else:
-        _write_trained(state, models.persistent_buffers(getattr(model, "module", model)), blueprint, beside, dtype)
-    if run.is_main:
-        write_text(beside / "README.md", card)
-        finish_folder(beside, folder)
-        run.temporary.remove(str(beside))
+        _write_trained(state, models.persistent_buffers(getattr(model, "module", model)), blueprint, folder, dtype, errors)
+    final = None
+    if folder:
+        errors.attempt(write_text, folder / "README.md", card)
+        final = errors.attempt(finish_folder, writing, target.folder, target.may_be_replaced)
+        writing.remove()
+    failed, final = run.from_main((str(errors), final))
+    if failed:
+        raise ExportFailed(f"The export to {target.named} failed: {failed}")
+    named = target.named.with_name(final.name)
+    if named != target.named:
+        run.warn(f"{target.named} holds another run's export, which is kept: use --overwrite to replace it.")
     run.say(f"🤗 {named}")
     peaks = run.gather(memory.host_bytes()[1])
     return {"folder": str(named), "seconds": time.monotonic() - begun, "host_peak_bytes": peaks}
 
 
-def _write_trained(state, buffers: dict, blueprint, folder: Path | None, dtype: torch.dtype) -> None:
+def with_a_way_on(
+    failed: ExportFailed, checkpoint: Path | None, model, state, blueprint, args, run, card: str
+) -> TrainingError:
+    """The error of a failed export with a sentence that says where the trained weights are; every
+    rank calls it.
+
+    Args:
+        failed: what `export_model` raised; the arguments after `checkpoint` are those that it got.
+        checkpoint: holds the weights. Without one they are exported to the temporary folder of rank
+            0's host.
+    """
+    if checkpoint:
+        convert = f"python scripts/convert_checkpoint.py {checkpoint} --to hf FOLDER"
+        return TrainingError(f"{failed} The trained weights are in {checkpoint}: `{convert}` exports them, and so does "
+                             "the same run with --resume.")  # fmt: skip
+    folder = None
+    if run.is_main:
+        folder = FirstError().attempt(lambda: Path(tempfile.mkdtemp(prefix="distributed_training_export_")))
+    folder = run.from_main(folder)
+    if folder:
+        try:
+            export_model(model, state, blueprint, Target(folder, overwrite=False, own=False), args, run, card)
+            return TrainingError(f"{failed} The trained model was written to {folder} instead.")
+        except ExportFailed as error:
+            return TrainingError(f"{failed} The trained weights are lost: {error}")
+    return TrainingError(f"{failed} The trained weights are lost: the temporary folder is not writable.")
+
+
+def _write_trained(state, buffers: dict, blueprint, folder: Path | None, dtype: torch.dtype, errors: FirstError) -> None:
     """What was trained: the model, or its adapters. Every rank calls it; one without a folder only gives its share."""
     rename, buffers = (lora.peft_name, {}) if blueprint.lora else (str, buffers)
     files = None
     if folder:
         announced = {rename(name): torch.empty(shape, dtype=dtype, device="meta") for name, shape in state.shapes.items()}
         announced |= {name: buffer.to("meta") for name, buffer in buffers.items()}
-        files = WeightFiles(folder, announced, stem="adapter_model" if blueprint.lora else "model")
+        stem = "adapter_model" if blueprint.lora else "model"
+        files = errors.attempt(WeightFiles, folder, announced, FILE_BYTES, stem)
     for name, weight in state.whole_weights():
         if files:
-            files.write(rename(name), weight)
+            errors.attempt(files.write, rename(name), weight)
     if files:
         for name, buffer in buffers.items():
-            files.write(name, buffer)
-        files.check_complete()
+            errors.attempt(files.write, name, buffer)
+        errors.attempt(files.check_complete)
 
 
-def _write_merged(state, blueprint, folder: Path | None, dtype: torch.dtype, run) -> None:
-    """The whole model, its weights read again from where it came from, with the adapters added."""
-    adapters = {name: weight.clone() if folder else None for name, weight in state.whole_weights()}
-    if not folder:
-        return
+def _write_merged(adapters: dict, blueprint, folder: Path, dtype: torch.dtype, run) -> None:
+    """The whole model, its weights read again from where it came from, with the adapters added; on
+    rank 0."""
     model = blueprint.load(run, dtype="auto")  # only mapped
     whole = {lora.base_name(name): weight for name, weight in model.named_parameters() if name not in adapters}
     buffers = models.persistent_buffers(model)
@@ -97,24 +180,94 @@ def _write_merged(state, blueprint, folder: Path | None, dtype: torch.dtype, run
     files.check_complete()
 
 
-def start_folder(folder: Path) -> Path:
-    """An empty folder beside `folder`, to be given its name when all is written."""
-    beside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    return beside
+def start_folder(folder: Path) -> TemporaryFolder:
+    """A temporary folder next to `folder`, with an empty folder `new` in it, see `finish_folder`.
+
+    Raises:
+        OSError: the folder above is not writable.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = TemporaryFolder(folder.parent, f".{folder.name[:100]}.partial-")
+    (temporary.path / "new").mkdir()
+    return temporary
 
 
-def finish_folder(beside: Path, folder: Path) -> None:
-    """Flush a finished folder to disk and give it its name; what had the name before is removed."""
-    sync_tree(beside)
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(beside, folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Path:
+    """Flush what was written to disk and move it to `folder`, or if that is taken to `folder`-2,
+    `folder`-3 …
+
+    Renaming a folder to the name of one with contents fails, so two processes that finish at the
+    same instant cannot replace each other's.
+
+    Args:
+        temporary: of `start_folder`; the caller removes it.
+        folder: the name.
+        replace: what has the name is moved into `temporary`, and so removed.
+    Returns:
+        Where it is now.
+    Raises:
+        OSError: the disk is full, or not writable; what had the name has it still.
+    """
+    new, old = temporary.path / "new", temporary.path / "old"
+    sync_tree(new)
+    if replace and os.path.lexists(folder):
+        os.rename(folder, old)
+    for number in range(1, 1000):
+        final = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            os.rename(new, final)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                continue
+            if old.exists():
+                os.rename(old, folder)
+            raise
+        sync_folder(folder.parent)
+        return final
+    raise FileExistsError(errno.EEXIST, "exists, and so do 1,000 numbered ones", str(folder))
+
+
+def check_room(args, run, target: Target, output_dir: Path, blueprint, saves: int) -> None:
+    """Before training: is there room for what will be written at the end?
+
+    Args:
+        args: --no_export, --eval_only, --export_dtype, --merge_lora, --keep_last.
+        run: the ranks; all call it.
+        target, output_dir: where the export and the checkpoints go.
+        blueprint: the model's description.
+        saves: checkpoints that this run will write.
+    Raises:
+        UserError: the export, or one checkpoint with it, does not fit on its disk.
+    """
+    if not run.is_main or run.simulated:
+        return
+    least, most = Counter(), Counter()  # bytes on each disk
+    if not (args.no_export or args.eval_only):
+        exported = blueprint.trainable if blueprint.lora and not args.merge_lora else blueprint.parameters
+        least[_disk(target.folder)] += exported * models.DTYPES[args.export_dtype].itemsize
+    most |= least
+    if saves:
+        checkpoint = 12 * blueprint.trainable
+        least[_disk(output_dir)] += checkpoint
+        most[_disk(output_dir)] += checkpoint * min(saves, args.keep_last + 1 if args.keep_last else saves)
+    for disk, size in least.items():
+        usage = shutil.disk_usage(disk)
+        if usage.total == 0:  # a file system that does not tell
+            continue
+        text = f"{disk} has {usage.free / 2**30:.2f} GB free, and "
+        if size > usage.free:
+            what = "the export" if disk != _disk(output_dir) or not saves else "a checkpoint and the export"
+            raise UserError(f"{text}{what} of this run need {size / 2**30:.2f} GB there: free some space, or name another "
+                            "folder with --output_dir or --export_hf (--no_export leaves the export out).")  # fmt: skip
+        if most[disk] > usage.free:
+            run.warn(f"{text}all that this run keeps there needs {most[disk] / 2**30:.2f} GB: --keep_last 2 keeps only "
+                     "the newest checkpoints.")  # fmt: skip
+
+
+def _disk(folder: Path) -> Path:
+    """The mount point of the disk that holds `folder`, or will hold it."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    return next(parent for parent in (existing, *existing.parents) if os.path.ismount(parent) or parent == parent.parent)
 
 
 def describe(blueprint, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
+import os
 import statistics
 import time
 from pathlib import Path
@@ -17,10 +17,11 @@ from support.comparison import human_bytes
 from support.config import global_batch
 from support.distributed import Run
 from support.errors import TrainingError, explain
-from support.files import only_finite, write_text
+from support.files import only_finite, open_regular, set_aside, write_text
 from support.trackers import Trackers
 
 PHASES = ("data", "forward", "backward", "update")
+LONGEST_LINE_BYTES = 1 << 16  # of metrics.jsonl; a record has a few hundred
 EARLY_MEASURED_STEP = 5  # whose memory is measured where nobody knows which will be the last
 
 
@@ -103,19 +104,20 @@ class Meter:
         self._rate: float | None = None  # tokens per second of the last step that was read
         self._pending: list[dict] = []
         self._path = folder / "metrics.jsonl" if run.is_main else None
-        if self._path:
-            self._keep_lines_before()
 
-    def _keep_lines_before(self) -> None:
-        """Let metrics.jsonl end where the checkpoint was made: what came after it is made again."""
-        kept = []
-        for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
-                record = json.loads(line)
-                # A checkpoint at an epoch's end comes before that epoch's evaluation.
-                if record["step"] < self.step or (record["step"] == self.step and "loss" in record):
-                    kept.append(line + "\n")
-        write_text(self._path, "".join(kept))
+    def start_log(self) -> None:
+        """Let metrics.jsonl end where the checkpoint was made: what came after it is made again.
+        Call it before training."""
+        if self._path is None:
+            return
+        kept, damage = read_metrics(self._path)
+        if damage:
+            aside = set_aside(self._path, f"{self._path.name}.damaged")
+            self.run.warn(f"{self._path} is damaged ({damage}): what cannot be read is left out, and the file as it was is "
+                          f"{aside.name}.")  # fmt: skip
+        # A checkpoint at an epoch's end comes before that epoch's evaluation.
+        kept = [line for step, line in kept if step < self.step or (step == self.step and b'"loss"' in line)]
+        write_text(self._path, b"".join(kept).decode())
 
     def counters(self) -> dict:
         """Counts since the very start, for a checkpoint: those of checkpoint.NEW_RUN."""
@@ -341,6 +343,28 @@ class Meter:
             },
             "step_phases_seconds": {name: statistics.mean(step[name] for step in steps) for name in PHASES},
         }
+
+
+def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:
+    """([(step, line)] of metrics.jsonl, what is wrong with it or ""); half a last line, as of a
+    killed run, is no damage."""
+    found, bad = [], []
+    if not os.path.lexists(path):
+        return found, ""
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE_BYTES), b""), 1):
+                try:
+                    record = json.loads(line.decode())
+                except (ValueError, RecursionError):
+                    record = None
+                if isinstance(record, dict) and type(record.get("step")) is int and record.keys() & {"loss", "eval_loss"}:
+                    found.append((record["step"], line if line.endswith(b"\n") else line + b"\n"))
+                elif line.endswith(b"\n") or len(line) == LONGEST_LINE_BYTES:
+                    bad.append(number)
+    except OSError as error:
+        return found, error.strerror
+    return found, f"line {bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}" if bad else ""
 
 
 def open_meter(

@@ -31,6 +31,7 @@ from transformers import (
 from support.config import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.distributed import Run
 from support.errors import UserError
+from support.files import TemporaryFolder
 from support.lora import Lora
 from support.preflight import huggingface_home, is_local_model, scratch_without_hub
 from support.safetensors_files import save_file
@@ -353,8 +354,9 @@ def grow_vocabulary(folder: str, config, entries: int, seed: int, run: Run) -> s
 
 
 def _save_temporarily(model: nn.Module, run: Run) -> str:
-    folder = tempfile.mkdtemp(prefix="distributed_training_weights_")
-    run.temporary.append(folder)
+    temporary = TemporaryFolder(Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700)
+    run.temporary += temporary.paths
+    folder = str(temporary.path)
     # Not model.save_pretrained: it writes nothing on a rank other than 0, and every node needs the folder.
     for name, value in as_dtype(torch.float32).items():
         setattr(model.config, name, value)

@@ -27,6 +27,7 @@ from support import architectures, planner
 from support import launch as launching
 from support.config import EMBEDDED_MODEL, ignored_flags, parse_arguments, uses_nvme
 from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
+from support.files import TemporaryFolder
 from support.launch import Launch
 from support.redaction import redact
 from support.runfile import as_yaml
@@ -34,6 +35,7 @@ from support.userfiles import read_text
 
 PROBE_SECONDS = 4  # the hub answers within one; the clients' own retries take 23 s to 11 minutes
 LOCK_SECONDS = 900
+NVME_PREFIX = "distributed_training_nvme_"  # of the folders that hold infinity's files
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -555,8 +557,9 @@ def check_async_io() -> None:
         )
 
 
-def make_nvme_folder(path: str | None, parameters: int, local_world_size: int, world_size: int) -> str:
-    """Create this job's own folder for infinity's files, and check that they will fit.
+def make_nvme_folder(path: str | None, parameters: int, local_world_size: int, world_size: int) -> TemporaryFolder:
+    """Create this job's own folder for infinity's files, and check that they will fit; first remove
+    those of killed jobs.
 
     Args:
         path: --nvme_path; None for the temporary folder.
@@ -570,7 +573,7 @@ def make_nvme_folder(path: str | None, parameters: int, local_world_size: int, w
     """
     parent = Path(path or tempfile.gettempdir())
     try:
-        folder = tempfile.mkdtemp(prefix="distributed_training_", dir=parent)
+        temporary = TemporaryFolder(parent, NVME_PREFIX, mode=0o700)
     except OSError as error:
         raise UserError(f"--nvme_path {parent} cannot be written: {error.strerror}. Name another folder.") from error
     try:
@@ -582,11 +585,11 @@ def make_nvme_folder(path: str | None, parameters: int, local_world_size: int, w
                 f"--nvme_path {parent} has {free / 2**30:.2f} GB free, and infinity needs {needed / 2**30:.2f} GB there: free "
                 "some space, or name another folder."
             )
-        check_direct_io(folder)
+        check_direct_io(str(temporary.path))
     except MissingRequirement:
-        shutil.rmtree(folder, ignore_errors=True)
+        temporary.remove()
         raise
-    return folder
+    return temporary
 
 
 def check_direct_io(folder: str) -> None:

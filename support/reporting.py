@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
+import os
 import platform
 import re
 import shlex
@@ -23,7 +23,7 @@ from support.config import global_batch
 from support.distributed import Run, versions
 from support.errors import TrainingError, UserError
 from support.examples import PLAIN_NOTICE, use_plain_template
-from support.files import only_finite, write_text
+from support.files import lock, only_finite, read_json, remove_leftovers, set_aside, write_text
 from support.launch import available_cores
 from support.metering import Meter
 from support.redaction import redact
@@ -106,18 +106,16 @@ def lock_folder(folder: Path):
     """Keep other runs out of an output folder for as long as this process lives.
 
     Returns:
-        The open file that holds the lock.
+        The open file that holds the lock; None on a file system without locks.
     Raises:
-        UserError: another run has it.
+        UserError: another run has it, or something else has the lock file's name.
     """
-    file = open(folder / ".lock", "w")  # noqa: SIM115 (it stays open)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock(folder / ".lock")
     except BlockingIOError:
         raise UserError(f"--output_dir {folder} is in use by another run: wait for it, or name another folder.") from None
-    except OSError:  # a file system without locks
-        pass
-    return file
+    except OSError as error:
+        raise UserError(f"--output_dir {folder}: its lock file .lock cannot be used ({error.strerror}): remove it.") from error
 
 
 def open_results(args, run: Run, folder: Path) -> Results:
@@ -148,22 +146,32 @@ class Results:
             "hardware": hardware(run.device),
             **facts,
         }
-        # A run that was complete keeps its results until the resumed one has begun.
-        kept = resuming and run.is_main and self.path.exists() and '"status": "completed"' in self.path.read_text("utf-8")
-        self.was_complete = run.from_main(kept)
-        if not self.was_complete:
-            self.begin()
+        # What an earlier run says stays until this one has loaded its checkpoint.
+        self.before, self._damage = read_results(self.path) if run.is_main else (None, "")
+        self.kept = resuming and (self.before is not None or bool(self._damage))
+        if run.is_main and not self.kept:
+            self.begin()  # before the others continue: they may fail, and then the file must be of this run
+        self.before, self.kept = run.from_main((self.before, self.kept))
+        self.was_complete = self.kept and self.before is not None and self.before["status"] == "completed"
         run.on_failure.append(self.fail)
 
     def begin(self) -> None:
-        """From here on the file tells of this run (rank 0)."""
-        self.was_complete = False
-        if self.run.is_main:
-            self._write()
+        """From here on the file describes this run (rank 0). A damaged one of an earlier run is
+        renamed."""
+        self.was_complete = self.kept = False
+        if not self.run.is_main:
+            return
+        if self.run.lock:
+            remove_leftovers(self.path.parent)
+        if self._damage:
+            aside = set_aside(self.path, f"{self.path.name}.damaged")
+            self.run.warn(f"{self.path} is damaged ({self._damage}): ignored, and renamed to {aside.name}.")
+            self._damage = ""
+        self._write()
 
-    def go_on_from_complete(self) -> None:
+    def continue_complete_run(self) -> None:
         """Take over the facts of the run that was complete."""
-        self.facts = self.run.from_main(json.loads(self.path.read_text(encoding="utf-8")) if self.run.is_main else None)
+        self.facts |= self.before
 
     def update(self, **facts) -> None:
         """Add or replace facts; written with the next status."""
@@ -181,9 +189,8 @@ class Results:
         """
         if not self.was_complete or args.resume != "":
             return False
-        there = json.loads(self.path.read_text(encoding="utf-8")) if self.run.is_main else {}
-        early = bool(args.early_stopping_patience) and there.get("stopped_early") == args.early_stopping_patience
-        return self.run.from_main(early or (args.load_best_at_end and (there.get("steps") or 0) >= steps))
+        early = bool(args.early_stopping_patience) and self.before.get("stopped_early") == args.early_stopping_patience
+        return early or (args.load_best_at_end and self.before["steps"] >= steps)
 
     def preempted(self, counters: dict) -> None:
         """Write how far the run came until a signal stopped it (rank 0)."""
@@ -194,13 +201,30 @@ class Results:
 
     def fail(self, error: UserError) -> None:
         """Write why the run ended; called on the one rank that failed first, whichever it is."""
-        if self.was_complete:
+        if self.kept:
             return
         self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
         self._write()
 
     def _write(self) -> None:
         write_text(self.path, json.dumps(only_finite(self.facts), indent=2) + "\n")
+
+
+def read_results(path: Path) -> tuple[dict | None, str]:
+    """(an earlier run's results.json, what is wrong with it or ""); without one (None, "")."""
+    if not os.path.lexists(path):
+        return None, ""
+    try:
+        found = read_json(path)
+    except OSError as error:
+        return None, error.strerror
+    except ValueError as error:
+        return None, str(error)
+    if not isinstance(found, dict) or not isinstance(found.get("status"), str):
+        return None, "it has no status"
+    if found["status"] == "completed" and type(found.get("steps")) is not int:
+        return None, "it has no number of steps"
+    return found, ""
 
 
 def progress(counters: dict) -> dict:

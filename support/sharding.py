@@ -198,10 +198,15 @@ def replay_bias_correction(cpu_adam, step: int) -> None:
     """Bring the inside of DeepSpeed's CPU Adam to where `step` updates bring it.
 
     Its C++ part keeps β₁ᵗ and β₂ᵗ as running products in fp32. Started at t it would compute powers instead, which differ in
-    the last bit: so the products are made again, with updates of a single number at learning rate 0.
+    the last bit: so the products are made again, with updates of a single number at learning rate
+        0. Once they are too small
+    to change 1 - βᵗ in fp32, powers do as well, and neither a long run nor a checkpoint that claims
+    10¹² steps takes longer.
     """
     group, tensors = cpu_adam.param_groups[0], [torch.zeros(1) for _ in range(4)]
-    for t in range(1, step + 1):
+    slower = max(*group["betas"], 0.5)
+    matter = min(step, math.ceil(math.log(2**-26) / math.log(slower)))
+    for t in (*range(1, matter + 1), *([step] if step > matter else [])):
         cpu_adam.ds_opt_adam.adam_update(
             cpu_adam.opt_id, t, 0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"], *tensors
         )

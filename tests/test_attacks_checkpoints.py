@@ -1,0 +1,928 @@
+"""Attacks on checkpoints, results, exports and conversions: what is damaged, and what must hold."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from attacks import Attack, table
+from conftest import (
+    FAULT,
+    PROJECT,
+    SCRIPT,
+    Run,
+    assert_close,
+    finish,
+    launcher_command,
+    load_exported,
+    skip,
+    start,
+)
+
+sys.path.insert(0, str(PROJECT))
+
+
+@pytest.fixture(scope="session")
+def work(llama, text_file) -> list:
+    """Arguments of a run of four steps; its checkpoints have 2 MB, and the copies that are damaged
+    here take no time."""
+    return ["--model", llama, "--dataset", text_file, "--seq_length", "32", "--num_samples", "16", "--batch_size", "4",
+            "--precision", "fp32", "--no_eval"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def trained(script, work):
+    """dp in one process, checkpoints at steps 2 and 4."""
+    return script(*work, "--no_export", "--save_every", "2").folder
+
+
+@pytest.fixture
+def copy(trained, tmp_path) -> Path:
+    """A copy of that run's folder, to damage."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture
+def alone():
+    """What the functions of support.checkpoint need of a run, in a single process; `said` collects
+    its messages."""
+    said = []
+    return SimpleNamespace(rank=0, world_size=1, is_main=True, said=said, warn=said.append, from_main=lambda value: value,
+                           gather=lambda value: [value], lock=True)  # fmt: skip
+
+
+def step(folder: Path, number: int) -> Path:
+    return folder / "checkpoints" / f"step-{number:08d}"
+
+
+def contents(folder: Path) -> dict[str, tuple]:
+    """Every path below a folder with its kind and bytes; what a refused run must not change. The
+    lock file is none of it."""
+
+    def look(path):
+        if path.is_symlink():
+            return ("link", os.readlink(path))
+        return ("file", path.read_bytes()) if path.is_file() else ("folder",)
+
+    return {
+        path.relative_to(folder).as_posix(): look(path)
+        for path in folder.rglob("*")
+        if path.name != ".lock"
+    }
+
+
+# ----------------------------------------------------------------------------- what a manifest says
+
+
+def rewrite(checkpoint: Path, change) -> None:
+    """Change a manifest as somebody does who knows how its digest is made."""
+    from support.manifest import manifest_digest
+
+    path = checkpoint / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    change(manifest)
+    path.write_text(json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
+
+
+def manifest(name: str, change) -> Attack:
+    """A row: step 4 gets a manifest that `change` has changed, with a right digest."""
+    return Attack(f"manifest: {name}", prepare=lambda folder: rewrite(step(folder, 4), change))
+
+
+def first(kind: str):
+    """(manifest) -> its first parameter's name, file's name, or piece."""
+    return lambda m: m[kind][0] if isinstance(m[kind], list) else next(iter(m[kind]))
+
+
+def rename_parameter(new: str):
+    def change(m):
+        old = first("shapes")(m)
+        m["shapes"] = {new if name == old else name: shape for name, shape in m["shapes"].items()}
+        m["pieces"] = [
+            {**piece, "name": new if piece["name"] == old else piece["name"]}
+            for piece in m["pieces"]
+        ]
+
+    return change
+
+
+def outside_file(m):
+    """A piece lies in the other checkpoint's file, which this manifest does not list."""
+    m["pieces"][0]["file"] = "../step-00000002/rank-00000-000.safetensors"
+
+
+def listed_outside_file(m):
+    name = "../step-00000002/rank-00000-000.safetensors"
+    m["files"][name] = m["files"]["rank-00000-000.safetensors"]
+    outside_file(m)
+
+
+def set_in(*keys, value):
+    """(manifest) -> None: put a value into a nested place."""
+
+    def change(m):
+        place = m
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+
+    return change
+
+
+def without(*keys):
+    def change(m):
+        place = m
+        for key in keys[:-1]:
+            place = place[key]
+        del place[keys[-1]]
+
+    return change
+
+
+def raw(name: str, content: bytes | str) -> Attack:
+    def prepare(folder):
+        path = step(folder, 4) / "manifest.json"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return Attack(f"manifest: {name}", prepare=prepare)
+
+
+def replaced(name: str, file: str, how) -> Attack:
+    """A row: a file of step 4 is removed and `how(path)` puts something else in its place."""
+
+    def prepare(folder):
+        path = step(folder, 4) / file
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        how(path)
+
+    return Attack(f"{file}: {name}", prepare=prepare)
+
+
+def elsewhere(path: Path) -> None:
+    """A symbolic link to the same content, outside of the checkpoint."""
+    kept = path.parents[2] / "elsewhere"
+    shutil.copytree(step(path.parents[2], 2), kept, dirs_exist_ok=True)
+    path.symlink_to(kept / path.name)
+
+
+RANK_FILE = "rank-00000-000.safetensors"
+PIECE = {
+    "name": "model.embed_tokens.weight",
+    "start": 0,
+    "numel": 1,
+    "moments": True,
+    "file": RANK_FILE,
+}
+IN_MANIFEST = [
+    raw("empty", ""),
+    raw("half", '{"format_version": 1, "counters": {'),
+    raw("binary", bytes(range(256))),
+    raw("NULs", b"\0" * 4096),
+    raw("nested 100,000 deep", '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"),
+    raw("nested 900 deep", '{"a":' + "[" * 900 + "]" * 900 + "}"),
+    raw("a list", "[]"),
+    raw("a number of 10,000 digits", '{"format_version": ' + "1" * 10_000 + "}"),
+    raw("a lone surrogate", '{"format_version": 1, "\\ud800": 1}'),
+    raw("UTF-16", '{"format_version": 1}'.encode("utf-16")),
+    *(manifest(f"without {'.'.join(keys)}", without(*keys)) for keys in (
+        ("counters",), ("shapes",), ("pieces",), ("files",), ("adam_step",), ("format_version",))),
+    *(manifest(f"{key} is {value!r}", set_in(key, value=value)) for key in
+      ("counters", "identity", "shapes", "pieces", "files", "adam_step", "groups", "scaling", "lr_scheduler")
+      for value in (None, 3.5, "x", [[]], [None])),
+    manifest("adam_step -1", set_in("adam_step", value=-1)),
+    manifest("adam_step true", set_in("adam_step", value=True)),
+    manifest("adam_step 10^15", set_in("adam_step", value=10**15)),
+    manifest("step -1", set_in("counters", "step", value=-1)),
+    manifest("step 10^9", set_in("counters", "step", value=10**9)),
+    manifest("samples is text", set_in("counters", "samples", value="16")),
+    manifest("a loss of infinity", set_in("counters", "last_loss", value=float("inf"))),
+    manifest("best without a step", set_in("counters", "best", value={"loss": 1.0})),
+    manifest("best at ../..", set_in("counters", "best", value={"loss": 1.0, "step": "../..", "waited": 0})),
+    manifest("identity.hard a list", set_in("identity", "hard", value=["parameters"])),
+    manifest("scale 0", set_in("scaling", value={"scale": 0})),
+    manifest("scale not a number", set_in("scaling", value={"cur_scale": float("nan")})),
+    manifest("a method as scaler's state", set_in("scaling", value={"cur_scale": 1, "update_scale": "x"})),
+    manifest("a group without betas", set_in("groups", value=[{"lr": 1, "eps": 1, "weight_decay": 0}])),
+    manifest("nested groups", set_in("groups", value=[[[[[]]]]])),
+    manifest("shape of 10^15", set_in("shapes", "model.embed_tokens.weight", value=[10**15])),
+    manifest("shape of 10^300", set_in("shapes", "model.embed_tokens.weight", value=[10**300])),
+    manifest("shape negative twice", set_in("shapes", "model.embed_tokens.weight", value=[-300, -64])),
+    manifest("shape of floats", set_in("shapes", "model.embed_tokens.weight", value=[300.0, 64.0])),
+    manifest("shape with 100 dimensions", set_in("shapes", "model.embed_tokens.weight", value=[1] * 100)),
+    manifest("a piece of 10^15", set_in("pieces", 0, "numel", value=10**15)),
+    manifest("a piece from -1", set_in("pieces", 0, "start", value=-1)),
+    manifest("a piece too few", lambda m: m["pieces"].pop()),
+    manifest("a piece twice", lambda m: m["pieces"].append(m["pieces"][0])),
+    manifest("overlapping pieces", lambda m: m["pieces"].append(PIECE)),
+    manifest("a piece of nothing known", lambda m: m["pieces"].append({**PIECE, "name": "nothing"})),
+    manifest("a piece's moments are text", set_in("pieces", 0, "moments", value="yes")),
+    manifest("a piece in a file not listed", outside_file),
+    manifest("a piece in a listed file outside", listed_outside_file),
+    manifest("a piece in /etc/passwd", set_in("pieces", 0, "file", value="/etc/passwd")),
+    manifest("a piece in JSON", set_in("pieces", 0, "file", value="model/config.json")),
+    manifest("a piece whose file is null", set_in("pieces", 0, "file", value=None)),
+    manifest("a piece whose name is a list", set_in("pieces", 0, "name", value=["x"])),
+    *(manifest(f"a parameter named {name!r}", rename_parameter(name)) for name in (
+        "../../../escaped", "/tmp/escaped", "..", "", "a/../b", "a\\..\\b", "a\nb", "\x1b[31mred", "x" * 2000, "a//b", "a\0b")),
+    manifest("a listed file of /dev/zero", set_in("files", "/dev/zero", value={"bytes": 0, "sha256": "0" * 64})),
+    manifest("a listed file above", set_in("files", "../latest", value={"bytes": 14, "sha256": "0" * 64})),
+    manifest("a file's size is text", set_in("files", RANK_FILE, "bytes", value="many")),
+    manifest("a file without a digest", without("files", RANK_FILE, "sha256")),
+    manifest("a listed file that is not there", set_in("files", "rank-1", value={"bytes": 0, "sha256": "0" * 64})),
+    replaced("a pipe", "manifest.json", os.mkfifo),
+    replaced("a folder", "manifest.json", os.mkdir),
+    replaced("a link", "manifest.json", elsewhere),
+    replaced("a link to itself", "manifest.json", lambda path: path.symlink_to(path)),
+    replaced("a pipe", RANK_FILE, os.mkfifo),
+    replaced("a folder", RANK_FILE, os.mkdir),
+    replaced("a link", RANK_FILE, elsewhere),
+    replaced("a device", RANK_FILE, lambda path: path.symlink_to("/dev/zero")),
+    replaced("a link", "model/config.json", lambda path: path.symlink_to("/etc/hostname")),
+    replaced("a link of a folder", "model", lambda path: path.symlink_to(step(path.parents[2], 2) / "model")),
+]  # fmt: skip
+
+
+@table(*IN_MANIFEST)
+def test_a_malformed_checkpoint_is_passed_over(copy, alone, attack):
+    """The older one is taken, with one line that says why; the malformed one is as it was, and
+    memory stays small."""
+    from support import checkpoint
+
+    attack.prepare(copy)
+    found, loaded = checkpoint.find("", copy / "checkpoints", alone)
+    assert found == step(copy, 2) and loaded["counters"]["step"] == 2
+    [line] = alone.said
+    assert (
+        "Passed over" in line and "step-00000004" in line and len(line) < 700 and line.isprintable()
+    ), line
+    with pytest.raises(Exception) as error:  # the converter, which takes the newest, refuses it
+        checkpoint.open_alone(copy)
+    assert type(error.value).__name__ == "UserError"
+
+
+@pytest.mark.parametrize("name", [
+    "step-²²²²²²²²", "step-٠٠٠٠٠٠٠٩", "step-9", "step-000000009", "step-+0000009", "step-0000000a",
+])  # fmt: skip
+def test_other_names_are_no_checkpoints(copy, alone, name):
+    from support import checkpoint
+
+    shutil.copytree(step(copy, 4), copy / "checkpoints" / name)
+    assert checkpoint.list_checkpoints(copy / "checkpoints") == [step(copy, 4), step(copy, 2)]
+
+
+@pytest.mark.parametrize("change", [
+    without("stream"), without("lr_scheduler"), without("groups"), without("scaling"), without("identity", "told"),
+    without("counters", "tokens"), without("counters", "best"), without("counters", "training_seconds"),
+    set_in("something new", value={"of": "a later version"}), set_in("counters", "more", value=1),
+])  # fmt: skip
+def test_checkpoints_of_other_versions_are_read(copy, alone, change):
+    from support import checkpoint
+
+    rewrite(step(copy, 4), change)
+    found, loaded = checkpoint.find("", copy / "checkpoints", alone)
+    assert found == step(copy, 4) and alone.said == []
+    assert {"stream", "lr_scheduler", "groups", "scaling"} <= loaded.keys() and loaded["counters"][
+        "best"
+    ] is None
+
+
+# -------------------------------------------------------------------------------- a run's own files
+
+
+DAMAGES = {
+    "empty": lambda path: path.write_text(""),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "binary": lambda path: path.write_bytes(bytes(range(256)) * 4 + b"\n"),
+    "NULs": lambda path: path.write_bytes(b"\0" * 4096),
+    "nested deeply": lambda path: path.write_text("[" * 100_000 + "\n"),
+    "nested in objects": lambda path: path.write_text('{"status":' * 900 + "1" + "}" * 900 + "\n"),
+    "a number": lambda path: path.write_text("5\n"),
+    "a list": lambda path: path.write_text("[]\n"),
+    "null": lambda path: path.write_text("null\n"),
+    "other keys": lambda path: path.write_text('{"status": 5, "step": "x", "loss": 1}\n'),
+    "completed, no steps": lambda path: path.write_text('{"status": "completed", "step": null}\n'),
+    "a folder": lambda path: (path.unlink(), path.mkdir(), (path / "x").write_text("x")),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a link": lambda path: (path.rename(path.with_name("moved")), path.symlink_to("moved")),
+    "a long line": lambda path: path.write_text("x" * 1_000_000 + "\n"),
+}
+damaged = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+
+
+@damaged
+def test_damaged_results_are_seen(copy, damage):
+    from support.reporting import read_results
+
+    path = copy / "results.json"
+    assert read_results(path)[0]["status"] == "completed" and read_results(path)[1] == ""
+    damage(path)
+    found, why = read_results(path)
+    assert found is None and 0 < len(why) < 200
+
+
+@damaged
+def test_damaged_metrics_are_seen(copy, damage):
+    from support.metering import read_metrics
+
+    path = copy / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert read_metrics(path) == ([(number, line) for number, line in enumerate(lines, 1)], "")
+    damage(path)
+    kept, why = read_metrics(path)
+    assert all(line in lines for _, line in kept)
+    if path.is_file() and not path.is_symlink() and not path.read_bytes().endswith(b"\n"):
+        assert why == ""  # only half a last line, as of a run that was killed
+    else:
+        assert why
+
+
+@pytest.mark.parametrize("name", [
+    "/tmp", ".", "..", "../..", "/", "", "step-2", "step-00000002/..", "../step-00000002", "step-²²²²²²²²", "step-00000002\0",
+    "step-00000002\nstep-00000004", "step-000000021", "x" * 10_000,
+])  # fmt: skip
+@pytest.mark.parametrize("mark", ["best", "latest"])
+def test_a_mark_names_a_checkpoint_or_nothing(copy, name, mark):
+    from support import checkpoint
+
+    (copy / "checkpoints" / mark).write_text(name)
+    assert checkpoint.marked(copy / "checkpoints", mark) == ""
+    (copy / "checkpoints" / mark).write_text("step-00000002\n")
+    assert checkpoint.marked(copy / "checkpoints", mark) == "step-00000002"
+
+
+@pytest.fixture
+def saver(copy, alone):
+    """A Saver of a run in the copy, without a model."""
+    from support.checkpoint import Saver
+
+    found = object.__new__(Saver)
+    found.run, found.folder, found.args = alone, copy / "checkpoints", SimpleNamespace(load_best_at_end=True, save_every=None,
+                                                                                       save_epochs=False)  # fmt: skip
+    found._resumed_at = found._saved_at = 2
+    return found
+
+
+def test_what_is_set_aside_replaces_nothing(copy, saver):
+    """Also not what was set aside before, as often as it happens; and everything is still there."""
+    before = contents(step(copy, 4))
+    for number in range(3):
+        saver.take_over(None)
+        aside = (
+            copy / "checkpoints" / ("aside-step-00000004" + (f".{number + 1}" if number else ""))
+        )
+        assert contents(aside) == before and not step(copy, 4).exists() and step(copy, 2).exists()
+        shutil.copytree(aside, step(copy, 4))
+
+
+@damaged
+@pytest.mark.parametrize("mark", ["best", "latest"])
+def test_damaged_marks_are_set_aside_and_made_again(copy, saver, damage, mark):
+    path = copy / "checkpoints" / mark
+    path.write_text("step-00000002\n")
+    damage(path)
+    saver.take_over({"loss": 1.0, "step": 2, "waited": 0})
+    assert os.path.lexists(f"{path}.damaged")
+    assert len(saver.run.said) == 1 and mark in saver.run.said[0]
+    assert (copy / "checkpoints" / "best").read_text() == "step-00000002\n"
+
+
+@pytest.mark.parametrize(
+    "content", [".", "..", "/", "../../victim", "step-00000002/../../../victim"]
+)
+def test_the_best_before_is_removed_only_if_it_is_a_checkpoint(copy, saver, content):
+    victim = copy.parent / "victim"
+    victim.mkdir()
+    (victim / "thesis.txt").write_text("years of work")
+    (copy / "checkpoints" / "best").write_text(content.replace("../../victim", str(victim)))
+    saver.save = lambda meter: None
+    saver.after_evaluation(SimpleNamespace(best={"step": 4}, step=4))
+    assert (victim / "thesis.txt").exists() and step(copy, 2).exists() and step(copy, 4).exists()
+    (copy / "checkpoints" / "best").write_text("step-00000002\n")
+    saver.after_evaluation(SimpleNamespace(best={"step": 4}, step=4))
+    assert not step(copy, 2).exists() and step(copy, 4).exists()
+
+
+def break_newest(folder):
+    """Both checkpoints broken, and one that was set aside before."""
+    for number in (2, 4):
+        os.truncate(step(folder, number) / RANK_FILE, 1000)
+    shutil.copytree(step(folder, 4), folder / "checkpoints" / "aside-step-00000004")
+
+
+def interrupted(folder):
+    """As a run that was stopped leaves its results."""
+    path = folder / "results.json"
+    path.write_text(path.read_text().replace('"completed"', '"preempted"'))
+    (folder / "checkpoints" / "best").write_text("step-00000002\n")
+
+
+def other_shape(folder):
+    rewrite(step(folder, 4), lambda m: m["identity"]["hard"].pop("shapes"))
+    rewrite(step(folder, 4), rename_parameter("another"))
+
+
+@table(
+    Attack("a block length that differs", interrupted, ("--resume", "--seq_length", "16"), says="seq_length 32 there, 16"),
+    Attack("an older checkpoint of the same run", interrupted, ("--resume", "{}/checkpoints/step-00000002", "--seed", "9"),
+           says="seed", soak=True),
+    Attack("nothing whole is left", lambda f: (interrupted(f), break_newest(f)), ("--resume",), says="no whole", soak=True),
+    Attack("a parameter of another name", lambda f: (interrupted(f), other_shape(f)), ("--resume",), says="missing there",
+           soak=True),
+)  # fmt: skip
+def test_a_refused_resume_changes_nothing(script, work, copy, attack):
+    attack.prepare(copy)
+    before = contents(copy)
+    args = [str(arg).format(copy) for arg in attack.args]
+    run = script(*work, "--no_export", *args, "--output_dir", copy, folder=copy, ok=False)
+    attack.check(copy, run)
+    assert contents(copy) == before
+
+
+def test_resume_with_every_file_of_the_run_damaged(script, work, trained, copy):
+    """Nothing but the checkpoint is needed; what is damaged keeps another name."""
+    (copy / "results.json").write_bytes(bytes(range(256)))
+    (copy / "metrics.jsonl").write_bytes(b"\xff\xfe\n" + (copy / "metrics.jsonl").read_bytes())
+    (copy / "checkpoints" / "best").write_text("..")
+    (copy / "checkpoints" / "latest").unlink()
+    (copy / "checkpoints" / "latest").mkdir()
+    os.truncate(step(copy, 4) / RANK_FILE, 1000)
+    shutil.copytree(step(copy, 2), copy / "checkpoints" / "aside-step-00000004")
+    for name in (
+        ".partial-0-results.json",
+        ".results.12.json",
+        "checkpoints/.step-00000006.partial",
+    ):
+        (copy / name).write_text("of a run that was killed")
+    run = script(
+        *work, "--no_export", "--save_every", "2", "--resume", "--output_dir", copy, folder=copy
+    )
+    lines = [line for line in run.out.splitlines() if "damaged" in line or "does not name" in line]
+    assert len(lines) == 4 and all(
+        ".damaged" in line or "Passed over" in line for line in run.out.splitlines() if "ℹ️" in line
+    )
+
+    def losses(folder):
+        return [
+            (json.loads(line)["step"], json.loads(line)["loss"])
+            for line in open(folder / "metrics.jsonl")
+        ]
+
+    assert losses(copy) == losses(trained) and run.results["status"] == "completed"
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == [
+        "aside-step-00000004", "aside-step-00000004.2", "best.damaged", "latest", "latest.damaged", "step-00000002",
+        "step-00000004"]  # fmt: skip
+    assert sorted(path.name for path in copy.iterdir() if path.name != ".lock") == [
+        "checkpoints", "metrics.jsonl", "metrics.jsonl.damaged", "results.json", "results.json.damaged"]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- export and conversion
+
+
+def listed(name: str, content: bytes):
+    """Put a file into step 4 and list it in its manifest."""
+    import hashlib
+
+    def prepare(folder):
+        path = step(folder, 4) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        facts = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        rewrite(step(folder, 4), lambda m: m["files"].update({name: facts}))
+
+    return prepare
+
+
+def convert(folder: Path, to: str):
+    """Convert step 4 in this process; returns the new folder."""
+    import torch
+
+    from support import conversion
+
+    source = conversion.OwnCheckpoint(step(folder, 4))
+    return conversion.convert(source, to, folder / "converted", torch.float32, "5GB")
+
+
+@pytest.mark.parametrize("prepare", [
+    lambda f: (step(f, 4) / "model" / "modeling_evil.py").write_text("print('executed')"),
+    lambda f: (step(f, 4) / "model" / "secret.json").symlink_to("/etc/passwd"),
+    lambda f: (step(f, 4) / "model" / "secrets").symlink_to("/etc"),
+    lambda f: os.mkfifo(step(f, 4) / "model" / "pipe.json"),
+    lambda f: (step(f, 4) / "model" / "buffers.safetensors").write_bytes(b"not listed"),
+    lambda f: (step(f, 4) / "model" / "adapter_config.json").write_text("{}"),
+    listed("model/modeling_evil.py", b"print('executed')"),
+    listed("model/pytorch_model.bin", b"\x80\x04."),
+    listed("model/model.safetensors.index.json", b'{"weight_map": {}}'),
+    listed("model/training_args.pt", b"x"),
+    listed("model/tokenizer_evil.so", b"\x7fELF"),
+], ids=range(11))  # fmt: skip
+def test_only_listed_data_is_converted(copy, prepare):
+    usual = {path.name for path in (step(copy, 4) / "model").iterdir()} | {
+        "model.safetensors",
+        "README.md",
+    }
+    prepare(copy)
+    assert {path.name for path in convert(copy, "hf").iterdir()} == usual
+
+
+def test_no_reference_to_code_is_converted(copy):
+    config = json.loads((step(copy, 4) / "model" / "config.json").read_text())
+    evil = {**config, "auto_map": {"AutoModelForCausalLM": "evil/repository--modeling.Evil"}}
+    listed("model/config.json", json.dumps(evil).encode())(copy)
+    listed(
+        "model/tokenizer_config.json",
+        b'{"auto_map": {"AutoTokenizer": ["evil/repository--t.T", null]}}',
+    )(copy)
+    folder = convert(copy, "hf")
+    assert all("evil" not in path.read_text() for path in folder.glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"5", b"[" * 100_000, b"\xff", b'{"a":' * 900 + b"1" + b"}" * 900]
+)
+def test_a_configuration_that_is_none(copy, content):
+    from support.errors import UserError
+
+    listed("model/config.json", content)(copy)
+    with pytest.raises(UserError, match=r"config\.json"):
+        convert(copy, "hf")
+    assert not [path.name for path in copy.iterdir() if "converted" in path.name]
+
+
+@pytest.mark.parametrize("name", ["a/b", "x" * 300, "optimizer_state.pt"])
+def test_names_of_parameters_stay_inside(copy, name):
+    """What the manifest's check lets through may be refused by the file system, and leaves nothing
+    behind."""
+    rewrite(step(copy, 4), rename_parameter(name))
+    tensors_follow(step(copy, 4), name)
+    before = contents(copy)
+    try:
+        convert(copy, "deepspeed-universal")
+    except (OSError, RuntimeError):
+        assert contents(copy) == before
+    else:
+        assert {path.split("/")[0] for path in contents(copy)} == {
+            *(path.split("/")[0] for path in before),
+            "converted",
+        }
+
+
+def tensors_follow(checkpoint: Path, name: str) -> None:
+    """Give the tensors of a renamed parameter its new name, too."""
+    from safetensors.torch import load_file, save_file
+
+    from support.checkpoint import facts_of
+
+    found = json.loads((checkpoint / "manifest.json").read_text())
+    old = next(
+        key for key in load_file(checkpoint / RANK_FILE) if key.split("@")[0] not in found["shapes"]
+    ).split("@")[0]
+    tensors = {
+        key.replace(f"{old}@", f"{name}@"): value
+        for key, value in load_file(checkpoint / RANK_FILE).items()
+    }
+    save_file(tensors, checkpoint / RANK_FILE)
+    rewrite(checkpoint, lambda m: m["files"].update({RANK_FILE: facts_of(checkpoint / RANK_FILE)}))
+
+
+@pytest.mark.parametrize("content", ["..", "/etc", "../other", "a/b", "", ".", "x" * 5000, "a\nb"])
+def test_latest_universal_names_a_folder_next_to_it(tmp_path, content):
+    from support.conversion import UniversalCheckpoint
+    from support.errors import UserError
+
+    (tmp_path / "universal").mkdir()
+    (tmp_path / "universal" / "latest_universal").write_text(content)
+    with pytest.raises(UserError, match="latest_universal"):
+        UniversalCheckpoint(tmp_path / "universal")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x", b"\x80\x04\x95", b"PK\x03\x04", b"\x80\x02cos\nsystem\nU\x04trueR."]
+)
+def test_files_of_another_program_are_data(tmp_path, content):
+    from support.conversion import UniversalCheckpoint
+    from support.errors import UserError
+
+    place = tmp_path / "zero" / "weight"
+    place.mkdir(parents=True)
+    (place / "fp32.pt").write_bytes(content)
+    with pytest.raises(UserError, match=r"fp32\.pt"):
+        UniversalCheckpoint(tmp_path)
+
+
+def test_two_exports_at_the_same_instant(tmp_path):
+    """Both are kept, whichever is first, and neither writes into the other's unfinished folder."""
+    from support.export import Target, finish_folder, start_folder
+
+    targets = [Target(tmp_path / "model", overwrite=False, own=True) for _ in range(2)]
+    writing = [start_folder(target.folder) for target in targets]
+    for number, temporary in enumerate(writing):
+        (temporary.path / "new" / "number").write_text(str(number))
+    done = [finish_folder(temporary, target.folder, target.may_be_replaced)
+            for temporary, target in zip(writing, targets, strict=True)]  # fmt: skip
+    for temporary in writing:
+        temporary.remove()
+    assert [path.name for path in done] == ["model", "model-2"]
+    assert [(path / "number").read_text() for path in done] == ["0", "1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model-2"]
+
+
+@pytest.mark.parametrize(
+    "own, overwrite, names",
+    [
+        (True, False, ["model", "model-2"]),
+        (False, False, ["model-2", "model-3"]),
+        (True, True, ["model", "model"]),
+        (False, True, ["model", "model"]),
+    ],
+)
+def test_an_export_replaces_only_what_it_may(tmp_path, own, overwrite, names):
+    """This run's earlier export, or with --overwrite whatever is there."""
+    from support.export import Target, finish_folder, start_folder
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "earlier").write_text("x")
+    targets = [Target(tmp_path / "model", overwrite, own) for _ in names]  # two runs that began then
+    for target, name in zip(targets, names, strict=True):
+        temporary = start_folder(target.folder)
+        (temporary.path / "new" / "config.json").write_text("{}")
+        assert finish_folder(temporary, target.folder, target.may_be_replaced).name == name
+        temporary.remove()
+    assert (tmp_path / "model" / "earlier").exists() == (names[0] != "model")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+# ---------------------------------------------------------------------------------------- leftovers
+
+
+def test_temporary_folders_go_when_their_owner_is_dead(tmp_path):
+    from support.files import TemporaryFolder
+
+    program = ("import sys, os, signal; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
+               "from support.files import TemporaryFolder; t = TemporaryFolder(Path(sys.argv[2]), 'x-');"
+               "(t.path / 'big').write_text('x'); print(t.path, flush=True); sys.stdin.read()")  # fmt: skip
+    started = [subprocess.Popen([sys.executable, "-c", program, PROJECT, tmp_path], stdin=subprocess.PIPE,
+                                stdout=subprocess.PIPE, text=True) for _ in range(2)]  # fmt: skip
+    dead, alive = (Path(process.stdout.readline().strip()) for process in started)
+    other = (
+        tmp_path / "x-of another machine"
+    )  # which may be alive: its lock does not reach every file system
+    other.mkdir()
+    Path(f"{other}.lock").write_text(json.dumps({"host": "elsewhere", "boot": "another"}))
+    (tmp_path / "x-unknown").mkdir()
+    (tmp_path / "x-nonsense.lock").write_text("[")
+    started[0].send_signal(signal.SIGKILL)
+    started[0].wait()
+    mine = TemporaryFolder(tmp_path, "x-")
+    again = TemporaryFolder(tmp_path, "x-")
+    assert not dead.exists() and not Path(f"{dead}.lock").exists()
+    assert all(
+        path.exists() for path in (alive, other, mine.path, again.path, tmp_path / "x-unknown")
+    )
+    for folder in (mine, again):
+        folder.remove()
+        assert not any(os.path.exists(path) for path in folder.paths)
+    started[1].kill()
+    for process in started:
+        process.communicate()
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    import errno
+    import fcntl
+
+    from support import files
+    from support.reporting import lock_folder
+
+    (tmp_path / "x-1").mkdir()
+    (tmp_path / "x-1.lock").write_text(json.dumps(files._this_machine()))
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert lock_folder(tmp_path) is None
+    files.TemporaryFolder(tmp_path, "x-").remove()
+    assert (tmp_path / "x-1").exists()  # whose owner may live
+
+
+@pytest.mark.parametrize("how", [
+    lambda path: path.symlink_to(path.parent / "precious"), os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/full"),
+], ids=["a link", "a pipe", "a folder", "a device"])  # fmt: skip
+def test_what_has_the_lock_files_name_is_not_touched(tmp_path, how):
+    from support.errors import UserError
+    from support.reporting import lock_folder
+
+    (tmp_path / "precious").write_text("content")
+    how(tmp_path / ".lock")
+    with pytest.raises(UserError, match=r"\.lock"):
+        lock_folder(tmp_path)
+    assert (tmp_path / "precious").read_text() == "content"
+
+
+# -------------------------------------------------------------------------------------------- disks
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """disk(megabytes): a small file system of its own."""
+    mounted = []
+
+    def mount(megabytes: int) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        options = ["-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder]
+        if subprocess.run(["mount", *options], capture_output=True).returncode:
+            skip("needs root to mount a small tmpfs")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(disk: Path) -> None:
+    with open(disk / "filler", "wb") as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\0" * 4096)
+            file.flush()
+
+
+def read_only(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+
+
+def start_and_break(work: list, folder: Path, breaks, *args, env: dict | None = None) -> Run:
+    """Start a run, call `breaks()` when it trains, and wait for its end."""
+    command = [*launcher_command("python", 1), SCRIPT, *work, "--max_steps", "60", *args]
+    process = start([*command, "--output_dir", folder], env)
+    shown = []
+    while "Epoch 1" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+        shown.append(line)
+    breaks()
+    out, err = finish(process, 120)
+    return Run(process.returncode, "".join(shown) + out, err, 0.0, folder)
+
+
+@pytest.mark.parametrize("breaks", [read_only, pytest.param(fill, marks=pytest.mark.soak)])
+def test_a_failed_export_keeps_the_weights(script, work, tmp_path, disk, breaks):
+    """No checkpoint was asked for; the disk of the export fails while the run trains."""
+    elsewhere = disk(20)
+    folder = tmp_path / "out"
+    export = ["--export_hf", elsewhere / "model"]
+    run = start_and_break(work, folder, lambda: breaks(elsewhere), *export)
+    assert run.code == 1 and "step-00000060" in run.error and "convert_checkpoint.py" in run.error
+    assert run.results["status"] == "failed" and "step-00000060" in run.results["reason"]
+    assert {path.name for path in elsewhere.iterdir()} <= {"filler"}
+    again = script(*work, "--max_steps", "60", "--resume", "--output_dir", folder, folder=folder)
+    assert load_exported(folder / "hf") and again.results["steps"] == 60
+
+
+@pytest.mark.soak
+def test_a_failed_export_on_the_only_disk(work, tmp_path, disk):
+    """No checkpoint fits either: the model goes to the temporary folder."""
+    small = disk(20)
+    run = start_and_break(work, small / "out", lambda: fill(small), env={"TMPDIR": tmp_path})
+    [kept] = tmp_path.glob("distributed_training_export_*")
+    assert run.code == 1 and str(kept) in run.error and load_exported(kept)
+
+
+@pytest.mark.soak
+def test_a_disk_that_fills_up_during_a_save(work, disk):
+    """What was complete stays, and nothing half done is left."""
+    small = disk(20)
+    run = start_and_break(
+        work, small / "out", lambda: fill(small), "--save_every", "30", "--no_export"
+    )
+    assert run.code == 1 and "No space left" in run.error
+    names = {path.name for path in (small / "out" / "checkpoints").glob("*")} | {"latest"}
+    assert names <= {"latest", "step-00000030"}
+
+
+def test_an_export_that_cannot_fit_is_refused_before_training(script, work, disk):
+    small = disk(2)
+    run = script(*work, "--save_every", "2", "--output_dir", small / "out", folder=small, ok=False)
+    assert run.code == 2 and "free" in run.error and "Epoch" not in run.out, run.err
+
+
+@pytest.mark.soak
+def test_an_export_folder_that_appears_during_training(work, tmp_path):
+    """It is another run's, and is left as it is."""
+
+    def appear():
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text("{}")
+
+    run = start_and_break(work, tmp_path / "out", appear, "--export_hf", tmp_path / "model")
+    assert run.code == 0 and run.results["export"]["folder"] == str(tmp_path / "model-2")
+    assert load_exported(tmp_path / "model-2")
+    assert (tmp_path / "model" / "config.json").read_text() == "{}"
+
+
+@pytest.mark.soak
+def test_infinity_on_a_full_nvme_folder(script, work, tmp_path, disk):
+    small = disk(1)
+    infinity = ["--strategy", "infinity", "--nvme_path", small, "--no_export"]
+    run = script(*work, *infinity, "--output_dir", tmp_path / "out", folder=tmp_path, ok=False)
+    assert run.code == 2 and "nvme_path" in run.error and list(small.iterdir()) == []
+
+
+@pytest.mark.soak
+def test_infinity_is_killed_and_resumes(script, work, tmp_path):
+    """The same losses as without the kill, and nothing of the killed run stays in the NVMe
+    folder."""
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    args = [
+        *work,
+        "--strategy",
+        "infinity",
+        "--nvme_path",
+        nvme,
+        "--no_export",
+        "--save_every",
+        "2",
+    ]
+    args += ["--max_steps", "8"]
+    whole = script(*args)
+    command = [*args, "--output_dir", tmp_path / "out"]
+    killed = script(
+        *command, ok=False, program=FAULT, env={"FAULT": "kill:0:6"}, folder=tmp_path / "out"
+    )
+    assert killed.code == -signal.SIGKILL and any(nvme.iterdir())
+    resumed = script(*command, "--resume", folder=tmp_path / "out")
+    assert "Resumed from" in resumed.out and resumed.losses == whole.losses
+    assert not any(nvme.iterdir())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+def test_resume_on_four_ranks_of_a_checkpoint_of_two(script, work, strategy):
+    args = [*work, "--no_export", "--strategy", strategy, "--max_steps", "6"]
+    two = script(*args, "--batch_size", "4", "--save_every", "2", launcher="torchrun", ranks=2)
+    start_at = two.folder / "checkpoints" / "step-00000002"
+    four = script(*args, "--batch_size", "2", "--resume", start_at, launcher="torchrun", ranks=4)
+    assert_close(four.losses, two.losses[2:], 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ links
+
+
+def test_a_checkpoint_may_be_a_link_to_another_disk(copy, alone, saver):
+    """The user moved it there. Its files are read through the link, and only the link is renamed."""
+    from support import checkpoint
+
+    step(copy, 2).rename(copy / "moved")
+    step(copy, 2).symlink_to(copy / "moved")
+    step(copy, 4).rename(copy / "moved too")
+    step(copy, 4).symlink_to(copy / "moved too")
+    assert checkpoint.find("", copy / "checkpoints", alone)[0] == step(copy, 4)
+    saver.take_over(None)
+    assert (copy / "checkpoints" / "aside-step-00000004").is_symlink() and step(copy, 2).is_symlink()
+    checkpoint._remove_old(copy / "checkpoints", 1)
+    assert (copy / "moved" / RANK_FILE).exists() and (copy / "moved too" / RANK_FILE).exists()
+
+
+def test_hard_links_share_nothing_that_is_written(trained, copy, saver):
+    """A copy made of hard links can be resumed and damaged without an effect on the original."""
+    shutil.rmtree(copy)
+    shutil.copytree(trained, copy, copy_function=os.link)
+    before = contents(trained)
+    saver.take_over({"loss": 1.0, "step": 2, "waited": 0})
+    from support.files import write_text
+
+    write_text(copy / "results.json", "{}")
+    write_text(copy / "checkpoints" / "latest", "step-00000002\n")
+    assert contents(trained) == before
+
+
+def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
+    from support.files import remove_leftovers
+
+    (tmp_path / "precious").write_text("content")
+    gone = [".results.123.json", ".metrics.9.jsonl", ".latest.77", ".partial-12ab-best"]
+    gone += [".step-00000004.partial", ".partial-step-00000004"]
+    for name in gone:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+        (tmp_path / name / "link").symlink_to(tmp_path / "precious")
+    (tmp_path / ".partial-link").symlink_to(tmp_path)
+    kept = [".lock", ".results.json", "results.123.json", ".hf.partial", ".results.x.json", "partial-1"]
+    for name in kept:
+        (tmp_path / name).write_text("x")
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "precious"])
+    assert (tmp_path / "precious").read_text() == "content"
