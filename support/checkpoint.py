@@ -127,7 +127,7 @@ class Saver:
         self._loaded_from = path
         self.run.say(f"▶️  Resumed from {path}")
         counters = manifest["counters"]
-        if path.parent.resolve() == self.folder.resolve():
+        if path.resolve() == step_folder(self.folder, counters["step"]).resolve():
             self._saved_at = self._resumed_at = counters["step"]
         best = counters["best"]
         if best and self.args.load_best_at_end and not self.run.from_main(step_folder(self.folder, best["step"]).is_dir()):
@@ -168,10 +168,13 @@ class Saver:
         Args:
             best: the best evaluation so far, of the checkpoint's counters.
         Raises:
+            UserError: something else has the folder's name.
             OSError: the folder is not writable.
         """
         if not self.run.is_main:
             return
+        if os.path.lexists(self.folder) and not self.folder.is_dir():
+            raise UserError(f"{self.folder} is no folder, and checkpoints go there: rename it.")
         if self.run.lock:
             remove_leftovers(self.folder)
         for path in list_checkpoints(self.folder):

@@ -31,9 +31,10 @@ PARTIAL = ".partial-"  # how the names of unfinished files begin
 # What a killed run leaves in its output folder and in checkpoints/; the first two are names that
 # older versions gave.
 LEFTOVERS = re.compile(
-    r"\.(results|metrics|latest|best)\.\d+(\.jsonl?)?|\.step-\d+\.partial|\.partial-.+"
+    r"\.(results|metrics|latest|best)\.\d+(\.jsonl?)?|\.step-\d+\.partial"
+    r"|\.partial-([0-9a-f]{8}-.+|step-[0-9]{8})"
 )
-SMALL_FILE_BYTES = 64 << 20  # more than any results.json
+SMALL_FILE_BYTES = 256 << 20  # results.json names every row that was left out
 DEEPEST_JSON = 50  # what this project writes has less than 10 levels
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

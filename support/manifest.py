@@ -33,7 +33,7 @@ NEW_RUN = {
 STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which other scripts' digits match, too
 MOST_STEPS = 10**8 - 1  # so many digits has a checkpoint's name
 MOST_COUNTED = 2**53  # of samples, tokens, bytes, elements: what JSON's numbers hold exactly
-LARGEST_BYTES = 1 << 30
+LARGEST_BYTES = 256 << 20  # for a million pieces
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 ELEMENT_BYTES = 4  # all tensors of a checkpoint are fp32
 DAMAGED = "its manifest.json is damaged"
@@ -94,7 +94,7 @@ def validate(manifest: dict) -> None:
               f"identity.{part}")  # fmt: skip
     scaling = manifest["scaling"]
     _need(isinstance(scaling, dict) and all(map(_number, scaling.values())), "scaling")
-    _need(all(scaling.get(name, 1) > 0 for name in ("scale", "cur_scale")), "scaling")
+    _need(all(0 < scaling.get(name, 1) < 2**64 for name in ("scale", "cur_scale")), "scaling")
     _check_groups(manifest["groups"])
     _need(isinstance(manifest["lr_scheduler"], dict), "lr_scheduler")
     _need(isinstance(manifest["stream"], dict | None), "stream")
@@ -142,6 +142,7 @@ def _check_groups(groups) -> None:
         )
         betas = group.get("betas")
         _need(isinstance(betas, list) and len(betas) == 2 and all(map(_number, betas)), "groups")
+        _need(all(0 <= beta < 1 for beta in betas), "groups")
 
 
 def _check_files(files) -> None:

@@ -215,6 +215,8 @@ IN_MANIFEST = [
     manifest("scale not a number", set_in("scaling", value={"cur_scale": float("nan")})),
     manifest("a method as scaler's state", set_in("scaling", value={"cur_scale": 1, "update_scale": "x"})),
     manifest("a group without betas", set_in("groups", value=[{"lr": 1, "eps": 1, "weight_decay": 0}])),
+    manifest("betas of 1", set_in("groups", 0, "betas", value=[0.9, 1])),
+    manifest("scale 10^300", set_in("scaling", value={"scale": 1e300})),
     manifest("nested groups", set_in("groups", value=[[[[[]]]]])),
     manifest("shape of 10^15", set_in("shapes", "model.embed_tokens.weight", value=[10**15])),
     manifest("shape of 10^300", set_in("shapes", "model.embed_tokens.weight", value=[10**300])),
@@ -460,7 +462,7 @@ def test_resume_with_every_file_of_the_run_damaged(script, work, trained, copy):
     os.truncate(step(copy, 4) / RANK_FILE, 1000)
     shutil.copytree(step(copy, 2), copy / "checkpoints" / "aside-step-00000004")
     for name in (
-        ".partial-0-results.json",
+        ".partial-0123abcd-results.json",
         ".results.12.json",
         "checkpoints/.step-00000006.partial",
     ):
@@ -653,7 +655,9 @@ def test_an_export_replaces_only_what_it_may(tmp_path, own, overwrite, names):
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "earlier").write_text("x")
-    targets = [Target(tmp_path / "model", overwrite, own) for _ in names]  # two runs that began then
+    targets = [
+        Target(tmp_path / "model", overwrite, own) for _ in names
+    ]  # two runs that began then
     for target, name in zip(targets, names, strict=True):
         temporary = start_folder(target.folder)
         (temporary.path / "new" / "config.json").write_text("{}")
@@ -878,6 +882,35 @@ def test_resume_on_four_ranks_of_a_checkpoint_of_two(script, work, strategy):
     assert_close(four.losses, two.losses[2:], 1e-5)
 
 
+@pytest.mark.parametrize(
+    "how", [lambda p: p.write_text("x"), lambda p: p.symlink_to("nowhere"), os.mkfifo]
+)
+def test_the_checkpoints_folder_is_none(copy, saver, how):
+    """Found before training, and not by the first save."""
+    from support.errors import UserError
+
+    shutil.rmtree(copy / "checkpoints")
+    how(copy / "checkpoints")
+    with pytest.raises(UserError, match="checkpoints"):
+        saver.take_over(None)
+
+
+def test_bias_correction_of_any_number_of_steps_is_quick():
+    """Adam's step is a number in a file."""
+    from support.sharding import replay_bias_correction
+
+    calls = []
+    group = {"betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True}
+    adam = SimpleNamespace(param_groups=[group], opt_id=0)
+    adam.ds_opt_adam = SimpleNamespace(adam_update=lambda _, t, *rest: calls.append(t))
+    replay_bias_correction(adam, 10**12)
+    assert len(calls) < 20_000 and calls[-1] == 10**12
+    assert 0.999 ** calls[-2] < 2**-25  # what fp32 rounds away next to 1
+    calls.clear()
+    replay_bias_correction(adam, 1000)
+    assert calls == list(range(1, 1001))
+
+
 # ------------------------------------------------------------------------------------------------ links
 
 
@@ -891,7 +924,9 @@ def test_a_checkpoint_may_be_a_link_to_another_disk(copy, alone, saver):
     step(copy, 4).symlink_to(copy / "moved too")
     assert checkpoint.find("", copy / "checkpoints", alone)[0] == step(copy, 4)
     saver.take_over(None)
-    assert (copy / "checkpoints" / "aside-step-00000004").is_symlink() and step(copy, 2).is_symlink()
+    assert (copy / "checkpoints" / "aside-step-00000004").is_symlink() and step(
+        copy, 2
+    ).is_symlink()
     checkpoint._remove_old(copy / "checkpoints", 1)
     assert (copy / "moved" / RANK_FILE).exists() and (copy / "moved too" / RANK_FILE).exists()
 
@@ -913,14 +948,22 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
     from support.files import remove_leftovers
 
     (tmp_path / "precious").write_text("content")
-    gone = [".results.123.json", ".metrics.9.jsonl", ".latest.77", ".partial-12ab-best"]
+    gone = [".results.123.json", ".metrics.9.jsonl", ".latest.77", ".partial-12ab34cd-best"]
     gone += [".step-00000004.partial", ".partial-step-00000004"]
     for name in gone:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
         (tmp_path / name / "link").symlink_to(tmp_path / "precious")
-    (tmp_path / ".partial-link").symlink_to(tmp_path)
-    kept = [".lock", ".results.json", "results.123.json", ".hf.partial", ".results.x.json", "partial-1"]
+    (tmp_path / ".partial-0123abcd-link").symlink_to(tmp_path)
+    kept = [
+        ".lock",
+        ".results.json",
+        "results.123.json",
+        ".hf.partial",
+        ".results.x.json",
+        "partial-1",
+        ".partial-notes",
+    ]
     for name in kept:
         (tmp_path / name).write_text("x")
     remove_leftovers(tmp_path)
