@@ -433,6 +433,7 @@ def interrupted(folder):
 def other_shape(folder):
     rewrite(step(folder, 4), lambda m: m["identity"]["hard"].pop("shapes"))
     rewrite(step(folder, 4), rename_parameter("another"))
+    tensors_follow(step(folder, 4), "another")
 
 
 @table(
