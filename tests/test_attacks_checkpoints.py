@@ -759,10 +759,9 @@ def disk(tmp_path):
 
 
 def fill(disk: Path) -> None:
-    with open(disk / "filler", "wb") as file, contextlib.suppress(OSError):
+    with open(disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(b"\0" * 4096)
-            file.flush()
 
 
 def read_only(disk: Path) -> None:
