@@ -160,7 +160,7 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hosts {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}.") from error
     hosts: dict[str, None] = {}  # in their order
-    slots = set()
+    slots: set[int] = set()
     for number, words in enumerate((line.split("#")[0].split() for line in lines), 1):
         if not words:
             continue
@@ -172,12 +172,12 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
         if host in hosts:
             raise UserError(f"--hosts {path}, line {number}: {host} is there twice: leave one out.")
         hosts[host] = None
-        slots.add(int(found[1]) if found else None)
+        slots |= {int(found[1])} if found else set()
     if not hosts:
         raise UserError(f"--hosts {path} names no host: write one on each line, the first is the master.")
     if len(slots) > 1:
         raise UserError(f"--hosts {path}: every host must have the same number of slots.")
-    return list(hosts), slots.pop()
+    return list(hosts), slots.pop() if slots else None
 
 
 def launch_script(args, made_by: str) -> str:

@@ -335,20 +335,29 @@ remote() { # $1: number of the host; the rest: arguments of the script
     printf 'cd %q || exit\nexec 3<&0\n' "$PWD"
     printf '%q ' "$torchrun" --nnodes=@NODES@ --nproc_per_node=@RANKS@ --node_rank="$1" --master_addr=@MASTER_ADDR@ \
         --master_port=@MASTER_PORT@ "$project/real_model_example.py" --config @CONFIG@ "${@:2}"
-    cat << 'END'
-< /dev/null 3<&- &
+    # shellcheck disable=SC2016 # the other host expands it
+    printf '%s\n' '< /dev/null 3<&- &
 run=$!
 # Standard input ends when this connection does, for whatever reason: then the ranks save and end.
 { while read -r _ <&3; do :; done; kill "$run"; } 2> /dev/null &
 watch=$! code=0
 wait "$run" || code=$?
 kill "$watch" 2> /dev/null
-exit "$code"; }
-END
+exit "$code"; }'
 }
 pids=() open=() writers=() folder=$(mktemp -d)
-# shellcheck disable=SC2329 # the traps call it
-stop() { kill "${pids[@]}" "${writers[@]}" 2> /dev/null || true; rm -rf "$folder"; }
+# The connections' inputs end first, so that what the ranks print until they have saved is shown.
+# shellcheck disable=SC2329 # the trap calls it
+stop() {
+    kill -KILL "${writers[@]}" 2> /dev/null || true
+    for held in "${open[@]}"; do exec {held}>&-; done
+    for ((tenths = 0; tenths < 450; tenths++)); do
+        kill -0 "${pids[@]}" 2> /dev/null || break
+        sleep 0.1
+    done
+    kill "${pids[@]}" 2> /dev/null || true
+    rm -rf "$folder"
+}
 trap stop EXIT
 trap 'exit 130' INT TERM
 for number in "${!hosts[@]}"; do
@@ -356,6 +365,7 @@ for number in "${!hosts[@]}"; do
     exec {input}<> "$folder/$number" # held open by this shell alone: each connection ends with it
     open+=("$input")
     (
+        trap '' INT # Ctrl-C is for this shell alone
         for held in "${open[@]}"; do exec {held}>&-; done
         exec "${ssh[@]}" "${hosts[number]}" bash -s < "$folder/$number" > >(sed -u "s/^/${hosts[number]}: /") 2>&1
     ) &

@@ -608,16 +608,19 @@ def test_the_exit_code_of_a_host_is_the_launchers(over_ssh, stubs, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_ranks_end_with_the_launcher(over_ssh, stubs, tmp_path, number):
     """Even with one that is killed: its ends of the connections close, and the hosts notice."""
-    stubs.write("torchrun", f"""echo $$ >> '{tmp_path}/pids'; trap 'echo asked >> "{tmp_path}/asked"; exit' TERM
+    stubs.write("torchrun", f"""echo $$ >> '{tmp_path}/pids'; trap 'echo asked >> "{tmp_path}/asked"; echo saved; exit' TERM
         for _ in {{1..300}}; do /bin/sleep 0.1; done""")  # fmt: skip
     env = {**os.environ, "PATH": f"{stubs.bin}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": "active"}
     with open(tmp_path / "log", "w") as log:  # not a pipe: what outlives the launcher would hold it open
-        launcher = subprocess.Popen(["bash", over_ssh], cwd=tmp_path, env=env, stdout=log, stderr=log,
+        launcher = subprocess.Popen(["bash", over_ssh], cwd=tmp_path, env=env, stdout=log, stderr=log, start_new_session=True,
                                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
     wait_for_lines(tmp_path / "pids", 2)
-    launcher.send_signal(number)
+    os.killpg(launcher.pid, number) if number == signal.SIGINT else launcher.send_signal(number)  # Ctrl-C is for the group
     launcher.wait(20)
     wait_for_lines(tmp_path / "asked", 2)
+    if number != signal.SIGKILL:
+        wait_for_lines(tmp_path / "log", 2)
+        assert {"node1: saved", "me@node2: saved"} <= set((tmp_path / "log").read_text().splitlines())
 
 
 def wait_for_lines(path: Path, number: int) -> None:
