@@ -71,7 +71,7 @@ done
 [[ $model == *[^./]* ]] || die "MODEL is $model: name a model, or a folder by its own name."
 command -v timeout > /dev/null || die "timeout is missing: apt install coreutils (brew install coreutils on a Mac)."
 for name in NUM_GPUS SIMULATE_GPUS REPEATS TIMEOUT; do
-    [[ ! -v $name || ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} must be a whole number of 1 or more."
+    [[ ! -v $name || ${!name} =~ ^[1-9][0-9]{0,5}$ ]] || die "$name=${!name} must be a whole number from 1 to 999999."
 done
 repeats=${REPEATS:-1} limit=${TIMEOUT:-1800}
 

@@ -113,6 +113,11 @@ def _from_rank_variables(env) -> Launch:
     return Launch(launcher, rank, local_rank, world, local_world, node, address, port)
 
 
+def _tasks(env) -> int:
+    """Tasks of this step. In the shell that salloc opens, SLURM_NTASKS counts what the job may start."""
+    return int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
+
+
 def _exported_to_all_tasks(env) -> bool:
     """Whether RANK was set before srun started this step's tasks, so that all of them have the same.
 
@@ -121,12 +126,12 @@ def _exported_to_all_tasks(env) -> bool:
     every task, so it cannot depend on the value of RANK alone.
     """
     set_by_launcher = any(name in env for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"))
-    if set_by_launcher or int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]) < 2:
+    if set_by_launcher or _tasks(env) < 2:
         return False
     try:
         started_with = Path(f"/proc/{int(env['SLURM_TASK_PID'])}/environ").read_bytes().split(b"\0")
     except (KeyError, ValueError, OSError):  # a container hides the task's process
-        return int(env["WORLD_SIZE"]) <= int(env["SLURM_NTASKS"])
+        return int(env["WORLD_SIZE"]) <= _tasks(env)
     return f"RANK={env['RANK']}".encode() in started_with
 
 
@@ -146,7 +151,7 @@ def _report_overruled(env, launch: Launch) -> None:
 
 
 def _from_slurm(env) -> Launch:
-    rank, world, local_rank = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"])
+    rank, world, local_rank = int(env["SLURM_PROCID"]), _tasks(env), int(env["SLURM_LOCALID"])
     node = int(env.get("SLURM_NODEID", 0))
     # "3,1" or "4(x2),1": tasks on each node of the step
     per_node: list[int] = []

@@ -503,9 +503,16 @@ LAUNCHES = {
         TASK | {"MASTER_ADDR": "127.0.0.1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}, {},
         ("srun", 1, 2, 1, 2, 0, "127.0.0.1", 20707)),
     "another network's name as master": (TASK | {"MASTER_ADDR": "n1-ib"}, {}, (*SLURM_WINS[:6], "n1-ib", 20707)),
-    "uneven nodes": (TASK | {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "3,1"}, {},
+    "uneven nodes": (TASK | {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "3,1"}, {},
                      ("srun", 3, 4, 0, 1, 1, "n1", 20707)),
     "a count that no memory holds": (TASK | {"SLURM_STEP_TASKS_PER_NODE": "1(x99999999999999)"}, {}, SLURM_WINS),
+    "the shell of salloc": (
+        TASK | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "8",
+                "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n1"}, {},
+        ("srun", 0, 1, 0, 1, 0, "n1", None)),
+    "empty variables": ({"RANK": "", "WORLD_SIZE": ""}, {}, "environment is incomplete"),
+    "a local rank below 0": ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, {}, "LOCAL_RANK=-1"),
+    "a task that is no number": (TASK | {"SLURM_PROCID": "x"}, {}, "environment is incomplete"),
     "a task without its number on the node": (TASK | {"SLURM_LOCALID": None}, {}, "SLURM_LOCALID"),
     "a rank that is no number": ({"RANK": "one", "WORLD_SIZE": "2"}, {}, "one"),
     "a rank that does not fit": ({"RANK": "2", "WORLD_SIZE": "2"}, {}, "RANK=2"),
@@ -766,3 +773,41 @@ def test_srun_after_an_export(slurm):
     assert found == ["00420", "11420", "20421", "31421"], done.stdout
     assert done.stdout.count("master_addr='node1'") == 4 and len(set(re.findall(r"master_port=\d+", done.stdout))) == 1
     assert done.stdout.count("RANK=0 WORLD_SIZE=2 was exported") == done.stdout.count("MASTER_ADDR=node[1-2]") == 1
+
+
+# ------------------------------------------------------------------------------------------------ the comparison
+
+MODELS = ["a b", "it's", '"x"; touch executed', "$(touch executed)", "`touch executed`", "a\ntouch executed", "*", "-x",
+          "../../up"]  # fmt: skip
+SETTINGS = {"NUM_GPUS": "a[$(touch executed)]", "SIMULATE_GPUS": "1;touch executed", "REPEATS": "1+1",
+            "RESUME": "a[$(touch executed)]", "TIMEOUT": "9" * 20, "CONTROL": "yes",
+            "STRATEGIES": "dp $(touch executed)"}  # fmt: skip
+
+
+@pytest.fixture
+def compare(stubs, tmp_path):
+    """compare(*args, env) runs compare_strategies.sh with a stub for Python."""
+    stubs.write("python", """case "$*" in *matplotlib*) printf '0\\nfacts\\n' ;; *free_port*) echo 1 ;; esac""")
+
+    def run(*args, env=None):
+        env = {"STRATEGIES": "dp", "CONTROL": "0", "PYTHON": str(stubs.bin / "python"), **(env or {})}
+        done = stubs.run(["bash", PROJECT / "compare_strategies.sh", *args], tmp_path, env)
+        assert not list(tmp_path.rglob("executed")) and {path.name for path in tmp_path.iterdir()} <= {"comparison_runs"}
+        return done
+
+    return run
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_of_the_comparison_is_a_name(compare, stubs, model):
+    assert compare(model, f"--dataset={model}").code == 0
+    [call] = [call for call in stubs.calls("python") if "torch.distributed.run" in call]
+    assert call[call.index("--model") + 1] == model and f"--dataset={model}" in call
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_the_comparison_is_refused(compare, stubs, name):
+    run = compare("x", env={name: SETTINGS[name]})
+    assert run.code == 2 and name in run.error and stubs.calls("python") == []
