@@ -110,7 +110,8 @@ def _damage(attempt: Attempt) -> str | None:
         texts += [version or "" for version in results["versions"].values()]
         if not results.get("simulated_world_size"):
             _compare(alone, alone, TOLERANCES[results["precision"]], 1)
-            _explain_row(alone, results["parameters"], results["gradient_accumulation_steps"])
+            if alone.volume is not None:
+                _explain_row(alone, results["parameters"], results["gradient_accumulation_steps"])
             phases = alone.phases_seconds
             numbers += [*attempt.losses, *attempt.lrs, alone.samples_per_second, alone.tokens_per_second_per_gpu]
             numbers += [results["train_loss_first"], results["train_loss_last"]]
@@ -155,8 +156,8 @@ def last_error(log: Path) -> str:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
+    try:  # a pipe would be waited for
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError:
         return ""
 

@@ -586,15 +586,29 @@ def report(tmp_path, monkeypatch):
     return make
 
 
-def test_results_that_are_right_are_compared(tmp_path, report):
-    save_run(tmp_path / "dp" / "1", RESULTS)
-    save_run(tmp_path / "zero2" / "1", RESULTS | {"strategy": "zero2"})
+@pytest.mark.parametrize("change", [
+    {}, {"world_size": 1}, {"communication_bytes_per_step": None, "communication_per_step": None},
+    {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G", "gpu_memory_bytes": 99}},
+    {"memory": RESULTS["memory"] | {"predicted_bytes": None}}, {"precision": "bf16"}, {"train_loss_last": 0},
+])  # fmt: skip
+def test_results_that_are_right_are_compared(tmp_path, report, change):
+    save_run(tmp_path / "dp" / "1", RESULTS | change)
+    save_run(tmp_path / "zero2" / "1", RESULTS | change | {"strategy": "zero2"})
     assert report().same_model
 
 
+def test_a_simulation_is_reported(tmp_path, report):
+    gone = ("samples_per_second", "tokens_per_second_per_gpu", "step_phases_seconds", "train_loss_last", "train_loss_first")
+    results = {key: None if key in gone else value for key, value in RESULTS.items()} | {"simulated_world_size": 4}
+    save_run(tmp_path / "dp" / "1", results, [])
+    comparison = report()
+    assert comparison.reference is not None and comparison.simulated
+
+
 @pytest.mark.attack
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: repr(wrong)[:9])
-@pytest.mark.parametrize("strategy", ["dp", "zero2"])
+@pytest.mark.parametrize("strategy, wrong", [
+    *[("zero2", wrong) for wrong in WRONG], ("dp", None), ("dp", []),
+], ids=lambda value: repr(value)[:9])  # fmt: skip
 def test_any_damage_to_results_ends_in_a_report(tmp_path, report, wrong, strategy):
     save_run(tmp_path / "dp" / "1", RESULTS)
     save_run(tmp_path / "zero2" / "1", RESULTS | {"strategy": "zero2"})
@@ -609,6 +623,8 @@ def test_any_damage_to_results_ends_in_a_report(tmp_path, report, wrong, strateg
 @table(
     Attack("nested", prepare=lambda folder: save_run(folder / "dp" / "1", '{"a":' * DEEP), code=3),
     Attack("digits", prepare=lambda folder: save_run(folder / "dp" / "1", f'{{"steps": {DIGITS}}}'), code=3),
+    Attack("a pipe", prepare=lambda folder: (folder / "dp" / "1").mkdir(parents=True) or
+           os.mkfifo(folder / "dp" / "1" / "results.json"), code=3),
     Attack("a list", prepare=lambda folder: save_run(folder / "dp" / "1", "[]"), code=3),
     Attack("a number", prepare=lambda folder: save_run(folder / "dp" / "1", "7"), code=3),
     Attack("a number as status", prepare=lambda folder: save_run(folder / "dp" / "1", {"status": 7, "reason": 8}), code=3),
