@@ -26,14 +26,15 @@ HOST = r"[A-Za-z0-9._:%\[\]-]+"
 def check_values(args) -> None:
     """Refuse what no line of a script can hold.
 
-    A line end in a value would end a comment, and the shell would execute the rest; other control characters (category Cc),
-    line separators, characters that reverse the display of text, and bytes that are not UTF-8 are no better.
+    A line end in a value would end a comment, and the shell would execute the rest. Other control characters, line
+    separators, characters that reverse the display of text and bytes that are not UTF-8 are refused, too.
     Raises:
         UserError: it names the flag and the character.
     """
     for name, value in vars(args).items():
         for character in str(value) if isinstance(value, str | Path) else "":
-            if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+            reverses = unicodedata.bidirectional(character) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+            if reverses or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
                 raise UserError(f"--{name} {str(value)!r} contains the character U+{ord(character):04X}, which a script cannot "
                                 "hold: leave it out.")  # fmt: skip
 

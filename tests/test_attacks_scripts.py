@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -77,8 +78,12 @@ TARGETS = {
 }
 
 
+# These are much like others, and a bash for each takes a while.
+LATER = ("double quotes", "separator", "backticks", "unknown placeholder", "an option", "placeholder of the digest")
+
+
 @pytest.mark.attack
-@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("payload", [pytest.param(name, marks=[pytest.mark.soak] * (name in LATER)) for name in PAYLOADS])
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_value_is_executed(generate, stubs, tmp_path, target, payload):
     """Either one line refuses it, or the file that holds it does in bash what it does with any other value."""
@@ -117,6 +122,14 @@ def test_no_value_is_executed(generate, stubs, tmp_path, target, payload):
 
 def unicodedata_is_plain(value):
     return all(character.isprintable() for character in value)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("name", ["my run.sh", "می\u200cخواهم.sh", "👩\u200d🔬", "x" * 200, "#", "%n"])
+def test_a_name_that_is_only_unusual(generate, stubs, tmp_path, name):
+    for flags in (LAUNCHER, SLURM):
+        assert generate(*flags, "--output", name).code == 0
+        assert stubs.run(["bash", name], tmp_path).code == 0
 
 
 @table(
@@ -680,6 +693,18 @@ def test_no_secret_in_errors_settings_and_tracebacks(monkeypatch, capfd):
     assert parse_arguments(["--model", "gpt2"]).model == "gpt2"
     out, err = capfd.readouterr()
     assert "canary" not in (out + err).lower() and "ValueError" in err
+
+
+@pytest.mark.attack
+def test_a_hub_that_asks_for_a_password_answers():
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    from support.preflight import answers
+
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=server.handle_request, daemon=True).start()
+    assert answers(f"http://user:canary@127.0.0.1:{server.server_port}/a@b")
+    server.server_close()
 
 
 @pytest.mark.attack
