@@ -28,8 +28,12 @@ project=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 every_strategy="dp zero1 zero2 zero3 offload infinity fsdp"
 
 die() {
-    printf '❌ %s\n' "$*" >&2
+    printf '❌ %s\n' "$*" >&2 || true
     exit 2
+}
+say() { # as printf; a full disk or a closed pipe must not end the comparison, whose results are in files
+    # shellcheck disable=SC2059 # the format is the caller's
+    printf "$@" 2> /dev/null || true
 }
 
 usage() {
@@ -147,6 +151,7 @@ printf '%s\n' "${strategies[@]}" > "$runs/planned.txt"
 # ------------------------------------------------------------------------------------------ running
 
 running="" scratch="" interrupted=0
+trap '' PIPE # compare_strategies.sh | head
 
 # The run in progress is asked to end, and at a second signal killed; run_once waits until it has ended.
 # shellcheck disable=SC2329 # the traps below call it
@@ -217,17 +222,17 @@ run_and_say() { # as run_once; a completed run is kept under RESUME=1
     local folder=$runs/$1/$2 begun=$SECONDS line code=0
     [[ $interrupted == 0 ]] || return 0
     number=$((number + 1))
-    printf '[%d/%d] %-9s' "$number" "$total" "$1"
+    say '[%d/%d] %-9s' "$number" "$total" "$1"
     if [[ ${RESUME-0} == 1 && -d $folder ]]; then
         line=$(report --status "$folder") || code=$?
         if [[ $code == 0 ]]; then
-            printf '%s (kept)\n' "$line"
+            say '%s (kept)\n' "$line"
             return 0
         fi
         [[ $code == 3 ]] || return 0 # 3: it is not completed
     fi
     run_once "$@"
-    printf '%s (%d s)\n' "$(report --status "$folder" || true)" $((SECONDS - begun))
+    say '%s (%d s)\n' "$(report --status "$folder" || true)" $((SECONDS - begun))
 }
 
 # The control needs a reference, and something to compare with it.
@@ -237,7 +242,7 @@ control=${CONTROL-1}
 total=$((repeats * ${#strategies[@]} + control))
 doing="Comparing ${strategies[*]}"
 [[ -z ${SIMULATE_GPUS-} ]] || doing="Simulating the memory of ${SIMULATE_GPUS} ranks under ${strategies[*]}"
-echo "$doing on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The first use of a DeepSpeed strategy on a machine compiles for some minutes. What a run prints is in $runs/STRATEGY/1/log.txt."
+say '%s\n' "$doing on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The first use of a DeepSpeed strategy on a machine compiles for some minutes. What a run prints is in $runs/STRATEGY/1/log.txt."
 for ((repeat = 1; repeat <= repeats; repeat++)); do # in turn, so that a machine that slows down does so for all
     for strategy in "${strategies[@]}"; do
         run_and_say "$strategy" "$repeat" --strategy "$strategy"
@@ -249,7 +254,7 @@ if [[ $control == 1 && $interrupted == 0 ]] && report --status "$runs/dp/1" > /d
 fi
 
 trap '' HUP INT TERM
-echo
+say '\n'
 code=0
 report "$runs" || code=$?
 [[ $interrupted == 0 ]] || exit "$interrupted"

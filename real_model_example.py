@@ -27,6 +27,12 @@ from __future__ import annotations
 
 import sys
 
+from support import process
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    process.protect_output()
+    process.catch_signals(process.ALSO_IF_IGNORED)
+
 from support import preflight
 
 if __name__ == "__main__":
@@ -306,7 +312,7 @@ def count_tokens(window: data.Window, run: Run) -> torch.Tensor:
     counts = torch.zeros(3, device=run.device)
     counts[0] = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in window.batches)
     counts[1].fill_(window.tokens)
-    counts[2].fill_(run.stop.requested)
+    counts[2].fill_(bool(run.stop.requested))
     dist.all_reduce(counts)
     return counts
 

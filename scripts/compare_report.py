@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
 import textwrap
 from datetime import datetime, timezone
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support import process
+
+if __name__ == "__main__":
+    process.catch_signals()
 
 from tabulate import tabulate
 
@@ -489,8 +493,4 @@ def whole_steps(axes) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… | head` is no error
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    process.run_command_line(main, printed=False)

@@ -18,6 +18,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from support import process
+
+if __name__ == "__main__":
+    process.catch_signals()
+
 from support.errors import UserError, explain
 
 
@@ -64,4 +69,4 @@ def run(args) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    process.run_command_line(main)

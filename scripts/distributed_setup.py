@@ -20,6 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from support import process
+
+if __name__ == "__main__":
+    process.catch_signals()
+
 from support import generators
 from support.config import Parser
 from support.errors import EXIT_FAILED, UserError
@@ -138,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    process.run_command_line(main)

@@ -16,11 +16,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support import process
+
+if __name__ == "__main__":
+    process.catch_signals()
 
 from tabulate import tabulate
 
@@ -231,5 +235,4 @@ def solve(args, work: Work, limits: Limits) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… | head` is no error
-    main()
+    process.run_command_line(main)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import cpp_extension
 
-from support import preflight
+from support import compilation, preflight
 from support.config import complete_ds_config, uses_nvme
 from support.distributed import Run
 
@@ -40,8 +40,12 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     # Torch quotes the folders of headers but not the one of its libraries: a space in its path would end the compilation.
     cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
-    if run.launch.is_node_leader and (stale := preflight.remove_stale_locks(args.strategy, run.device)):
-        run.warn(f"A compilation of {', '.join(stale)} was killed earlier, and its lock removed now.")
+
+    def say(text: str) -> None:
+        if run.launch.is_node_leader and not run.quiet:
+            run.print(f"ℹ️  {text}")
+
+    compilation.guard_compilations(run.attempt, say)
     if ops := preflight.ops_to_compile(args.strategy, run.device):
         run.warn(f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine.")
     # Under its own launcher DeepSpeed reduces through this file of 69 MB, on a CPU, and leaves it there.

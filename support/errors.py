@@ -48,6 +48,10 @@ class HostOutOfMemory(OutOfMemory):
     on_host = True
 
 
+class StoppedBySignal(KeyboardInterrupt):
+    """A signal asks the run to end. No `Exception`: libraries catch those, and would continue as if nothing had happened."""
+
+
 class Preempted(Exception):
     """The run was asked to stop, and has saved a checkpoint; all ranks raise it after the same step.
 
@@ -109,6 +113,8 @@ def _explained(error: BaseException) -> UserError:
     if name == "ValidationError" and hasattr(error, "errors"):  # pydantic's, of DeepSpeed's configuration
         first = error.errors()[0]
         return UserError(f"DeepSpeed configuration: {'.'.join(map(str, first['loc']))}: {first['msg']}.")
+    if isinstance(error, StoppedBySignal):
+        return TrainingError(str(error))
     if isinstance(error, KeyboardInterrupt):
         return TrainingError("Interrupted: stopped before the end; nothing more was written.")
     if known := advice.look_up(error):

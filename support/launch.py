@@ -201,8 +201,6 @@ def has_nvidia_gpu() -> bool:
 def tune_process(args, launch: Launch) -> None:
     """Set what libraries read once, when they are imported: threads, allocator, log levels, offline mode."""
     env = os.environ
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace", line_buffering=True)  # a terminal without UTF-8 must not end the run
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true":  # accelerate launch --cpu
         env["CUDA_VISIBLE_DEVICES"] = ""
     # torchrun sets OMP_NUM_THREADS=1, which makes CPU training and the CPU optimizer of offload crawl.

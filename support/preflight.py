@@ -6,7 +6,6 @@ The checks of the first group run before torch is imported, so that they answer 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import http.client
 import importlib.util
 import json
@@ -17,13 +16,12 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from dataclasses import asdict
 from pathlib import Path
 
-from support import architectures, planner
+from support import architectures, planner, process
 from support import launch as launching
 from support.config import EMBEDDED_MODEL, ignored_flags, parse_arguments, uses_nvme
 from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
@@ -34,7 +32,6 @@ from support.runfile import as_yaml
 from support.userfiles import read_text
 
 PROBE_SECONDS = 4  # the hub answers within one; the clients' own retries take 23 s to 11 minutes
-LOCK_SECONDS = 900
 NVME_PREFIX = "distributed_training_nvme_"  # of the folders that hold infinity's files
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
@@ -51,7 +48,10 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
     Returns:
         The arguments and this process's place in the run.
     """
+    process.protect_output()
     verbose = "--verbose" in argv
+    # For what happens while libraries are imported: a broken installation, or too little memory.
+    sys.excepthook = lambda _kind, error, _traceback: launching.exit_before_start(error, verbose)
     try:
         if not os.path.isdir(os.curdir):
             raise UserError("The current folder was removed: change to another one.")
@@ -60,6 +60,7 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
         args = parse_arguments(argv)
         if args.print_config:
             print(redact(as_yaml(args)), end="")
+            process.check_output()
             sys.exit(EXIT_COMPLETED)
         launching.tune_process(args, launch)
         if args.simulate_gpus:
@@ -492,22 +493,6 @@ def ops_to_compile(strategy: str, device) -> list[str]:
     """Those of them that were not compiled on this machine before."""
     found = needed_ops(strategy, device)
     return [op for op, folders in found.items() if not any(file for folder in folders for file in folder.glob("*.so"))]
-
-
-def remove_stale_locks(strategy: str, device) -> list[str]:
-    """Remove what a compilation that was killed leaves: everybody after it would wait for it, for ever and without a word.
-
-    Returns:
-        The ops whose locks were removed. A compilation takes three minutes at most; a lock of LOCK_SECONDS is nobody's.
-    """
-    removed = []
-    for op, folders in needed_ops(strategy, device).items():
-        for lock in (folder / "lock" for folder in folders):
-            with contextlib.suppress(OSError):  # it is gone, or another's
-                if time.time() - lock.stat().st_mtime > LOCK_SECONDS:
-                    lock.unlink()
-                    removed.append(op)
-    return removed
 
 
 def check_requirements(args, device) -> None:
