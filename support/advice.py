@@ -5,14 +5,20 @@ support/errors.py asks it for every exception that is not already this project's
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
+import tempfile
 from dataclasses import dataclass
 
 from support.errors import HostOutOfMemory, MissingRequirement, OutOfMemory, TrainingError, UserError
 
 LESS_MEMORY = ("Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
                "--seq_length, or a strategy that shards more (zero2, zero3, offload).")  # fmt: skip
+
+
+ALMOST_NOTHING = 2**20  # bytes that are free on a disk that counts as full
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,14 @@ TABLE = (
         r"No space left on device|Disk quota exceeded",
         TrainingError,
         "No space left on the device while writing {where}: free some space (`df -h`, `quota -s`), or name another "
-        "folder with --output_dir, --cache_dir or --nvme_path. Checkpoints that were complete before are untouched.",
+        "folder with --output_dir, --cache_dir, --nvme_path or TMPDIR. Checkpoints that were complete before are untouched.",
+    ),
+    Entry(
+        "file size",
+        r"File too large",
+        TrainingError,
+        "{where} would be larger than this shell (`ulimit -f`) or the file system allows: raise the limit, or name a folder on "
+        "another disk.",
     ),
     Entry(
         "deepspeed",
@@ -149,7 +162,7 @@ def look_up(error: BaseException) -> UserError | None:
         if re.search(entry.words, f"{name}: {text}", re.DOTALL):
             facts = {
                 "said": said.rstrip("."),
-                "where": getattr(error, "filename", None) or "a file",
+                "where": getattr(error, "filename", None) or full_disk() or "a file",
                 "compiler": compiler_error(lines) or said,
                 "port": os.environ.get("MASTER_PORT", "29500"),
                 "open_files": open_files(),
@@ -163,6 +176,15 @@ def compiler_error(lines: list[str]) -> str | None:
     complaint = r"(fatal )?error:|cannot find|undefined reference|not found|No such file"
     found = (line for line in lines if re.search(complaint, line))
     return next((line.strip() for line in found if not line.startswith("Error building")), None)
+
+
+def full_disk() -> str | None:
+    """Which of the folders that libraries write into without naming them is on a full disk."""
+    for name, folder in (("TMPDIR", tempfile.gettempdir()), ("shared memory", "/dev/shm"), ("the current folder", ".")):
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(folder).free < ALMOST_NOTHING:
+                return f"{folder} ({name})"
+    return None
 
 
 def open_files() -> str:

@@ -7,7 +7,6 @@ collective: a collective has a time limit, needs every rank, and hangs when one 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -30,52 +29,62 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from support import progress
+from support import failures, process, progress
 from support.advice import LESS_MEMORY
-from support.errors import EXIT_FAILED, OutOfMemory, TrainingError, UserError, explain
+from support.errors import EXIT_FAILED, OutOfMemory, StoppedBySignal, TrainingError, UserError, explain
 from support.launch import Launch
 from support.redaction import print_traceback
 
 HOST_IS_FULL = "It is the host's memory, not the GPU's: fewer ranks on a node, or a strategy that offloads less."
 GRACE_SECONDS = 5  # for a rank to end by itself after another one has failed
 SAME_REQUEST_SECONDS = 5  # signals so soon after the first are the launcher's repetition of it
-SILENT_SECONDS = 18  # without a sign of life a rank counts as gone; with the grace that makes less than 30
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STORE_SECONDS = 2  # for an answer of the store when an error is reported
+END_SECONDS = 20  # for what a failed rank does before it ends
 
 
 class StopSignal:
-    """A scheduler's, launcher's or user's wish that the run ends: SIGTERM, SIGINT, SIGUSR1, or SIGHUP of a lost terminal.
+    """A request to end the run, by a scheduler, a launcher or a user: SIGTERM, SIGINT, SIGUSR1, or SIGHUP of a lost terminal.
 
-    Before training there is nothing to save, and a signal ends the run like an error. From `defer()` on it is only noted,
-    for the ranks to agree on between two steps. Launchers send several signals for one wish; a second Ctrl-C ends at once.
+    Before training there is nothing to save, and a signal ends the run like an error. After `defer()` it is only recorded,
+    for the ranks to agree on between two steps. Launchers send several signals for one request; a second Ctrl-C ends at once.
     """
 
     def __init__(self):
-        self.requested = False
+        self.requested, self._name = False, ""
         self._deferred, self._first = False, 0.0
-        for number in STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup wants it ignored
+        for number in process.STOP_SIGNALS:
+            if number in process.ALSO_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._arrived)
 
     def defer(self) -> None:
-        """From now on a signal waits for the end of the step."""
+        """From now on a signal waits for the end of the step.
+
+        Raises:
+            StoppedBySignal: one arrived earlier where Python ignores exceptions, as in a destructor.
+        """
+        if self.requested:
+            self._end()
         self._deferred = True
 
     def ignore(self) -> None:
         """Everything is written: let the run end."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        if threading.current_thread() is threading.main_thread():  # only there Python lets handlers be changed
+            for number in process.STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
     def _arrived(self, number: int, _frame) -> None:
-        name, now = signal.Signals(number).name, time.monotonic()
+        now, repeated = time.monotonic(), self.requested
+        if not repeated:
+            self.requested, self._name, self._first = True, signal.Signals(number).name, now
+        elif now - self._first <= SAME_REQUEST_SECONDS:
+            return  # `finally` and `except` blocks of the first one are at work
         if not self._deferred:
-            raise TrainingError(f"Stopped by {name}; if another rank failed first, its message is above.")
-        if not self.requested:
-            self.requested, self._first = True, now
-        elif number == signal.SIGINT and now - self._first > SAME_REQUEST_SECONDS:
+            self._end()
+        if repeated and number == signal.SIGINT:
             raise KeyboardInterrupt
+
+    def _end(self) -> NoReturn:
+        raise StoppedBySignal(f"Stopped by {self._name}; if another rank failed first, its message is above.")
 
 
 @dataclass
@@ -90,7 +99,7 @@ class Run:
     attempt: str = ""  # prefix of this start's keys in the store
     store: dist.Store | None = None
     temporary: list[str] = field(default_factory=list)  # folders and files to remove, at the latest when the run ends
-    on_failure: list[Callable[[UserError], None]] = field(default_factory=list)
+    on_failure: list[Callable[[UserError], bool]] = field(default_factory=list)  # False: another rank has done that
     memory_facts: list[Callable[[], list[str]]] = field(default_factory=list)  # lines to add when memory runs out
     ways_to_fit: Callable[[], list[str]] = field(default=lambda: [])  # and what to change
     at_end: list[Callable[[], None]] = field(default_factory=list)  # when training and export are done
@@ -131,12 +140,7 @@ class Run:
 
     def print(self, text: str) -> None:
         """Print on this rank, whichever it is, also under --quiet."""
-        try:
-            progress.write(text)  # not through a bar
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (the terminal is gone, and what SIGHUP asks for is still to be done)
+        progress.write(text)  # not through a bar
 
     def warn(self, text: str) -> None:
         """Say something the user should know, on rank 0 only, also under --quiet."""
@@ -205,35 +209,29 @@ class Run:
     # -------------------------------------------------------------------------------- failure and end
 
     def watch_for_failures(self) -> None:
-        """Start the thread that ends this process when another rank has failed."""
+        """Start the threads that end this process when another rank has failed."""
         if self.world_size > 1:
-            threading.Thread(target=self._watch, args=(open_store(self.launch, self.attempt),), daemon=True).start()
+            monitor = failures.FailureMonitor(open_store(self.launch, self.attempt), self.rank, self.world_size)
+            threading.Thread(target=monitor.ask_until, args=(self.ending,), daemon=True).start()
+            threading.Thread(target=self._watch, args=(monitor,), daemon=True).start()
 
-    def _watch(self, store: dist.Store) -> None:
-        """The main thread may be stuck in a collective that will never end, so this thread ends the process.
-
-        A rank that raises says so in the store. One that is killed cannot: so each rank counts up a number of its own
-        in the store, and looks whether its neighbour still does.
-        """
-        neighbour = (self.rank + 1) % self.world_size
-        heard, heard_at = None, time.monotonic()
-        while not self.ending.wait(1):
-            try:
-                failed = store.check(["failure"])
-                store.add(f"alive/{self.rank}", 1)
-                count = store.add(f"alive/{neighbour}", 0)
-            except Exception:  # the store is gone, and with it rank 0 or the launcher
-                failed, count = True, heard
-            if count != heard:
-                heard, heard_at = count, time.monotonic()
-            if not failed and heard and time.monotonic() - heard_at > SILENT_SECONDS:
-                failed = True
-                if self._failed_first(f"rank {neighbour} is gone"):
-                    self._tell(TrainingError(f"Rank {neighbour} ended without a word: was it killed, or out of host memory?"))
-            if failed and not self.ending.wait(GRACE_SECONDS):
-                self._flush()
-                self.clean_up()
-                _exit(EXIT_FAILED)
+    def _watch(self, monitor: failures.FailureMonitor) -> None:
+        """The main thread may be stuck in a collective that will never end, so this thread ends the process."""
+        while not self.ending.wait(failures.PERIOD_SECONDS):
+            found = monitor.look()
+            if found is None:
+                continue
+            # A store that ends may be the run's orderly end, or the main thread has an error that says more.
+            if monitor.lost and self.ending.wait(GRACE_SECONDS):
+                return
+            if found:
+                self._report(TrainingError(found))
+            if not monitor.lost and self.ending.wait(GRACE_SECONDS):
+                return
+            end_at_latest(EXIT_FAILED)
+            self._flush()
+            self.clean_up()
+            _exit(EXIT_FAILED)
 
     def clean_up(self, *folders: str) -> None:
         """Remove these of this process's temporary folders and files; all of them if none is named."""
@@ -245,16 +243,17 @@ class Run:
                 Path(folder).unlink(missing_ok=True)
 
     def end_failed(self, error: BaseException) -> NoReturn:
-        """End this process. Only the rank that fails first speaks: the errors of the others follow from its own."""
+        """End this process. Only the rank that fails first reports its error: those of the others follow from it."""
         self.stop.ignore()
         shown = explain(error)
+        end_at_latest(shown.exit_code)
         try:
             if self.verbose:
                 print_traceback(error)
-            first = self._failed_first(str(shown))
             self.clean_up()  # before anything is written: a half-written checkpoint may be what fills the disk
-            if first:
-                self._tell(shown)
+            self._report(shown)
+            if self.is_main and self.world_size > 1:  # the others must see the error in the store that this process may host
+                time.sleep(2 * failures.PERIOD_SECONDS)
             self._flush()
             self.ending.set()
         finally:  # not sys.exit: a communicator with a broken peer can hang in its destructor
@@ -265,16 +264,34 @@ class Run:
             with contextlib.suppress(Exception):  # the run ends for another reason
                 flush()
 
-    def _tell(self, shown: UserError) -> None:
+    def _report(self, shown: UserError) -> None:
+        """Record and print an error, unless another rank has reported one.
+
+        The ranks agree through the store on who is first. Where the store has ended with rank 0, or does not answer, it is the
+        rank that changes the status in results.json.
+        """
+        if not self._may_report(str(shown)):
+            return
+        for record in self.on_failure:
+            with contextlib.suppress(OSError):  # a full disk must not hide the message
+                if not record(shown):
+                    return
         where = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
         progress.write(f"❌ {shown}{where}", sys.stderr)  # not through a bar
-        for tell in self.on_failure:
-            with contextlib.suppress(OSError):  # a full disk must not hide the message above
-                tell(shown)
         if isinstance(shown, OutOfMemory):
             self.ending.set()  # looking around may take longer than `_watch` has patience
             for line in self._about_memory(shown):
                 progress.write(f"   {line}", sys.stderr)
+
+    def _may_report(self, message: str) -> bool:
+        """False if another rank, or another thread of this one, has written an error into the store."""
+        if self.store is None:
+            return True
+        mine = f"{self.rank} {threading.get_ident()}: {message}"
+        try:
+            return failures.in_time(lambda: self.store.compare_set("failure", "", mine), STORE_SECONDS).decode() == mine
+        except Exception:  # it has ended, or does not answer
+            return True
 
     def _about_memory(self, shown: OutOfMemory) -> Iterator[str]:
         """What was held where it ran out, and what would have fitted."""
@@ -288,15 +305,6 @@ class Run:
                 ways = self.ways_to_fit()
         yield from facts
         yield from ways or [LESS_MEMORY]
-
-    def _failed_first(self, message: str) -> bool:
-        if self.store is None:
-            return True
-        try:
-            mine = f"{self.rank}: {message}".encode()
-            return self.store.compare_set("failure", "", mine.decode()) == mine
-        except Exception:  # the store's host has gone: it has spoken, or its launcher will
-            return self.is_main
 
     def end_together(self, engine: Any, code: int) -> NoReturn:
         """End this process, at the same time as all others, with everything written.
@@ -316,14 +324,39 @@ class Run:
             _exit(code)
 
 
+@contextlib.contextmanager
+def ends_within(seconds: float, message: str) -> Iterator[None]:
+    """End this process with a message if the block takes longer: calls to a store whose host hangs have no limit."""
+
+    def end() -> None:
+        progress.write(f"❌ {message}", sys.stderr)
+        _exit(EXIT_FAILED)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def end_at_latest(code: int) -> None:
+    """End this process soon, even if what is still to be done blocks: a disk that hangs, a terminal that is stopped."""
+    timer = threading.Timer(END_SECONDS, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
 def _exit(code: int) -> NoReturn:
     """Leave at once, without the interpreter's shutdown, but with everything printed."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # it is closed
             stream.flush()
     os._exit(code)
 
 
+CONNECT_SECONDS = 5  # of one attempt
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 
 
@@ -343,31 +376,44 @@ def meet(launch: Launch, backend: str, timeout: float) -> tuple[dist.Store, str]
     Raises:
         TrainingError: ranks have not arrived, or differ in what must be the same; the line names them and their hosts.
     """
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = dist.TCPStore(
-            launch.master_addr, launch.master_port, launch.world_size, is_master=launch.is_main and not by_agent,
-            wait_for_workers=False, timeout=timedelta(seconds=timeout),
-        )  # fmt: skip
-    except dist.DistNetworkError as error:
+    unanswered = f"The store at {launch.master_addr}:{launch.master_port} does not answer: is the host of rank 0 up?"
+    with ends_within(timeout + 15, unanswered):
+        store = connect(launch, timeout)
+        mine = {"number": uuid.uuid4().hex, "host": socket.gethostname(), "facts": {**what_must_agree(), "backend": backend}}
+        place = f"meeting/{launch.world_size}"
+        store.set(f"{place}/here/{launch.rank}", json.dumps(mine))
+        until = time.monotonic() + timeout
         if launch.is_main:
-            raise  # the port is taken
-        raise TrainingError(f"Rank 0 does not answer at {launch.master_addr}:{launch.master_port}. Has it started, and is the "
-                            "port open between the hosts?") from error  # fmt: skip
-    mine = {"number": uuid.uuid4().hex, "host": socket.gethostname(), "facts": {**what_must_agree(), "backend": backend}}
-    place = f"meeting/{launch.world_size}"
-    store.set(f"{place}/here/{launch.rank}", json.dumps(mine))
-    until = time.monotonic() + timeout
-    if launch.is_main:
-        attempt, wrong = _call_the_roll(store, place, launch, until)
-    else:
-        attempt, wrong = _answer_the_roll(store, place, launch, until, mine["number"])
+            attempt, wrong = _call_the_roll(store, place, launch, until)
+        else:
+            attempt, wrong = _answer_the_roll(store, place, launch, until, mine["number"])
     if wrong and not launch.is_main:
         time.sleep(5)  # rank 0 says it; a launcher ends all when one ends
         _exit(EXIT_FAILED)
     if wrong:
         raise TrainingError(wrong)
     return dist.PrefixStore(f"{attempt}/group", store), attempt
+
+
+def connect(launch: Launch, timeout: float) -> dist.Store:
+    """The store of the run; rank 0 hosts it, unless torchrun's agent does.
+
+    Raises:
+        TrainingError: rank 0 is not there after `timeout` seconds.
+    """
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, until = launch.is_main and not by_agent, time.monotonic() + timeout
+    while not host:  # no signal is handled while torch waits for a connection
+        try:
+            socket.create_connection((launch.master_addr, launch.master_port), CONNECT_SECONDS).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                raise TrainingError(f"Rank 0 does not answer at {launch.master_addr}:{launch.master_port}. Has it started, and "
+                                    "is the port open between the hosts?") from error  # fmt: skip
+            time.sleep(0.1)
+    return dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, is_master=host, wait_for_workers=False,
+                         timeout=timedelta(seconds=timeout))  # fmt: skip
 
 
 def _call_the_roll(store: dist.Store, place: str, launch: Launch, until: float) -> tuple[str, str]:

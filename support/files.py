@@ -23,7 +23,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,7 +47,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """
     beside = path.with_name(f"{PARTIAL}{secrets.token_hex(4)}-{path.name}")
     try:
-        write(beside)
+        with naming(path):
+            write(beside)
         with open(beside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -58,6 +59,29 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file's name to an OSError: a write that finds no space does not name its file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def overwrite(path: Path, text: str) -> None:
+    """Replace a file's content in its own blocks, which works on most file systems when the disk is full.
+
+    Raises:
+        OSError: the text needs more blocks, and there are none; the file is as it was.
+    """
+    data = text.encode("utf-8")
+    with open(path, "rb+") as file:
+        os.posix_fallocate(file.fileno(), 0, len(data))
+        file.write(data)
+        file.truncate()
 
 
 def sync_folder(folder: Path) -> None:

@@ -17,7 +17,7 @@ from support.comparison import human_bytes
 from support.config import global_batch
 from support.distributed import Run
 from support.errors import TrainingError, explain
-from support.files import only_finite, open_regular, set_aside, write_text
+from support.files import naming, only_finite, open_regular, set_aside, write_text
 from support.trackers import Trackers
 
 PHASES = ("data", "forward", "backward", "update")
@@ -303,7 +303,7 @@ class Meter:
         if self.trackers:
             self.trackers.log(record)
         if self._path is not None:
-            with open(self._path, "a", encoding="utf-8") as file:
+            with naming(self._path), open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(only_finite(record)) + "\n")
 
     def close(self, sample: str | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -23,7 +25,7 @@ from support.config import global_batch
 from support.distributed import Run, versions
 from support.errors import TrainingError, UserError
 from support.examples import PLAIN_NOTICE, use_plain_template
-from support.files import lock, only_finite, read_json, remove_leftovers, set_aside, write_text
+from support.files import lock, only_finite, overwrite, read_json, remove_leftovers, set_aside, write_text
 from support.launch import available_cores
 from support.metering import Meter
 from support.redaction import redact
@@ -151,7 +153,8 @@ class Results:
         self.kept = resuming and (self.before is not None or bool(self._damage))
         if run.is_main and not self.kept:
             self.begin()  # before the others continue: they may fail, and then the file must be of this run
-        self.before, self.kept = run.from_main((self.before, self.kept))
+        started = self.facts["started_at"]  # rank 0's stands for the run
+        self.before, self.kept, self.facts["started_at"] = run.from_main((self.before, self.kept, started))
         self.was_complete = self.kept and self.before is not None and self.before["status"] == "completed"
         run.on_failure.append(self.fail)
 
@@ -199,15 +202,43 @@ class Results:
         if self.run.is_main:
             self._write()
 
-    def fail(self, error: UserError) -> None:
-        """Write why the run ended; called on the one rank that failed first, whichever it is."""
+    def fail(self, error: UserError) -> bool:
+        """Write why the run ended, unless the file says already how it ended; any rank may call it.
+
+        Returns:
+            False if another rank has written an error first.
+        """
         if self.kept:
-            return
-        self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
-        self._write()
+            return True
+        with locked(self.path.parent):
+            found, _ = read_results(self.path)
+            mine = found is not None and found.get("started_at") == self.facts["started_at"]
+            if mine and found["status"] != "running":
+                return found["status"] in ("completed", "preempted")
+            self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
+            try:
+                self._write()
+            except OSError:  # a full disk; a rename needs space for a second file
+                overwrite(self.path, self._text())
+        return True
+
+    def _text(self) -> str:
+        return json.dumps(only_finite(self.facts), indent=2) + "\n"
 
     def _write(self) -> None:
-        write_text(self.path, json.dumps(only_finite(self.facts), indent=2) + "\n")
+        write_text(self.path, self._text())
+
+
+@contextlib.contextmanager
+def locked(folder: Path):
+    """One process at a time, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read_results(path: Path) -> tuple[dict | None, str]:

@@ -502,7 +502,7 @@ def test_a_machine_that_is_lost_ends_the_others(machines, tmp_path):
     kill_machine("node3")
     said = ends(processes, 60)
     assert all(code != 0 for code, _ in said.values())
-    assert any("Rank 2 ended without a word" in line or "onnection" in line for line in errors(said)), said
+    assert any("Rank 2 ended without reporting an error" in line or "onnection" in line for line in errors(said)), said
     assert descendants_of_test() == []
 
 
@@ -545,7 +545,7 @@ def test_a_cable_that_is_pulled_ends_the_others(machines, tmp_path):
         finish(processes["node3"], 30)
         machines.enter("node3", "ip", "link", "set", "eth0", "up")
     assert all(code != 0 for code, _ in said.values())
-    assert any("Rank 2 ended without a word" in line for line in errors(said)), said
+    assert any("Rank 2 ended without reporting an error" in line for line in errors(said)), said
 
 
 @pytest.mark.soak

@@ -1,0 +1,501 @@
+"""Attacks on processes: ranks that are stopped or killed, output that cannot be written, signals at any moment."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from attacks import Attack, table
+from conftest import PROJECT, SCRIPT, Run, descendants_of_test, finish, free_port, launcher_command, skip, start
+
+from support import failures, process
+from support.errors import StoppedBySignal, TrainingError, explain
+from support.files import overwrite
+
+TINY = ["--seq_length", "64", "--batch_size", "1", "--no_eval", "--no_export"]
+
+# ------------------------------------------------------------------------------------------ ranks that do not answer
+
+
+class FakeStore:
+    """The store as FailureMonitor uses it, with a clock that the test moves."""
+
+    def __init__(self):
+        self.now, self.alive, self.failed, self.gone = 0.0, {0: 1, 1: 1}, False, False
+        self.place = "elsewhere 1"
+
+    def set(self, *_):
+        pass
+
+    def get(self, _key):
+        return self.place.encode()
+
+    def check(self, _keys):
+        if self.gone:
+            raise RuntimeError("Connection reset by peer")
+        return self.failed
+
+    def add(self, key, by):
+        self.alive[int(key[-1])] += by
+        return self.alive[int(key[-1])]
+
+
+def watch(seconds: float, store: FakeStore, monitor, period=1.0, asks=True, neighbour=True) -> str | None:
+    """Let time pass for rank 0; returns what the monitor reports at last."""
+    found = None
+    for _ in range(round(seconds / period)):
+        store.now += period
+        store.alive[1] += neighbour
+        if asks:
+            monitor.ask()
+        found = monitor.look()
+        if found is not None:
+            break
+    return found
+
+
+@pytest.fixture
+def watched():
+    store = FakeStore()
+    return store, failures.FailureMonitor(store, 0, 2, clock=lambda: store.now)
+
+
+def test_healthy_ranks_are_left_alone(watched):
+    store, monitor = watched
+    assert watch(10_000, store, monitor) is None
+
+
+@pytest.mark.parametrize("seconds", [21, 3_600, 86_400])
+def test_a_suspended_run_continues(watched, seconds):
+    store, monitor = watched
+    watch(5, store, monitor)
+    store.now += seconds  # SIGSTOP on all ranks; this one continues first
+    assert watch(10, store, monitor, neighbour=False) is None
+    assert watch(100, store, monitor) is None
+
+
+def test_a_rank_that_stops_answering_is_reported_in_time(watched):
+    store, monitor = watched
+    watch(5, store, monitor)
+    assert watch(16, store, monitor, neighbour=False) is None
+    assert "Rank 1" in watch(4, store, monitor, neighbour=False)
+
+
+def test_a_neighbour_that_computes_has_more_time(watched, monkeypatch):
+    """Its main thread may hold Python's lock for minutes; one that is stopped or waits has no such excuse."""
+    store, monitor = watched
+    store.place = f"{socket.gethostname()} {os.getpid()}"
+    watch(5, store, monitor)
+    monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_RUNNING)
+    assert watch(300, store, monitor, neighbour=False) is None
+    monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_STOPPED)
+    assert "Rank 1" in watch(2, store, monitor, neighbour=False)
+
+
+def test_a_neighbour_that_computes_without_end_is_reported(watched, monkeypatch):
+    store, monitor = watched
+    store.place = f"{socket.gethostname()} {os.getpid()}"
+    monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_RUNNING)
+    watch(5, store, monitor)
+    assert "Rank 1" in watch(700, store, monitor, neighbour=False)
+
+
+def test_a_rank_that_never_answers_is_reported(watched):
+    store, monitor = watched
+    store.alive[1] = 0
+    assert watch(50, store, monitor, neighbour=False) is None
+    assert "Rank 1" in watch(20, store, monitor, neighbour=False)
+
+
+def test_a_store_that_blocks_is_reported_in_time(watched):
+    store, monitor = watched
+    watch(5, store, monitor)
+    assert watch(16, store, monitor, asks=False) is None
+    assert "Rank 0 does not answer" in watch(4, store, monitor, asks=False)
+
+
+def test_a_slow_machine_still_finds_the_dead(watched):
+    store, monitor = watched
+    watch(10, store, monitor, period=5)
+    assert "Rank 1" in watch(60, store, monitor, period=5, neighbour=False)
+
+
+def test_a_store_that_ended_is_reported_at_once(watched):
+    store, monitor = watched
+    watch(5, store, monitor)
+    store.gone = True
+    assert "Rank 0 ended" in watch(2, store, monitor)
+    assert monitor.lost
+
+
+def test_an_error_of_another_rank_is_its_own_to_report(watched):
+    store, monitor = watched
+    store.failed = True
+    assert watch(2, store, monitor) == ""
+
+
+def test_a_call_that_blocks_is_given_up():
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        failures.in_time(lambda: threading.Event().wait(60), 0.2)
+    assert time.monotonic() - begun < 5
+    assert failures.in_time(lambda: 3, 5) == 3
+    with pytest.raises(KeyError):
+        failures.in_time(lambda: {}["nothing"], 5)
+
+
+@contextmanager
+def two_ranks(folder, *args):
+    """Two ranks without a launcher, rank 0 hosting the store; yields them once they train. Both are killed at the end."""
+    port, env = free_port(), {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, SCRIPT, *TINY, "--epochs", "1000", "--output_dir", folder, *args]
+    ranks = [start(command, {**env, "RANK": rank, "MASTER_PORT": port}) for rank in (0, 1)]
+    try:
+        while "Epoch 1" not in (line := ranks[0].stdout.readline()):
+            assert line, ranks[0].stderr.read()
+        threading.Thread(target=ranks[0].stdout.read, daemon=True).start()  # a full pipe would stop it
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def errors_of(*ranks) -> list[str]:
+    return [line for rank in ranks for line in rank.stderr.read().splitlines() if "❌" in line]
+
+
+def end_of(rank, seconds: float) -> int:
+    begun = time.monotonic()
+    code = rank.wait(seconds)
+    assert time.monotonic() - begun < seconds
+    return code
+
+
+def test_survivor_reports_that_rank_0_was_killed(tmp_path):
+    with two_ranks(tmp_path / "out") as (first, second):
+        first.kill()
+        assert end_of(second, 30) == 1
+        [line] = errors_of(second)
+        assert "rank 1" in line
+        results = json.loads((tmp_path / "out" / "results.json").read_text())
+        assert results["status"] == "failed" and results["reason"] in line
+
+
+@pytest.mark.soak
+def test_rank_0_that_is_stopped_ends_the_run(tmp_path):
+    with two_ranks(tmp_path / "out") as (first, second):
+        first.send_signal(signal.SIGSTOP)
+        assert end_of(second, 30) == 1
+        assert json.loads((tmp_path / "out" / "results.json").read_text())["status"] == "failed"
+        first.send_signal(signal.SIGCONT)
+        assert end_of(first, 30) == 1
+        [line] = errors_of(first, second)
+        assert "Rank 0 does not answer" in line
+
+
+@pytest.mark.soak
+def test_rank_1_that_is_stopped_ends_the_run(tmp_path):
+    with two_ranks(tmp_path / "out") as (first, second):
+        second.send_signal(signal.SIGSTOP)
+        assert end_of(first, 30) == 1
+        second.send_signal(signal.SIGCONT)
+        assert end_of(second, 30) == 1
+        [line] = errors_of(first, second)
+        assert "Rank 1" in line
+        assert json.loads((tmp_path / "out" / "results.json").read_text())["reason"] in line
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stopped, seconds", [((0, 1), 21), ((0,), 10), ((1,), 10)])
+def test_a_suspension_does_not_end_a_run(tmp_path, stopped, seconds):
+    with two_ranks(tmp_path / "out", "--max_steps", "60") as ranks:
+        for rank in stopped:
+            ranks[rank].send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        for rank in reversed(stopped):
+            ranks[rank].send_signal(signal.SIGCONT)
+            time.sleep(0.5)
+        assert [end_of(rank, 120) for rank in ranks] == [0, 0]
+
+
+@pytest.mark.soak
+def test_ranks_end_when_torchrun_is_killed(tmp_path):
+    launcher = start([*launcher_command("torchrun", 2), SCRIPT, *TINY, "--epochs", "1000", "--output_dir", tmp_path / "out"])
+    while "Epoch 1" not in (line := launcher.stdout.readline()):
+        assert line, launcher.stderr.read()
+    ranks = [child for child in psutil.Process(launcher.pid).children(recursive=True) if str(SCRIPT) in child.cmdline()]
+    launcher.kill()
+    psutil.wait_procs(ranks, 30)
+    assert descendants_of_test() == []
+    _, err = launcher.communicate()
+    assert err.count("❌") == 1
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["status"] == "failed"
+
+
+# ------------------------------------------------------------------------------------------ who writes the results
+
+
+def results_of(folder, main=True):
+    """A Results as a rank has it, without a process group."""
+    import torch
+
+    from support.reporting import Results
+
+    run = SimpleNamespace(
+        is_main=main, from_main=lambda value: value, device=torch.device("cpu"), on_failure=[], lock=None
+    )
+    results = Results(run, folder, {}, resuming=False)
+    if not main:  # what rank 0 has announced
+        results.facts["started_at"] = json.loads((folder / "results.json").read_text())["started_at"]
+    return results
+
+
+@pytest.mark.parametrize("status, first, after", [
+    ("running", True, "failed"), ("failed", False, "failed"), ("oom", False, "oom"), ("completed", True, "completed"),
+    ("preempted", True, "preempted"),
+])  # fmt: skip
+def test_the_first_error_stays_and_a_good_end_stays(tmp_path, status, first, after):
+    results_of(tmp_path)  # rank 0's
+    other = results_of(tmp_path, main=False)
+    path = tmp_path / "results.json"
+    path.write_text(path.read_text().replace('"running"', f'"{status}"'))
+    assert other.fail(TrainingError("the second error")) is first
+    found = json.loads(path.read_text())
+    assert found["status"] == after
+    assert (found["reason"] == "the second error") is (status == "running")
+
+
+def test_an_error_of_an_earlier_run_does_not_stay(tmp_path):
+    other = results_of(tmp_path)
+    earlier = {"status": "failed", "reason": "an earlier error", "started_at": "2020-01-01T00:00:00+00:00"}
+    (tmp_path / "results.json").write_text(json.dumps(earlier))
+    assert other.fail(TrainingError("an error"))
+    assert json.loads((tmp_path / "results.json").read_text())["reason"] == "an error"
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"status"', "\0" * 100])
+def test_an_error_is_written_over_damaged_results(tmp_path, damage):
+    results_of(tmp_path)
+    other = results_of(tmp_path, main=False)
+    (tmp_path / "results.json").write_text(damage)
+    assert other.fail(TrainingError("an error"))
+    assert json.loads((tmp_path / "results.json").read_text())["reason"] == "an error"
+
+
+# ------------------------------------------------------------------------------------------ full disks
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """small_disk(size) mounts an empty disk of that size."""
+    mounted = []
+
+    def mount(size: str):
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]).returncode:
+            skip("needs root to mount a small disk")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(folder) -> None:
+    """Leave no block free."""
+    with pytest.raises(OSError), open(folder / "ballast", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_results_are_written_to_a_full_disk(small_disk):
+    folder = small_disk("1M")
+    results = results_of(folder)
+    fill(folder)
+    assert results.fail(TrainingError("the disk is full"))
+    assert json.loads((folder / "results.json").read_text())["reason"] == "the disk is full"
+
+
+def test_a_text_that_does_not_fit_leaves_the_file_as_it_was(small_disk):
+    folder = small_disk("1M")
+    (folder / "file").write_text("before")
+    fill(folder)
+    with pytest.raises(OSError):
+        overwrite(folder / "file", "x" * 100_000)
+    assert (folder / "file").read_text() == "before"
+
+
+def test_full_disk_while_metrics_are_written(small_disk):
+    folder = small_disk("1M")
+    run = start([sys.executable, SCRIPT, *TINY, "--epochs", "1000", "--logging_steps", "1", "--output_dir", folder / "out"])
+    while "Epoch 1" not in (line := run.stdout.readline()):
+        assert line, run.stderr.read()
+    fill(folder)
+    _, err = finish(run, 60)
+    assert run.returncode == 1
+    assert err.count("❌") == 1 and "No space left" in err and "metrics.jsonl" in err
+    results = json.loads((folder / "out" / "results.json").read_text())
+    assert results["status"] == "failed" and "metrics.jsonl" in results["reason"]
+
+
+def test_full_temporary_folder_is_named(script, small_disk):
+    folder = small_disk("2M")
+    run = script(*TINY, env={"TMPDIR": folder}, ok=False)
+    assert run.code == 1
+    assert "No space left" in run.error and f"{folder} (TMPDIR)" in run.error
+    assert run.results["status"] == "failed"
+    assert not list(folder.glob("distributed_training*"))
+
+
+# ------------------------------------------------------------------------------------------ output
+
+
+def run_shell(command: str, folder, redirection: str) -> Run:
+    """Run a command in bash with redirected streams; the exit code is the command's, also before a pipe."""
+    process = start(["bash", "-c", f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"], {"PYTHON": sys.executable})
+    out, err = finish(process, 120)
+    return Run(process.returncode, out, err, 0, folder)
+
+
+def completed(_folder, run) -> None:
+    assert run.results["status"] == "completed"
+    assert len(run.losses) == 2
+
+
+TRAIN = f"{sys.executable} {SCRIPT} {' '.join(TINY)} --max_steps 2 --output_dir @/out"
+TORCHRUN = f"torchrun --standalone --nproc_per_node=2 {SCRIPT} {' '.join(TINY)} --max_steps 2 --output_dir @/out"
+PLAN = f"{sys.executable} {PROJECT}/scripts/plan_memory.py --gpus 2 --gpu_memory 40"
+
+
+@table(
+    Attack("stdout and stderr on a full disk", args=(TRAIN, "> /dev/full 2>&1"), code=0, holds=completed),
+    Attack("everything closed", args=(TRAIN, "<&- >&- 2>&-"), code=0, holds=completed),
+    Attack("head", args=(TRAIN, "| head -n 1"), code=0, holds=completed, soak=True),
+    Attack("head with SIGPIPE ignored", args=(f"trap '' PIPE; {TRAIN}", "| head -n 1"), code=0, holds=completed, soak=True),
+    Attack("bars on a full disk", args=(TRAIN, "2> /dev/full"), code=0, holds=completed, soak=True),
+    Attack("file size limit", args=(f"ulimit -f 20000; {TRAIN}", "> @/log"), code=0, holds=completed, soak=True),
+    Attack("torchrun, full disk", args=(TORCHRUN, "> /dev/full 2> /dev/full"), code=0, holds=completed, soak=True),
+    Attack("torchrun, head", args=(TORCHRUN, "2>&1 | head -n 1"), code=0, holds=completed, soak=True),
+    Attack("help, head", args=(f"{sys.executable} {SCRIPT} --help", "| head -n 1"), code=0),
+    Attack("help, full disk", args=(f"{sys.executable} {SCRIPT} --help", "> /dev/full"), code=0),
+    Attack("configuration, full disk", args=(f"{sys.executable} {SCRIPT} --print_config", "> /dev/full"), code=1,
+           says="No space left"),
+    Attack("wrong flag, everything closed", args=(f"{sys.executable} {SCRIPT} --nope", "<&- >&- 2>&-"), code=2),
+    Attack("plan, head", args=(PLAN, "| head -n 1"), code=0),
+    Attack("plan, full disk", args=(PLAN, "> /dev/full"), code=1, says="No space left"),
+    Attack("plan, closed", args=(PLAN, ">&-"), code=0),
+)  # fmt: skip
+def test_output_that_cannot_be_written(attack, tmp_path):
+    command, redirection = (text.replace("@", str(tmp_path)) for text in attack.args)
+    attack.check(tmp_path, run_shell(command, tmp_path / "out", redirection))
+
+
+def test_a_library_that_writes_to_the_first_descriptors_harms_no_file(tmp_path):
+    """With stdout closed the next file would get number 1, and everything that is printed."""
+    code = "from support import process; process.protect_output(); f = open('data', 'w'); print('printed'); f.write('data')"
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" <&- >&- 2>&-'], cwd=tmp_path, check=True, env=env)
+    assert (tmp_path / "data").read_text() == "data"
+
+
+# ------------------------------------------------------------------------------------------ signals
+
+
+@pytest.fixture
+def signal_while_importing(tmp_path):
+    """An environment in which importing torch sends this process a signal."""
+    (tmp_path / "torch.py").write_text("import os, time\nos.kill(os.getpid(), int(os.environ['SENT']))\ntime.sleep(30)\n")
+    return {"PYTHONPATH": tmp_path}
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_signal_during_imports(signal_while_importing, tmp_path, name):
+    number = signal.Signals[name].value
+    run = start([sys.executable, SCRIPT, "--output_dir", tmp_path / "out"], {**signal_while_importing, "SENT": number})
+    _, err = finish(run, 20)
+    assert run.returncode == 1
+    assert err.count("❌") == 1 and name in err and "Traceback" not in err
+
+
+def test_signal_during_imports_is_reported_once(signal_while_importing, tmp_path):
+    env = {**signal_while_importing, "SENT": 15, "WORLD_SIZE": 2}
+    ranks = [start([sys.executable, SCRIPT, "--output_dir", tmp_path / "out"], {**env, "RANK": rank}) for rank in (0, 1)]
+    said = [finish(rank, 20)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "".join(said).count("❌") == 1
+
+
+@pytest.mark.parametrize("error, code, says", [
+    ("ImportError('libtorch.so: failed to map segment')", 1, "libtorch.so"), ("MemoryError", 3, "Out of memory"),
+    ("OSError(24, 'Too many open files')", 1, "ulimit -n"), ("KeyboardInterrupt", 1, "Interrupted"),
+])  # fmt: skip
+def test_libraries_that_cannot_be_imported(tmp_path, error, code, says):
+    (tmp_path / "torch.py").write_text(f"raise {error}\n")
+    run = start([sys.executable, SCRIPT, "--output_dir", tmp_path / "out"], {"PYTHONPATH": tmp_path})
+    _, err = finish(run, 20)
+    assert run.returncode == code
+    assert err.count("❌") == 1 and says in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("program", ["plan_memory.py", "compare_report.py"])
+def test_command_line_that_is_interrupted_during_imports(tmp_path, program):
+    (tmp_path / "tabulate.py").write_text("import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(30)\n")
+    run = start([sys.executable, PROJECT / "scripts" / program], {"PYTHONPATH": tmp_path})
+    _, err = finish(run, 20)
+    assert run.returncode == 1
+    assert err.count("❌") == 1 and "Traceback" not in err
+
+
+@pytest.fixture
+def stop():
+    """A StopSignal whose handlers are removed afterwards."""
+    from support.distributed import StopSignal
+
+    before = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
+    yield StopSignal()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_no_library_can_swallow_a_signal(stop):
+    with pytest.raises(StoppedBySignal) as found:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except Exception:
+            pytest.fail("swallowed")
+    shown = explain(found.value)
+    assert isinstance(shown, TrainingError) and "SIGTERM" in str(shown)
+
+
+def test_a_signal_that_was_swallowed_ends_the_run_later(stop):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    except BaseException:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)  # the launcher's repetition does not disturb what `finally` does
+    with pytest.raises(StoppedBySignal):
+        stop.defer()
+
+
+def test_a_deferred_signal_only_asks(stop):
+    stop.defer()
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.requested
+    stop._first -= 10
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
