@@ -267,7 +267,7 @@ def test_the_first_error_stays_and_a_good_end_stays(tmp_path, status, first, aft
     results_of(tmp_path)  # rank 0's
     other = results_of(tmp_path, main=False)
     path = tmp_path / "results.json"
-    path.write_text(path.read_text().replace('"running"', f'"{status}"'))
+    path.write_text(path.read_text().replace('"running"', f'"{status}", "steps": 1'))
     assert other.fail(TrainingError("the second error")) is first
     found = json.loads(path.read_text())
     assert found["status"] == after
