@@ -48,6 +48,7 @@ OBJECTS_OF_DEEPSPEED = frozenset(
     ("optimizer", "scheduler", "params", "bf16", "fp16", "zero_optimization", "offload_optimizer", "offload_param", "aio",
      "data_types", "activation_checkpointing", "flops_profiler", "comms_logger")
 )  # fmt: skip
+DEVICES_OF_DEEPSPEED = ("none", "cpu", "nvme")  # of what is offloaded
 NEVER_NULL = frozenset(("optimizer", "scheduler", "params", "bf16", "fp16", "zero_optimization"))
 SWITCHES_OF_DEEPSPEED = frozenset(
     ("enabled", "torch_adam", "fused", "adam_w_mode", "amsgrad", "overlap_comm", "contiguous_gradients", "reduce_scatter",
@@ -516,6 +517,9 @@ def _check_types(section: dict, file: str, prefix: str = "") -> None:
             raise UserError(f"{what} must be true or false, without quotes, and is {shown(json.dumps(value))}.")
         if key in NUMBERS_OF_DEEPSPEED and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f"{what} must be a number, without quotes, and is {shown(json.dumps(value))}.")
+        if (key == "stage" and isinstance(value, float)) or (key == "device" and value not in DEVICES_OF_DEEPSPEED):
+            wanted = "a whole number" if key == "stage" else f"one of {', '.join(DEVICES_OF_DEEPSPEED)}"
+            raise UserError(f"{what} must be {wanted}, and is {shown(json.dumps(value))}.")
         if isinstance(value, dict):
             _check_types(value, file, f"{prefix}{key}.")
 
@@ -632,7 +636,8 @@ def _reconcile_total_batch(args, config: dict, accumulation_is_open: bool, file:
     world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
     wanted, at_once = config.get("train_batch_size"), args.batch_size * world_size
     if accumulation_is_open and isinstance(wanted, int) and wanted >= at_once and wanted % at_once == 0:
-        args.gradient_accumulation_steps = config["gradient_accumulation_steps"] = wanted // at_once
+        steps = _as_flag("gradient_accumulation_steps", f"train_batch_size / {at_once}", wanted // at_once, file)
+        args.gradient_accumulation_steps = config["gradient_accumulation_steps"] = steps
     product = global_batch(args, world_size)
     total = config.get("train_batch_size", AUTO)
     if total not in (AUTO, product):
