@@ -24,7 +24,6 @@ import torch
 
 from support.config import global_batch
 from support.corpus import (
-    PIECE_CHARACTERS,
     BadRow,
     Document,
     Example,
@@ -54,9 +53,11 @@ from support.errors import UserError
 from support.examples import PLAIN_NOTICE, Encoder, use_plain_template
 from support.preflight import is_local_dataset
 from support.reporting import say_dataset
-from support.tokens import cut_text, of_another_kind, refuse_bad_rows, tokenize_corpus
+from support.tokens import of_another_kind, refuse_bad_rows, tokenize_corpus
+from support.whole_document import Chunk, DocumentTokenizer
 
 COMPARED_BYTES = 1 << 16  # of a file's beginning and of its end
+ROWS_VERSION = 2  # raise it when a corpus is read as other rows, so that a checkpoint's place in it is another one
 
 
 @dataclass
@@ -67,18 +68,30 @@ class Item:
         state: of the reader, just before it.
         begins: whether an end-of-text token goes before it.
         content: what it holds.
+        part: if it is a part of a text file, how that is to be tokenised.
     """
 
     state: dict
     begins: bool
     content: Document | Example
+    part: Chunk | None = None
+
+
+@dataclass(frozen=True)
+class TextFile(Document):
+    """A text file, which is dealt in parts."""
 
 
 class Reader:
     """Reads rows and deals them to lanes, pass after pass.
 
+    A row is dealt as a whole, an article of WikiText (whose rows are lines) too. A text file is dealt in parts, so that all
+    lanes have something of a single file. Where a lane continues in another place of the file, an end-of-text token separates
+    the two.
+
     Args:
         open_rows: returns a stateful iterable of rows, as `_open_rows` does.
+        parts: cuts a text, given in pieces, into parts that can be tokenised independently.
         text_column: see `corpus.open_source`.
         lanes: how many there are, over all ranks.
         mine: the lanes that this rank works for.
@@ -87,56 +100,96 @@ class Reader:
     """
 
     def __init__(
-        self, open_rows: Callable, text_column: str | None, lanes: int, mine: dict[int, Lane], seed: int, refuse: Callable
-    ):
-        self.open_rows, self.text_column, self.lanes, self.mine, self.refuse = open_rows, text_column, lanes, mine, refuse
+        self, open_rows: Callable, parts: Callable, text_column: str | None, lanes: int, mine: dict[int, Lane], seed: int,
+        refuse: Callable,
+    ):  # fmt: skip
+        self.open_rows, self.parts, self.text_column, self.lanes, self.mine = open_rows, parts, text_column, lanes, mine
+        self.refuse = refuse
         self.kind: str | None = None
         self.lane_of = functools.lru_cache(2)(lambda group: np.random.default_rng([seed, group]).permutation(lanes))
         self.rows_in_pass = 0
         self.start({"row": 0, "document": 0, "pass": 0, "first": 0, "rows": None})
 
     def start(self, state: dict) -> None:
-        """Go on from a state that an Item carries.
+        """Continue from a state that an Item carries.
 
         Args:
-            state: {"row": good rows before, "document": those that did not belong to the one before them, both counted through
-                all passes, "pass": which this is, "first": its first row, "rows": the iterable's own state}.
+            state: {"row": good rows before it, "document": the same, of checkpoints of before; both counted through all passes,
+                "pass": which this is, "first": its first row, "rows": the iterable's own state, "part": parts of the text file
+                before it, if it is a part}.
         """
         self.row, self.document, self.passes, self.first_of_pass = (state[key] for key in ("row", "document", "pass", "first"))
         self.rows = self.open_rows()
         if state["rows"] is not None:
             self.rows.load_state_dict(state["rows"])
-        self.iterator = iter(self.rows)
+        self.units = self._read(state.get("part", 0))
 
     def pull(self) -> None:
-        """Read one row, and hand it to its lane if this rank works for that.
+        """Read one row, or a part of a text file, and deal it to its lane if this rank works for that.
 
         Raises:
             UserError: there are too many bad rows, or nothing in the whole corpus can be used.
         """
-        state = {"row": self.row, "document": self.document, "pass": self.passes, "first": self.first_of_pass,
-                 "rows": self.rows.state_dict()}  # fmt: skip
-        row = next(self.iterator, None)
-        if row is None:
+        place = {"row": self.row, "document": self.document, "pass": self.passes, "first": self.first_of_pass}
+        unit = next(self.units, None)
+        if unit is None:
             if self.row == self.first_of_pass:
                 raise UserError("--streaming: there is nothing in the corpus that can be used.")
             self.rows_in_pass = self.row - self.first_of_pass
-            self.start({**state, "pass": self.passes + 1, "first": self.row, "rows": None})
+            self.start({**place, "pass": self.passes + 1, "first": self.row, "rows": None})
             return
-        content = self._understand(row)
-        if isinstance(content, BadRow):
-            if self.passes == 0:
-                self.refuse(content)
-            return
-        self.document += row["begins"] or self.row == self.first_of_pass
-        group, place = divmod(self.document, self.lanes)
-        lane = self.mine.get(int(self.lane_of(group)[place]))
-        if lane is not None and self.row >= lane.first:
-            lane.waiting.append(Item(state, row["begins"] and self.row > 0, content))
+        rows, number, content, part = unit
+        self.document += 1
+        lane = self._lane_of(self.document)
+        begins = self.row > 0 and not (number and lane == self._lane_of(self.document - 1))
+        if lane in self.mine and self.row >= self.mine[lane].first:
+            self.mine[lane].waiting.append(Item({**place, "rows": rows, "part": number}, begins, content, part))
         self.row += 1
 
-    def _understand(self, row: dict) -> Document | Example | BadRow:
-        content = BadRow(row["bad"]) if row["bad"] else read_row(row["row"], row["where"], self.text_column)
+    def _lane_of(self, document: int) -> int:
+        group, place = divmod(document, self.lanes)
+        return int(self.lane_of(group)[place])
+
+    def _read(self, skip: int) -> Iterator[tuple[dict, int, Document | Example, Chunk | None]]:
+        """Each (the iterable's state before it, its number in its file, what it holds, how a part is to be tokenised).
+
+        Args:
+            skip: parts of the first text file that are not needed.
+        """
+        for state, content in self._joined():
+            if isinstance(content, BadRow):
+                if self.passes == 0:
+                    self.refuse(content)
+            elif isinstance(content, TextFile):
+                for number, part in enumerate(self.parts(content.pieces)):
+                    if number >= skip:
+                        yield state, number, Document(content.where, [part.text]), part
+            else:
+                yield state, 0, content, None
+            skip = 0
+
+    def _joined(self) -> Iterator[tuple[dict, Document | Example | TextFile | BadRow]]:
+        """(the iterable's state before it, what it holds) of each row; rows that do not begin a document continue it."""
+        rows, pending = iter(self.rows), None
+        while True:
+            state = self.rows.state_dict()
+            row = next(rows, None)
+            content = None if row is None else self._understand(row)
+            if pending and row is not None and not row["begins"] and isinstance(content, Document):
+                pending[1].pieces.extend(content.pieces)
+                continue
+            if pending:
+                yield pending
+            if row is None:
+                return
+            pending = state, content
+
+    def _understand(self, row: dict) -> Document | Example | TextFile | BadRow:
+        if row["file"]:
+            pieces = read_text(Path(row["where"]))
+            content = pieces if isinstance(pieces, BadRow) else TextFile(row["where"], pieces)
+        else:
+            content = BadRow(row["bad"]) if row["bad"] else read_row(row["row"], row["where"], self.text_column)
         if isinstance(content, BadRow):
             return content
         self.kind = self.kind or content.kind
@@ -258,6 +311,7 @@ class Stream:
         self.args, self.run, self.tokenizer = args, run, tokenizer
         self.seq_length, self.state = args.seq_length, {}
         self.encoder, self.bad = None, []
+        self.documents = DocumentTokenizer(tokenizer)
         self.layout = [
             [micro * args.batch_size * run.world_size + run.rank * args.batch_size + row for row in range(args.batch_size)]
             for micro in range(args.gradient_accumulation_steps)
@@ -269,17 +323,18 @@ class Stream:
         # Of a dataset that changes meanwhile every rank reads the same version.
         remote = run.is_main and not is_local_dataset(args.dataset)
         commit = run.from_main(commit_on_hub(args.dataset) if remote else None)
-        self.reader = Reader(_open_rows(args, commit), args.text_column, lanes, self.lanes, args.seed, self._refuse)
+        rows = _open_rows(args, commit)
+        self.reader = Reader(rows, self.documents.parts, args.text_column, lanes, self.lanes, args.seed, self._refuse)
         digest = fingerprint(args, commit)
         describe_difference(run.gather(digest), "The corpus")
         self.facts = {"name": args.dataset, "sha256": digest, "tokens": None, "blocks": None, "streaming": True}
         self._live: Iterator[Window] | None = None
 
     def progress(self) -> dict:
-        """What a checkpoint needs, of all ranks: {"lanes": where each stands, "bad": rows that were left out}."""
+        """What a checkpoint needs, of all ranks: {"lanes": where each stands, "bad": rows that were left out, "version"}."""
         ranks = self.run.gather((self.state, self.bad))
         lanes = {lane: state for states, _ in ranks for lane, state in states.items()}
-        return {"lanes": lanes, "bad": sorted({row for _, bad in ranks for row in bad})}
+        return {"lanes": lanes, "bad": sorted({row for _, bad in ranks for row in bad}), "version": ROWS_VERSION}
 
     def summary(self) -> dict:
         """The facts for results.json at the end; every rank calls it, and a line is said."""
@@ -296,11 +351,16 @@ class Stream:
         Args:
             state: see `progress`; None of a run that was not streamed.
         Raises:
-            UserError: the checkpoint is of another global batch, or was not streamed.
+            UserError: the checkpoint is of another global batch, or was not streamed, or its rows cannot be found any more.
         """
         lanes = state["lanes"] if state else None
         if lanes is None or (lanes and set(map(int, lanes)) != set(range(self.reader.lanes))):
             raise UserError("--resume: the checkpoint was made without --streaming, or with another global batch: keep to it.")
+        if lanes and state.get("version", 1) < ROWS_VERSION and _was_cut_otherwise(self.args.dataset):
+            raise UserError(
+                "--resume: the checkpoint was written by a version that read long text files (and WikiText) in other "
+                "pieces, so its place in the corpus cannot be found: train its weights in a new run (--export_hf)."
+            )
         self.bad = state["bad"]
         if not lanes:  # before the first step
             return
@@ -354,7 +414,7 @@ class Stream:
         if not text:
             return None, "skipped"
         between = [self.tokenizer.eos_token_id] if item.begins and self.tokenizer.eos_token_id is not None else []
-        ids = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        ids = self.documents.part_ids(item.part) if item.part else self.documents.ids(text)
         return np.array(between + ids, dtype=np.int64), None
 
     def _refuse(self, row: BadRow, mine: bool = False) -> None:
@@ -386,6 +446,14 @@ def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleF
     return train, validation, train.facts
 
 
+def _was_cut_otherwise(dataset: str) -> bool:
+    """Whether a corpus was read as other rows before ROWS_VERSION 2."""
+    if not is_local_dataset(dataset):
+        return dataset == "wikitext"
+    files = files_of(Path(dataset).expanduser(), f"--dataset {dataset}")
+    return any(not has_rows(file) and file.stat().st_size > 1 << 16 for file in files)
+
+
 def fingerprint(args, commit: str | None) -> str:
     """What ranks and a resumed run compare: names, sizes, beginnings and ends of the files, or the hub's name and commit.
 
@@ -408,8 +476,8 @@ def fingerprint(args, commit: str | None) -> str:
 def _open_rows(args, commit: str | None) -> Callable:
     """A function that opens the corpus as a stateful iterable of rows; a dataset on the hub as of a commit.
 
-    A row is {"row": what read_row takes, "where": its place, "begins": whether it begins a document and does not go on with the
-    one before it, "bad": why it cannot be used, or None}.
+    A row is {"row": what read_row takes, "where": its place, "file": whether it is a whole text file, named by "where",
+    "begins": whether it begins a document and does not continue the one before it, "bad": why it cannot be used, or None}.
     Raises:
         UserError: nothing there, or nothing readable.
     """
@@ -426,7 +494,7 @@ def _open_rows(args, commit: str | None) -> Callable:
 
     def wrap(row: dict, number: int) -> dict:
         begins = args.dataset != "wikitext" or begins_article(row["text"])  # its rows are lines
-        return {"row": row, "where": f"{where}, row {number + 1}", "begins": begins, "bad": None}
+        return {"row": row, "where": f"{where}, row {number + 1}", "file": False, "begins": begins, "bad": None}
 
     return lambda: splits["train"].map(wrap, with_indices=True, remove_columns=columns)
 
@@ -435,14 +503,9 @@ def _rows_of_files(files: list[str], text_column: str | None) -> Iterator[dict]:
     for name in files:
         file = Path(name)
         if not has_rows(file):
-            pieces = read_text(file)
-            if isinstance(pieces, BadRow):
-                yield {"row": None, "where": name, "begins": True, "bad": str(pieces)}
-                continue
-            for text in cut_text(pieces, PIECE_CHARACTERS):
-                yield {"row": {text_column or "text": text}, "where": name, "begins": True, "bad": None}
+            yield {"row": None, "where": name, "file": True, "begins": True, "bad": None}
             continue
         for row in rows_of_file(file, text_column):
             bad = str(row) if isinstance(row, BadRow) else None
             found = {"row": None, "where": name} if bad else {"row": row[0], "where": row[1]}
-            yield {**found, "begins": True, "bad": bad}
+            yield {**found, "file": False, "begins": True, "bad": bad}

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -20,14 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from support.corpus import PIECE_CHARACTERS, BadRow, Document, Example, Item, Source, open_source
+from support.corpus import BadRow, Document, Example, Item, Source, open_source
 from support.distributed import Run, describe_difference
 from support.errors import UserError
 from support.examples import PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
 from support.models import cache_folder
+from support.whole_document import DocumentTokenizer
 
-CACHE_VERSION = 3  # raise it when the layout of the cache or the way of tokenising changes
-BATCH_CHARACTERS = 1 << 20  # a long document is tokenised in pieces and batches, so that memory stays bounded
+CACHE_VERSION = 4  # raise it when the layout of the cache or the way of tokenising changes
 BATCH_EXAMPLES = 256
 SHOWN_BAD_ROWS = 10
 
@@ -232,48 +231,15 @@ def _batches(items: Iterable, size: int) -> Iterator[list]:
 def _token_batches(documents: Iterable[Document], tokenizer, digest, advance) -> Iterator[list[int]]:
     """Token ids in batches, the end-of-text token between documents; the tokenizer's own threads use all cores."""
     between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    pieces: list[str] = []
-    starts: set[int] = set()  # pieces in the batch that begin a document
-
-    def encode() -> list[int]:
-        encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        ids = [id for i, piece in enumerate(encoded) for id in (between + piece if i in starts else piece)]
-        pieces.clear()
-        starts.clear()
-        return ids
-
-    characters, any_before = 0, False
-    for document in documents:
-        new = any_before
-        for piece in cut_text(document.pieces, PIECE_CHARACTERS):
-            digest.update(piece.encode())
-            if new:
-                starts.add(len(pieces))
-            pieces.append(piece)
-            characters, new, any_before = characters + len(piece), False, True
-            if characters >= BATCH_CHARACTERS:
-                yield encode()
-                advance(characters)
-                characters = 0
-        digest.update(b"\0")
-    if pieces:
-        yield encode()
+    any_before = False
+    for begins, ids in DocumentTokenizer(tokenizer).encode((_read(one, digest) for one in documents), advance):
+        yield between + ids if begins and any_before else ids
+        any_before = True
 
 
-def cut_text(text_in_pieces: Iterable[str], most: int) -> Iterator[str]:
-    """Join and cut a document into pieces of at most `most` characters, so that the cuts change no token.
-
-    A cut goes between a single line end and a letter: the byte-level tokenisers (GPT-2, Llama 3, Qwen) never join
-    these two. Where a piece has no such place it is cut anywhere; one token in ten thousand may differ.
-    """
-    text = ""
-    for chunk in text_in_pieces:
-        for start in range(0, len(chunk), most):
-            text += chunk[start : start + most]
-            while len(text) > most:
-                good = [match.end() for match in re.finditer(r"\S\r?\n(?=[^\W\d_])", text[:most])]
-                cut = good[-1] if good else most
-                yield text[:cut]
-                text = text[cut:]
-    if text:
-        yield text
+def _read(document: Document, digest) -> Iterator[str]:
+    """The pieces of a document, which go into the digest of all text."""
+    for piece in document.pieces:
+        digest.update(piece.encode())
+        yield piece
+    digest.update(b"\0")

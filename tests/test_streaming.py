@@ -1,9 +1,13 @@
 """--streaming: every row once a pass, the same blocks on any number of ranks, and exact resumes."""
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import assert_close
+from tokenizer_zoo import tokenizer_of
 
 WORK = ["--streaming", "--seq_length", "32", "--precision", "fp32", "--max_steps", "10", "--shuffle_buffer", "24", "--no_eval"]
 TWO = {"launcher": "torchrun", "ranks": 2}
@@ -76,6 +80,95 @@ def test_one_lane_reads_what_the_cache_holds(script, llama, tmp_path):
     streamed = script(*work, "--streaming", "--shuffle_buffer", "1", "--max_steps", str(blocks), "--no_eval")
     assert blocks > 20 and len({round(loss, 4) for loss in plain.losses}) > 15
     assert sorted(round(loss, 4) for loss in streamed.losses) == sorted(round(loss, 4) for loss in plain.losses)
+
+
+class OneRank:
+    """All lanes of a corpus that is streamed, without a script around them."""
+
+    def __init__(self, dataset, tokenizer, lanes, chunk=256):
+        from support.streaming import Lane, Reader, Stream, _open_rows
+        from support.whole_document import DocumentTokenizer
+
+        documents = DocumentTokenizer(tokenizer, chunk, overlap=256)
+        encode = partial(Stream._encode_text, SimpleNamespace(tokenizer=tokenizer, documents=documents))
+        self.lanes = {number: Lane(number, lanes, 1, 16, 0, encode) for number in range(lanes)}
+        rows = _open_rows(SimpleNamespace(dataset=str(dataset), text_column=None, dataset_config=None), None)
+        self.reader = Reader(rows, documents.parts, None, lanes, self.lanes, 0, pytest.fail)
+
+    def blocks(self, steps):
+        """What each lane gives in so many steps."""
+        return [[lane.next_block(self.reader).tolist() for lane in self.lanes.values()] for _ in range(steps)]
+
+
+@pytest.fixture(scope="module")
+def long_texts(tmp_path_factory):
+    """A folder with two long text files and a long row, and the texts in order."""
+    from pydoc_data.topics import topics
+
+    texts = [topics[name][:9000] for name in ("assignment", "compound", "exprlists", "integers")]
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "0.txt").write_text(texts[0])
+    (folder / "1.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[1:3]))
+    (folder / "2.txt").write_text(texts[3])
+    return folder, texts
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama2"])
+def test_the_tokens_are_those_of_the_whole_texts(long_texts, kind):
+    """One lane: exactly the stream that the cache holds. Three lanes: the same texts, each part once."""
+    folder, texts = long_texts
+    tokenizer = tokenizer_of(kind)
+    end, stream = tokenizer.eos_token_id, []
+    for text in texts:
+        stream += [end] * bool(stream) + tokenizer(text, add_special_tokens=False)["input_ids"]
+    steps = len(stream) // 16
+    one = OneRank(folder, tokenizer, lanes=1).blocks(steps)
+    assert [block for [block] in one] == np.reshape(stream[: steps * 16], (steps, 16)).tolist()
+    several = OneRank(folder, tokenizer, lanes=3)
+    while several.reader.passes == 0:
+        several.reader.pull()
+    items = [item for lane in several.lanes.values() for item in lane.waiting]
+    assert len(items) > 20 and all(len(lane.waiting) > 5 for lane in several.lanes.values())
+    items.sort(key=lambda item: item.state["row"])
+    joined = [id for item in items for id in several.lanes[0].encode(item)[0] if id != end]
+    assert joined == [id for id in stream if id != end]
+
+
+def test_resume_within_a_text_file(long_texts):
+    """After each of the first 60 steps, in the first pass and in the next ones: the same blocks follow."""
+    folder, _ = long_texts
+    tokenizer = tokenizer_of("gpt2")
+    whole = OneRank(folder, tokenizer, lanes=3)
+    steps = []
+    for _ in range(250):
+        steps.append((whole.blocks(1)[0], {n: json.loads(json.dumps(lane.state())) for n, lane in whole.lanes.items()}))
+    assert whole.reader.passes >= 1
+    for step in [*range(0, 60, 7), 199, 230]:
+        resumed = OneRank(folder, tokenizer, lanes=3)
+        for number, lane in resumed.lanes.items():
+            lane.resume(steps[step][1][number])
+        resumed.reader.start(min((lane.begin["reader"] for lane in resumed.lanes.values()), key=lambda reader: reader["row"]))
+        assert resumed.blocks(15) == [blocks for blocks, _ in steps[step + 1 : step + 16]]
+
+
+@pytest.mark.parametrize("name, refused", [("long.txt", True), ("short.txt", False), ("rows.jsonl", False)])
+def test_a_checkpoint_of_before(script, tmp_path, llama, name, refused):
+    """Where texts are read in the same pieces as before, it resumes; otherwise one line says that it cannot."""
+    text = "the quick brown fox jumps over the lazy dog. " * (2000 if refused else 100)
+    (tmp_path / name).write_text(json.dumps({"text": text}) if name == "rows.jsonl" else text)
+    work = [*WORK, "--model", llama, "--dataset", tmp_path / name, "--batch_size", "1", "--no_export", "--max_steps", "4"]
+    whole = script(*work, "--save_every", "2")
+    manifest = whole.folder / "checkpoints" / "step-00000002" / "manifest.json"
+    found = json.loads(manifest.read_text())
+    assert found["stream"].pop("version") == 2
+    for lane in found["stream"]["lanes"].values():
+        assert lane["reader"].pop("part") == 0
+    manifest.write_text(json.dumps(found))
+    resumed = script(*work, "--resume", manifest.parent, ok=not refused)
+    if refused:
+        assert resumed.code == 2 and "other pieces" in resumed.error
+    else:
+        assert resumed.losses == whole.losses[2:]
 
 
 def test_rows_of_which_nothing_can_be_used(script, llama, tmp_path):
