@@ -32,35 +32,3 @@ def test_evaluation_equals_transformers(script, llama, text_file, expected, stra
     assert run.results["perplexity"] == pytest.approx(np.exp(expected), rel=1e-4)
     assert run.losses == []  # nothing was trained
     assert run.metrics == [{"step": 0, "eval_loss": run.results["eval_loss"], "perplexity": run.results["perplexity"]}]
-
-
-def test_perplexity_of_a_whole_document(script, llama, tmp_path):
-    """A document of several chunks and a Llama-style tokenizer: transformers alone finds the same perplexity."""
-    import shutil
-    from pydoc_data.topics import topics
-
-    import torch
-    from tokenizer_zoo import tokenizer_of
-    from transformers import AutoModelForCausalLM
-
-    model, text = tmp_path / "model", "\n".join(topics[name] for name in sorted(topics))[:150_000]
-    shutil.copytree(llama, model)
-    tokenizer_of("llama2").save_pretrained(model)
-    untied = AutoModelForCausalLM.from_pretrained(model).float()
-    torch.manual_seed(1)
-    untied.resize_token_embeddings(len(tokenizer_of("llama2")), mean_resizing=False)
-    with torch.no_grad():  # a large perplexity, which differs much between tokens
-        for weight in untied.parameters():
-            weight.mul_(3) if weight.dim() > 1 else None
-    untied.save_pretrained(model)
-    (tmp_path / "text.txt").write_text(text)
-    ids = tokenizer_of("llama2")(text, add_special_tokens=False, verbose=False)["input_ids"]
-    blocks = torch.tensor(ids[: len(ids) // 128 * 128]).view(-1, 128)
-    with torch.no_grad():
-        losses = [untied.eval()(input_ids=some, labels=some).loss.double() * len(some) for some in blocks.split(32)]
-    perplexity = float(torch.exp(sum(losses) / len(blocks)))
-    file = tmp_path / "text.txt"
-    run = script("--model", model, "--dataset", file, "--validation_file", file, "--eval_only",
-                 "--seq_length", "128", "--batch_size", "16", "--precision", "fp32")  # fmt: skip
-    assert run.results["dataset"]["validation"]["tokens"] == len(ids)
-    assert run.results["perplexity"] == pytest.approx(perplexity, rel=1e-5)

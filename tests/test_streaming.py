@@ -85,14 +85,14 @@ def test_one_lane_reads_what_the_cache_holds(script, llama, tmp_path):
 class OneRank:
     """All lanes of a corpus that is streamed, without a script around them."""
 
-    def __init__(self, dataset, tokenizer, lanes, chunk=256):
+    def __init__(self, dataset, tokenizer, lanes, chunk=256, rows=None):
         from support.streaming import Lane, Reader, Stream, _open_rows
         from support.whole_document import DocumentTokenizer
 
         documents = DocumentTokenizer(tokenizer, chunk, overlap=256)
         encode = partial(Stream._encode_text, SimpleNamespace(tokenizer=tokenizer, documents=documents))
         self.lanes = {number: Lane(number, lanes, 1, 16, 0, encode) for number in range(lanes)}
-        rows = _open_rows(SimpleNamespace(dataset=str(dataset), text_column=None, dataset_config=None), None)
+        rows = rows or _open_rows(SimpleNamespace(dataset=str(dataset), text_column=None, dataset_config=None), None)
         self.reader = Reader(rows, documents.parts, None, lanes, self.lanes, 0, pytest.fail)
 
     def blocks(self, steps):
@@ -151,24 +151,36 @@ def test_resume_within_a_text_file(long_texts):
         assert resumed.blocks(15) == [blocks for blocks, _ in steps[step + 1 : step + 16]]
 
 
-@pytest.mark.parametrize("name, refused", [("long.txt", True), ("short.txt", False), ("rows.jsonl", False)])
-def test_a_checkpoint_of_before(script, tmp_path, llama, name, refused):
-    """Where texts are read in the same pieces as before, it resumes; otherwise one line says that it cannot."""
-    text = "the quick brown fox jumps over the lazy dog. " * (2000 if refused else 100)
-    (tmp_path / name).write_text(json.dumps({"text": text}) if name == "rows.jsonl" else text)
-    work = [*WORK, "--model", llama, "--dataset", tmp_path / name, "--batch_size", "1", "--no_export", "--max_steps", "4"]
-    whole = script(*work, "--save_every", "2")
-    manifest = whole.folder / "checkpoints" / "step-00000002" / "manifest.json"
-    found = json.loads(manifest.read_text())
-    assert found["stream"].pop("version") == 2
-    for lane in found["stream"]["lanes"].values():
-        assert lane["reader"].pop("part") == 0
-    manifest.write_text(json.dumps(found))
-    resumed = script(*work, "--resume", manifest.parent, ok=not refused)
-    if refused:
-        assert resumed.code == 2 and "other pieces" in resumed.error
-    else:
-        assert resumed.losses == whole.losses[2:]
+def lines_of_articles(lines):
+    """Rows as WikiText has them on the hub."""
+    from support.corpus import begins_article
+
+    for number, line in enumerate(lines, 1):
+        yield {"row": {"text": line}, "where": f"row {number}", "file": False, "begins": begins_article(line), "bad": None}
+
+
+def test_articles_are_tokenized_whole():
+    """Lines of an article are one document, with the ids of all of it; also after a resume."""
+    import datasets
+
+    tokenizer, articles = tokenizer_of("llama3"), []
+    for n in range(9):
+        articles.append([f" = Title {n} = \n", " \n", *[f" The text {n} , which goes on . \n", " \n", " \n"] * 6])
+    lines = [line for article in articles for line in article]
+    rows = partial(datasets.IterableDataset.from_generator, lines_of_articles, gen_kwargs={"lines": lines})
+    stream = []
+    for article in articles:
+        ids = tokenizer("".join(article), add_special_tokens=False)["input_ids"]
+        stream += [tokenizer.eos_token_id] * bool(stream) + ids
+    steps = len(stream) // 16
+    one = OneRank(None, tokenizer, 1, rows=rows)
+    found = [(one.blocks(1)[0][0], one.lanes[0].state()) for _ in range(steps)]
+    assert [block for block, _ in found] == np.reshape(stream[: steps * 16], (steps, 16)).tolist()
+    for step in range(0, steps - 1, 5):
+        resumed = OneRank(None, tokenizer, 1, rows=rows)
+        resumed.lanes[0].resume(found[step][1])
+        resumed.reader.start(resumed.lanes[0].begin["reader"])
+        assert [block for [block] in resumed.blocks(steps - step - 1)] == [block for block, _ in found[step + 1 :]]
 
 
 def test_rows_of_which_nothing_can_be_used(script, llama, tmp_path):
