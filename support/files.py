@@ -290,10 +290,10 @@ class TemporaryFolder:
         self._lock = Path(f"{self.path}.lock")
         self.paths = [str(self.path), str(self._lock)]
         file = lock(self._lock)
-        if file:
-            file.write(json.dumps(_this_machine()).encode())
-            _locks[self.path] = file
         try:
+            if file:
+                _locks[self.path] = file
+                file.write(json.dumps(_this_machine()).encode())
             os.mkdir(self.path, mode)
         except OSError:
             self.remove()

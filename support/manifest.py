@@ -48,7 +48,7 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
             return {}, DAMAGED
         version = manifest.get("format_version")
         if version != FORMAT_VERSION:
-            return {}, f"its format is {str(version)[:20]}, and this version reads {FORMAT_VERSION}"
+            return {}, f"its format is {shown(version)}, and this version reads {FORMAT_VERSION}"
         manifest = with_defaults(manifest)
         validate(manifest)
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
     except OSError as error:
         return {}, f"its manifest.json cannot be read ({error.strerror})"
     except (ValueError, TypeError) as error:
-        return {}, f"{DAMAGED} ({str(error)[:200]})"
+        return {}, f"{DAMAGED} ({shown(error)})"
     return manifest, ""
 
 
@@ -113,7 +113,9 @@ def _count(value, most: int = MOST_COUNTED) -> bool:
 
 
 def _number(value) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    if type(value) is int:  # which math.isfinite cannot take beyond the range of a float
+        return abs(value) <= MOST_COUNTED
+    return type(value) is float and math.isfinite(value)
 
 
 def _check_counters(counters: dict) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import uuid
 from pathlib import Path
 
 from support.distributed import Run
 from support.errors import UserError, explain
+from support.files import open_regular, set_aside, write_text
 from support.preflight import EVENT_FILES
 from support.redaction import redact
 
@@ -54,12 +57,10 @@ class WandB:
     def __init__(self, folder: Path, step: int, arguments: dict):
         import wandb
 
-        name = folder / "wandb-run.txt"
-        if step == 0 or not name.exists():
-            name.write_text(uuid.uuid4().hex[:8] + "\n")
+        identifier = wandb_run_of(folder, step)
         try:
             self._run = wandb.init(
-                project="distributed-training", id=name.read_text().strip(), resume="allow", dir=str(folder), config=arguments,
+                project="distributed-training", id=identifier, resume="allow", dir=str(folder), config=arguments,
                 settings=wandb.Settings(silent=True, console="off", login_timeout=30),
             )  # fmt: skip
         except Exception as error:  # of many kinds, all of them about the account or the network
@@ -80,6 +81,23 @@ class WandB:
     def close(self) -> None:
         """Send or write what is left."""
         self._run.finish()
+
+
+def wandb_run_of(folder: Path, step: int) -> str:
+    """The identifier of an output folder's run on wandb.ai; a new one for a new run, or if the file
+    is damaged."""
+    path = folder / "wandb-run.txt"
+    try:
+        with open_regular(path) as file:
+            found = file.read(100).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        found = ""
+    if step == 0 or not re.fullmatch("[0-9a-f]{8}", found):
+        if os.path.lexists(path) and not path.is_file():
+            set_aside(path, f"{path.name}.damaged")
+        found = uuid.uuid4().hex[:8]
+        write_text(path, found + "\n")
+    return found
 
 
 KINDS = {"tensorboard": TensorBoard, "wandb": WandB}

@@ -208,6 +208,8 @@ IN_MANIFEST = [
     manifest("step 10^9", set_in("counters", "step", value=10**9)),
     manifest("samples is text", set_in("counters", "samples", value="16")),
     manifest("a loss of infinity", set_in("counters", "last_loss", value=float("inf"))),
+    manifest("a loss of 10^400", set_in("counters", "last_loss", value=10**400)),
+    manifest("a version that turns the text", set_in("format_version", value="\u202e1")),
     manifest("best without a step", set_in("counters", "best", value={"loss": 1.0})),
     manifest("best at ../..", set_in("counters", "best", value={"loss": 1.0, "step": "../..", "waited": 0})),
     manifest("identity.hard a list", set_in("identity", "hard", value=["parameters"])),
@@ -374,6 +376,18 @@ def saver(copy, alone):
                                                                                        save_epochs=False)  # fmt: skip
     found._resumed_at = found._saved_at = 2
     return found
+
+
+@damaged
+def test_a_damaged_name_of_the_wandb_run(tmp_path, damage):
+    from support.trackers import wandb_run_of
+
+    path = tmp_path / "wandb-run.txt"
+    first_run = wandb_run_of(tmp_path, 0)
+    assert wandb_run_of(tmp_path, 4) == first_run == path.read_text().strip()
+    damage(path)
+    again = wandb_run_of(tmp_path, 4)
+    assert again != first_run and path.read_text() == f"{again}\n" and not path.is_symlink()
 
 
 def test_what_is_set_aside_replaces_nothing(copy, saver):
@@ -796,12 +810,26 @@ def test_a_failed_export_keeps_the_weights(script, work, tmp_path, disk, breaks)
 
 
 @pytest.mark.soak
-def test_a_failed_export_on_the_only_disk(work, tmp_path, disk):
-    """No checkpoint fits either: the model goes to the temporary folder."""
+def test_a_failed_export_without_checkpoints(work, tmp_path, disk):
+    """--no_save forbids a checkpoint: the model goes to the temporary folder."""
     small = disk(20)
-    run = start_and_break(work, small / "out", lambda: fill(small), env={"TMPDIR": tmp_path})
+    args = ["--no_save", "--export_hf", small / "model"]
+    run = start_and_break(
+        work, tmp_path / "out", lambda: fill(small), *args, env={"TMPDIR": tmp_path}
+    )
     [kept] = tmp_path.glob("distributed_training_export_*")
     assert run.code == 1 and str(kept) in run.error and load_exported(kept)
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_temporary_folder_on_a_full_disk(disk):
+    from support.files import TemporaryFolder
+
+    small = disk(1)
+    fill(small)
+    with pytest.raises(OSError, match="No space left"):
+        TemporaryFolder(small, "x-")
+    assert [path.name for path in small.iterdir()] == ["filler"]
 
 
 @pytest.mark.soak
