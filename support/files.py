@@ -23,6 +23,7 @@ import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -36,6 +37,7 @@ LEFTOVERS = re.compile(
 )
 SMALL_FILE_BYTES = 256 << 20  # results.json names every row that was left out
 DEEPEST_JSON = 50  # what this project writes has less than 10 levels
+EMPTY_LOCK_SECONDS = 3600
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -289,7 +291,7 @@ class TemporaryFolder:
         self.path = parent / f"{prefix}{secrets.token_hex(6)}"
         self._lock = Path(f"{self.path}.lock")
         self.paths = [str(self.path), str(self._lock)]
-        file = lock(self._lock)
+        file = self._take_lock()
         try:
             if file:
                 _locks[self.path] = file
@@ -298,6 +300,13 @@ class TemporaryFolder:
         except OSError:
             self.remove()
             raise
+
+    def _take_lock(self) -> BinaryIO | None:
+        while True:
+            try:
+                return lock(self._lock)
+            except BlockingIOError:  # another process looks at this moment whether it is abandoned
+                time.sleep(0.001)
 
     def remove(self) -> None:
         """Remove the folder with everything in it, and the lock file."""
@@ -343,7 +352,12 @@ def _remove_if_abandoned(path: Path) -> None:
     if file is None:
         return
     with file:
-        owner, here = json.loads(file.read(1000)), _this_machine()
+        content = file.read(1000)
+        if not content:  # of a process that has just made it, or that was killed there
+            if time.time() - os.fstat(file.fileno()).st_mtime > EMPTY_LOCK_SECONDS:
+                remove(path)
+            return
+        owner, here = json.loads(content), _this_machine()
         same = owner.get("host") == here["host"] or (
             here["boot"] and owner.get("boot") == here["boot"]
         )

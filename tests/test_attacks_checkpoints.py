@@ -997,3 +997,28 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
     remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "precious"])
     assert (tmp_path / "precious").read_text() == "content"
+
+
+@pytest.mark.soak
+def test_temporary_folders_of_many_processes(tmp_path):
+    """All of them create and clean up at once, and some are killed: nobody loses a folder in use."""
+    from support.files import TemporaryFolder
+
+    program = (
+        "import os, random, sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "from support.files import TemporaryFolder\n"
+        "draw, until = random.Random(int(sys.argv[3])), time.monotonic() + 3\n"
+        "while time.monotonic() < until:\n"
+        "    folder = TemporaryFolder(Path(sys.argv[2]), 'x-')\n"
+        "    (folder.path / 'file').write_text('x'); time.sleep(0.02 * draw.random())\n"
+        "    assert (folder.path / 'file').exists()\n"
+        "    os.kill(os.getpid(), 9) if draw.random() < 0.05 else folder.remove()\n"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", program, PROJECT, tmp_path, str(seed)])
+        for seed in range(12)
+    ]
+    codes = {process.wait() for process in started}
+    assert -signal.SIGKILL in codes and codes <= {0, -signal.SIGKILL}
+    TemporaryFolder(tmp_path, "x-").remove()
+    assert not any(tmp_path.iterdir())
