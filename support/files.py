@@ -262,9 +262,8 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-_locks: dict[
-    Path, BinaryIO
-] = {}  # of this process's temporary folders: a lock lasts as long as its file is open
+# Of this process's temporary folders: a lock lasts as long as its file is open.
+_locks: dict[Path, BinaryIO] = {}
 
 
 class TemporaryFolder:
