@@ -14,8 +14,8 @@ HEADER = """\
 #!/usr/bin/env bash
 @ABOUT@
 #
-# Lines marked EDIT are about your site. #SBATCH lines are read before bash runs: no variables in them,
-# no space after the #, and nothing after the first command.
+# Lines marked EDIT are about your site. #SBATCH lines are read before bash runs: no variables in
+# them, no space after the #, and nothing after the first command.
 #
 #SBATCH --job-name=@NAME@
 #SBATCH --nodes=@NODES@
@@ -38,9 +38,10 @@ ENVIRONMENT = """\
 """
 
 PROJECT_OF_EXAMPLES = """\
-# Slurm runs a copy of this file, so $0 does not lead to the project; the job's record has the file's path.
+# Slurm runs a copy of this file, so $0 does not lead to the project; the job's record has its path.
 file=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p') || true
-file=${file%%$'\\n'*} file=${file%%.slurm *} # one line for each job of an array; the job's arguments follow the path
+# The record has a line for each job of an array, and the job's arguments after the path.
+file=${file%%$'\\n'*} file=${file%%.slurm *}
 project=${TRAINING_PROJECT:-$(cd "$(dirname "$file")/.." && pwd)}
 if [[ ! -f $project/real_model_example.py ]]; then
     echo "❌ $project is not the project: submit slurm/*.slurm from it, or export TRAINING_PROJECT." >&2
@@ -55,7 +56,7 @@ FACTS = """\
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # Jobs that share a node get different ports.
 export MASTER_ADDR=${hosts[0]} MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-# What the job has on each node, however it was requested: --gpus-per-node, --gres, --gpus, --gpus-per-task.
+# What the job has on each node, whether requested with --gpus-per-node, --gres, --gpus or otherwise.
 gpus=${SLURM_GPUS_ON_NODE:-0}
 cores=$(tr ',' '\\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | sed -n '1{s/(.*//;p}') # of the smallest node
 total=${SLURM_GPUS:-$((gpus * ${#hosts[@]}))}
@@ -86,8 +87,8 @@ fi"""
 
 # A step inherits from the environment what sbatch requested, and srun refuses it where another request won.
 STEP = """\
-# --kill-on-bad-exit: one rank's failure ends all. --export=ALL: a site's default may be NONE. What the
-# step gets is stated here; the variables of sbatch's options would contradict it, and are removed.
+# --kill-on-bad-exit: one rank's failure ends all. --export=ALL: a site's default may be NONE. What
+# the step gets is stated here; the variables of sbatch's options would contradict it.
 unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET SLURM_GPU_BIND
 unset SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK
 step=(srun --kill-on-bad-exit=1 --wait=60 --export=ALL --nodes="${#hosts[@]}")
@@ -99,7 +100,7 @@ step+=(--ntasks="${#hosts[@]}" --ntasks-per-node=1 --cpus-per-task="$cores")"""
 TORCHRUN = """\
 @STEP@
 @ONE_TASK_A_NODE@
-# torchrun passes these signals to its ranks. Without this line (which torch 2.9 and newer read) SIGUSR1 kills it.
+# torchrun passes these signals to its ranks; without the line (torch 2.9 reads it) SIGUSR1 kills it.
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1
 # With c10d no node needs a number; $SLURM_NODEID would be expanded here, to 0 for all of them.
 "${step[@]}" torchrun \\
@@ -110,8 +111,9 @@ export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1
 
 TORCHRUN_ONE_NODE = """\
 @ONE_NODE_ONLY@
-# LAUNCHER=deepspeed sbatch … uses DeepSpeed's launcher: in the batch shell and never under srun, where every
-# task would start all ranks. Signals do not reach its ranks: a time limit loses what is after the last checkpoint.
+# LAUNCHER=deepspeed sbatch … uses DeepSpeed's launcher: in the batch shell and never under srun, where
+# every task would start all ranks. Signals do not reach its ranks: a time limit loses what is after
+# the last checkpoint.
 if [[ ${LAUNCHER:-torchrun} == deepspeed ]]; then
     @GPUS_OF_DEEPSPEED@
     deepspeed "${which[@]}" --master_port="$MASTER_PORT" @SCRIPT@
@@ -119,15 +121,15 @@ if [[ ${LAUNCHER:-torchrun} == deepspeed ]]; then
 fi
 @STEP@
 @ONE_TASK_A_NODE@
-# torchrun passes these signals to its ranks. Without this line (which torch 2.9 and newer read) SIGUSR1 kills it.
+# torchrun passes these signals to its ranks; without the line (torch 2.9 reads it) SIGUSR1 kills it.
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1
 "${step[@]}" torchrun --nnodes=1 --nproc_per_node="$ranks" --master_port="$MASTER_PORT" \\
     @SCRIPT@"""
 
 DEEPSPEED = """\
 @ONE_NODE_ONLY@
-# DeepSpeed's launcher in the batch shell and never under srun, where every task would start all ranks. Signals do
-# not reach its ranks: a time limit loses what is after the last checkpoint.
+# DeepSpeed's launcher in the batch shell and never under srun, where every task would start all
+# ranks. Signals do not reach its ranks: a time limit loses what is after the last checkpoint.
 @GPUS_OF_DEEPSPEED@
 deepspeed "${which[@]}" --master_port="$MASTER_PORT" @SCRIPT@"""
 
@@ -140,15 +142,15 @@ fi"""
 
 PLAIN_SRUN = """\
 @STEP@
-# No launcher: srun starts one task for each GPU, and the script reads its rank from SLURM_PROCID. Every task
-# sees all GPUs of its node: a rank that sees only its own cannot talk to the others directly.
+# No launcher: srun starts one task for each GPU, and the script reads its rank from SLURM_PROCID.
+# Every task sees all GPUs of its node: with its own alone a rank cannot talk to the others directly.
 step+=(--ntasks="$((ranks * ${#hosts[@]}))" --ntasks-per-node="$ranks" --cpus-per-task="$((cores / ranks))")
 "${step[@]}" python @SCRIPT@"""
 
 REQUEUE = """\
-# Signals go to the ranks (--signal without B:, which would warn this shell alone). They save and end with status
-# "preempted"; then the job is queued again, and --resume continues. A run that fails is not repeated: if that happens
-# before it trains, the results of the run before are unchanged.
+# Signals go to the ranks (--signal without B:, which would warn this shell alone). They save and end
+# with status "preempted"; then the job is queued again, and --resume continues. A run that fails is
+# not repeated: if that happens before it trains, the results of the run before are unchanged.
 status() {
     python -I -c 'import json, sys; print(json.load(sys.stdin)["status"])' 2> /dev/null < "$output/results.json"
 }
@@ -162,8 +164,8 @@ if [[ $(status) == preempted && $(cksum < "$output/results.json") != "$before" ]
 fi
 exit "$code\""""
 
-# The arguments decide where the run writes, in whatever spelling, or the run file that they name.
 OUTPUT = """\
+# The folder that the arguments name, or the run file among them; otherwise one named after the job.
 output=$(python -c 'import sys; sys.path[0] = sys.argv.pop(1)
 from support.jobs import output_dir; print(output_dir(sys.argv[1:]))' "$project"@ARGUMENTS@ "$@")
 output=${output:-runs/${SLURM_JOB_NAME//\\//_}-$SLURM_JOB_ID}"""
