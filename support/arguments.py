@@ -129,6 +129,13 @@ def layer_names(text: str) -> str:
     return text
 
 
+def name_patterns(text: str) -> str:
+    """A comma list of --include."""
+    if not all(pattern.strip() for pattern in name(text).split(",")):
+        raise argparse.ArgumentTypeError("it has an empty pattern")
+    return text
+
+
 def precision(text: str) -> str:
     """Of the arithmetic; "no" is accelerate's word for fp32."""
     return "fp32" if text == "no" else text

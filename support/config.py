@@ -131,6 +131,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dataset", type=kinds.name,
         help="pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .parquet), or a hub "
                           "dataset (default: pydocs for tiny-gpt2, else wikitext)")
+    add("--include", type=kinds.name_patterns, metavar="PATTERNS",
+        help="files of a folder to read, such as '*.txt' or 'books/*.md,*.txt' (default: all that are not hidden or empty)")
     add("--dataset_config", type=kinds.name, help="configuration name of a hub dataset")
     add("--text_column", type=kinds.name,
         help="column or key that holds the text (default: messages, or prompt and completion, where a row "

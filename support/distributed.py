@@ -40,6 +40,7 @@ GRACE_SECONDS = 5  # for a rank to end by itself after another one has failed
 SAME_REQUEST_SECONDS = 5  # signals so soon after the first are the launcher's repetition of it
 STORE_SECONDS = 2  # for an answer of the store when an error is reported
 END_SECONDS = 20  # for what a failed rank does before it ends
+LONGEST_MESSAGE = 2000  # characters of an error in the store
 
 
 class StopSignal:
@@ -170,7 +171,8 @@ class Run:
         wait for all nodes, so that no node waits for another in the next collective.
         Args:
             what: name of the preparation, unique in the run.
-            prepare: called on the node's first rank; its result must be JSON.
+            prepare: called on the node's first rank; its result must be JSON, and small: the store takes 8 MB at most. What
+                grows with the data belongs into a file.
         Returns:
             The result, on every rank.
         """
@@ -287,7 +289,8 @@ class Run:
         """False if another rank, or another thread of this one, has written an error into the store."""
         if self.store is None:
             return True
-        mine = f"{self.rank} {threading.get_ident()}: {message}"
+        shown = message[:LONGEST_MESSAGE].encode(errors="replace").decode()  # the store takes no large values
+        mine = f"{self.rank} {threading.get_ident()}: {shown}"
         try:
             return failures.in_time(lambda: self.store.compare_set("failure", "", mine), STORE_SECONDS).decode() == mine
         except Exception:  # it has ended, or does not answer

@@ -9,6 +9,7 @@ import numpy as np
 
 from support.corpus import BadRow, Example
 from support.errors import UserError
+from support.templates import EndlessTemplate, check_length, limits
 
 # For tokenizers that bring no chat template, such as GPT-2's: plain headings, and the end-of-text token after each answer.
 PLAIN_TEMPLATE = (
@@ -82,10 +83,11 @@ class Encoder:
 
     def _by_template(self, example: Example) -> tuple | BadRow:
         try:
+            self._text_of(example.messages)  # within the limits; tokenizing may take more
             encoded = self.tokenizer.apply_chat_template(
                 example.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:
             return _refused(example, error)
         return np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"])
 
@@ -107,15 +109,19 @@ class Encoder:
                 message, number = {**message, "content": MARK.format(number)}, number + 1
             marked.append(message)
         try:
-            text = self.tokenizer.apply_chat_template(example.messages, tokenize=False)
-            around = re.split("\ue000\\d+\ue001", self.tokenizer.apply_chat_template(marked, tokenize=False))
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            text = self._text_of(example.messages)
+            around = re.split("\ue000\\d+\ue001", self._text_of(marked))
+        except Exception as error:
             return _refused(example, error)
         for texts in (said, [one.strip() for one in said]):  # many templates strip what they are given
             if len(around) == len(texts) + 1 and _join(around, texts) == text:
                 return text, self._ranges(around, texts)
         return BadRow(f"{example.where}: the chat template changes what the assistant says, so it cannot be found again: use a "
                       "template with {% generation %} blocks (--chat_template).")  # fmt: skip
+
+    def _text_of(self, messages: list[dict]) -> str:
+        with limits():
+            return check_length(self.tokenizer.apply_chat_template(messages, tokenize=False), messages)
 
     def _ranges(self, around: list[str], texts: list[str]) -> list[tuple[int, int]]:
         ranges, at = [], 0
@@ -141,9 +147,20 @@ def _learned(ids: list[int], offsets: list[tuple[int, int]], ranges: list[tuple[
 
 
 def _refused(example: Example, error: Exception) -> BadRow:
+    """Why a template, which may do anything, did not render a row.
+
+    Raises:
+        UserError: no row can be rendered, or the next one may take as long.
+    """
     if isinstance(error, jinja2.TemplateSyntaxError):
         raise UserError(f"The chat template cannot be read: line {error.lineno}: {error.message}.") from error
-    return BadRow(f"{example.where}: the chat template refuses it: {(str(error).splitlines() or ['no reason given'])[0]}")
+    if isinstance(error, EndlessTemplate):
+        raise UserError(f"The chat template does not end: {error} for {example.where} (--chat_template FILE).") from error
+    if isinstance(error, UserError):  # such as a signal to stop
+        raise error
+    name, lines = type(error).__name__, str(error).splitlines()
+    what = {"MemoryError": "it takes more memory than a row may have", "RecursionError": "it is nested too deeply"}.get(name)
+    return BadRow(f"{example.where}: the chat template refuses it: {what or (lines or [name])[0]}")
 
 
 def use_plain_template(tokenizer, kind: str | None) -> bool:

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from support.cache import Cache
 from support.config import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.distributed import Run
 from support.errors import UserError
@@ -201,7 +202,7 @@ def prefetch(args, run: Run) -> PreTrainedTokenizerBase:
     """
     _be_quiet(args)
     if args.model == EMBEDDED_MODEL:
-        folder = embedded_tokenizer(cache_folder(args.cache_dir), run.temporary)
+        folder = embedded_tokenizer(args, run)
     elif is_local_model(args.model):
         folder = os.path.expanduser(args.model)
     elif scratch_without_hub(args):
@@ -222,7 +223,7 @@ def _prepare_folders(args, run: Run) -> dict:
     """On the first rank of a node: folders with weights and tokenizer, complete enough for every rank to load."""
     notice = None
     if args.model == EMBEDDED_MODEL:
-        tokenizer_folder = embedded_tokenizer(cache_folder(args.cache_dir), run.temporary)
+        tokenizer_folder = embedded_tokenizer(args, run)
         # Dropout 0, as is usual where training starts from random weights; --dropout changes it.
         config = gpt2_config(*EMBEDDED_SHAPE, vocab_size=EMBEDDED_VOCABULARY, positions=512, dropout=0.0, end_of_text=0)
         return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": None, "random": True}
@@ -256,7 +257,7 @@ def _gpt2_tokenizer(args, run: Run) -> tuple[str, str | None]:
         return folder, None
     except UserError:
         notice = f"The tokenizer of {args.model} cannot be had without the hub: using the embedded one (4,096 entries)."
-        return embedded_tokenizer(cache_folder(args.cache_dir), run.temporary), notice
+        return embedded_tokenizer(args, run), notice
 
 
 def _read_config(folder: str, name: str):
@@ -365,7 +366,7 @@ def _save_temporarily(model: nn.Module, run: Run) -> str:
     return folder
 
 
-def embedded_tokenizer(cache: Path, temporary: list[str]) -> str:
+def embedded_tokenizer(args, run: Run) -> str:
     """Train the byte-level BPE tokenizer of tiny-gpt2 on the Python reference (a second), or find it in the cache."""
     from pydoc_data.topics import topics
 
@@ -373,23 +374,19 @@ def embedded_tokenizer(cache: Path, temporary: list[str]) -> str:
 
     text = [topics[name] for name in sorted(topics)]
     digest = hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
-    folder = cache / f"{EMBEDDED_MODEL}-tokenizer-{digest}"
-    if not (folder / "tokenizer.json").exists():
+
+    def train(folder: Path) -> dict:
         tokenizer = ByteLevelBPETokenizer()
         tokenizer.train_from_iterator(
             text, vocab_size=EMBEDDED_VOCABULARY, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False
         )
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            beside = tempfile.mkdtemp(prefix=".writing-", dir=cache)
-            temporary.append(beside)
-            PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
-            ).save_pretrained(beside)
-            os.rename(beside, folder)
-        except OSError as error:
-            if not (folder / "tokenizer.json").exists():  # otherwise another run was faster
-                raise UserError(f"The cache {cache} cannot be written ({error.strerror}): use --cache_dir.") from error
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
+        ).save_pretrained(folder)
+        return {}
+
+    cache = Cache(cache_folder(args.cache_dir), run.temporary, run.print)
+    folder, _ = cache.get(f"{EMBEDDED_MODEL}-tokenizer-2-{digest}", train)
     return str(folder)
 
 

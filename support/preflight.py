@@ -26,6 +26,7 @@ from support import launch as launching
 from support.config import EMBEDDED_MODEL, ignored_flags, parse_arguments, uses_nvme
 from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
 from support.files import TemporaryFolder
+from support.folders import files_of
 from support.launch import Launch
 from support.redaction import redact
 from support.runfile import as_yaml
@@ -118,29 +119,26 @@ def check_model_path(args) -> None:
 
 def check_data_paths(args) -> None:
     """Files and folders of data must be there, readable and not empty; a chat template, too."""
-    if is_local_dataset(args.dataset):
-        check_data_path("--dataset", args.dataset)
-    if args.validation_file:
-        check_data_path("--validation_file", args.validation_file)
+    named = {"--dataset": args.dataset if is_local_dataset(args.dataset) else None, "--validation_file": args.validation_file}
+    for flag, name in named.items():
+        if name:
+            check_data_path(flag, name, args.include)
+    if args.include and not any(name and Path(name).expanduser().is_dir() for name in named.values()):
+        raise UserError(f"--include {args.include} chooses among the files of a folder, and there is none: leave it out.")
     if args.chat_template:
         read_text("--chat_template", args.chat_template)
 
 
-def check_data_path(flag: str, name: str) -> None:
+def check_data_path(flag: str, name: str, include: str | None) -> None:
     """
     Raises:
         UserError: nothing there, or nothing readable.
     """
     path = Path(name).expanduser()
-    if not path.exists():
-        raise UserError(f"{flag} {name}: no such file or folder.")
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    if not files:
-        raise UserError(f"{flag} {name}: the folder holds no files.")
-    for file in files:
+    for file in files_of(path, f"{flag} {name}", include):
         if not os.access(file, os.R_OK):
             raise UserError(f"{flag} {name}: {file} may not be read by this user.")
-    if not any(file.stat().st_size for file in files):
+    if path.is_file() and not path.stat().st_size:
         raise UserError(f"{flag} {name} is empty.")
 
 
@@ -289,7 +287,7 @@ def why_offline(wished: bool, endpoint: str) -> str:
 def prefetch_command(args) -> str:
     """The command that downloads what this run needs, for a machine with a network that shares the cache's disk."""
     flags = ["--model", args.model, "--dataset", args.dataset]
-    for flag in ("dataset_config", "text_column", "validation_file", "chat_template", "cache_dir", "max_bad_rows"):
+    for flag in ("dataset_config", "text_column", "validation_file", "chat_template", "cache_dir", "max_bad_rows", "include"):
         flags += [f"--{flag}", str(getattr(args, flag))] if flag in args.given else []
     flags += ["--from_scratch"] if args.from_scratch else []
     return shlex.join(["env", f"HF_HOME={huggingface_home()}", "python", "real_model_example.py", "--prefetch", *flags])

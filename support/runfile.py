@@ -108,7 +108,7 @@ def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[
         return [f"--{name}" if value else f"--no_{name}"] if isinstance(value, bool) else _wrong(path, name, value)
     if action.nargs == 0:
         return ([option] if value else []) if isinstance(value, bool) else _wrong(path, name, value)
-    if name == "report_to" and isinstance(value, list):
+    if name in ("report_to", "include") and isinstance(value, list):
         value = ",".join(map(str, value))
     if isinstance(value, bool | dict | list):
         return _wrong(path, name, value)

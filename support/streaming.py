@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,11 +31,11 @@ from support.corpus import (
     begins_article,
     columns_of_text,
     commit_on_hub,
-    files_of,
     has_rows,
     load_from_hub,
     read_row,
     read_text,
+    reading,
     rows_of_file,
 )
 from support.data import (
@@ -51,9 +52,11 @@ from support.data import (
 from support.distributed import Run, describe_difference
 from support.errors import UserError
 from support.examples import PLAIN_NOTICE, Encoder, use_plain_template
+from support.files import sha256_of
+from support.folders import advise_include, count_types, files_of, say_twins
 from support.preflight import is_local_dataset
 from support.reporting import say_dataset
-from support.tokens import of_another_kind, refuse_bad_rows, tokenize_corpus
+from support.tokens import SHOWN_BAD_ROWS, of_another_kind, refuse_bad_rows, say_files, tokenize_corpus
 from support.whole_document import Chunk, DocumentTokenizer
 
 COMPARED_BYTES = 1 << 16  # of a file's beginning and of its end
@@ -310,7 +313,8 @@ class Stream:
     def __init__(self, args, run: Run, tokenizer):
         self.args, self.run, self.tokenizer = args, run, tokenizer
         self.seq_length, self.state = args.seq_length, {}
-        self.encoder, self.bad = None, []
+        self.encoder, self.bad = None, {}  # the rows that were left out, in their order, as the keys of a dict
+        self.fresh, self.gathered = [], set()  # those that no other rank knows of, and those that all know
         self.documents = DocumentTokenizer(tokenizer)
         self.layout = [
             [micro * args.batch_size * run.world_size + run.rank * args.batch_size + row for row in range(args.batch_size)]
@@ -323,18 +327,27 @@ class Stream:
         # Of a dataset that changes meanwhile every rank reads the same version.
         remote = run.is_main and not is_local_dataset(args.dataset)
         commit = run.from_main(commit_on_hub(args.dataset) if remote else None)
-        rows = _open_rows(args, commit)
+        files, twins = _files_to_read(args) if is_local_dataset(args.dataset) else ([], {})
+        if Path(args.dataset).expanduser().is_dir():
+            say_files([f"{args.dataset}: {count_types([*files, *twins])}"], say_twins(twins, "content"), run)
+        self.advice = advise_include(files)
+        rows = _open_rows(args, commit, files)
         self.reader = Reader(rows, self.documents.parts, args.text_column, lanes, self.lanes, args.seed, self._refuse)
-        digest = fingerprint(args, commit)
+        digest = fingerprint(args, commit, files)
         describe_difference(run.gather(digest), "The corpus")
         self.facts = {"name": args.dataset, "sha256": digest, "tokens": None, "blocks": None, "streaming": True}
         self._live: Iterator[Window] | None = None
 
     def progress(self) -> dict:
-        """What a checkpoint needs, of all ranks: {"lanes": where each stands, "bad": rows that were left out, "version"}."""
-        ranks = self.run.gather((self.state, self.bad))
+        """What a checkpoint needs, of all ranks: {"lanes": where each stands, "bad": rows that were left out, "version"}.
+
+        Every rank calls it, and sends only the rows that it found since the call before.
+        """
+        ranks = self.run.gather((self.state, self.fresh))
         lanes = {lane: state for states, _ in ranks for lane, state in states.items()}
-        return {"lanes": lanes, "bad": sorted({row for _, bad in ranks for row in bad}), "version": ROWS_VERSION}
+        self.gathered.update(row for _, fresh in ranks for row in fresh)
+        self.fresh = []
+        return {"lanes": lanes, "bad": sorted(self.gathered), "version": ROWS_VERSION}
 
     def summary(self) -> dict:
         """The facts for results.json at the end; every rank calls it, and a line is said."""
@@ -356,12 +369,12 @@ class Stream:
         lanes = state["lanes"] if state else None
         if lanes is None or (lanes and set(map(int, lanes)) != set(range(self.reader.lanes))):
             raise UserError("--resume: the checkpoint was made without --streaming, or with another global batch: keep to it.")
-        if lanes and state.get("version", 1) < ROWS_VERSION and _was_cut_otherwise(self.args.dataset):
+        if lanes and state.get("version", 1) < ROWS_VERSION and _was_cut_otherwise(self.args):
             raise UserError(
                 "--resume: the checkpoint was written by a version that read long text files (and WikiText) in other "
                 "pieces, so its place in the corpus cannot be found: train its weights in a new run (--export_hf)."
             )
-        self.bad = state["bad"]
+        self.bad, self.gathered = dict.fromkeys(state["bad"]), set(state["bad"])
         if not lanes:  # before the first step
             return
         for number, lane in self.lanes.items():
@@ -425,10 +438,14 @@ class Stream:
         """
         if str(row) in self.bad:
             return
-        self.bad.append(str(row))
-        refuse_bad_rows(self.bad, self.args.max_bad_rows)
-        if mine or self.run.is_main:
+        self.bad[str(row)] = None
+        self.fresh.append(str(row))
+        if len(self.bad) > self.args.max_bad_rows:
+            refuse_bad_rows(list(self.bad), self.args.max_bad_rows, self.advice)
+        if len(self.bad) <= SHOWN_BAD_ROWS and (mine or self.run.is_main):
             self.run.print(f"ℹ️  Left out: {row}")
+        elif len(self.bad) == SHOWN_BAD_ROWS + 1:
+            self.run.warn("More rows are left out: results.json will name all of them under dataset.bad_rows.")
 
 
 def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleFile, dict]:
@@ -446,15 +463,45 @@ def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleF
     return train, validation, train.facts
 
 
-def _was_cut_otherwise(dataset: str) -> bool:
+def _was_cut_otherwise(args) -> bool:
     """Whether a corpus was read as other rows before ROWS_VERSION 2."""
-    if not is_local_dataset(dataset):
-        return dataset == "wikitext"
-    files = files_of(Path(dataset).expanduser(), f"--dataset {dataset}")
+    if not is_local_dataset(args.dataset):
+        return args.dataset == "wikitext"
+    files, _ = _files_to_read(args)
     return any(not has_rows(file) and file.stat().st_size > 1 << 16 for file in files)
 
 
-def fingerprint(args, commit: str | None) -> str:
+def _files_to_read(args) -> tuple[list[Path], dict[Path, Path]]:
+    """The files of --dataset; and those that are left out because an earlier one has the same content, each with that one.
+
+    Only files of the same size, beginning and end are read whole for it.
+    Raises:
+        UserError: there are none, or one cannot be read.
+    """
+    files = files_of(Path(args.dataset).expanduser(), f"--dataset {args.dataset}", args.include)
+    alike: dict[tuple, list[Path]] = {}
+    for file in files:
+        alike.setdefault(_edges(file), []).append(file)
+    first_with, twins = {}, {}
+    for several in (group for group in alike.values() if len(group) > 1):
+        for file in several:
+            with reading(file):
+                first = first_with.setdefault(sha256_of(file), file)
+            if first != file:
+                twins[file] = first
+    return [file for file in files if file not in twins], twins
+
+
+def _edges(file: Path) -> tuple[int, bytes, bytes]:
+    """A file's size, and digests of its beginning and its end."""
+    with reading(file), open(file, "rb") as stream:
+        size = file.stat().st_size
+        begin = stream.read(COMPARED_BYTES)
+        stream.seek(max(0, size - COMPARED_BYTES))
+        return size, hashlib.sha256(begin).digest(), hashlib.sha256(stream.read()).digest()
+
+
+def fingerprint(args, commit: str | None, files: list[Path]) -> str:
     """What ranks and a resumed run compare: names, sizes, beginnings and ends of the files, or the hub's name and commit.
 
     The text itself is never read whole.
@@ -463,17 +510,17 @@ def fingerprint(args, commit: str | None) -> str:
     if not is_local_dataset(args.dataset):
         digest.update(f"{args.dataset}\0{commit}".encode())
         return digest.hexdigest()
-    for file in files_of(Path(args.dataset).expanduser(), f"--dataset {args.dataset}"):
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}".encode())
-        with open(file, "rb") as stream:
+    for file in files:
+        with reading(file), open(file, "rb") as stream:
+            size = file.stat().st_size
+            digest.update(os.fsencode(file.name) + f"\0{size}".encode())
             digest.update(stream.read(COMPARED_BYTES))
             stream.seek(max(0, size - COMPARED_BYTES))
-            digest.update(stream.read())
+            digest.update(stream.read(COMPARED_BYTES))
     return digest.hexdigest()
 
 
-def _open_rows(args, commit: str | None) -> Callable:
+def _open_rows(args, commit: str | None, files: list[Path]) -> Callable:
     """A function that opens the corpus as a stateful iterable of rows; a dataset on the hub as of a commit.
 
     A row is {"row": what read_row takes, "where": its place, "file": whether it is a whole text file, named by "where",
@@ -484,8 +531,7 @@ def _open_rows(args, commit: str | None) -> Callable:
     import datasets
 
     if is_local_dataset(args.dataset):
-        files = [str(file) for file in files_of(Path(args.dataset).expanduser(), f"--dataset {args.dataset}")]
-        options = {"files": files, "text_column": args.text_column}
+        options = {"files": [str(file) for file in files], "text_column": args.text_column}
         return partial(datasets.IterableDataset.from_generator, _rows_of_files, gen_kwargs=options)
     splits = load_from_hub(args.dataset, args.dataset_config, revision=commit, streaming=True)
     where = f"--dataset {args.dataset}"

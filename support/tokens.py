@@ -10,24 +10,23 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from support.corpus import BadRow, Document, Example, Item, Source, open_source
+from support.cache import Cache
+from support.corpus import BadRow, Document, Example, Item, Notice, Source, open_source
 from support.distributed import Run, describe_difference
 from support.errors import UserError
 from support.examples import PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
 from support.models import cache_folder
 from support.whole_document import DocumentTokenizer
 
-CACHE_VERSION = 4  # raise it when the layout of the cache or the way of tokenising changes
+CACHE_VERSION = 5  # raise it when the layout of the cache or the way of tokenising changes
 BATCH_EXAMPLES = 256
+BAD_ROWS = "bad_rows.json"  # in a folder of the cache
 SHOWN_BAD_ROWS = 10
 
 
@@ -44,58 +43,70 @@ def tokenize_corpus(args, run: Run, tokenizer, name: str, config: str | None = N
     """
 
     def tokenize() -> dict:
-        source = open_source(name, config, args.text_column, validation)
-        with run.bar("Tokenising", unit="characters") as bar:
-            return tokenize_once(source, tokenizer, cache_folder(args.cache_dir), run.temporary, bar.advance, args.max_bad_rows)
+        source = open_source(name, config, args.text_column, validation, args.include)
+        say_files(source.files, source.notices, run)
+        cache = Cache(cache_folder(args.cache_dir), run.temporary, run.print)
+        with run.bar("Tokenizing", unit="characters") as bar:
+            return tokenize_once(source, tokenizer, cache, bar.advance, args.max_bad_rows)
 
     prepared = run.once_per_node("dataset", tokenize)
+    say_files([], prepared["notices"], run)
     describe_difference(run.gather(prepared["splits"]), "The text of the dataset")
-    bad = prepared["bad_rows"]
+    prepared["bad_rows"] = bad_rows_in(prepared["folder"]) if run.is_main else []
+    say_bad_rows(prepared["bad_rows"], run)
+    return prepared
+
+
+def say_files(counts: list[str], notices: list[str], run: Run) -> None:
+    """What kinds of files there are, and which are left out."""
+    for line in counts:
+        run.say(f"📂 {line}")
+    for line in notices:
+        run.warn(line)
+
+
+def say_bad_rows(bad: list[str], run: Run) -> None:
+    """Name the first rows that were left out."""
     for row in bad[:SHOWN_BAD_ROWS]:
         run.warn(f"Left out: {row}")
     if len(bad) > SHOWN_BAD_ROWS:
         run.warn(f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under dataset.bad_rows.")
-    return prepared
 
 
-def tokenize_once(
-    source: Source, tokenizer, cache_dir: Path, temporary: list[str], advance: Callable[[int], None], max_bad_rows: int
-) -> dict:
-    """Tokenise a corpus, or find it in the cache from an earlier run.
+def bad_rows_in(folder: str | Path) -> list[str]:
+    """Lines about all rows of a tokenized corpus that were left out; there may be millions.
+
+    Raises:
+        UserError: the cache was removed meanwhile.
+    """
+    try:
+        return json.loads((Path(folder) / BAD_ROWS).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"The cache {folder} cannot be read ({error.strerror}): use another --cache_dir.") from error
+
+
+def tokenize_once(source: Source, tokenizer, cache: Cache, advance: Callable[[int], None], max_bad_rows: int) -> dict:
+    """Tokenize a corpus, or find it in the cache from an earlier run.
 
     Args:
         source: the corpus.
         tokenizer: a Hugging Face tokenizer; one without a chat template gets PLAIN_TEMPLATE if there are conversations.
-        cache_dir: where tokenised corpora are kept.
-        temporary: gets the folder that is written to, for removal if the run ends meanwhile.
-        advance: told now and then how many more characters are done.
-        max_bad_rows: so many rows that cannot be used are left out and told.
+        cache: keeps tokenized corpora.
+        advance: gets now and then how many more characters are done.
+        max_bad_rows: so many rows that cannot be used are left out; `bad_rows_in` names them.
     Returns:
-        {folder, dtype, bad_rows, splits: {name: {kind, tokens, rows, empty, sha256 of the text}}}; JSON.
+        {folder, dtype, notices, splits: {name: {kind, tokens, rows, empty, sha256 of the text}}}; JSON, and small however
+        large the corpus is: it goes to all ranks of a node through the store.
     Raises:
         UserError: the cache cannot be written, the text cannot be read, or there are more bad rows.
     """
     template = template_of(tokenizer) or PLAIN_TEMPLATE
     key = hashlib.sha256(f"{CACHE_VERSION}\0{source.fingerprint}\0{tokenizer_fingerprint(tokenizer)}\0{template}".encode())
-    folder = cache_dir / key.hexdigest()[:32]
-    if not (folder / "meta.json").exists():
-        try:
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            beside = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache_dir))
-            temporary.append(str(beside))
-        except OSError as error:
-            raise UserError(f"The cache {cache_dir} cannot be written ({error.strerror}): use --cache_dir.") from error
-        try:
-            _write_tokens(source, tokenizer, beside, advance, max_bad_rows)
-            os.rename(beside, folder)  # whole, or not at all
-        except OSError as error:
-            if not (folder / "meta.json").exists():  # otherwise another run was faster
-                raise UserError(f"The cache {cache_dir} cannot be written ({error.strerror}): use --cache_dir.") from error
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-    prepared = {"folder": str(folder), **json.loads((folder / "meta.json").read_text())}
-    refuse_bad_rows(prepared["bad_rows"], max_bad_rows)  # an earlier run may have allowed more
-    return prepared
+    folder, facts = cache.get(
+        key.hexdigest()[:32], lambda folder: _write_tokens(source, tokenizer, folder, advance, max_bad_rows)
+    )
+    refuse_bad_rows(bad_rows_in(folder), max_bad_rows, source.advice)  # an earlier run may have allowed more
+    return {"folder": str(folder), **facts}
 
 
 def of_another_kind(item: Document | Example, kind: str) -> BadRow:
@@ -103,14 +114,14 @@ def of_another_kind(item: Document | Example, kind: str) -> BadRow:
     return BadRow(f"{item.where}: of kind {item.kind} among rows of kind {kind}: a corpus has one kind of rows.")
 
 
-def refuse_bad_rows(bad: list[str], allowed: int) -> None:
+def refuse_bad_rows(bad: Sequence[str], allowed: int, advice: str = "") -> None:
     """
     Raises:
-        UserError: there are more bad rows than allowed; it has the line of the first one too many.
+        UserError: there are more bad rows than allowed; it has the line of the first one too many, and the advice.
     """
     if len(bad) > allowed:
         more = f"That is one more than --max_bad_rows {allowed} allows." if allowed else "--max_bad_rows N leaves out up to N."
-        raise UserError(f"{bad[allowed]} {more}")
+        raise UserError(f"{bad[allowed]} {more}{advice}")
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
@@ -128,6 +139,8 @@ class GoodRows:
         items: what the source has.
         bad: lines about the rows that cannot be used; shared by the splits of a corpus.
         allowed: how many there may be.
+        advice: what to add to the message about one too many.
+        notices: lines for the user about what is read.
         kind: "text", "chat" or "pair", as the first row is.
         rows, empty: how many were passed on; how many of them held no text.
     """
@@ -135,12 +148,17 @@ class GoodRows:
     items: Iterator[Item]
     bad: list[str]
     allowed: int
+    advice: str = ""
+    notices: list[str] = field(default_factory=list)
     kind: str | None = None
     rows: int = 0
     empty: int = 0
 
     def __iter__(self) -> Iterator[Document | Example]:
         for item in self.items:
+            if isinstance(item, Notice):
+                self.notices.append(item.text)
+                continue
             if isinstance(item, BadRow):
                 self.refuse(item)
                 continue
@@ -159,15 +177,15 @@ class GoodRows:
             UserError: it is one too many.
         """
         self.bad.append(str(row))
-        refuse_bad_rows(self.bad, self.allowed)
+        refuse_bad_rows(self.bad, self.allowed, self.advice)
 
 
-def _write_tokens(source: Source, tokenizer, folder: Path, advance: Callable[[int], None], max_bad_rows: int) -> None:
+def _write_tokens(source: Source, tokenizer, folder: Path, advance: Callable[[int], None], max_bad_rows: int) -> dict:
     dtype = "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
-    splits, bad = {}, []
+    splits, bad, notices = {}, [], []
     for name, open_items in source.splits.items():
         digest = hashlib.sha256()
-        found = GoodRows(open_items(), bad, max_bad_rows)
+        found = GoodRows(open_items(), bad, max_bad_rows, source.advice, notices)
         items = iter(found)
         first = next(items, None)
         everything = itertools.chain([] if first is None else [first], items)
@@ -177,8 +195,8 @@ def _write_tokens(source: Source, tokenizer, folder: Path, advance: Callable[[in
             tokens = _write_stream(everything, folder / name, tokenizer, dtype, digest, advance)
         splits[name] = {"kind": found.kind, "tokens": tokens, "rows": found.rows, "empty": found.empty,
                         "sha256": digest.hexdigest()}  # fmt: skip
-    meta = {"dtype": dtype, "splits": splits, "bad_rows": bad}
-    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / BAD_ROWS).write_text(json.dumps(bad), encoding="utf-8")
+    return {"dtype": dtype, "splits": splits, "notices": notices}
 
 
 def _write_stream(documents, path: Path, tokenizer, dtype: str, digest, advance) -> int:
@@ -187,7 +205,6 @@ def _write_stream(documents, path: Path, tokenizer, dtype: str, digest, advance)
         for ids in _token_batches(documents, tokenizer, digest, advance):
             np.asarray(ids, dtype=dtype).tofile(file)
             tokens += len(ids)
-        _flush(file)
     return tokens
 
 
@@ -207,14 +224,7 @@ def _write_examples(examples, path: Path, tokenizer, dtype: str, digest, advance
                 end += len(row[0])
                 np.array([end, row[1].argmax()], dtype=np.int64).tofile(rows)
             advance(sum(len(example.as_json()) for example in batch))
-        for file in (ids, learned, rows):
-            _flush(file)
     return end
-
-
-def _flush(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _batches(items: Iterable, size: int) -> Iterator[list]:
