@@ -46,7 +46,7 @@ def tokenize_corpus(args, run: Run, tokenizer, name: str, config: str | None = N
         source = open_source(name, config, args.text_column, validation, args.include)
         say_files(source.files, source.notices, run)
         cache = Cache(cache_folder(args.cache_dir), run.temporary, run.print)
-        with run.bar("Tokenizing", unit="characters") as bar:
+        with run.bar("Tokenising", unit="characters") as bar:
             return tokenize_once(source, tokenizer, cache, bar.advance, args.max_bad_rows)
 
     prepared = run.once_per_node("dataset", tokenize)
