@@ -32,3 +32,38 @@ def test_evaluation_equals_transformers(script, llama, text_file, expected, stra
     assert run.results["perplexity"] == pytest.approx(np.exp(expected), rel=1e-4)
     assert run.losses == []  # nothing was trained
     assert run.metrics == [{"step": 0, "eval_loss": run.results["eval_loss"], "perplexity": run.results["perplexity"]}]
+
+
+def test_perplexity_of_a_whole_document(script, llama, tmp_path):
+    """A document of several chunks and a Llama-style tokenizer: transformers alone finds the same perplexity."""
+    import shutil
+    from pydoc_data.topics import topics
+
+    import torch
+    from tokenizer_zoo import tokenizer_of
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from support.models import as_dtype
+
+    folder, file = tmp_path / "model", tmp_path / "text.txt"
+    shutil.copytree(llama, folder)
+    tokenizer_of("llama2").save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(1)
+    model.resize_token_embeddings(len(tokenizer_of("llama2")), mean_resizing=False)
+    with torch.no_grad():  # losses that differ much between tokens
+        for weight in model.parameters():
+            weight.mul_(4)
+    model.save_pretrained(folder)
+    file.write_text("\n".join(topics[name] for name in sorted(topics))[:150_000])
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, **as_dtype(torch.float32)).eval()
+    ids = tokenizer(file.read_text(), add_special_tokens=False, verbose=False)["input_ids"]
+    blocks = torch.tensor(ids[: len(ids) // 128 * 128]).view(-1, 128)
+    with torch.no_grad():
+        losses = [model(input_ids=some, labels=some).loss.double() * len(some) for some in blocks.split(32)]
+    run = script("--model", folder, "--dataset", file, "--validation_file", file, "--eval_only", "--seq_length", "128",
+                 "--batch_size", "16", "--precision", "fp32")  # fmt: skip
+    assert run.results["dataset"]["validation"]["tokens"] == len(ids)
+    assert run.results["perplexity"] == pytest.approx(float(torch.exp(sum(losses) / len(blocks))), rel=1e-5)

@@ -183,6 +183,26 @@ def test_articles_are_tokenized_whole():
         assert [block for [block] in resumed.blocks(steps - step - 1)] == [block for block, _ in found[step + 1 :]]
 
 
+@pytest.mark.parametrize("name, refused", [("long.txt", True), ("short.txt", False), ("rows.jsonl", False)])
+def test_a_checkpoint_of_before(script, tmp_path, llama, name, refused):
+    """Where texts are read in the same pieces as before, it resumes; otherwise one line says that it cannot."""
+    text = "the quick brown fox jumps over the lazy dog. " * (2000 if refused else 100)
+    (tmp_path / name).write_text(json.dumps({"text": text}) if name == "rows.jsonl" else text)
+    work = [*WORK, "--model", llama, "--dataset", tmp_path / name, "--batch_size", "1", "--no_export", "--max_steps", "4"]
+    whole = script(*work, "--save_every", "2")
+    manifest = whole.folder / "checkpoints" / "step-00000002" / "manifest.json"
+    found = json.loads(manifest.read_text())
+    assert found["stream"].pop("version") == 2
+    for lane in found["stream"]["lanes"].values():
+        assert lane["reader"].pop("part") == 0
+    manifest.write_text(json.dumps(found))
+    resumed = script(*work, "--resume", manifest.parent, ok=not refused)
+    if refused:
+        assert resumed.code == 2 and "other pieces" in resumed.error
+    else:
+        assert resumed.losses == whole.losses[2:]
+
+
 def test_rows_of_which_nothing_can_be_used(script, llama, tmp_path):
     """One lane gets no row that fits; then no lane does."""
     path, long = tmp_path / "rows.jsonl", "the quick brown fox " * 20
