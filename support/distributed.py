@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import signal
 import socket
 import sys
@@ -32,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from support import failures, process, progress
 from support.advice import LESS_MEMORY
 from support.errors import EXIT_FAILED, OutOfMemory, StoppedBySignal, TrainingError, UserError, explain
+from support.files import remove
 from support.launch import Launch
 from support.redaction import print_traceback
 
@@ -238,11 +238,9 @@ class Run:
     def clean_up(self, *folders: str) -> None:
         """Remove these of this process's temporary folders and files; all of them if none is named."""
         for folder in [f for f in self.temporary if not folders or f in folders]:
-            self.temporary.remove(folder)
-            if os.path.isdir(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-            else:
-                Path(folder).unlink(missing_ok=True)
+            with contextlib.suppress(ValueError):  # `_watch` may clean up at the same time
+                self.temporary.remove(folder)
+            remove(Path(folder))
 
     def end_failed(self, error: BaseException) -> NoReturn:
         """End this process. Only the rank that fails first reports its error: those of the others follow from it."""

@@ -337,7 +337,8 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
         ):
             try:
                 _remove_if_abandoned(path)
-            except (OSError, ValueError, AttributeError):  # it is gone, in use, or of another user
+            # It is gone, in use, of another user, or not one of ours.
+            except (OSError, ValueError, AttributeError, RecursionError):
                 continue
 
 

@@ -717,6 +717,29 @@ def test_temporary_folders_go_when_their_owner_is_dead(tmp_path):
         process.communicate()
 
 
+def test_what_cannot_be_removed_hides_no_error(tmp_path):
+    """A disk that became read-only also refuses to remove a lock file. The message comes after it."""
+    from support.distributed import Run
+
+    (tmp_path / "file").write_text("x")
+    unusual = tmp_path / "file" / "x.lock"  # unlink raises NotADirectoryError, also for root
+    ordinary = tmp_path / "y.lock"
+    ordinary.write_text("x")
+    paths = [str(unusual), str(ordinary)]
+    Run.clean_up(SimpleNamespace(temporary=paths))
+    assert not paths and not ordinary.exists()
+
+
+def test_a_lock_file_of_nonsense(tmp_path):
+    """Others may write into a shared temporary folder."""
+    from support.files import TemporaryFolder
+
+    (tmp_path / "x-deep.lock").write_text("[" * 1000)
+    (tmp_path / "x-other.lock").write_text("5")
+    TemporaryFolder(tmp_path, "x-").remove()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x-deep.lock", "x-other.lock"]
+
+
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     import errno
     import fcntl
