@@ -6,14 +6,13 @@ that does not match its `meta.json` is written again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from support.errors import UserError
-from support.files import TemporaryFolder, sha256_of, sync_folder
+from support.files import TemporaryFolder, digest_of_json, read_json, sha256_of, sync_folder
 
 META = "meta.json"
 
@@ -114,19 +113,13 @@ class Cache:
         return UserError(f"The cache {self.root} cannot be written ({error.strerror or error}): use --cache_dir.")
 
 
-def _digest(content: dict) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def _read_meta(path: Path) -> tuple[dict, dict]:
     """The facts, and {name: {size, sha256}} of the files."""
-    if path.exists() and not path.is_file():  # a pipe would keep the reader waiting
-        raise Damaged(f"{path.name} is not a file")
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_json(path)
         content = {"facts": meta["facts"], "files": meta["files"]}
-        whole = meta["sha256"] == _digest(content)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        whole = meta["sha256"] == digest_of_json(content)
+    except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{path.name} is not whole") from error
     if not whole:
         raise Damaged(f"{path.name} was changed")
@@ -155,7 +148,7 @@ def _write_meta(folder: Path, facts: dict) -> None:
         files[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
     content = {"facts": facts, "files": files}
     with open(folder / META, "w", encoding="utf-8") as file:
-        json.dump({"sha256": _digest(content), **content}, file)
+        json.dump({"sha256": digest_of_json(content), **content}, file)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)

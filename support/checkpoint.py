@@ -38,6 +38,7 @@ from support.distributed import Run
 from support.errors import FirstError, Preempted, TrainingError, UserError
 from support.files import (
     PARTIAL,
+    digest_of_json,
     open_regular,
     remove,
     remove_leftovers,
@@ -51,15 +52,14 @@ from support.manifest import (
     FORMAT_VERSION,
     NEW_RUN,
     STEP_NAME,
-    manifest_digest,
     read_manifest,
-    shown,
     validate,
     what_is_broken,
 )
 from support.safetensors_files import save_file
 from support.sharding import ShardedState
 from support.tokens import tokenizer_fingerprint
+from support.userfiles import shown
 
 FILE_BYTES = 256 << 20  # of one file; so much host memory does a save need beside what training holds
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # of an optimizer's parameter groups
@@ -151,7 +151,7 @@ class Saver:
             self._set_scaling(manifest["scaling"])
             self._set_schedule(manifest)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"--resume {path}: its manifest is damaged ({type(error).__name__}: {shown(str(error))}): name "
+            raise UserError(f"--resume {path}: its manifest is damaged ({type(error).__name__}: {shown(error)}): name "
                             "an older checkpoint.") from error  # fmt: skip
         load(path, manifest, self.state)
         for buffer, values in buffers:
@@ -336,7 +336,7 @@ class Saver:
         export.describe(self.blueprint, folder)
         buffers = {} if self.blueprint.lora else models.persistent_buffers(getattr(self.model, "module", self.model))
         if buffers:
-            save_file(buffers, folder / "buffers.safetensors")
+            save_file(buffers, folder / Path(BUFFERS).name)
 
     def _scaling(self) -> dict:
         """The loss scaler's state, torch's or DeepSpeed's; {} without one (all but fp16)."""
@@ -545,7 +545,7 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     """
     manifest = json.loads(json.dumps({"format_version": FORMAT_VERSION, **manifest}))  # as it will be read
     validate(manifest)
-    write_text(folder / "manifest.json", json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
+    write_text(folder / "manifest.json", json.dumps({**manifest, "sha256": digest_of_json(manifest)}))
 
 
 def facts_of(path: Path) -> dict:

@@ -26,9 +26,10 @@ from support.errors import UserError
 from support.export import finish_folder, model_card, start_folder
 from support.files import open_regular, read_json, write_text
 from support.lora import peft_name
-from support.manifest import is_inner_path, open_listed, shown
+from support.manifest import is_inner_path, open_listed
 from support.safetensors_files import WeightFiles, save_file, write_at
 from support.sharding import MOMENTS
+from support.userfiles import shown
 
 FP32_BYTES = 4
 
@@ -145,7 +146,7 @@ def load_tensors(path: Path):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged file may be anything to the several readers in torch
         objects = "weights_only" in str(error)
-        said = shown((str(error).splitlines() or [type(error).__name__])[0])
+        said = shown((str(error).splitlines() or [type(error).__name__])[0], 200)
         why = "it holds Python objects, and no code from a file is run here" if objects else said
         raise UserError(f"{path} cannot be read: {why}.") from error
 
@@ -185,7 +186,6 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
 # Nothing that is executed.
 DESCRIPTION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe", ".vocab")
 CODE_KEYS = ("auto_map", "auto_mapping", "custom_pipelines")  # where from_pretrained is told which code to fetch or import
-BUFFERS = "buffers.safetensors"
 
 
 def copy_description(source: OwnCheckpoint, folder: Path) -> list[str]:
@@ -198,7 +198,7 @@ def copy_description(source: OwnCheckpoint, folder: Path) -> list[str]:
     left_out = []
     for name in source.manifest["files"]:
         inner = name.removeprefix("model/")
-        if inner in (name, BUFFERS):
+        if inner == name or name == checkpoint.BUFFERS:
             continue
         if not inner.endswith(DESCRIPTION_SUFFIXES) or inner.endswith(".index.json"):
             left_out.append(name)
@@ -232,7 +232,7 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
     rename = peft_name if adapters else str
     if not adapters:
         _note_dtype(folder / "config.json", dtype)
-    buffers = load_file(source.folder / "model" / BUFFERS) if f"model/{BUFFERS}" in listed else {}
+    buffers = load_file(source.folder / checkpoint.BUFFERS) if checkpoint.BUFFERS in listed else {}
     shapes = {rename(name): shape for name, shape in source.shapes.items()}
     if len(shapes) < len(source.shapes) or shapes.keys() & buffers.keys():
         raise UserError(f"{source.folder}: two of its tensors have the same name.")
@@ -265,7 +265,7 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
         config = read_json(path)
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     except (ValueError, TypeError) as error:
-        raise UserError(f"The checkpoint's model/config.json is no configuration ({shown(str(error))}).") from error
+        raise UserError(f"The checkpoint's model/config.json is no configuration ({shown(error)}).") from error
     write_text(path, json.dumps(config, indent=2) + "\n")
 
 
@@ -320,9 +320,7 @@ def write_universal(source: OwnCheckpoint, folder: Path) -> None:
     inner = folder / f"global_step{counters['step']}_universal"
     step = torch.tensor(float(source.adam_step))
     for name in source.shapes:
-        place = inner / "zero" / name
-        if not is_inner_path(name):  # the manifest's check has refused it already
-            raise UserError(f"The parameter {shown(name)} cannot be the name of a folder.")
+        place = inner / "zero" / name  # the manifest's check has refused names that leave the folder
         place.mkdir(parents=True)
         for kind, file in UniversalCheckpoint.FILES.items():
             tensor = source.read(name, kind) if kind in source.kinds else torch.zeros(source.shapes[name])

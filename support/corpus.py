@@ -29,6 +29,7 @@ from support.errors import UserError
 from support.files import sha256_of
 from support.folders import advise_include, count_types, files_of, say_twins
 from support.preflight import is_local_dataset
+from support.userfiles import printable
 
 PIECE_CHARACTERS = 1 << 16  # of a text file that are read at a time
 LONGEST_ROW = 1 << 30  # characters; a longer one is taken for a file that is not what its name says
@@ -42,8 +43,7 @@ class BadRow(UserError):
     """A row that cannot be used: where it is, and why; of a file that cannot be read, the file."""
 
     def __init__(self, text: str):
-        text = text.encode(errors="replace").decode()  # it may quote bytes that are no text
-        super().__init__("".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text))
+        super().__init__(printable(text.encode(errors="replace").decode()))  # it may quote bytes that are no text
 
 
 @dataclass(frozen=True)

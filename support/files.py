@@ -36,7 +36,7 @@ LEFTOVERS = re.compile(
     r"|\.partial-([0-9a-f]{8}-.+|step-[0-9]{8})"
 )
 SMALL_FILE_BYTES = 256 << 20  # results.json names every row that was left out
-DEEPEST_JSON = 50  # what this project writes has less than 10 levels
+DEEPEST_JSON = 50  # levels of nesting; what this project writes and DeepSpeed's files have less than 10
 EMPTY_LOCK_SECONDS = 3600
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -118,6 +118,11 @@ def digest_of(file: BinaryIO) -> str:
     while block := file.read(1 << 20):
         digest.update(block)
     return digest.hexdigest()
+
+
+def digest_of_json(value) -> str:
+    """Hex digest (SHA-256) of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def only_finite(value):

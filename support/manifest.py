@@ -8,8 +8,6 @@ tensor lies in a file that is listed with its digest.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import re
@@ -18,7 +16,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from support.files import digest_of, open_regular, read_json
+from support.files import digest_of, digest_of_json, open_regular, read_json
+from support.userfiles import shown
 
 FORMAT_VERSION = 1
 NEW_RUN = {
@@ -44,7 +43,7 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
     try:
         manifest = read_json(checkpoint / "manifest.json", LARGEST_BYTES)
         written = manifest.pop("sha256", "") if isinstance(manifest, dict) else ""
-        if written != manifest_digest(manifest):
+        if written != digest_of_json(manifest):
             return {}, DAMAGED
         version = manifest.get("format_version")
         if version != FORMAT_VERSION:
@@ -58,11 +57,6 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
     except (ValueError, TypeError) as error:
         return {}, f"{DAMAGED} ({shown(error)})"
     return manifest, ""
-
-
-def manifest_digest(manifest: dict) -> str:
-    """SHA-256 of a manifest's content."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def with_defaults(manifest: dict) -> dict:
@@ -207,12 +201,6 @@ def is_inner_path(name: str) -> bool:
     )
 
 
-def shown(value) -> str:
-    """A value from a file as part of a message: one line, printable and short."""
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
 # ---------------------------------------------------------------------------------------- the files
 
 
@@ -251,7 +239,7 @@ def _broken(checkpoint: Path, name: str, facts: dict, pieces: dict[str, int]) ->
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     except SafetensorError as error:
-        return f"{name} is damaged ({shown(str(error))})"
+        return f"{name} is damaged ({shown(error)})"
 
 
 def open_listed(checkpoint: Path, name: str):

@@ -10,15 +10,20 @@ import stat
 from pathlib import Path
 
 from support.errors import UserError
+from support.files import DEEPEST_JSON, depth
 
 MOST_CHARACTERS = 1 << 20
-DEEPEST = 50  # levels of nesting; DeepSpeed's files have four
 MOST_NODES = 20_000  # of a YAML file, each use of an alias counted
 
 
-def shown(text: str, most: int = 100) -> str:
-    """A user's text as a message quotes it: on one line, and shortened in its middle."""
-    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+def printable(text: str) -> str:
+    """A text on one line, with escapes for what a terminal would not show."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def shown(value, most: int = 100) -> str:
+    """A value of a user or of a file as a message quotes it: on one line, and shortened in its middle."""
+    text = printable(str(value))
     if not text.strip():
         return f"'{text}'"
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
@@ -85,7 +90,8 @@ def parse_json(text: str, path: str, loads=json.loads, unique: bool = True):
         if hasattr(error, "lineno"):
             raise
         raise UserError(f"{shown(path)} has a number with thousands of digits.") from error
-    _check_depth(value, path)
+    if depth(value) > DEEPEST_JSON:
+        raise _too_deep(path)
     return value
 
 
@@ -104,17 +110,8 @@ def read_json(flag: str, path: str, unique: bool = True, most: int = MOST_CHARAC
     return value
 
 
-def _check_depth(value, path: str) -> None:
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [inner for item in level if isinstance(item, dict | list)
-                 for inner in (item.values() if isinstance(item, dict) else item)]  # fmt: skip
-    if level:
-        raise _too_deep(path)
-
-
 def _too_deep(path: str) -> UserError:
-    return UserError(f"{shown(path)} is nested in more than {DEEPEST} levels.")
+    return UserError(f"{shown(path)} is nested in more than {DEEPEST_JSON} levels.")
 
 
 # ------------------------------------------------------------------------------------------------ YAML
@@ -153,17 +150,17 @@ class _YamlReader:
     def __init__(self, path: str):
         self.path, self.nodes = path, 0
 
-    def value_of(self, node, depth: int):
+    def value_of(self, node, level: int):
         self.nodes += 1 + len(node.value) // 50 if isinstance(node.value, str) else 1
-        if depth > DEEPEST:
+        if level > DEEPEST_JSON:
             raise _too_deep(self.path)
         if self.nodes > MOST_NODES:
             raise UserError(f"{shown(self.path)}: its aliases (*name) expand to more than {MOST_NODES:,} values.")
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind == "seq":
-            return [self.value_of(item, depth + 1) for item in node.value]
+            return [self.value_of(item, level + 1) for item in node.value]
         if kind == "map":
-            return self._mapping(node, depth)
+            return self._mapping(node, level)
         if kind == "null":
             return None
         if kind == "bool":
@@ -172,14 +169,14 @@ class _YamlReader:
             return node.value
         raise self._refuse(node, f"the tag {shown(node.tag)} has no meaning here")
 
-    def _mapping(self, node, depth: int) -> dict:
+    def _mapping(self, node, level: int) -> dict:
         found = {}
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
                 raise self._refuse(key, f"the key {shown(str(key.value))} is not text, as the name of a flag is")
             if key.value in found:
                 raise self._refuse(key, f"{shown(key.value)} is given twice, leave one out")
-            found[key.value] = self.value_of(value, depth + 1)
+            found[key.value] = self.value_of(value, level + 1)
         return found
 
     def _refuse(self, node, problem: str) -> UserError:

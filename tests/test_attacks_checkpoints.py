@@ -84,13 +84,13 @@ def contents(folder: Path) -> dict[str, tuple]:
 
 def rewrite(checkpoint: Path, change) -> None:
     """Change a manifest as somebody does who knows how its digest is made."""
-    from support.manifest import manifest_digest
+    from support.files import digest_of_json
 
     path = checkpoint / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
     change(manifest)
-    path.write_text(json.dumps({**manifest, "sha256": manifest_digest(manifest)}))
+    path.write_text(json.dumps({**manifest, "sha256": digest_of_json(manifest)}))
 
 
 def manifest(name: str, change) -> Attack:

@@ -186,7 +186,7 @@ def test_articles_are_tokenized_whole():
 @pytest.mark.parametrize("name, refused", [("long.txt", True), ("short.txt", False), ("rows.jsonl", False)])
 def test_a_checkpoint_of_before(script, tmp_path, llama, name, refused):
     """Where texts are read in the same pieces as before, it resumes; otherwise one line says that it cannot."""
-    from support.manifest import manifest_digest
+    from support.files import digest_of_json
 
     text = "the quick brown fox jumps over the lazy dog. " * (2000 if refused else 100)
     (tmp_path / name).write_text(json.dumps({"text": text}) if name == "rows.jsonl" else text)
@@ -198,7 +198,7 @@ def test_a_checkpoint_of_before(script, tmp_path, llama, name, refused):
     assert found["stream"].pop("version") == 2
     for lane in found["stream"]["lanes"].values():
         assert lane["reader"].pop("part") == 0
-    manifest.write_text(json.dumps({**found, "sha256": manifest_digest(found)}))
+    manifest.write_text(json.dumps({**found, "sha256": digest_of_json(found)}))
     resumed = script(*work, "--resume", manifest.parent, ok=not refused)
     if refused:
         assert resumed.code == 2 and "other pieces" in resumed.error
