@@ -627,11 +627,14 @@ def hand_out(model, saver, results, target, args, run: Run, blueprint: models.Bl
             facts |= {"eval_loss": loss, "perplexity": math.exp(min(loss, 700)), "steps": facts["best_step"],
                       "train_loss_last": None, "tokens": None}  # fmt: skip
         card = export.model_card(facts, saver.identity)
+
+        def export_to(target: export.Target) -> dict:
+            return export.export_model(model, saver.state, blueprint, target, args, run, card)
+
         try:
-            results.update(export=export.export_model(model, saver.state, blueprint, target, args, run, card))
+            results.update(export=export_to(target))
         except export.ExportFailed as error:
-            kept = saver.weights_kept(meter)  # and not lost with this process
-            raise export.with_a_way_on(error, kept, model, saver.state, blueprint, args, run, card) from error
+            raise export.rescue_weights(error, saver.weights_kept(meter), export_to, run) from error
     if args.generate:
         results.update(sample=sampling.generate(model, autocast(model, run), blueprint, args, run))
     run.stop.ignore()  # from here on the run only ends

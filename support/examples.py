@@ -156,8 +156,6 @@ def _refused(example: Example, error: Exception) -> BadRow:
         raise UserError(f"The chat template cannot be read: line {error.lineno}: {error.message}.") from error
     if isinstance(error, EndlessTemplate):
         raise UserError(f"The chat template does not end: {error} for {example.where} (--chat_template FILE).") from error
-    if isinstance(error, UserError):  # such as a signal to stop
-        raise error
     name, lines = type(error).__name__, str(error).splitlines()
     what = {"MemoryError": "it takes more memory than a row may have", "RecursionError": "it is nested too deeply"}.get(name)
     return BadRow(f"{example.where}: the chat template refuses it: {what or (lines or [name])[0]}")

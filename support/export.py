@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -113,24 +113,28 @@ def export_model(model, state, blueprint, target: Target, args, run, card: str) 
     failed, final = run.from_main((str(errors), final))
     if failed:
         raise ExportFailed(f"The export to {target.named} failed: {failed}")
-    named = target.named.with_name(final.name)
-    if named != target.named:
+    named = target.named
+    if final != target.folder:
+        named = named.with_name(final.name)
         run.warn(f"{target.named} holds another run's export, which is kept: use --overwrite to replace it.")
     run.say(f"🤗 {named}")
     peaks = run.gather(memory.host_bytes()[1])
     return {"folder": str(named), "seconds": time.monotonic() - begun, "host_peak_bytes": peaks}
 
 
-def with_a_way_on(
-    failed: ExportFailed, checkpoint: Path | None, model, state, blueprint, args, run, card: str
+def rescue_weights(
+    failed: ExportFailed, checkpoint: Path | None, export_to: Callable[[Target], object], run
 ) -> TrainingError:
-    """The error of a failed export with a sentence that says where the trained weights are; every
-    rank calls it.
+    """Keep the trained weights after a failed export; every rank calls it.
 
     Args:
-        failed: what `export_model` raised; the arguments after `checkpoint` are those that it got.
+        failed: what `export_model` raised.
         checkpoint: holds the weights. Without one they are exported to the temporary folder of rank
             0's host.
+        export_to: calls `export_model` with another target.
+        run: the ranks.
+    Returns:
+        The error with a sentence that says where the weights are.
     """
     if checkpoint:
         convert = f"python scripts/convert_checkpoint.py {checkpoint} --to hf FOLDER"
@@ -142,7 +146,7 @@ def with_a_way_on(
     folder = run.from_main(folder)
     if folder:
         try:
-            export_model(model, state, blueprint, Target(folder, overwrite=False, own=False), args, run, card)
+            export_to(Target(folder, overwrite=False, own=False))
             return TrainingError(f"{failed} The trained model was written to {folder} instead.")
         except ExportFailed as error:
             return TrainingError(f"{failed} The trained weights are lost: {error}")
@@ -256,8 +260,8 @@ def check_room(args, run, target: Target, output_dir: Path, blueprint, saves: in
             continue
         text = f"{disk} has {usage.free / 2**30:.2f} GB free, and "
         if size > usage.free:
-            what = "the export" if disk != _disk(output_dir) or not saves else "a checkpoint and the export"
-            raise UserError(f"{text}{what} of this run need {size / 2**30:.2f} GB there: free some space, or name another "
+            what = "the export" if disk != _disk(output_dir) or not saves else "a checkpoint with the export"
+            raise UserError(f"{text}{what} of this run needs {size / 2**30:.2f} GB there: free some space, or name another "
                             "folder with --output_dir or --export_hf (--no_export leaves the export out).")  # fmt: skip
         if most[disk] > usage.free:
             run.warn(f"{text}all that this run keeps there needs {most[disk] / 2**30:.2f} GB: --keep_last 2 keeps only "

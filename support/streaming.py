@@ -111,17 +111,16 @@ class Reader:
         self.kind: str | None = None
         self.lane_of = functools.lru_cache(2)(lambda group: np.random.default_rng([seed, group]).permutation(lanes))
         self.rows_in_pass = 0
-        self.start({"row": 0, "document": 0, "pass": 0, "first": 0, "rows": None})
+        self.start({"row": 0, "pass": 0, "first": 0, "rows": None})
 
     def start(self, state: dict) -> None:
         """Continue from a state that an Item carries.
 
         Args:
-            state: {"row": good rows before it, "document": the same, of checkpoints of before; both counted through all passes,
-                "pass": which this is, "first": its first row, "rows": the iterable's own state, "part": parts of the text file
-                before it, if it is a part}.
+            state: {"row": good rows before it, counted through all passes, "pass": which this is, "first": its first row,
+                "rows": the iterable's own state, "part": parts of the text file before it, if it is a part}.
         """
-        self.row, self.document, self.passes, self.first_of_pass = (state[key] for key in ("row", "document", "pass", "first"))
+        self.row, self.passes, self.first_of_pass = (state[key] for key in ("row", "pass", "first"))
         self.rows = self.open_rows()
         if state["rows"] is not None:
             self.rows.load_state_dict(state["rows"])
@@ -133,7 +132,7 @@ class Reader:
         Raises:
             UserError: there are too many bad rows, or nothing in the whole corpus can be used.
         """
-        place = {"row": self.row, "document": self.document, "pass": self.passes, "first": self.first_of_pass}
+        place = {"row": self.row, "pass": self.passes, "first": self.first_of_pass}
         unit = next(self.units, None)
         if unit is None:
             if self.row == self.first_of_pass:
@@ -142,15 +141,14 @@ class Reader:
             self.start({**place, "pass": self.passes + 1, "first": self.row, "rows": None})
             return
         rows, number, content, part = unit
-        self.document += 1
-        lane = self._lane_of(self.document)
-        begins = self.row > 0 and not (number and lane == self._lane_of(self.document - 1))
+        lane = self._lane_of(self.row)
+        begins = self.row > 0 and not (number and lane == self._lane_of(self.row - 1))
         if lane in self.mine and self.row >= self.mine[lane].first:
             self.mine[lane].waiting.append(Item({**place, "rows": rows, "part": number}, begins, content, part))
         self.row += 1
 
-    def _lane_of(self, document: int) -> int:
-        group, place = divmod(document, self.lanes)
+    def _lane_of(self, row: int) -> int:
+        group, place = divmod(row + 1, self.lanes)  # checkpoints hold places in this order, which counts from 1
         return int(self.lane_of(group)[place])
 
     def _read(self, skip: int) -> Iterator[tuple[dict, int, Document | Example, Chunk | None]]:
@@ -481,7 +479,8 @@ def _files_to_read(args) -> tuple[list[Path], dict[Path, Path]]:
     files = files_of(Path(args.dataset).expanduser(), f"--dataset {args.dataset}", args.include)
     alike: dict[tuple, list[Path]] = {}
     for file in files:
-        alike.setdefault(_edges(file), []).append(file)
+        size, edges = _edges(file)
+        alike.setdefault((size, hashlib.sha256(edges).digest()), []).append(file)
     first_with, twins = {}, {}
     for several in (group for group in alike.values() if len(group) > 1):
         for file in several:
@@ -492,13 +491,13 @@ def _files_to_read(args) -> tuple[list[Path], dict[Path, Path]]:
     return [file for file in files if file not in twins], twins
 
 
-def _edges(file: Path) -> tuple[int, bytes, bytes]:
-    """A file's size, and digests of its beginning and its end."""
+def _edges(file: Path) -> tuple[int, bytes]:
+    """A file's size, and its beginning and end."""
     with reading(file), open(file, "rb") as stream:
         size = file.stat().st_size
         begin = stream.read(COMPARED_BYTES)
         stream.seek(max(0, size - COMPARED_BYTES))
-        return size, hashlib.sha256(begin).digest(), hashlib.sha256(stream.read()).digest()
+        return size, begin + stream.read(COMPARED_BYTES)
 
 
 def fingerprint(args, commit: str | None, files: list[Path]) -> str:
@@ -511,12 +510,8 @@ def fingerprint(args, commit: str | None, files: list[Path]) -> str:
         digest.update(f"{args.dataset}\0{commit}".encode())
         return digest.hexdigest()
     for file in files:
-        with reading(file), open(file, "rb") as stream:
-            size = file.stat().st_size
-            digest.update(os.fsencode(file.name) + f"\0{size}".encode())
-            digest.update(stream.read(COMPARED_BYTES))
-            stream.seek(max(0, size - COMPARED_BYTES))
-            digest.update(stream.read(COMPARED_BYTES))
+        size, edges = _edges(file)
+        digest.update(os.fsencode(file.name) + f"\0{size}".encode() + edges)
     return digest.hexdigest()
 
 

@@ -194,9 +194,8 @@ class DocumentTokenizer:
         text, start = "", 0
         for piece in _short(pieces, self.chunk):
             text += piece
-            while (
-                len(text) > self.chunk + self.overlap
-            ):  # so that the last chunk is longer than the overlap
+            # Not >=, so that the last chunk is longer than the overlap.
+            while len(text) > self.chunk + self.overlap:
                 yield Chunk(text[: self.chunk + self.overlap], start)
                 text, start = text[self.chunk :], start + self.chunk
         if text:
