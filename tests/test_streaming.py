@@ -86,13 +86,14 @@ class OneRank:
     """All lanes of a corpus that is streamed, without a script around them."""
 
     def __init__(self, dataset, tokenizer, lanes, chunk=256, rows=None):
-        from support.streaming import Lane, Reader, Stream, _open_rows
+        from support.streaming import Lane, Reader, Stream, _files_to_read, _open_rows
         from support.whole_document import DocumentTokenizer
 
         documents = DocumentTokenizer(tokenizer, chunk, overlap=256)
         encode = partial(Stream._encode_text, SimpleNamespace(tokenizer=tokenizer, documents=documents))
         self.lanes = {number: Lane(number, lanes, 1, 16, 0, encode) for number in range(lanes)}
-        rows = rows or _open_rows(SimpleNamespace(dataset=str(dataset), text_column=None, dataset_config=None), None)
+        args = SimpleNamespace(dataset=str(dataset), text_column=None, dataset_config=None, include=None)
+        rows = rows or _open_rows(args, None, _files_to_read(args)[0])
         self.reader = Reader(rows, documents.parts, None, lanes, self.lanes, 0, pytest.fail)
 
     def blocks(self, steps):
