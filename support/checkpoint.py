@@ -50,6 +50,7 @@ from support.files import (
 )
 from support.manifest import (
     FORMAT_VERSION,
+    LARGEST_BYTES,
     NEW_RUN,
     STEP_NAME,
     read_manifest,
@@ -156,14 +157,14 @@ class Saver:
         load(path, manifest, self.state)
         for buffer, values in buffers:
             buffer.copy_(values)
-        dist.barrier()  # here every rank has loaded its part, or one has failed and ends them all
+        dist.barrier()  # from here on every rank has loaded its part
 
     def take_over(self, best: dict | None) -> None:
         """Make the folder of checkpoints this run's own; call it when nothing is left that could
         refuse the run.
 
         Checkpoints after the one that was resumed are renamed: they are broken, or of a run that
-            this one replaces.
+        this one replaces.
 
         Args:
             best: the best evaluation so far, of the checkpoint's counters.
@@ -545,7 +546,10 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     """
     manifest = json.loads(json.dumps({"format_version": FORMAT_VERSION, **manifest}))  # as it will be read
     validate(manifest)
-    write_text(folder / "manifest.json", json.dumps({**manifest, "sha256": digest_of_json(manifest)}))
+    text = json.dumps({**manifest, "sha256": digest_of_json(manifest)})
+    if len(text) > LARGEST_BYTES:
+        raise ValueError(f"its manifest.json would have more than {LARGEST_BYTES:,} bytes")
+    write_text(folder / "manifest.json", text)
 
 
 def facts_of(path: Path) -> dict:

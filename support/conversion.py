@@ -26,12 +26,10 @@ from support.errors import UserError
 from support.export import finish_folder, model_card, start_folder
 from support.files import open_regular, read_json, write_text
 from support.lora import peft_name
-from support.manifest import is_inner_path, open_listed
+from support.manifest import ELEMENT_BYTES, is_inner_path, open_listed
 from support.safetensors_files import WeightFiles, save_file, write_at
 from support.sharding import MOMENTS
 from support.userfiles import shown
-
-FP32_BYTES = 4
 
 
 class OwnCheckpoint:
@@ -363,7 +361,7 @@ def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
                        "file": f"rank-00000-{len(files):03d}.safetensors"})  # fmt: skip
         for kind in source.kinds:
             tensors[f"{name}@0/{kind}"] = source.read(name, kind).flatten().clone()
-        if sum(tensor.numel() for tensor in tensors.values()) * FP32_BYTES >= checkpoint.FILE_BYTES:
+        if sum(tensor.numel() for tensor in tensors.values()) * ELEMENT_BYTES >= checkpoint.FILE_BYTES:
             flush()
     if tensors:
         flush()

@@ -256,7 +256,7 @@ def check_room(args, run, target: Target, output_dir: Path, blueprint, saves: in
         most[_disk(output_dir)] += checkpoint * min(saves, args.keep_last + 1 if args.keep_last else saves)
     for disk, size in least.items():
         usage = shutil.disk_usage(disk)
-        if usage.total == 0:  # a file system that does not tell
+        if usage.total == 0:  # the file system does not report its size
             continue
         text = f"{disk} has {usage.free / 2**30:.2f} GB free, and "
         if size > usage.free:

@@ -3,8 +3,8 @@
 What a process writes under another name remains when the process is killed. A later run removes it
 once nobody can be writing to it any more. How that is known depends on the place:
 
-    a run's output folder    its lock file: one run at a time has the folder, so what lies there
-                             under such a name is nobody's
+    a run's output folder    its lock file: only one run at a time uses the folder, so no other run
+                             is writing there
     anywhere else            a TemporaryFolder, which has a lock file of its own
 """
 
@@ -42,7 +42,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, and give it the name only when it is whole and on disk.
+    """Let `write` fill a file next to `path`, which gets the name only when it is whole and on disk.
 
     Raises:
         OSError: the disk is full, or not writable; `path` is as it was.

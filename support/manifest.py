@@ -1,13 +1,14 @@
 """manifest.json of a checkpoint: reading it, and what must hold before anything in it is used.
 
 A checkpoint may come from anywhere: a folder that others write to, a download, a disk with errors.
-Its digests say that the files are those that the manifest means, and not that the author of the
-manifest meant well. So every number has a range here, every name stays inside its folder, and every
-tensor lies in a file that is listed with its digest.
+Its digests show that the files are the ones that the manifest lists; they do not show that its author
+can be trusted. So every number has a range here, every name stays inside its folder, and every tensor
+lies in a file that is listed with its digest.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -29,10 +30,10 @@ NEW_RUN = {
     "last_loss": None,
     "best": None,
 }
-STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which other scripts' digits match, too
-MOST_STEPS = 10**8 - 1  # so many digits has a checkpoint's name
+STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which also matches digits of other scripts
+MOST_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
 MOST_COUNTED = 2**53  # of samples, tokens, bytes, elements: what JSON's numbers hold exactly
-LARGEST_BYTES = 256 << 20  # for a million pieces
+LARGEST_BYTES = 256 << 20  # of manifest.json; a million pieces take about half of it
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 ELEMENT_BYTES = 4  # all tensors of a checkpoint are fp32
 DAMAGED = "its manifest.json is damaged"
@@ -76,7 +77,7 @@ def with_defaults(manifest: dict) -> dict:
 
 
 def validate(manifest: dict) -> None:
-    """Check everything that a manifest says without a look at the files.
+    """Check the content of a manifest, without reading the files that it lists.
 
     Raises:
         ValueError: names the first part that cannot be right.
@@ -250,7 +251,7 @@ def open_listed(checkpoint: Path, name: str):
     """
     for parent in list(Path(name).parents)[:-1]:
         if not stat.S_ISDIR(os.lstat(checkpoint / parent).st_mode):
-            raise NotADirectoryError(20, f"{parent} is no folder, or a symbolic link")
+            raise NotADirectoryError(errno.ENOTDIR, f"{parent} is no folder, or a symbolic link")
     return open_regular(checkpoint / name)
 
 

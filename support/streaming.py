@@ -99,7 +99,7 @@ class Reader:
         lanes: how many there are, over all ranks.
         mine: the lanes that this rank works for.
         seed: decides which lane gets which document.
-        refuse: told of each bad row of the first pass.
+        refuse: called with each bad row of the first pass.
     """
 
     def __init__(

@@ -682,6 +682,18 @@ def test_an_export_replaces_only_what_it_may(tmp_path, own, overwrite, names):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_a_manifest_that_could_not_be_read_again_is_not_written(copy, monkeypatch):
+    """A stream may leave out millions of rows, which its manifest names."""
+    from support import checkpoint
+
+    manifest, _ = checkpoint.read_manifest(step(copy, 4))
+    before = (step(copy, 2) / "manifest.json").read_bytes()
+    monkeypatch.setattr(checkpoint, "LARGEST_BYTES", 1000)
+    with pytest.raises(ValueError, match="1,000 bytes"):
+        checkpoint.write_manifest(step(copy, 2), manifest)
+    assert (step(copy, 2) / "manifest.json").read_bytes() == before
+
+
 # ---------------------------------------------------------------------------------------- leftovers
 
 
