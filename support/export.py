@@ -191,7 +191,8 @@ def start_folder(folder: Path) -> TemporaryFolder:
         OSError: the folder above is not writable.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = TemporaryFolder(folder.parent, f".{folder.name[:100]}.partial-")
+    # A name has at most 255 bytes, and a character up to four.
+    temporary = TemporaryFolder(folder.parent, f".{folder.name[:40]}.partial-")
     (temporary.path / "new").mkdir()
     return temporary
 

@@ -638,6 +638,17 @@ def test_files_of_another_program_are_data(tmp_path, content):
         UniversalCheckpoint(tmp_path)
 
 
+@pytest.mark.parametrize("letter", ["x", "é", "文", "😀"])
+def test_an_export_with_a_long_name(tmp_path, letter):
+    from support.export import finish_folder, start_folder
+
+    folder = tmp_path / (letter * (250 // len(letter.encode())))
+    temporary = start_folder(folder)
+    assert finish_folder(temporary, folder, replace=False) == folder
+    temporary.remove()
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_two_exports_at_the_same_instant(tmp_path):
     """Both are kept, whichever is first, and neither writes into the other's unfinished folder."""
     from support.export import Target, finish_folder, start_folder
