@@ -576,7 +576,7 @@ def train_one_model(args, run: Run):
     saves = checkpoint.saves_due(args, before, steps, train.blocks)
     export.check_room(args, run, target, folder, blueprint, saves)
     meter = metering.open_meter(args, run, folder, model, optimizer, blueprint, steps, before, footprint, train.blocks)
-    # Nothing refuses the run any more: only from here on files of an earlier run are changed.
+    # Nothing can refuse the run from here on, so files of an earlier run may be changed.
     saver.take_over(before["best"])
     results.begin()
     meter.start_log()

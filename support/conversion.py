@@ -180,10 +180,10 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
         temporary.remove()
 
 
-# What a checkpoint's model/ folder has beside weights: configuration, tokenizer, chat templates.
+# What a checkpoint's model/ folder has besides weights: configuration, tokenizer, chat templates.
 # Nothing that is executed.
 DESCRIPTION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe", ".vocab")
-CODE_KEYS = ("auto_map", "auto_mapping", "custom_pipelines")  # where from_pretrained is told which code to fetch or import
+CODE_KEYS = ("auto_map", "auto_mapping", "custom_pipelines")  # make from_pretrained fetch or import code
 
 
 def copy_description(source: OwnCheckpoint, folder: Path) -> list[str]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from support import progress
 from support.errors import UserError
 from support.files import sha256_of
-from support.folders import advise_include, count_types, files_of, say_twins
+from support.folders import advise_include, count_types, describe_twins, files_of
 from support.preflight import is_local_dataset
 from support.userfiles import printable
 
@@ -272,7 +272,7 @@ def _open_files(name: str, text_column: str | None, include: str | None) -> Sour
         digest.update(file.suffix.encode() + bytes.fromhex(content))
     opened = {"train": partial(_items_of_files, signatures, text_column)}
     counts = [f"{name}: {count_types(files)}"] if path.is_dir() else []
-    return Source(name, digest.hexdigest(), opened, counts, say_twins(twins, "content"), advise_include(files))
+    return Source(name, digest.hexdigest(), opened, counts, describe_twins(twins, "content"), advise_include(files))
 
 
 def _items_of_files(signatures: dict[Path, tuple], text_column: str | None) -> Iterator[Item]:
@@ -283,7 +283,7 @@ def _items_of_files(signatures: dict[Path, tuple], text_column: str | None) -> I
         text_column: see `open_source`.
     """
     twins = _same_text(list(signatures), text_column)
-    yield from map(Notice, say_twins(twins, "text"))
+    yield from map(Notice, describe_twins(twins, "text"))
     for file, signature in signatures.items():
         if file not in twins:
             yield from _items_of_file(file, text_column)

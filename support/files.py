@@ -276,8 +276,8 @@ class TemporaryFolder:
     a later run removes it.
 
     `<prefix><random>.lock` next to the folder is locked while this process lives, and says on which
-    machine. The kernel releases the lock with the process. Some file systems do not pass locks on
-    between machines, so a lock that another machine wrote counts as held.
+    machine. The kernel releases the lock with the process. On some file systems other machines do
+    not see locks, so a lock file that another machine wrote counts as locked.
 
     Args:
         parent: an existing folder.

@@ -76,7 +76,7 @@ def advise_include(files: list[Path]) -> str:
     return f" Files of one type only: --include '*{usual}'." if len(types) > 1 else ""
 
 
-def say_twins(twins: dict[Path, Path], what: str) -> list[str]:
+def describe_twins(twins: dict[Path, Path], what: str) -> list[str]:
     """Lines about files that are left out because an earlier one has the same.
 
     Args:

@@ -53,7 +53,7 @@ from support.distributed import Run, describe_difference
 from support.errors import UserError
 from support.examples import PLAIN_NOTICE, Encoder, use_plain_template
 from support.files import sha256_of
-from support.folders import advise_include, count_types, files_of, say_twins
+from support.folders import advise_include, count_types, describe_twins, files_of
 from support.preflight import is_local_dataset
 from support.reporting import say_dataset
 from support.tokens import SHOWN_BAD_ROWS, of_another_kind, refuse_bad_rows, say_files, tokenize_corpus
@@ -327,7 +327,7 @@ class Stream:
         commit = run.from_main(commit_on_hub(args.dataset) if remote else None)
         files, twins = _files_to_read(args) if is_local_dataset(args.dataset) else ([], {})
         if Path(args.dataset).expanduser().is_dir():
-            say_files([f"{args.dataset}: {count_types([*files, *twins])}"], say_twins(twins, "content"), run)
+            say_files([f"{args.dataset}: {count_types([*files, *twins])}"], describe_twins(twins, "content"), run)
         self.advice = advise_include(files)
         rows = _open_rows(args, commit, files)
         self.reader = Reader(rows, self.documents.parts, args.text_column, lanes, self.lanes, args.seed, self._refuse)
@@ -366,7 +366,7 @@ class Stream:
         """
         lanes = state["lanes"] if state else None
         if lanes is None or (lanes and set(map(int, lanes)) != set(range(self.reader.lanes))):
-            raise UserError("--resume: the checkpoint was made without --streaming, or with another global batch: keep to it.")
+            raise UserError("--resume: the checkpoint was made without --streaming or with another global batch: use that.")
         if lanes and state.get("version", 1) < ROWS_VERSION and _was_cut_otherwise(self.args):
             raise UserError(
                 "--resume: the checkpoint was written by a version that read long text files (and WikiText) in other "
