@@ -63,10 +63,11 @@ def run(args) -> None:
         source = conversion.OwnCheckpoint(args.source)
     if args.inspect:
         print(conversion.inspect(source))
+        process.check_output()
         return
     written = conversion.convert(source, args.to, args.target, models.DTYPES[args.dtype], args.max_shard_size)
     print(f"📁 {args.target.with_name(written.name)}")
 
 
 if __name__ == "__main__":
-    process.run_command_line(main)
+    process.run_command_line(main, printed=False)

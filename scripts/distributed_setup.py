@@ -13,7 +13,6 @@ Each file says which command made it. A file that was generated and not edited i
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -26,21 +25,12 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support import generators
-from support.config import Parser
+from support.arguments import Parser, whole
 from support.errors import EXIT_FAILED, UserError
 from support.files import write_text
 from support.fsdp import SHARDING
 
-
-def count(text: str) -> int:
-    """A whole number from 1 to 100,000.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not.
-    """
-    if not re.fullmatch(r"0*[1-9][0-9]{0,5}", text) or int(text) > 100_000:
-        raise argparse.ArgumentTypeError("must be a whole number from 1 to 100000")
-    return int(text)
+count = whole(1, 100_000)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -143,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    process.run_command_line(main)
+    process.run_command_line(main, printed=False)

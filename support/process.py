@@ -88,11 +88,9 @@ def run_command_line(main: Callable[[], None], printed: bool = True) -> NoReturn
     """
     code: int | str | None = EXIT_COMPLETED
     protect_output()
-    # Exceptions, so that `finally` removes what is half written.
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda *_: sys.exit(128 + signal.SIGTERM)}
-    for number, handler in handlers.items():
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # compare_strategies.sh lets its report end undisturbed
-            signal.signal(number, handler)
+            signal.signal(number, _raise_at_signal)
     try:
         main()
     except SystemExit as end:
@@ -107,6 +105,13 @@ def run_command_line(main: Callable[[], None], printed: bool = True) -> NoReturn
         print(f"❌ {error}", file=sys.stderr)
         code = code or error.exit_code
     sys.exit(code)
+
+
+def _raise_at_signal(number: int, _frame) -> NoReturn:
+    """An exception, so that `finally` removes what is half written."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
 
 
 def catch_signals(numbers: Iterable[int] = ()) -> None:

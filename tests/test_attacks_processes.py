@@ -457,6 +457,32 @@ def test_command_line_that_is_interrupted_during_imports(tmp_path, program):
     assert err.count("❌") == 1 and "Traceback" not in err
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_command_line_that_is_stopped_removes_what_is_half_written(tmp_path, name):
+    """The handler of the start would end the process at once, and print that nothing was written."""
+    (tmp_path / "tool.py").write_text("""if True:
+        import os, pathlib, sys, time
+        from support import process
+
+        def main():
+            half = pathlib.Path("half")
+            half.touch()
+            try:
+                os.kill(os.getpid(), int(sys.argv[1]))
+                time.sleep(30)
+            finally:
+                half.unlink()
+
+        process.catch_signals(process.STOP_SIGNALS)
+        process.run_command_line(main)
+    """)
+    number = signal.Signals[name].value
+    run = start([sys.executable, "tool.py", number], {"PYTHONPATH": PROJECT}, cwd=tmp_path)
+    _, err = finish(run, 20)
+    assert run.returncode == 128 + number and "during the start" not in err
+    assert not (tmp_path / "half").exists()
+
+
 @pytest.fixture
 def stop():
     """A StopSignal whose handlers are removed afterwards."""
