@@ -380,6 +380,7 @@ def meet(launch: Launch, backend: str, timeout: float) -> tuple[dist.Store, str]
     unanswered = f"The store at {launch.master_addr}:{launch.master_port} does not answer: is the host of rank 0 up?"
     with ends_within(timeout + 15, unanswered):
         store = connect(launch, timeout)
+    with ends_within(timeout + 15, unanswered):  # anew: rank 0 waits as long from its own start
         mine = {"number": uuid.uuid4().hex, "host": socket.gethostname(), "facts": {**what_must_agree(), "backend": backend}}
         place = f"meeting/{launch.world_size}"
         store.set(f"{place}/here/{launch.rank}", json.dumps(mine))
@@ -402,8 +403,7 @@ def connect(launch: Launch, timeout: float) -> dist.Store:
     Raises:
         TrainingError: rank 0 is not there after `timeout` seconds.
     """
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host, until = launch.is_main and not by_agent, time.monotonic() + timeout
+    host, until = launch.is_main and not failures.agent_hosts_store(), time.monotonic() + timeout
     while not host:  # no signal is handled while torch waits for a connection
         try:
             socket.create_connection((launch.master_addr, launch.master_port), CONNECT_SECONDS).close()
@@ -470,7 +470,7 @@ def _who_differs(seen: dict) -> str:
 
 
 def what_must_agree() -> dict[str, str]:
-    """Versions and this project's own code: ranks that differ in them may wait for each other for ever."""
+    """Versions and this project's own code: ranks that differ in them may wait for each other without end."""
     project = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for path in [project / "real_model_example.py", *sorted((project / "support").glob("*.py"))]:

@@ -87,8 +87,7 @@ class FailureMonitor:
         silent = self._store_silence.observe(self._answers)
         if self._reported:
             return ""
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        host = "torchrun's agent, which connects the ranks," if by_agent else "Rank 0"
+        host = "torchrun's agent, which connects the ranks," if agent_hosts_store() else "Rank 0"
         if self.lost:
             return f"{host} ended without reporting an error: {KILLED}"
         if silent > SILENT_SECONDS:
@@ -100,6 +99,11 @@ class FailureMonitor:
         if quiet > limit and not (quiet < BUSY_SECONDS and computes(self._place)):
             return f"Rank {self._neighbour} ended without reporting an error, or was stopped: {KILLED}"
         return None
+
+
+def agent_hosts_store() -> bool:
+    """Whether torchrun's agent hosts the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def computes(place: str) -> bool:
