@@ -17,7 +17,8 @@ HF_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 
 def redact(text: str) -> str:
     """The text with *** in place of credentials in URLs, Hugging Face tokens, and values of secret environment variables."""
-    secrets = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
+    named = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
+    secrets = {value for value in named if not os.path.isabs(value) or not os.path.exists(value)}  # HF_TOKEN_PATH is a place
     for secret in sorted(secrets, key=len, reverse=True):  # one may be a part of another
         text = text.replace(secret, HIDDEN)
     return HF_TOKEN.sub(HIDDEN, IN_URL.sub(rf"\1{HIDDEN}@", text))

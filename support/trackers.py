@@ -19,12 +19,11 @@ CURVES = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm"
 
 
 class TensorBoard:
-    """Event files in --logging_dir, else <output_dir>/tensorboard; a resumed run continues the curves at its checkpoint."""
+    """Event files in a folder; a resumed run continues the curves at its checkpoint."""
 
     def __init__(self, folder: Path, step: int, arguments: dict):
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = Path(arguments.get("logging_dir") or folder / "tensorboard")
         if step == 0:  # another run's, which --overwrite replaces
             for file in folder.glob(EVENT_FILES):
                 file.unlink(missing_ok=True)
@@ -111,7 +110,8 @@ class Trackers:
                      if isinstance(value, str | int | float | bool)}  # fmt: skip
         self.active = bool(args.report_to)
         self._run = run
-        self._all = [KINDS[name](folder, step, arguments) for name in args.report_to] if run.is_main else []
+        folders = {"tensorboard": Path(args.logging_dir or folder / "tensorboard"), "wandb": folder}
+        self._all = [KINDS[name](folders[name], step, arguments) for name in args.report_to] if run.is_main else []
         run.flushes += [tracker.flush for tracker in self._all]
 
     def _curves(self, step: int, values: dict[str, float]) -> None:

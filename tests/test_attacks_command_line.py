@@ -552,7 +552,7 @@ def test_tensorboard_replaces_only_its_own_files(tmp_path):
 
     for name in ("events.out.tfevents.1.x", "mine.txt"):
         (tmp_path / name).write_text("mine")
-    board = TensorBoard(tmp_path / "out", 0, {"logging_dir": str(tmp_path)})
+    board = TensorBoard(tmp_path, 0, {})
     board.curves(1, {"train/loss": 1.0})
     board.close()
     assert (tmp_path / "mine.txt").read_text() == "mine" and not (tmp_path / "events.out.tfevents.1.x").exists()

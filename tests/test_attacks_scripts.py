@@ -661,6 +661,7 @@ REDACTED = {
     "hf_home": "hf_home",
     "the value the-canary-of-my-key!": "the value ***!",
     "true 1 short": "true 1 short",
+    f"{PROJECT}/runs cannot be written": f"{PROJECT}/runs cannot be written",
 }
 
 
@@ -671,6 +672,7 @@ def test_redact(monkeypatch, text):
 
     monkeypatch.setenv("MY_KEY", "the-canary-of-my-key")
     monkeypatch.setenv("OTHER_TOKEN", "short")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(PROJECT))  # a place, which is no secret
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "https://huggingface.co/api")
     assert redact(text) == REDACTED[text]
 
