@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections import Counter
 from pathlib import Path
 
 from support.errors import UserError
@@ -77,8 +78,7 @@ def parse_json(text: str, path: str, loads=json.loads, unique: bool = True):
     def as_dict(pairs: list) -> dict:
         found = dict(pairs)
         if unique and len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise UserError(f"{shown(path)} gives the key {shown(twice)} twice in one object: leave one out.")
         return found
 

@@ -270,6 +270,7 @@ def zero(**change) -> str:
     ds("a key given twice", '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1, "gradient_clipping": 2}',
        "gradient_clipping twice"),
     ds("a key given twice inside", '{"zero_optimization": {"stage": 2, "stage": 3}}', "stage twice"),
+    ds("many keys, the last one twice", "{" + "".join(f'"{key}": 1, ' for key in range(60_000)) + '"59999": 2}', "59999 twice"),
     ds("a key given twice, with a comment", '{// mine\n"zero_optimization": {"stage": 2, "stage": 3}}', "stage twice"),
     ds("enabled: yes", stage2(bf16={"enabled": "yes"}), "bf16.enabled must be true or false"),
     ds("enabled: 1", stage2(bf16={"enabled": 1}), "bf16.enabled"),
