@@ -223,7 +223,7 @@ def slurm_job(args, made_by: str) -> str:
             raise UserError(f"--{flag} {getattr(args, flag)!r} is not a name that Slurm knows.")
     one_node = args.num_nodes == 1 and not args.requeue
     # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them without it.
-    launch = jobs.REQUEUE.replace("@LAUNCH@", "@PLAIN_SRUN@") if args.requeue else jobs.TORCHRUN
+    launch = jobs.REQUEUE if args.requeue else jobs.TORCHRUN
     about = f"Made by:\n    {made_by}\n\nSubmit it with\n    sbatch {shlex.quote(str(args.output))}"
     gpus = args.num_gpus_per_node or 1
     job = jobs.Job(about, "train", jobs.DEEPSPEED if args.use_deepspeed and one_node else launch, nodes=args.num_nodes,

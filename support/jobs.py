@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import indent
 
 HEADER = """\
 #!/usr/bin/env bash
@@ -156,7 +157,7 @@ status() {
 }
 before=$(cksum 2> /dev/null < "$output/results.json") || true
 code=0
-@LAUNCH@ || code=$?
+@PLAIN_SRUN@ || code=$?
 if [[ $(status) == preempted && $(cksum < "$output/results.json") != "$before" ]]; then
     echo "Stopped and saved: requeued (start $((${SLURM_RESTART_COUNT:-0} + 1)))"
     scontrol requeue "$SLURM_JOB_ID" && sleep 60 # the requeue ends this shell
@@ -209,13 +210,13 @@ class Job:
 
     def text(self) -> str:
         """The batch script."""
-        by_srun = "@PLAIN_SRUN@" in self.launch or self.launch == PLAIN_SRUN
+        by_srun = self.launch in (PLAIN_SRUN, REQUEUE)
         layout = [HEADER, ENVIRONMENT, FACTS, *([] if self.launch == COMPARE else [OUTPUT]), self.launch]
         template = "\n".join(layout)
-        for name, part in {"PLAIN_SRUN": PLAIN_SRUN, "TORCHRUN": TORCHRUN, "STEP": STEP, "ONE_NODE_ONLY": ONE_NODE_ONLY,
+        for name, part in {"PLAIN_SRUN": PLAIN_SRUN, "STEP": STEP, "ONE_NODE_ONLY": ONE_NODE_ONLY,
                            "ONE_TASK_A_NODE": ONE_TASK_A_NODE, "GPUS_OF_DEEPSPEED": GPUS_OF_DEEPSPEED,
                            "RANKS_LINE": RANKS_OF_SRUN if by_srun else RANKS_OF_LAUNCHER}.items():  # fmt: skip
-            template = template.replace(f"@{name}@", part)
+            template = re.sub(f"^( *)@{name}@", lambda found, part=part: indent(part, found[1]), template, flags=re.MULTILINE)
         return fill(template, {
             "ABOUT": "\n".join(f"# {line}".rstrip() for line in self.about.strip().splitlines()), "NAME": self.name,
             "NODES": self.nodes, "GPUS": self.gpus, "CPUS": self.cpus, "TIME": self.time, "TASKS": self.tasks_per_node,
@@ -266,7 +267,6 @@ def examples() -> dict[str, str]:
         return (f"{what}\n\n    sbatch slurm/{file}      # the embedded model\n"
                 f"    sbatch slurm/{file} --model gpt2 --strategy zero2      # further arguments are the script's")  # fmt: skip
 
-    requeue = REQUEUE.replace("@LAUNCH@", "@PLAIN_SRUN@")
     jobs = {
         "train_single_node.slurm": Job(about("One node, a launcher that starts a rank for each of its GPUs.",
                                              "train_single_node.slurm"), "train", TORCHRUN_ONE_NODE),
@@ -282,7 +282,7 @@ def examples() -> dict[str, str]:
     }  # fmt: skip
     jobs["train_requeue.slurm"] = Job(
         about("A run longer than a job may be: saved before the time limit or on preemption, requeued, resumed by itself.",
-              "train_requeue.slurm"), "train", requeue, nodes=2, tasks_per_node=4, cpus=2,
+              "train_requeue.slurm"), "train", REQUEUE, nodes=2, tasks_per_node=4, cpus=2,
         sbatch=REQUEUE_LINES, arguments=" --resume",
     )  # fmt: skip
     for job in jobs.values():
