@@ -29,7 +29,7 @@ def prefetch(args, launch: Launch) -> None:
             run.say(f"⏳ Preparing the dataset {args.dataset}")
             tokens.tokenize_corpus(args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file)
         run.clean_up()
-        run.say(f"✅ Prefetched into {huggingface_home()}: with HF_HUB_OFFLINE=1 the same command runs without a network.")
+        run.say(f"✅ Prefetched into {huggingface_home()}: with HF_HUB_OFFLINE=1 a run with these flags needs no network.")
     except BaseException as error:
         run.end_failed(error)
     sys.exit(EXIT_COMPLETED)

@@ -170,7 +170,7 @@ def check_place(flag: str, folder: Path) -> None:
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether there is more than the word that a run could not begin."""
+    """Whether a folder holds more than the results.json of a run that failed before it trained."""
     results = folder / "results.json"
     if not results.is_file():  # a pipe would be waited for
         return os.path.lexists(results)
@@ -260,28 +260,23 @@ def reach_hub(args, launch: Launch) -> bool:
     if not (model or dataset) or not (launch.is_node_leader or each_asks):
         os.environ["HF_HUB_OFFLINE"] = "1"  # nothing to ask for
         return False
-    wished_offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    set_offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    if not wished_offline and answers(endpoint):
+    if not set_offline and answers(endpoint):
         return True
     os.environ["HF_HUB_OFFLINE"] = "1"
+    why = "HF_HUB_OFFLINE is set" if set_offline else f"The Hugging Face hub ({endpoint}) cannot be reached"
     no_model = model is not None and not cached_repository("models", model) and not scratch_without_hub(args)
     no_dataset = dataset is not None and not cached_repository("datasets", dataset)
     if no_model or no_dataset:
-        why = why_offline(wished_offline, endpoint)
         raise UserError(f"{why}, and {_ways_without_hub(args, model if no_model else None, dataset if no_dataset else None)}")
     lacking = missing_of_model(model, not args.from_scratch) if model and not scratch_without_hub(args) else []
     if lacking:
-        raise UserError(f"{why_offline(wished_offline, endpoint)}, and the cache has no {' and no '.join(lacking)} of "
-                        f"{model}. Run this where there is a network (a cluster's head node): {prefetch_command(args)}")
-    if launch.is_main and not (wished_offline or args.quiet):
-        print(f"ℹ️  The Hugging Face hub ({redact(endpoint)}) cannot be reached: using what is in the cache.")
+        raise UserError(f"{why}, and the cache has no {' and no '.join(lacking)} of {model}. Run this where there is a network "
+                        f"(a cluster's head node): {prefetch_command(args)}")  # fmt: skip
+    if launch.is_main and not (set_offline or args.quiet):
+        print(redact(f"ℹ️  {why}: using what is in the cache."))
     return False
-
-
-def why_offline(wished: bool, endpoint: str) -> str:
-    """Why the hub is not asked."""
-    return "HF_HUB_OFFLINE is set" if wished else f"The Hugging Face hub ({endpoint}) cannot be reached"
 
 
 def prefetch_command(args) -> str:
@@ -396,11 +391,11 @@ def check_visible_gpus(launch: Launch, visible: int) -> int:
     return launch.local_rank
 
 
-def choose_precision(wished: str, device) -> str:
+def choose_precision(requested: str, device) -> str:
     """Settle --precision for this device.
 
     Args:
-        wished: "auto", "fp32", "bf16" or "fp16".
+        requested: "auto", "fp32", "bf16" or "fp16".
         device: a torch.device.
     Returns:
         "fp32", "bf16" or "fp16".
@@ -411,13 +406,13 @@ def choose_precision(wished: str, device) -> str:
 
     if device.type == "cuda":
         has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-        if wished == "bf16" and not has_bf16:
+        if requested == "bf16" and not has_bf16:
             name = torch.cuda.get_device_name(device)
             raise UserError(f"--precision bf16 needs an Ampere GPU or newer, and this is a {name}: use fp16, or fp32.")
-        return ("bf16" if has_bf16 else "fp16") if wished == "auto" else wished
-    if wished == "fp16":
+        return ("bf16" if has_bf16 else "fp16") if requested == "auto" else requested
+    if requested == "fp16":
         raise UserError("--precision fp16 needs a GPU: on a CPU use bf16, or fp32.")
-    return ("bf16" if cpu_computes_bf16() else "fp32") if wished == "auto" else wished
+    return ("bf16" if cpu_computes_bf16() else "fp32") if requested == "auto" else requested
 
 
 def cpu_computes_bf16() -> bool:

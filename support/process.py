@@ -30,7 +30,7 @@ class LossyFile(io.FileIO):
     lost: OSError | None = None
 
     def write(self, data) -> int:
-        """Write all of `data`, or drop the rest of it."""
+        """Write `data`, or a part of it as FileIO does; after an error nothing is written, and all counts as written."""
         try:
             while (written := super().write(data)) is None:  # another program made this pipe non-blocking
                 select.select([], [self], [])
