@@ -52,11 +52,13 @@ esac
 
 cap_steps=yes
 for argument in "$@"; do
-    case "$argument" in
+    flag=${argument%%=*}
+    case "$flag" in
         -h | --help) usage ;;
-        --model | --model=* | --strategy | --strategy=* | --output_dir | --output_dir=* | --overwrite | --ds_config | --ds_config=* | --eval_only)
-            die "${argument%%=*} is not for a comparison: it sets that itself for every strategy (MODEL comes first, STRATEGIES=\"…\" chooses)." ;;
-        --max_steps | --max_steps=* | --epochs | --epochs=* | --num_samples | --num_samples=*) cap_steps=no ;;
+        --model | --model_name | --model_name_or_path | --strategy | --use_deepspeed | --use_fsdp | --output_dir | --overwrite | \
+            --ds_config | --deepspeed | --deepspeed_config | --eval_only | --check | --prefetch | --print_config)
+            die "$flag is not for a comparison: it trains the same under every strategy (MODEL comes first, STRATEGIES=\"…\" chooses)." ;;
+        --max_steps | --epochs | --num_epochs | --num_train_epochs | --num_samples | --data_size) cap_steps=no ;;
     esac
 done
 

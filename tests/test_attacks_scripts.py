@@ -17,6 +17,8 @@ import pytest
 from attacks import Attack, table
 from conftest import PROJECT, Run
 
+from support.runfile import OTHER_NAMES
+
 sys.path.insert(0, str(PROJECT))
 sys.path.insert(0, str(PROJECT / "scripts"))
 
@@ -811,6 +813,10 @@ SETTINGS = {"NUM_GPUS": "a[$(touch executed)]", "SIMULATE_GPUS": "1;touch execut
             "STRATEGIES": "dp $(touch executed)"}  # fmt: skip
 
 
+def other_names(*flags: str) -> list[str]:
+    return [f"--{alias}" for alias, flag in OTHER_NAMES.items() if flag in flags]
+
+
 @pytest.fixture
 def compare(stubs, tmp_path):
     """compare(*args, env) runs compare_strategies.sh with a stub for Python."""
@@ -831,6 +837,21 @@ def test_a_model_of_the_comparison_is_a_name(compare, stubs, model):
     assert compare(model, f"--dataset={model}").code == 0
     [call] = [call for call in stubs.calls("python") if "torch.distributed.run" in call]
     assert call[call.index("--model") + 1] == model and f"--dataset={model}" in call
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("flag", ["--deepspeed=x", "--use_fsdp", "--prefetch", *other_names("model", "ds_config")])
+def test_the_comparison_refuses_other_names_of_what_it_sets(compare, stubs, flag):
+    run = compare("x", flag)
+    assert run.code == 2 and flag.partition("=")[0] in run.error and stubs.calls("python") == []
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("flag", ["--max_steps", *other_names("epochs", "num_samples")])
+def test_the_comparison_leaves_the_length_to_the_arguments(compare, stubs, flag):
+    assert compare("x", flag, "7").code == 0
+    [call] = [call for call in stubs.calls("python") if "torch.distributed.run" in call]
+    assert ("--max_steps" in call) == (flag == "--max_steps")
 
 
 @pytest.mark.attack
