@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,8 +40,11 @@ HOST_IS_FULL = "It is the host's memory, not the GPU's: fewer ranks on a node, o
 GRACE_SECONDS = 5  # for a rank to end by itself after another one has failed
 SAME_REQUEST_SECONDS = 5  # signals so soon after the first are the launcher's repetition of it
 STORE_SECONDS = 2  # for an answer of the store when an error is reported
+DISK_SECONDS = 5  # for a disk when an error is reported
 END_SECONDS = 20  # for what a failed rank does before it ends
 LONGEST_MESSAGE = 2000  # characters of an error in the store
+# A disk that is full, or hangs (TimeoutError), or a host that can start no thread: the error is printed all the same.
+NO_REASON_FOR_SILENCE = (OSError, RuntimeError)
 
 
 class StopSignal:
@@ -250,7 +254,8 @@ class Run:
         try:
             if self.verbose:
                 print_traceback(error)
-            self.clean_up()  # before anything is written: a half-written checkpoint may be what fills the disk
+            with contextlib.suppress(*NO_REASON_FOR_SILENCE):  # before anything is written: half a checkpoint may fill the disk
+                failures.in_time(self.clean_up, END_SECONDS / 2)
             self._report(shown)
             if self.is_main and self.world_size > 1:  # the others must see the error in the store that this process may host
                 time.sleep(2 * failures.PERIOD_SECONDS)
@@ -273,8 +278,8 @@ class Run:
         if not self._may_report(str(shown)):
             return
         for record in self.on_failure:
-            with contextlib.suppress(OSError):  # a full disk must not hide the message
-                if not record(shown):
+            with contextlib.suppress(*NO_REASON_FOR_SILENCE):
+                if not failures.in_time(partial(record, shown), DISK_SECONDS):
                     return
         where = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
         progress.write(f"❌ {shown}{where}", sys.stderr)  # not through a bar
@@ -346,7 +351,8 @@ def end_at_latest(code: int) -> None:
     """End this process soon, even if what is still to be done blocks: a disk that hangs, a terminal that is stopped."""
     timer = threading.Timer(END_SECONDS, os._exit, (code,))
     timer.daemon = True
-    timer.start()
+    with contextlib.suppress(RuntimeError):  # this host can start no thread
+        timer.start()
 
 
 def _exit(code: int) -> NoReturn:

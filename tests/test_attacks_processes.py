@@ -494,6 +494,20 @@ def stop():
         signal.signal(number, handler)
 
 
+def test_a_disk_that_hangs_hides_no_message(stop, monkeypatch, capfd):
+    import torch
+
+    from support import distributed
+    from support.launch import Launch
+
+    monkeypatch.setattr(distributed, "DISK_SECONDS", 0.1)
+    run = distributed.Run(Launch("python", 0, 0, 1, 1, 0, "", 0), torch.device("cpu"), "gloo", False, stop=stop)
+    run.on_failure.append(lambda _: time.sleep(20))
+    begun = time.monotonic()
+    run._report(TrainingError("the first error"))
+    assert "the first error" in capfd.readouterr().err and time.monotonic() - begun < 15
+
+
 def test_no_library_can_swallow_a_signal(stop):
     with pytest.raises(StoppedBySignal) as found:
         try:
