@@ -162,7 +162,7 @@ def look_up(error: BaseException) -> UserError | None:
         if re.search(entry.words, f"{name}: {text}", re.DOTALL):
             facts = {
                 "said": said.rstrip("."),
-                "where": getattr(error, "filename", None) or full_disk() or "a file",
+                "where": getattr(error, "filename", None) or ("{where}" in entry.advice and full_disk()) or "a file",
                 "compiler": compiler_error(lines) or said,
                 "port": os.environ.get("MASTER_PORT", "29500"),
                 "open_files": open_files(),

@@ -45,7 +45,7 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
         if run.launch.is_node_leader and not run.quiet:
             run.print(f"ℹ️  {text}")
 
-    compilation.guard_compilations(run.attempt, say)
+    compilation.guard_compilations(run.attempt or f"simulation {os.getpid()}", say)
     if ops := preflight.ops_to_compile(args.strategy, run.device):
         run.warn(f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine.")
     # Under its own launcher DeepSpeed reduces through this file of 69 MB, on a CPU, and leaves it there.
