@@ -22,7 +22,7 @@ import psutil
 from torch.utils import cpp_extension
 
 POLL_SECONDS = 0.2
-UNLOCKED_SECONDS = 900  # where the file system has no locks: age of a file `lock` that is nobody's
+UNLOCKED_SECONDS = 900  # where the lock says nothing about other machines: age of a file `lock` that is nobody's
 END_SECONDS = 5  # for ninja to end its compilers
 
 # Started instead of ninja, which it becomes: the kernel ends it (SIGTERM) when this process is killed. ninja then ends its
@@ -59,7 +59,9 @@ def build_lock(op: str, folder: Path, run_id: str, say: Callable[[str], None]) -
     """Wait until nobody else compiles `op`, and keep others out; print once what it waits for."""
     with open(folder / ".building", "a+", encoding="utf-8") as file:
         locked = _wait_for_lock(op, file, run_id, say)
-        _remove_abandoned(op, folder / "lock", locked, say)
+        owner = _owner(file)  # that was killed; or compiles on a machine to which this file system passes no locks on
+        elsewhere = owner is not None and owner["host"] != platform.node()
+        _remove_abandoned(op, folder / "lock", locked and not elsewhere, say)
         if locked:
             owner = {"process": os.getpid(), "host": platform.node(), "run": run_id}
             _write(file, json.dumps(owner))

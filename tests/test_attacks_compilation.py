@@ -147,6 +147,19 @@ def test_the_file_of_a_live_compilation_stays_however_old_it_is(lock, tmp_path):
         ninja.wait()
 
 
+def test_a_young_file_of_another_machine_is_respected(lock, tmp_path, monkeypatch):
+    """Some file systems do not pass locks on between machines."""
+    from support import compilation
+
+    monkeypatch.setattr(compilation, "UNLOCKED_SECONDS", 4)
+    (tmp_path / "lock").touch()
+    (tmp_path / ".building").write_text(json.dumps({"process": 1, "host": "there", "run": "another"}))
+    begun = time.monotonic()
+    said = lock()
+    assert time.monotonic() - begun > 3
+    assert len(said) == 2 and "Waiting" in said[0] and "removed" in said[1]
+
+
 @pytest.mark.parametrize("run, messages", [("mine", 0), ("another", 1)])
 def test_a_lock_that_is_held_is_waited_for(lock, tmp_path, run, messages):
     with open(tmp_path / ".building", "w") as other:
