@@ -72,10 +72,7 @@ def build_parser() -> kinds.Parser:
 def main() -> None:
     """Read the arguments, print the plan."""
     try:
-        parser = build_parser()
-        args, unknown = parser.parse_known_args()
-        if unknown:
-            parser.refuse_unknown(unknown[0])
+        args = build_parser().parse_args()
         model = architectures.find_architecture(args.model)
         longest = 256 if args.model == EMBEDDED_MODEL else 512
         if args.seq_length is None:

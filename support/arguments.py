@@ -16,15 +16,6 @@ from support.userfiles import shown
 REPORTERS = ("tensorboard", "wandb")
 CLOSE = 0.75  # similarity from which a guess is better than none: --hostfile is no --profile
 
-# Flags of torchrun, deepspeed and accelerate launch, which come before the script.
-LAUNCHER_FLAGS = frozenset(
-    ("nnodes", "nproc_per_node", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone",
-     "max_restarts", "monitor_interval", "start_method", "role", "master_addr", "master_port", "local_addr", "log_dir",
-     "redirects", "tee", "hostfile", "exclude", "num_nodes", "num_gpus", "launcher", "launcher_args", "ssh_port", "no_ssh",
-     "force_multi", "enable_each_rank_log", "bind_cores_to_rank", "multi_gpu", "cpu", "num_processes", "num_machines",
-     "machine_rank", "main_process_ip", "main_process_port", "config_file", "gpu_ids")
-)  # fmt: skip
-
 
 # ------------------------------------------------------------------------------------------------ numbers
 
@@ -169,15 +160,19 @@ class Parser(argparse.ArgumentParser):
             message += f": did you mean {near[0]}?" if near else ""
         raise UserError(f"{shown(message, 400)} (--help lists every flag)")
 
+    def parse_args(self, args=None, namespace=None):
+        """As argparse has it, with `refuse_unknown`."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse_unknown(unknown[0])
+        return found
+
     def refuse_unknown(self, argument: str) -> None:
         """
         Raises:
             UserError: about an argument that no flag takes, with what was probably meant.
         """
         flag = argument.split("=")[0]
-        if flag.startswith("--") and flag[2:].replace("-", "_") in LAUNCHER_FLAGS:
-            raise UserError(f"{shown(flag)} is a flag of the launcher: write it before {self.prog} "
-                            f"(torchrun, deepspeed or accelerate launch … {self.prog} …).")  # fmt: skip
         flags = [option for action in self._actions for option in action.option_strings]
         near = difflib.get_close_matches(flag, flags, n=1, cutoff=CLOSE)
         self.error(f"unknown argument {shown(argument)}" + (f": did you mean {near[0]}?" if near else ""))

@@ -66,6 +66,15 @@ NUMBERS_OF_DEEPSPEED = frozenset(
      "min_loss_scale", "eps", "ratio")
 )  # fmt: skip
 
+# Flags of torchrun, deepspeed and accelerate launch, which come before the script.
+LAUNCHER_FLAGS = frozenset(
+    ("nnodes", "nproc_per_node", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone",
+     "max_restarts", "monitor_interval", "start_method", "role", "master_addr", "master_port", "local_addr", "log_dir",
+     "redirects", "tee", "hostfile", "exclude", "num_nodes", "num_gpus", "launcher", "launcher_args", "ssh_port", "no_ssh",
+     "force_multi", "enable_each_rank_log", "bind_cores_to_rank", "multi_gpu", "cpu", "num_processes", "num_machines",
+     "machine_rank", "main_process_ip", "main_process_port", "config_file", "gpu_ids")
+)  # fmt: skip
+
 # Value in a DeepSpeed file -> the flag that says the same.
 FLAG_OF_KEY = {
     "train_micro_batch_size_per_gpu": "batch_size",
@@ -307,6 +316,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         argv = [*read_run_file(file, parser), *argv]
     args, unknown = parser.parse_known_args(argv)
     if unknown:
+        _refuse_launcher_flag(unknown[0])
         parser.refuse_unknown(unknown[0])
     args.given = _given_flags(parser, argv)
     args.resume = "" if args.resume is NEWEST else args.resume
@@ -323,6 +333,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         args.lr = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
     _settle_strategy(args)
     return args
+
+
+def _refuse_launcher_flag(argument: str) -> None:
+    flag = argument.split("=")[0]
+    if flag.startswith("--") and flag[2:].replace("-", "_") in LAUNCHER_FLAGS:
+        raise UserError(f"{shown(flag)} is a flag of the launcher: write it before real_model_example.py "
+                        "(torchrun, deepspeed or accelerate launch … real_model_example.py …).")  # fmt: skip
 
 
 def _settle_strategy(args) -> None:

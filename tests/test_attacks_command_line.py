@@ -391,6 +391,7 @@ def test_config_json_of_the_planner(attack, tmp_path, main_of):
     flag("--gpu_memory", "16", "--model", LONG, says="--model"),
     flag("--gpu_memory", "16", "--model", "", says="--model"),
     flag("--gpu_memori", "16", "--gpu_memory", "16", says="did you mean --gpu_memory"),
+    flag("--num_gpus", "4", "--gpu_memory", "16", says="did you mean --gpus"),
 )  # fmt: skip
 def test_flag_of_the_planner(attack, tmp_path, main_of):
     attack.check(tmp_path, main_of("plan_memory", *attack.args))
