@@ -23,27 +23,28 @@ from support import process
 if __name__ == "__main__":
     process.catch_signals()
 
+from support import arguments as kinds
 from support.errors import UserError, explain
 
 
 def main() -> None:
     """Read the arguments, convert or inspect."""
-    parser = argparse.ArgumentParser(
+    parser = kinds.Parser(
         description=__doc__.splitlines()[0], allow_abbrev=False, epilog="\n".join(__doc__.splitlines()[2:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("source", type=Path, metavar="CKPT", help="a checkpoint, a run's or a DeepSpeed universal folder")
-    parser.add_argument("target", type=Path, metavar="OUT", nargs="?", help="the new folder")
+    parser.add_argument("source", type=kinds.path, metavar="CKPT", help="a checkpoint, a run's or a DeepSpeed universal folder")
+    parser.add_argument("target", type=kinds.path, metavar="OUT", nargs="?", help="the new folder")
     parser.add_argument("--to", choices=("hf", "torch", "deepspeed-universal", "checkpoint"), help="the format of OUT")
     parser.add_argument("--inspect", action="store_true", help="print what CKPT holds, and check its files")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of hf's weights (default: fp32)")
     parser.add_argument("--max_shard_size", default="5GB", help="of one file of hf's weights (default: %(default)s)")
-    args = parser.parse_intermixed_args()
-    if args.inspect == bool(args.to):
-        parser.error("give either --inspect or --to FORMAT OUT")
-    if bool(args.to) != bool(args.target):
-        parser.error("--to needs OUT, the new folder" if args.to else "--inspect writes nothing: leave OUT out")
     try:
+        args = parser.parse_intermixed_args()
+        if args.inspect == bool(args.to):
+            parser.error("give either --inspect or --to FORMAT OUT")
+        if bool(args.to) != bool(args.target):
+            parser.error("--to needs OUT, the new folder" if args.to else "--inspect writes nothing: leave OUT out")
         run(args)
     except Exception as error:
         shown = explain(error)

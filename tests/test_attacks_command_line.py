@@ -397,6 +397,20 @@ def test_flag_of_the_planner(attack, tmp_path, main_of):
     attack.check(tmp_path, main_of("plan_memory", *attack.args))
 
 
+@table(
+    flag("x", says="--inspect"),
+    flag("x", "--to", "hf", says="OUT"),
+    flag("x", "--to", "safetensors", "y", says="--to"),
+    flag("", "--inspect", says="CKPT"),
+    flag("a\nb", "--inspect", says="CKPT"),
+    flag("x", "--inspec", says="--inspec"),
+)  # fmt: skip
+def test_flag_of_the_converter(attack, tmp_path, main_of):
+    run = main_of("convert_checkpoint", *attack.args)
+    attack.check(tmp_path, run)
+    assert run.err.count("\n") == 1, run.err
+
+
 def test_the_largest_numbers_are_planned_at_once(main_of):
     largest = ["--gpus", 2**17, "--gpus_per_node", "8", "--batch_size", 2**20, "--gradient_accumulation_steps", 2**20]
     for solve in ([], ["--solve", "batch"], ["--solve", "gpus"], ["--solve", "model"]):
