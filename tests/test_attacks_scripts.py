@@ -632,7 +632,8 @@ def test_the_ranks_end_with_the_launcher(over_ssh, stubs, tmp_path, number):
     """Even with one that is killed: its ends of the connections close, and the hosts notice."""
     stubs.write("torchrun", f"""echo $$ >> '{tmp_path}/pids'; trap 'echo asked >> "{tmp_path}/asked"; echo saved; exit' TERM
         for _ in {{1..300}}; do /bin/sleep 0.1; done""")  # fmt: skip
-    env = {**os.environ, "PATH": f"{stubs.bin}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": "active"}
+    env = {**os.environ, "PATH": f"{stubs.bin}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": "active",
+           "TMPDIR": str(tmp_path)}  # fmt: skip
     with open(tmp_path / "log", "w") as log:  # not a pipe: what outlives the launcher would hold it open
         launcher = subprocess.Popen(["bash", over_ssh], cwd=tmp_path, env=env, stdout=log, stderr=log, start_new_session=True,
                                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip

@@ -12,6 +12,8 @@ from conftest import PROJECT, SCRIPT, STRATEGIES, finish, start
 
 sys.path.insert(0, str(PROJECT))
 
+from support.preflight import cpu_computes_bf16  # noqa: E402
+
 PLAN = PROJECT / "scripts" / "plan_memory.py"
 STATES = ("parameters", "gradients", "optimizer")
 WORK = ["--seq_length", "64", "--batch_size", "2", "--dropout", "0"]
@@ -37,10 +39,11 @@ def planned(*args):
     return {**found, "strategies": {need["strategy"]: need for need in found["strategies"]}}
 
 
-def assert_as_predicted(memory, strategy):
+def assert_as_predicted(memory, strategy, precision):
     """Model states within 2 %, activations and logits within 10 %, the peak of a step within 10 % where it is known.
 
-    What stage 3 has gathered ahead at the peak, DeepSpeed decides as it goes: within 15 %.
+    What stage 3 has gathered ahead at the peak, DeepSpeed decides as it goes: within 15 %. The same
+    for bf16 on a CPU without bf16 instructions, where matrix products need buffers of their own.
     """
     held, predicted = memory["device_categories_bytes_by_rank"][0], memory["predicted_bytes"]
     for kind in STATES:
@@ -49,7 +52,8 @@ def assert_as_predicted(memory, strategy):
     assert predicted["logits"] == pytest.approx(held["logits"], rel=0.1)
     if memory["placement"]["optimizer"] == "device":  # else part of the peak would not be on a GPU
         peak = max(phase["peak"] for phase in memory["step_bytes_by_rank"][0].values())
-        assert predicted["peak"] == pytest.approx(peak, rel=0.15 if strategy == "zero3" else 0.1)
+        emulated = precision == "bf16" and not cpu_computes_bf16()
+        assert predicted["peak"] == pytest.approx(peak, rel=0.15 if strategy == "zero3" or emulated else 0.1)
 
 
 def simulate(script, *args, **options):
@@ -59,7 +63,7 @@ def simulate(script, *args, **options):
 def check_prediction(script, model, strategy, ranks, precision, *args):
     run = simulate(script, *model, "--strategy", strategy, "--precision", precision, *args, ranks=ranks, timeout=900)
     assert run.results["simulated_world_size"] == ranks
-    assert_as_predicted(run.results["memory"], run.results["strategy"])
+    assert_as_predicted(run.results["memory"], run.results["strategy"], run.results["precision"])
 
 
 @pytest.mark.parametrize("strategy, ranks, precision", COVERING)
@@ -99,7 +103,7 @@ def test_prediction_for_other_families(script, tiny_tokenizer, tmp_path, family)
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = ["--model", tmp_path, "--from_scratch", "--dataset", "pydocs", *WORK]
     run = simulate(script, *model, "--strategy", "zero2", "--precision", "bf16", ranks=2)
-    assert_as_predicted(run.results["memory"], run.results["strategy"])
+    assert_as_predicted(run.results["memory"], run.results["strategy"], run.results["precision"])
     found = planned("--model", tmp_path, "--gpus", 2, "--gpu_memory", 16)
     assert found["parameters"] == run.results["parameters"]
 
@@ -148,7 +152,7 @@ def test_simulation_trains_nothing_and_says_so(script):
 
 
 @pytest.mark.parametrize("args, said", [
-    (["--simulate_gpus", "0"], "1 or more"),
+    (["--simulate_gpus", "0"], "--simulate_gpus"),
     (["--simulate_gpus", "2", "--save_every", "2"], "--save_every"),
     (["--simulate_gpus", "2", "--resume", "--output_dir", "somewhere"], "--resume"),
     (["--simulate_gpus", "2", "--max_steps", "1"], "--max_steps 2"),
@@ -253,7 +257,7 @@ def test_solved_model_grows_with_what_is_sharded():
 
 
 @pytest.mark.parametrize("args, code, said", [
-    (["--model", "nothing.json", "--gpu_memory", "16"], 2, "No such file"),
+    (["--model", "nothing.json", "--gpu_memory", "16"], 2, "nothing.json: no such file"),
     (["--gpu_memory", "16", "--gpuss", "2"], 2, "--gpuss"),
     (["--gpu_memory", "-1"], 2, "above 0"),
     (["--gpu_memory", "16", "--seq_length", "2048"], 2, "1024"),
@@ -334,7 +338,7 @@ def test_profile_memory_shows_phases_kinds_and_ranks(script):
     step, held = memory["step_bytes_by_rank"][0], memory["categories_bytes_by_rank"][0]
     assert step["forward"]["live"] - step["data"]["live"] >= held["activations"] + held["logits"]
     assert step["backward"]["live"] < step["forward"]["live"] <= step["forward"]["peak"]
-    assert_as_predicted(memory, "infinity")
+    assert_as_predicted(memory, "infinity", "fp32")
 
 
 def test_trace_is_written_for_each_rank(script, tmp_path):
