@@ -12,7 +12,7 @@ from conftest import PROJECT, SCRIPT, STRATEGIES, finish, start
 
 sys.path.insert(0, str(PROJECT))
 
-from support.preflight import cpu_computes_bf16  # noqa: E402
+from support.preflight import cpu_computes_bf16
 
 PLAN = PROJECT / "scripts" / "plan_memory.py"
 STATES = ("parameters", "gradients", "optimizer")
@@ -338,7 +338,7 @@ def test_profile_memory_shows_phases_kinds_and_ranks(script):
     step, held = memory["step_bytes_by_rank"][0], memory["categories_bytes_by_rank"][0]
     assert step["forward"]["live"] - step["data"]["live"] >= held["activations"] + held["logits"]
     assert step["backward"]["live"] < step["forward"]["live"] <= step["forward"]["peak"]
-    assert_as_predicted(memory, "infinity", "fp32")
+    assert_as_predicted(memory, "infinity", run.results["precision"])
 
 
 def test_trace_is_written_for_each_rank(script, tmp_path):
