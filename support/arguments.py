@@ -94,7 +94,7 @@ def name(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{shown(text)} has control characters, or bytes that are not UTF-8")
     encoded = os.fsencode(text)
     if os.path.expanduser(text).startswith("~"):
-        raise argparse.ArgumentTypeError(f"{shown(text)} begins with the home folder of nobody that is known here")
+        raise argparse.ArgumentTypeError(f"{shown(text)} begins with the home folder of an unknown user")
     if len(encoded) > 4000 or any(len(part) > 255 for part in encoded.split(b"/")):
         raise argparse.ArgumentTypeError(f"{shown(text)} is longer than a file name may be")
     return text

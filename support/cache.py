@@ -89,16 +89,16 @@ class Cache:
             self.temporary[:] = [path for path in self.temporary if path not in temporary.paths]
         return facts
 
-    def _publish(self, beside: Path, folder: Path) -> None:
+    def _publish(self, written: Path, folder: Path) -> None:
         """Give a written folder its name, in the place of a damaged one if there is one."""
         try:
-            os.rename(beside, folder)
+            os.rename(written, folder)
         except OSError:
             if self._is_whole(folder):
                 return  # another run was faster
             # Of a damaged folder each file is replaced by itself: a run that uses the folder meanwhile finds every file
             # at every moment, and keeps what it has mapped.
-            for file in sorted(beside.iterdir(), key=lambda file: file.name == META):
+            for file in sorted(written.iterdir(), key=lambda file: file.name == META):
                 os.replace(file, folder / file.name)
             sync_folder(folder)
         sync_folder(self.root)

@@ -56,6 +56,7 @@ from support.manifest import (
     read_manifest,
     validate,
     what_is_broken,
+    with_defaults,
 )
 from support.safetensors_files import save_file
 from support.sharding import ShardedState
@@ -545,7 +546,7 @@ def write_manifest(folder: Path, manifest: dict) -> None:
         ValueError: no version could read this manifest.
     """
     manifest = json.loads(json.dumps({"format_version": FORMAT_VERSION, **manifest}))  # as it will be read
-    validate(manifest)
+    validate(with_defaults(manifest))
     text = json.dumps({**manifest, "sha256": digest_of_json(manifest)})
     if len(text) > LARGEST_BYTES:
         raise ValueError(f"its manifest.json would have more than {LARGEST_BYTES:,} bytes")
