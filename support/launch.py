@@ -6,6 +6,7 @@ Nothing heavy is imported here: a wrong argument is answered within a fraction o
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import shutil
@@ -220,6 +221,8 @@ def tune_process(args, launch: Launch) -> None:
     env.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would announce its start and end
     if not args.verbose:
         warnings.simplefilter("ignore")
+        # A torch built for CUDA says on a machine with nvcc and without a GPU that it found the first.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         env.setdefault("TRANSFORMERS_VERBOSITY", "error")
         env.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
