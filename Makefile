@@ -1,6 +1,6 @@
 # make demo   set up, then compare all strategies on the embedded model and text
-# make test   set up, then lint and run every test once (about 20 minutes on 2 cores)
-# make soak   the full products and repeats (hours)
+# make test   set up, then lint and run every test once (about 40 minutes on 2 cores)
+# make soak   the full products and repeats, and every attack (hours)
 #
 # TORCH=...   what pip installs for torch, for example TORCH="torch==2.6.0"
 PYTHON ?= python3
