@@ -1,5 +1,10 @@
 """Models: the embedded one, other architectures, random weights, options of the forward pass."""
 
+import json
+import pickle
+import shutil
+from pathlib import Path
+
 import pytest
 from conftest import assert_close
 
@@ -96,3 +101,37 @@ def test_schedule_with_warm_up(script, scheduler, rates):
     run = script("--seq_length", "32", "--max_steps", "5", "--batch_size", "1", "--lr", "1e-3", "--warmup_steps", "1",
                  "--lr_scheduler", scheduler, "--no_eval")  # fmt: skip
     assert [record["lr"] for record in run.metrics] == pytest.approx(rates, rel=1e-4)
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def code_in_a_module(folder: Path, marker: Path) -> None:
+    """The configuration refers to a module in the folder, as models with code of their own do."""
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "evil", "auto_map": names}))
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
+
+
+def code_in_pickled_weights(folder: Path, marker: Path) -> None:
+    """Instead of safetensors there are weights of which reading executes a function."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Evil(marker)}))
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("attack", [code_in_a_module, code_in_pickled_weights])
+def test_nothing_in_a_model_folder_is_executed(script, llama, tmp_path, attack):
+    folder, marker = tmp_path / "model", tmp_path / "executed"
+    shutil.copytree(llama, folder)
+    attack(folder, marker)
+    run = script("--model", folder, "--dataset", "pydocs", "--seq_length", "32", "--max_steps", "1", ok=False, timeout=90)
+    assert run.code != 0 and run.error and not marker.exists()
