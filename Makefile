@@ -1,5 +1,5 @@
 # make demo   set up, then compare all strategies on the embedded model and text
-# make test   set up, then lint and run every test once (about 40 minutes on 2 cores)
+# make test   set up, then lint and run every test once (about 45 minutes on 2 cores)
 # make soak   the full products and repeats, and every attack (hours)
 #
 # TORCH=...   what pip installs for torch, for example TORCH="torch==2.6.0"
