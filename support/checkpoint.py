@@ -63,7 +63,7 @@ from support.sharding import ShardedState
 from support.tokens import tokenizer_fingerprint
 from support.userfiles import shown
 
-FILE_BYTES = 256 << 20  # of one file; so much host memory does a save need beside what training holds
+FILE_BYTES = 256 << 20  # of one file; so much host memory does a save need in addition to what training holds
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # of an optimizer's parameter groups
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of DeepSpeed's dynamic loss scaler
 BUFFERS = "model/buffers.safetensors"
@@ -71,7 +71,7 @@ MARKS = ("latest", "best")  # files that hold a checkpoint's name
 
 
 class Saver:
-    """Resumes a run, and knows when a checkpoint is due and what goes into it beside the tensors.
+    """Resumes a run, and knows when a checkpoint is due and what goes into it next to the tensors.
 
     Args:
         args: --save_every, --save_epochs, --keep_last, --load_best_at_end, --resume, --resume_force, --no_save, --eval_only.
@@ -435,7 +435,7 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
     Args:
         folder: the run's checkpoints folder.
         step: optimizer steps done; names the checkpoint.
-        facts: what goes into the manifest beside the tensors.
+        facts: what goes into the manifest next to the tensors.
         state: where this rank's tensors are.
         run: the ranks.
         keep_last: remove all but so many afterwards; None keeps all.
@@ -447,12 +447,12 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
             checkpoint is left.
     """
     final, errors = step_folder(folder, step), FirstError()
-    beside = folder / f"{PARTIAL}{final.name}"
+    unfinished = folder / f"{PARTIAL}{final.name}"
     if run.is_main:
-        errors.attempt(_start_checkpoint, beside)
-        run.temporary.append(str(beside))  # removed should this run fail before it is complete
+        errors.attempt(_start_checkpoint, unfinished)
+        run.temporary.append(str(unfinished))  # removed should this run fail before it is complete
     dist.barrier()
-    ranks = run.gather(_write_tensors(beside, state, run, errors))
+    ranks = run.gather(_write_tensors(unfinished, state, run, errors))
     failed = next((f"{rank['error']} [rank {number}]" for number, rank in enumerate(ranks) if rank["error"]), "")
     if run.is_main and not failed:
         manifest = {
@@ -462,29 +462,29 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
             "pieces": [piece for rank in ranks for piece in rank["pieces"]],
             "files": {name: found for rank in ranks for name, found in rank["files"].items()},
         }
-        errors.attempt(_complete_checkpoint, beside, final, manifest, describe)
+        errors.attempt(_complete_checkpoint, unfinished, final, manifest, describe)
         errors.attempt(_remove_old, folder, keep_last)
     if run.is_main:
-        remove(beside)
-        run.temporary.remove(str(beside))
+        remove(unfinished)
+        run.temporary.remove(str(unfinished))
     if failed := run.from_main(failed or str(errors)):
         raise TrainingError(f"The checkpoint {final} could not be written: {failed}")
     return final
 
 
-def _start_checkpoint(beside: Path) -> None:
-    remove(beside)
-    beside.mkdir(parents=True)
+def _start_checkpoint(unfinished: Path) -> None:
+    remove(unfinished)
+    unfinished.mkdir(parents=True)
 
 
-def _complete_checkpoint(beside: Path, final: Path, manifest: dict, describe) -> None:
-    describe(beside / "model")
-    described = sorted(path for path in (beside / "model").rglob("*") if path.is_file())
-    manifest["files"] |= {path.relative_to(beside).as_posix(): facts_of(path) for path in described}
-    sync_tree(beside / "model")
-    write_manifest(beside, manifest)
-    sync_folder(beside)
-    os.replace(beside, final)
+def _complete_checkpoint(unfinished: Path, final: Path, manifest: dict, describe) -> None:
+    describe(unfinished / "model")
+    described = sorted(path for path in (unfinished / "model").rglob("*") if path.is_file())
+    manifest["files"] |= {path.relative_to(unfinished).as_posix(): facts_of(path) for path in described}
+    sync_tree(unfinished / "model")
+    write_manifest(unfinished, manifest)
+    sync_folder(unfinished)
+    os.replace(unfinished, final)
     write_text(final.parent / "latest", final.name + "\n")
     sync_folder(final.parent)
     sync_folder(final.parent.parent)

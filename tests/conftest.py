@@ -342,6 +342,32 @@ def slurm(machines):
         cluster.stop()
 
 
+@pytest.fixture
+def disk(tmp_path):
+    """disk(megabytes) mounts an empty file system of that size."""
+    mounted = []
+
+    def mount(megabytes: int) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+            skip("needs root to mount a small tmpfs")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Leave no block free on the file system of a folder."""
+    with pytest.raises(OSError), open(folder / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
 def load_exported(folder):
     """The exported model in its own type, with a check that every weight was found."""
     from transformers import AutoModelForCausalLM

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -20,10 +19,10 @@ from conftest import (
     SCRIPT,
     Run,
     assert_close,
+    fill,
     finish,
     launcher_command,
     load_exported,
-    skip,
     start,
 )
 
@@ -797,31 +796,6 @@ def test_what_has_the_lock_files_name_is_not_touched(tmp_path, how):
 
 
 # -------------------------------------------------------------------------------------------- disks
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """disk(megabytes): a small file system of its own."""
-    mounted = []
-
-    def mount(megabytes: int) -> Path:
-        folder = tmp_path / f"disk{len(mounted)}"
-        folder.mkdir()
-        options = ["-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder]
-        if subprocess.run(["mount", *options], capture_output=True).returncode:
-            skip("needs root to mount a small tmpfs")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-def fill(disk: Path) -> None:
-    with open(disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(b"\0" * 4096)
 
 
 def read_only(disk: Path) -> None:

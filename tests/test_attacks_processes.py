@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from attacks import Attack, table
-from conftest import PROJECT, SCRIPT, Run, descendants_of_test, finish, free_port, launcher_command, skip, start
+from conftest import PROJECT, SCRIPT, Run, descendants_of_test, fill, finish, free_port, launcher_command, start
 
 from support import failures, process
 from support.errors import StoppedBySignal, TrainingError, explain
@@ -294,41 +294,16 @@ def test_an_error_is_written_over_damaged_results(tmp_path, damage):
 # ------------------------------------------------------------------------------------------ full disks
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """small_disk(size) mounts an empty disk of that size."""
-    mounted = []
-
-    def mount(size: str):
-        folder = tmp_path / f"disk{len(mounted)}"
-        folder.mkdir()
-        if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]).returncode:
-            skip("needs root to mount a small disk")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-def fill(folder) -> None:
-    """Leave no block free."""
-    with pytest.raises(OSError), open(folder / "ballast", "wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-
-
-def test_results_are_written_to_a_full_disk(small_disk):
-    folder = small_disk("1M")
+def test_results_are_written_to_a_full_disk(disk):
+    folder = disk(1)
     results = results_of(folder)
     fill(folder)
     assert results.fail(TrainingError("the disk is full"))
     assert json.loads((folder / "results.json").read_text())["reason"] == "the disk is full"
 
 
-def test_a_text_that_does_not_fit_leaves_the_file_as_it_was(small_disk):
-    folder = small_disk("1M")
+def test_a_text_that_does_not_fit_leaves_the_file_as_it_was(disk):
+    folder = disk(1)
     (folder / "file").write_text("before")
     fill(folder)
     with pytest.raises(OSError):
@@ -336,8 +311,8 @@ def test_a_text_that_does_not_fit_leaves_the_file_as_it_was(small_disk):
     assert (folder / "file").read_text() == "before"
 
 
-def test_full_disk_while_metrics_are_written(small_disk):
-    folder = small_disk("1M")
+def test_full_disk_while_metrics_are_written(disk):
+    folder = disk(1)
     run = start([sys.executable, SCRIPT, *TINY, "--epochs", "1000", "--logging_steps", "1", "--output_dir", folder / "out"])
     while "Epoch 1" not in (line := run.stdout.readline()):
         assert line, run.stderr.read()
@@ -349,8 +324,8 @@ def test_full_disk_while_metrics_are_written(small_disk):
     assert results["status"] == "failed" and "metrics.jsonl" in results["reason"]
 
 
-def test_full_temporary_folder_is_named(script, small_disk):
-    folder = small_disk("2M")
+def test_full_temporary_folder_is_named(script, disk):
+    folder = disk(2)
     run = script(*TINY, env={"TMPDIR": folder}, ok=False)
     assert run.code == 1
     assert "No space left" in run.error and f"{folder} (TMPDIR)" in run.error
