@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ DISK_SECONDS = 5  # for a disk when an error is reported
 END_SECONDS = 20  # for what a failed rank does before it ends
 LONGEST_MESSAGE = 2000  # characters of an error in the store
 # A disk that is full, or hangs (TimeoutError), or a host that can start no thread: the error is printed all the same.
-NO_REASON_FOR_SILENCE = (OSError, RuntimeError)
+NO_REASON_FOR_SILENCE = (OSError, RuntimeError, MemoryError)
 
 
 class StopSignal:
@@ -254,6 +255,10 @@ class Run:
         try:
             if self.verbose:
                 print_traceback(error)
+            if isinstance(shown, OutOfMemory):
+                self.ending.set()  # looking around may take longer than `_watch` has patience
+                shown.facts = self._about_memory(shown)
+                release_memory_of(error)  # to report takes memory, too: for a thread, a file, a line
             with contextlib.suppress(*NO_REASON_FOR_SILENCE):  # before anything is written: half a checkpoint may fill the disk
                 failures.in_time(self.clean_up, END_SECONDS / 2)
             self._report(shown)
@@ -261,6 +266,9 @@ class Run:
                 time.sleep(2 * failures.PERIOD_SECONDS)
             self._flush()
             self.ending.set()
+        except Exception:  # no memory is left even for that
+            with contextlib.suppress(OSError):
+                os.write(2, f"❌ {shown}\n".encode())
         finally:  # not sys.exit: a communicator with a broken peer can hang in its destructor
             _exit(shown.exit_code)
 
@@ -283,10 +291,8 @@ class Run:
                     return
         where = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
         progress.write(f"❌ {shown}{where}", sys.stderr)  # not through a bar
-        if isinstance(shown, OutOfMemory):
-            self.ending.set()  # looking around may take longer than `_watch` has patience
-            for line in self._about_memory(shown):
-                progress.write(f"   {line}", sys.stderr)
+        for line in shown.facts if isinstance(shown, OutOfMemory) else ():
+            progress.write(f"   {line}", sys.stderr)
 
     def _may_report(self, message: str) -> bool:
         """False if another rank, or another thread of this one, has written an error into the store."""
@@ -299,7 +305,7 @@ class Run:
         except Exception:  # it has ended, or does not answer
             return True
 
-    def _about_memory(self, shown: OutOfMemory) -> Iterator[str]:
+    def _about_memory(self, shown: OutOfMemory) -> list[str]:
         """What was held where it ran out, and what would have fitted."""
         facts = [HOST_IS_FULL] if shown.on_host and self.device.type == "cuda" else []
         for look in self.memory_facts:
@@ -309,8 +315,7 @@ class Run:
         if not (shown.on_host and self.device.type == "cuda"):
             with contextlib.suppress(Exception):  # an architecture that the planner does not know
                 ways = self.ways_to_fit()
-        yield from facts
-        yield from ways or [LESS_MEMORY]
+        return facts + (ways or [LESS_MEMORY])
 
     def end_together(self, engine: Any, code: int) -> NoReturn:
         """End this process, at the same time as all others, with everything written.
@@ -345,6 +350,14 @@ def ends_within(seconds: float, message: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def release_memory_of(error: BaseException | None) -> None:
+    """Free what the functions that this error ended still hold: their local variables, and so the activations."""
+    while error is not None:
+        with contextlib.suppress(MemoryError):
+            traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def end_at_latest(code: int) -> None:

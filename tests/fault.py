@@ -5,7 +5,7 @@
     gpus:N             torch sees N GPUs (this machine has none)
     hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
     kill:RANK:N        that rank is killed (SIGKILL) at its N-th micro-batch
-    oom:N              every rank asks for more memory than there is at its N-th micro-batch
+    oom:N              at its N-th micro-batch every rank has used all the memory it may have, to the last MB
     kill_saving:WHAT:N the process is killed (SIGKILL) before the N-th tensor file, or manifest, of a checkpoint is written
     full_disk:RANK:N   the N-th tensor file that this rank writes finds no room: a node whose own disk is full
     logits:FILE        no fault: before the model is exported, its logits for the tokens 0 to 31 go to FILE
@@ -123,7 +123,17 @@ def main() -> None:
 
         break_steps(kill)
     elif kind == "oom":
-        break_steps(lambda now: torch.empty(2**50) if now == int(values[0]) else None)
+        import resource
+
+        def use_all(now):
+            if now == int(values[0]):
+                activations = torch.ones(2**28)
+                pages = int(Path("/proc/self/statm").read_text().split()[0])
+                limit = pages * resource.getpagesize() + 2**20
+                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+                torch.empty_like(activations)
+
+        break_steps(use_all)
     elif kind == "kill_saving":
         from support import checkpoint
 

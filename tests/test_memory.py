@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PROJECT, SCRIPT, STRATEGIES, finish, start
+from conftest import FAULT, PROJECT, SCRIPT, STRATEGIES, finish, start
 
 sys.path.insert(0, str(PROJECT))
 
@@ -322,6 +322,13 @@ def test_out_of_memory_says_where_and_what_would_fit(tmp_path):
     advice = next(line for line in out.splitlines() if "--batch_size" in line and "--gradient_accumulation_steps" in line)
     code, out = run(*advice.partition(":")[0].split())
     assert code == 0, out
+
+
+def test_out_of_memory_is_reported_although_nothing_is_left(script):
+    """The report needs memory of its own: for a thread, a file, a line."""
+    run = script(*WORK, "--max_steps", "3", "--no_eval", "--no_export", program=FAULT, env={"FAULT": "oom:2"}, ok=False)
+    assert (run.code, run.err.count("❌")) == (3, 1), run.err
+    assert run.results["status"] == "oom" and "Planned for dp" in run.err
 
 
 # ------------------------------------------------------------------------------------------------ shown and recorded
