@@ -14,19 +14,38 @@ from support.sharding import base_optimizer, local_part
 
 
 def norm(model: nn.Module) -> torch.Tensor:
-    """Norm of the whole gradient, a scalar; summed in fp64 as DeepSpeed does.
+    """Norm of the whole gradient: a scalar on the training device, in fp64 on a CPU and in fp32 on a GPU.
 
     In fp32 PyTorch's norm on a CPU is off by 1e-5 for a million elements and 3e-3 for 38 million (GPT-2's embedding), which
-    clipping would turn into another step. A part at a time: the fp64 copy of a whole embedding would be memory for nothing.
+    clipping would turn into another step. Its GPU kernels sum blocks in a tree, so that fp32 is enough there.
     """
     gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    parts = [part for gradient in gradients for part in gradient.flatten().split(NORM_CHUNK)]
-    square = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in parts]).sum()
+    on_host = [gradient for gradient in gradients if is_on_host(gradient)]  # FSDP may keep them there, to offload
+    on_gpu = [gradient for gradient in gradients if not is_on_host(gradient) and gradient.numel()]
+    square = torch.zeros((), dtype=torch.float64, device=(on_gpu or gradients)[0].device)
+    if on_host:
+        square += _square_in_fp64(on_host)
+    if on_gpu:
+        # A few launches for all gradients; fp64 takes three for each of them, and a copy.
+        square += nn.utils.get_total_norm(on_gpu).double() ** 2
     if isinstance(model, FSDPModule):  # each rank has other parts; under HYBRID_SHARD each rank of a node
         mesh = next(model.parameters()).device_mesh
         square = square.to(mesh.device_type)
         dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
-    return square.sqrt()
+    # Clipping multiplies all gradients in one launch only by a scalar of their own type.
+    return square.sqrt() if on_host else square.sqrt().float()
+
+
+def is_on_host(gradient: torch.Tensor) -> bool:
+    """Whether it is summed on the CPU."""
+    return gradient.device.type == "cpu"
+
+
+def _square_in_fp64(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of the squares of tensors on the host; a part at a time, because the fp64 copy of a whole embedding would be
+    memory for nothing."""
+    parts = [part for gradient in gradients for part in gradient.flatten().split(NORM_CHUNK)]
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in parts]).sum()
 
 
 def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tensor, run: Run, scaler=None) -> None:
@@ -34,16 +53,27 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
 
     `if not loss.isfinite()` would make the host wait for the GPU at every step. Torch's fused AdamW reads such a flag
     on the device instead (GradScaler's way); the run then ends where the loss is next logged, its weights unharmed.
+
+    Args:
+        optimizer: torch's, or DeepSpeed's wrapper around one.
+        loss: of this step; the same on all ranks.
+        held_back: a bool on the device that stays true after the first loss that was not finite.
+        scaler: GradScaler of fp16, after `unscale_`. Its own flag is left as it is where the loss is finite: gradients that
+            overflow are normal there, and only this one update is left out.
+    Raises:
+        TrainingError: the loss is not finite, and the optimizer cannot read the flag.
     """
     if run.simulated:  # what other ranks would have sent is missing in it
         return
     held_back.logical_or_(~torch.isfinite(loss))
     base = base_optimizer(optimizer)
-    scaling = scaler is not None and scaler.is_enabled()
     held = next((p for group in base.param_groups for p in group["params"]), held_back)  # DeepSpeed's stage 3 hides its own
     beside_it = held.device == held_back.device
-    if isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and beside_it and not scaling:
+    if not (isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and beside_it):
+        if held_back.item():  # an optimizer on the CPU waits for the GPU at every step anyway, so there is nothing to save
+            raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a lower --lr.")
+    elif scaler is not None and scaler.is_enabled():
+        for found_inf in scaler._found_inf_per_device(base).values():  # `step` hands these to the optimizer
+            found_inf += held_back
+    else:
         base.found_inf = held_back.float()
-    elif held_back.item():
-        # GradScaler and an optimizer on the CPU wait for the GPU at every step anyway, so there is nothing to save.
-        raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a lower --lr.")
