@@ -341,9 +341,7 @@ def _stages12(work: Work, strategy: str) -> _Held:
     before = 0  # gradients of the micro-batches before: stage 1 reduces them, whole, with the last one's
     if work.accumulation > 1:
         before = c * trained if strategy == "zero1" else gradients
-    # Staging for the largest gradient, on both sides; in host memory fp32 gradients and a 16-bit copy for the way back, too.
-    buffers = c * largest if offload else 0
-    host = (MASTER_AND_MOMENTS + 4 + c) * share + c * largest + (c * trained if work.accumulation > 1 else 0)
+    buffers = c * largest if offload else 0  # staging for the largest gradient; in host memory there is another
     in_backward = 2 * c * bucket_sizes(m.hidden, total, False)["reduce_bucket_size"]
     states = parameters + optimizer + buffers
     reductions = 1 if strategy == "zero1" else work.accumulation
@@ -354,8 +352,35 @@ def _stages12(work: Work, strategy: str) -> _Held:
         parameters, gradients, optimizer, steady=states + before,
         at_end=states + before + in_backward + max(0, gradients - c * largest) + uses * c * largest,
         update=0 if offload else update, sent=(2 * reductions + 1) * c * trained,
-        buffers=buffers, in_backward=in_backward, host=host if offload else 0,
+        buffers=buffers, in_backward=in_backward, host=_host_of_offload(work) if offload else 0,
     )  # fmt: skip
+
+
+def _host_of_offload(work: Work) -> int:
+    """Bytes that DeepSpeed's stage 2 keeps in host memory for its CPU optimizer (stage_1_and_2.py, cpu_offload).
+
+    With "pin_memory", as in ds_config_offload.json, all of it is page-locked but the moments, which CPU Adam allocates.
+    """
+    c, host = work.item, 0
+    for group in _groups(work):
+        share = _share(group, work.world_size)
+        # Masters, fp32 gradients, and a 16-bit copy of the weights for the way back; two moments.
+        host += _page_locked(work, [4 * share, 4 * share, c * share]) + 8 * share
+    host += _page_locked(work, [c * max(work.trained)])  # staging for the largest gradient
+    if work.accumulation > 1:  # one tensor a parameter
+        host += _page_locked(work, [c * size for size in work.trained])
+    return host
+
+
+def _page_locked(work: Work, sizes: list[int]) -> int:
+    """Bytes of host memory that page-locked tensors of these sizes take.
+
+    With CUDA torch rounds each of them up to a power of two and returns none to the system (ATen/core/CachingHostAllocator.h,
+    allocate); on a CPU nothing is page-locked.
+    """
+    if work.device != "cuda":
+        return sum(sizes)
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
 
 def _stage3(work: Work, strategy: str) -> _Held:
@@ -371,8 +396,10 @@ def _stage3(work: Work, strategy: str) -> _Held:
     gradients, optimizer = (0, 0) if swaps else (c * trained, MASTER_AND_MOMENTS * trained)
     gathered = 0 if n == 1 and not swaps else c * (largest + min(2 * bucket, total - largest))
     steady = parameters + gradients + optimizer + c * bucket
-    # ds_config_infinity.json: 5 buffers for parameters, 4 for a sub-group's states; and the gradients
-    in_host = c * 5 * (largest // n + 4096) + 4 * 4 * min(trained, buckets["sub_group_size"]) + c * trained
+    # ds_config_infinity.json: 5 buffers for parameters, 4 for a sub-group's states, which DeepSpeed locks itself, as large as
+    # they are (csrc/pin_memory/deepspeed_pin_tensor.cpp); and the gradients, in one tensor that torch locks.
+    in_host = c * 5 * (largest // n + 4096) + 4 * 4 * min(trained, buckets["sub_group_size"])
+    in_host += _page_locked(work, [c * trained])
     # At the end the embedding is whole, with its gradient's parts (see _dp), and the last block's largest matrix.
     uses = 2 if work.model.tied else 1
     at_end = c * ((largest if gathered else 0) + uses * max(work.trained) + max(work.model.block()))
