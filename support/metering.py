@@ -28,13 +28,15 @@ EARLY_MEASURED_STEP = 5  # whose memory is measured where nobody knows which wil
 class StepTimer:
     """Seconds of each phase of each step. On a GPU it records events and reads them only when asked.
 
-    Reading a clock after launching GPU work would time the launch, and waiting for the work would slow training
-    down; an event is a mark in the GPU's own queue of work.
+    A step reaches from the end of the update before it to the end of its own. Reading a clock after launching GPU work
+    would time the launch, and waiting for the work would slow training down; an event is a mark in the GPU's own queue
+    of work.
     """
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self._marks: list[tuple[str | None, object]] = []
+        self._step, self._before = dict.fromkeys(PHASES, 0.0), None  # what was read of the step that is not over
         self.steps: list[dict[str, float]] = []
 
     def _now(self):
@@ -45,27 +47,29 @@ class StepTimer:
         return event
 
     def mark(self, phase: str | None) -> None:
-        """The time since the last mark belongs to `phase`; None leaves it out (a pause, or the start of a step)."""
+        """The time since the last mark belongs to `phase`; None leaves it out (a pause)."""
         self._marks.append((phase, self._now()))
 
     def end_step(self) -> None:
-        """Close the step whose marks were made since the last one."""
+        """Close the step whose marks were made since the last one; the next one starts at its last mark."""
         self._marks.append(("end", None))
 
     def read(self) -> None:
         """Turn marks into seconds, in `steps`. On a GPU this waits for the work so far: call it where lines are logged."""
         if self.cuda and self._marks:
             torch.cuda.synchronize()
-        step, before = dict.fromkeys(PHASES, 0.0), None
         for phase, moment in self._marks:
             if phase == "end":
-                self.steps.append(step)
-                step, before = dict.fromkeys(PHASES, 0.0), None
+                self.steps.append(self._step)
+                self._step = dict.fromkeys(PHASES, 0.0)
                 continue
-            if phase is not None and before is not None:
-                step[phase] += before.elapsed_time(moment) / 1000 if self.cuda else moment - before
-            before = moment
+            if phase is not None and self._before is not None:
+                self._step[phase] += self._seconds_to(moment)
+            self._before = moment
         self._marks.clear()
+
+    def _seconds_to(self, moment) -> float:
+        return self._before.elapsed_time(moment) / 1000 if self.cuda else moment - self._before
 
 
 class Meter:
@@ -102,6 +106,7 @@ class Meter:
         self.losses: list[float] = []
         self.first_step_at: float | None = None
         self._rate: float | None = None  # tokens per second of the last step that was read
+        self._held = ""  # by the device after the last step that was logged
         self._pending: list[dict] = []
         self._path = folder / "metrics.jsonl" if run.is_main else None
 
@@ -201,7 +206,7 @@ class Meter:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """What happened since the last step, such as an evaluation or a save, belongs to no step."""
+        """What happened since the end of the last step, such as an evaluation or a save, belongs to no step."""
         self.traffic.discard()
         self.timer.mark(None)
 
@@ -223,6 +228,8 @@ class Meter:
             self.traffic.aside = False
         if self.trace:
             self.trace.end_step()
+        if self._in_measured_step or self.trace:
+            self.timer.mark(None)  # measuring memory and writing a trace are no part of training
         batch, batches = self._batch, self._batches
         self._batch += 1
         self.step += 1
@@ -241,12 +248,19 @@ class Meter:
         elif shown:
             self.run.say(f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}")
             self._say_epoch()
-        if shown and self.trackers and self.trackers.active:
-            held = self.footprint.device_bytes()["allocated"]
+        if shown and (self._bar.active or (self.trackers and self.trackers.active)):
+            self._say_memory()
+        self._advance_bar(lr)
+        self.timer.mark("data")  # logging is a part of training; it delays the next step's data
+
+    def _say_memory(self) -> None:
+        """Read what the device holds, for the bar and the trackers: only where lines are logged, because the allocator's
+        counters are a dictionary of a hundred entries each time."""
+        held = self.footprint.device_bytes()["allocated"]
+        self._held = human_bytes(held)
+        if self.trackers and self.trackers.active:
             self.trackers.memory(self.step, self.run.gather(held))
             self.traffic.discard()  # of this gather
-        self._advance_bar(lr)
-        self.timer.mark(None)
 
     def _say_epoch(self) -> None:
         """The mean loss of an epoch's steps, after the last one; of a resumed run the steps since then."""
@@ -258,8 +272,7 @@ class Meter:
 
     def _advance_bar(self, lr: float) -> None:
         if self._bar.active and self.losses and self._rate:
-            held = human_bytes(self.footprint.device_bytes()["allocated"])
-            self._bar.show(f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s, {held}")
+            self._bar.show(f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s, {self._held}")
         self._bar.advance()
         if self._batch == self._batches or self.finished:
             self._bar.close()
