@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import platform
-import re
 import shlex
 import statistics
 import sys
@@ -28,18 +27,11 @@ from support.examples import PLAIN_NOTICE, use_plain_template
 from support.files import lock, only_finite, overwrite, read_json, remove_leftovers, set_aside, write_text
 from support.launch import available_cores
 from support.metering import Meter
+from support.peaks import peak_flops
 from support.redaction import redact
 
 PROCESS_STARTED = psutil.Process().create_time()
 GB = 2**30  # as nvidia-smi and DeepSpeed count
-
-# Peak dense TFLOP/s in 16 bit and in TF32 (fp32 before Ampere), from NVIDIA's data sheets. Names as torch reports them.
-PEAK_TFLOPS = {
-    "B200": (2250, 1125), "H200": (989, 494), "H100 PCIe": (756, 378), "H100 NVL": (835, 417), "H100": (989, 494),
-    "A100": (312, 156),
-    "A40": (149.7, 74.8), "A30": (165, 82), "A10": (125, 62.5), "L40S": (362, 183), "L4": (121, 60), "T4": (65, 8.1),
-    "V100": (125, 15.7), "RTX 4090": (165.2, 82.6), "RTX 3090": (71, 35.6),
-}  # fmt: skip
 
 
 def human_count(number: int) -> str:
@@ -47,16 +39,6 @@ def human_count(number: int) -> str:
     if number >= 1e9:
         return f"{number / 1e9:.1f}B"
     return f"{number / 1e6:.0f}M" if number >= 1e7 else f"{number / 1e6:.1f}M"
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's peak FLOP/s at this precision; None where it is not known, and so no MFU is given."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device).replace("-", " ")  # whole words: an A10G is no A10, an L40 no L4
-    known = (peaks for key, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name) and "Laptop" not in name)
-    found = next(known, None)
-    return None if found is None else found[precision == "fp32"] * 1e12
 
 
 def flops_per_token(matmul_parameters: int, trained: int, layers: int, hidden: int, seq_length: int) -> float:

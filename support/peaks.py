@@ -1,0 +1,95 @@
+"""Peak arithmetic rates of GPUs, against which MFU is measured.
+
+Dense figures (without structured sparsity), of matrix multiplications that accumulate in fp32. GeForce boards multiply fp16
+with fp32 accumulation at half the rate that NVIDIA advertises. A device that is not in the table has no MFU: a wrong one is
+worse than none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One kind of GPU.
+
+    Attributes:
+        name: regular expression for the whole of the name that torch.cuda.get_device_name() reports, with the maker left out.
+        half: TFLOP/s in fp16 and, where `bf16`, in bf16 on matrix units.
+        tf32: the same in TF32; None where the device has none, or torch does not use it.
+        fp32: the same in fp32 (AMD's figure is that of its matrix cores).
+        source: the vendor's document with these numbers.
+        bf16: whether the matrix units multiply bf16.
+    """
+
+    name: str
+    half: float
+    tf32: float | None
+    fp32: float
+    source: str
+    bf16: bool = True
+
+
+PEAKS = (
+    Peak("B200", 2250, 1125, 75, "HGX B200 (Blackwell datasheet)"),
+    Peak(r"GH200 \d+GB", 989.4, 494.7, 66.9, "GH200 Grace Hopper datasheet"),
+    Peak("H200", 989.4, 494.7, 66.9, "H200 datasheet, SXM"),
+    Peak("H200 NVL", 835.5, 417.5, 60, "H200 datasheet, NVL"),
+    Peak("H100 80GB HBM3", 989.4, 494.7, 66.9, "H100 architecture whitepaper, SXM5"),
+    Peak("H100 PCIe", 756, 378, 51.2, "H100 architecture whitepaper, PCIe"),
+    Peak("H100 NVL", 835.5, 417.5, 60, "H100 datasheet, NVL"),
+    Peak(r"A100( SXM4 (40|80)GB| PCIE 40GB| 80GB PCIe)", 312, 156, 19.5, "A100 datasheet"),
+    Peak("A30", 165, 82, 10.3, "A30 datasheet"),
+    Peak("A40", 149.7, 74.8, 37.4, "A40 datasheet"),
+    Peak("A10", 125, 62.5, 31.2, "A10 datasheet"),
+    Peak("L40S", 362.05, 183, 91.6, "L40S datasheet"),
+    Peak("L40", 181.05, 90.5, 90.5, "L40 datasheet"),
+    Peak("L4", 121, 60, 30.3, "L4 datasheet"),
+    Peak("RTX A6000", 154.8, 77.4, 38.7, "GA102 architecture whitepaper"),
+    Peak("RTX 6000 Ada Generation", 364.2, 182.1, 91.1, "RTX 6000 Ada datasheet"),
+    Peak("GeForce RTX 3090", 71, 35.6, 35.6, "GA102 architecture whitepaper"),
+    Peak("GeForce RTX 3090 Ti", 80, 40, 40, "Ada architecture whitepaper, comparison"),
+    Peak("GeForce RTX 4090", 165.2, 82.6, 82.6, "Ada architecture whitepaper"),
+    Peak("GeForce RTX 5090", 209.5, 104.8, 104.8, "RTX Blackwell architecture whitepaper"),
+    Peak("GeForce RTX 2080 Ti", 53.8, None, 13.4, "Turing architecture whitepaper, reference board", bf16=False),
+    Peak("Quadro RTX (6000|8000)", 130.5, None, 16.3, "Turing architecture whitepaper", bf16=False),
+    Peak("T4", 65, None, 8.1, "T4 datasheet", bf16=False),
+    Peak(r"V100 SXM2 (16|32)GB", 125, None, 15.7, "V100 datasheet, SXM2", bf16=False),
+    Peak(r"V100 PCIE (16|32)GB", 112, None, 14, "V100 datasheet, PCIe", bf16=False),
+    Peak(r"V100S PCIE 32GB", 130, None, 16.4, "V100 datasheet, V100S", bf16=False),
+    # On ROCm torch multiplies fp32 in fp32 unless HIPBLASLT_ALLOW_TF32 is set. Each of the two dies of an MI250(X) is a
+    # device of its own.
+    Peak("Instinct MI210", 181, None, 45.3, "MI210 datasheet"),
+    Peak("Instinct MI250", 362.1 / 2, None, 90.5 / 2, "MI250 datasheet"),
+    Peak("Instinct MI250X", 383 / 2, None, 95.7 / 2, "MI250X datasheet"),
+    Peak("Instinct MI300A", 980.6, None, 122.6, "MI300A datasheet"),
+    Peak("Instinct MI300X", 1307.4, None, 163.4, "MI300X datasheet"),
+    Peak("Instinct MI325X", 1307.4, None, 163.4, "MI325X datasheet"),
+)
+
+
+def find(name: str) -> Peak | None:
+    """The entry for a device's name; None for one that is not known, also for a MIG slice, which is a part of a GPU."""
+    name = re.sub("^(NVIDIA|Tesla|AMD) ", "", name.strip()).replace("-", " ")
+    return next((peak for peak in PEAKS if re.fullmatch(peak.name, name, re.IGNORECASE)), None)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's peak FLOP/s in what its matrix multiplications compute at this precision; None where it is not known.
+
+    Args:
+        device: of training.
+        precision: "fp32", "bf16" or "fp16". In fp32 PyTorch multiplies in TF32 where the device has it and
+            torch.set_float32_matmul_precision allows it.
+    """
+    peak = find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None:
+        return None
+    if precision == "fp32":
+        allowed = torch.get_float32_matmul_precision() != "highest"
+        return 1e12 * (peak.tf32 if peak.tf32 and allowed else peak.fp32)
+    return 1e12 * peak.half if precision == "fp16" or peak.bf16 else None
