@@ -57,6 +57,13 @@ TABLE = (
         "Out of memory: {said}.",
     ),
     Entry(
+        "deterministic",
+        r"does not have a deterministic implementation",
+        UserError,
+        "--deterministic: this model needs {operation}, of which PyTorch has no deterministic kernel for this device. Run "
+        "without --deterministic.",
+    ),
+    Entry(
         "files",
         r"Too many open files",
         TrainingError,
@@ -166,6 +173,7 @@ def look_up(error: BaseException) -> UserError | None:
                 "compiler": compiler_error(lines) or said,
                 "port": os.environ.get("MASTER_PORT", "29500"),
                 "open_files": open_files(),
+                "operation": name_before(" does not have a deterministic", text) or "an operation",
             }
             return entry.kind(entry.advice.format(**facts))
     return None
@@ -176,6 +184,12 @@ def compiler_error(lines: list[str]) -> str | None:
     complaint = r"(fatal )?error:|cannot find|undefined reference|not found|No such file"
     found = (line for line in lines if re.search(complaint, line))
     return next((line.strip() for line in found if not line.startswith("Error building")), None)
+
+
+def name_before(words: str, text: str) -> str | None:
+    """The word in front of `words`."""
+    found = re.search(rf"(\S+){re.escape(words)}", text)
+    return found and found[1]
 
 
 def full_disk() -> str | None:

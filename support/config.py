@@ -191,7 +191,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="auto: bf16 where the device does it well, fp16 on older GPUs, else fp32 (default: %(default)s)")
     add("--seed", type=kinds.seed, default=42,
         help="weights, order of the data, dropout (default: %(default)s)")
-    add("--deterministic", action="store_true", help="deterministic kernels where there are any (slower)")
+    add("--deterministic", action="store_true",
+        help="only deterministic kernels (slower); a model that needs another one is an error")
     add("--eval", action=argparse.BooleanOptionalAction, default=True, help=argparse.SUPPRESS)
     add("--no_eval", action="store_false", dest="eval", default=argparse.SUPPRESS,
         help="no evaluation (default: after each epoch)")

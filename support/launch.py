@@ -199,8 +199,15 @@ def has_nvidia_gpu() -> bool:
     return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi") is not None
 
 
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS; PyTorch compares with exactly these
+
+
 def tune_process(args, launch: Launch) -> None:
-    """Set what libraries read once, when they are imported: threads, allocator, log levels, offline mode."""
+    """Set what libraries read once, when they are imported: threads, allocator, log levels, offline mode.
+
+    Raises:
+        UserError: the environment contradicts a flag.
+    """
     env = os.environ
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true":  # accelerate launch --cpu
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -216,7 +223,10 @@ def tune_process(args, launch: Launch) -> None:
     if (own / "ninja").exists():
         env["PATH"] = f"{own}{os.pathsep}{env.get('PATH', '')}"
     if args.deterministic:
-        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        workspace = env.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0])
+        if workspace not in DETERMINISTIC_WORKSPACES:
+            raise UserError(f"--deterministic needs CUBLAS_WORKSPACE_CONFIG={' or '.join(DETERMINISTIC_WORKSPACES)}, and this "
+                            f"shell sets {workspace}: unset it.")  # fmt: skip
     env.setdefault("TOKENIZERS_PARALLELISM", "true")
     env.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would announce its start and end
     if not args.verbose:

@@ -3,6 +3,7 @@
     crash:RANK:N       that rank raises an exception as it reads its N-th micro-batch
     nan:N              the N-th loss is not a number
     gpus:N             torch sees N GPUs (this machine has none)
+    unordered:N        at its N-th micro-batch it needs an operation that has no deterministic kernel
     hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
     kill:RANK:N        that rank is killed (SIGKILL) at its N-th micro-batch
     oom:N              at its N-th micro-batch every rank has used all the memory it may have, to the last MB
@@ -105,6 +106,13 @@ def main() -> None:
             return cross_entropy(*args, **kwargs) * (float("nan") if calls[0] == int(values[0]) else 1)
 
         torch.nn.functional.cross_entropy = not_a_number
+    elif kind == "unordered":
+
+        def put(now):
+            if now == int(values[0]):
+                torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+
+        break_steps(put)
     elif kind == "hang":
         rank, step = map(int, values)
 

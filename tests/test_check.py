@@ -148,6 +148,8 @@ def test_collective_that_waits_too_long(script):
     ("RuntimeError", "NCCL Error 2: /dev/shm/nccl-x: No space left on device", "--shm-size"),
     ("RuntimeError", "TCPStore: connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
     ("ModuleNotFoundError", "No module named 'deepspeed'", "pip install deepspeed"),
+    ("RuntimeError", "_histc_cuda does not have a deterministic implementation, but you set 'torch.use_deterministic_algo"
+     "rithms(True)'. You can turn off determinism just for this operation, or you can use", "needs _histc_cuda"),
 ])  # fmt: skip
 def test_library_error_gets_advice(name, text, said):
     from support.errors import explain

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import assert_close
+from conftest import FAULT, assert_close
 
 WORK = ["--seq_length", "64", "--num_samples", "12", "--batch_size", "2", "--precision", "fp32", "--dropout", "0", "--no_eval"]
 TWO = {"launcher": "torchrun", "ranks": 2}
@@ -57,6 +57,14 @@ def test_compile_compiles_and_changes_no_loss(script, tmp_path):
 def test_deterministic_runs_are_equal_bit_for_bit(script):
     first, second = (script(*WORK, "--deterministic", "--dropout", "0.1") for _ in range(2))
     assert first.losses == second.losses
+
+
+def test_deterministic_refuses_what_is_not(script):
+    """With torch's warn_only it would go on, and attention's backward pass on a GPU would not be deterministic."""
+    run = script(*WORK, "--deterministic", program=FAULT, env={"FAULT": "unordered:2"}, ok=False)
+    assert run.code == 2 and "--deterministic: this model needs put_" in run.error
+    other = script(*WORK, "--deterministic", env={"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, ok=False)
+    assert other.code == 2 and "CUBLAS_WORKSPACE_CONFIG" in other.error and other.seconds < 5
 
 
 @pytest.mark.soak
