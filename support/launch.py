@@ -215,7 +215,9 @@ def tune_process(args, launch: Launch) -> None:
     if env.get("OMP_NUM_THREADS", "1") == "1":
         granted = env.get("SLURM_CPUS_PER_TASK") if launch.launcher == "srun" else None
         env["OMP_NUM_THREADS"] = granted or str(max(1, available_cores() // launch.local_world_size))
-    if not has_nvidia_gpu():
+    if has_nvidia_gpu():
+        let_segments_grow()
+    else:
         return_freed_memory()
     # DeepSpeed builds its ops with ninja, and pip puts one beside this interpreter. Always that one, if it is there:
     # another version compiles again what this one has built, and a second time when the next run finds this one first.
@@ -245,6 +247,21 @@ def tune_process(args, launch: Launch) -> None:
 def available_cores() -> int:
     """Cores this process may run on (a scheduler often grants fewer than the machine has)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# The first of them is the one that every torch from 2.6 to 2.13 reads: 2.9 announces the second and does not read it
+# (pytorch/pytorch#183387).
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def let_segments_grow() -> None:
+    """Let PyTorch's allocator on a GPU extend what it has reserved, instead of adding pieces of fixed sizes.
+
+    Batches of examples differ in length, and a strategy that shards gathers and frees tensors of many sizes: pieces that fit
+    nothing any more stay reserved. A user's own settings are left as they are.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def return_freed_memory() -> None:
