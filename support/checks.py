@@ -215,7 +215,7 @@ def _ops(args, run: Run) -> Iterator[Line]:
         names = {"zero1": "zero1, zero2, zero3"}.get(strategy, strategy)
         states.append(f"{names} {'will compile ' + ', '.join(to_compile) if to_compile else 'ready'}")
     try:
-        preflight.check_async_io()
+        preflight.check_async_io(run.device)
         yield Line(OK, "DeepSpeed ops", "; ".join(states))
     except UserError as error:
         status = PROBLEM if args.ds_config_dict and uses_nvme(args.ds_config_dict) else WARNING

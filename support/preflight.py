@@ -475,7 +475,7 @@ def needed_ops(strategy: str, device) -> dict[str, list[Path]]:
 
     needed = ["deepspeed_shm_comm"] if device.type == "cpu" else []
     needed += ["cpu_adam"] if strategy in ("offload", "infinity") else []
-    needed += ["async_io", *(["pin_memory"] if device.type == "cpu" else [])] if strategy == "infinity" else []
+    needed += ["async_io", "pin_memory"] if strategy == "infinity" else []  # async_io loads pin_memory
     if own := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return {op: [Path(own) / op] for op in needed}
     builds = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"  # one for each CUDA version
@@ -492,11 +492,12 @@ def check_requirements(args, device) -> None:
     """What a DeepSpeed strategy needs of this machine, before any data is read.
 
     Raises:
-        MissingRequirement: a compiler, or libaio where something is kept on NVMe, is not there.
+        MissingRequirement: a compiler is missing, or, where something is kept on NVMe, libaio or
+            the CUDA toolkit.
     """
     check_compiler(args.strategy, device)
     if uses_nvme(args.ds_config_dict):
-        check_async_io()
+        check_async_io(device)
 
 
 def check_compiler(strategy: str, device) -> None:
@@ -513,22 +514,27 @@ def check_compiler(strategy: str, device) -> None:
         )
 
 
-def check_async_io() -> None:
+def check_async_io(device) -> None:
     """infinity reads and writes NVMe through libaio; ask before the model loads.
 
+    On a GPU DeepSpeed compiles the op against the headers of the CUDA toolkit; CPU Adam (offload)
+    needs none. `is_compatible` tests libaio only: without a toolkit `load` fails later, in a path
+    that is joined to CUDA_HOME = None (deepspeed/ops/op_builder/async_io.py, include_paths).
     Raises:
         MissingRequirement: DeepSpeed's async_io op cannot be built here.
     """
+    import torch
+    from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils.cpp_extension import CUDA_HOME
 
-    try:
-        compatible = AsyncIOBuilder().is_compatible(verbose=False)
-    except (TypeError, OSError) as error:  # it joins the CUDA toolkit's folder to a path even where there is none
+    compiles_for_cuda = device.type == "cuda" and not torch.version.hip
+    if compiles_for_cuda and CUDA_HOME is None and not installed_ops.get("async_io"):
         raise MissingRequirement(
             "--strategy infinity on a GPU compiles with the CUDA toolkit, which was not found: install the one of torch's "
-            "CUDA version, or set CUDA_HOME."
-        ) from error
-    if not compatible:
+            "CUDA version, or set CUDA_HOME (module load cuda on a cluster)."
+        )
+    if not AsyncIOBuilder().is_compatible(verbose=False):
         raise MissingRequirement(
             "--strategy infinity needs libaio, which is missing here: apt install libaio-dev (without root: conda install "
             "libaio, then set CFLAGS and LDFLAGS to its include and lib folders)."
