@@ -563,8 +563,7 @@ def train_one_model(args, run: Run):
     if run.device.type == "cpu":
         keep_freed_memory()
 
-    scale = 1.0 if run.simulated else 2.0**16  # gradients of a simulation would overflow, and their steps be left out
-    scaler = torch.amp.GradScaler(run.device.type, scale, enabled=run.precision == "fp16" and not args.ds_config_dict)
+    scaler = gradients.loss_scaler(run, run.precision == "fp16" and not args.ds_config_dict)
     identity = checkpoint.identify(args, run, blueprint, dataset, model)
     saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, blueprint, train)
     over = results.over(data.total_steps(args, run.world_size, train.blocks), args)

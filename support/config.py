@@ -41,6 +41,16 @@ STRATEGIES = {
     "infinity": "ds_config_infinity.json",
     "fsdp": None,
 }
+# Loss scaling in fp16, the same for torch's GradScaler and DeepSpeed: an overflow skips the update and
+# halves the scale; GROWTH_INTERVAL steps without one double it.
+INITIAL_SCALE_POWER, GROWTH_INTERVAL = 16, 2000
+DEEPSPEED_LOSS_SCALING = {
+    "initial_scale_power": INITIAL_SCALE_POWER,
+    # DeepSpeed does not count the first step after an overflow. (From a second doubling without an
+    # overflow in between on it doubles a step earlier than torch.)
+    "loss_scale_window": GROWTH_INTERVAL - 1,
+    "hysteresis": 1,  # DeepSpeed's default of 2 keeps the scale at the first overflow
+}
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3}
 
 # Keys of DeepSpeed's files by the kind of their values; each name has one meaning in all sections.
@@ -748,10 +758,17 @@ def complete_ds_config(
     for name in ("bf16", "fp16"):
         if precision == name or name in config:
             config.setdefault(name, {})["enabled"] = precision == name
+    for key, value in DEEPSPEED_LOSS_SCALING.items() if "fp16" in config else ():
+        if config["fp16"].get(key) in (None, AUTO):
+            config["fp16"][key] = value
     zero = config["zero_optimization"]
     for key, value in bucket_sizes(hidden_size, parameters, tied and lookup(zero, "offload_param.device") == "nvme").items():
         if zero.get(key) == AUTO:
             zero[key] = value
+    if zero.get("overlap_comm") == AUTO:
+        # One rank has nothing to overlap. Stages 1 and 2 would still wait for the whole device after
+        # each backward, and keep a second bucket.
+        zero["overlap_comm"] = world_size > 1
     for part in ("offload_optimizer", "offload_param"):
         if lookup(zero, f"{part}.device") == "nvme":
             zero[part]["nvme_path"] = nvme_folder

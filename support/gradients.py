@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from support.config import NORM_CHUNK
+from support.config import GROWTH_INTERVAL, INITIAL_SCALE_POWER, NORM_CHUNK
 from support.distributed import Run
 from support.errors import TrainingError
 from support.sharding import base_optimizer, local_part
@@ -77,3 +77,12 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
             found_inf += held_back
     else:
         base.found_inf = held_back.float()
+
+
+def loss_scaler(run: Run, enabled: bool) -> torch.amp.GradScaler:
+    """The loss scaling of dp and fsdp, with the settings that DeepSpeed gets; does nothing unless `enabled`."""
+    # Gradients of a simulation would overflow, and their updates be skipped.
+    scale = 1.0 if run.simulated else 2.0**INITIAL_SCALE_POWER
+    return torch.amp.GradScaler(
+        run.device.type, scale, growth_interval=GROWTH_INTERVAL, enabled=enabled
+    )

@@ -342,7 +342,8 @@ def _stages12(work: Work, strategy: str) -> _Held:
     if work.accumulation > 1:
         before = c * trained if strategy == "zero1" else gradients
     buffers = c * largest if offload else 0  # staging for the largest gradient; in host memory there is another
-    in_backward = 2 * c * bucket_sizes(m.hidden, total, False)["reduce_bucket_size"]
+    buckets = 2 if offload or work.world_size > 1 else 1  # two where reductions overlap (overlap_comm)
+    in_backward = buckets * c * bucket_sizes(m.hidden, total, False)["reduce_bucket_size"]
     states = parameters + optimizer + buffers
     reductions = 1 if strategy == "zero1" else work.accumulation
     uses = (3 if m.tied else 2) + (c == 4)  # the last gradient's parts (see _dp) and copies

@@ -1,0 +1,65 @@
+"""Train a small model with DeepSpeed in bf16 and let its second loss be not a number:
+
+    python tests/held_update.py STRATEGY
+
+Prints as JSON whether each of the two updates changed the weights, whether the weights are finite at
+the end, and how often DeepSpeed searched the gradients for infinities.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import nn
+
+from support import gradients
+from support.config import complete_ds_config, parse_arguments
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return torch.cat([safe_get_full_fp32_param(p).flatten() for p in model.parameters()]).clone()
+
+
+def main(strategy: str) -> dict:
+    import deepspeed
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    config = parse_arguments(["--strategy", strategy, "--precision", "bf16"]).ds_config_dict
+    complete_ds_config(config, precision="bf16", hidden_size=8, parameters=72, largest_parameter=64,
+                       tied=False, world_size=1, nvme_folder=None)  # fmt: skip
+    config["optimizer"]["params"]["lr"] = 0.1
+    searches, search = [], DeepSpeedZeroOptimizer.has_overflow
+    DeepSpeedZeroOptimizer.has_overflow = lambda *args: searches.append(1) or search(*args)
+    model = nn.Linear(8, 8)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    held_back, changed = torch.zeros((), dtype=torch.bool), []
+    run = SimpleNamespace(simulated=False)
+    for factor in (1.0, float("nan")):
+        before = weights(model)
+        loss = engine(torch.ones(4, 8, dtype=torch.bfloat16)).float().square().mean() * factor
+        engine.backward(loss)
+        gradients.hold_back_if_not_finite(engine.optimizer, loss.detach(), held_back, run)
+        engine.step()
+        changed.append(not torch.equal(before, weights(model)))
+    finite = bool(weights(model).isfinite().all())
+    engine.destroy()
+    return {"changed": changed, "finite": finite, "searches": len(searches)}
+
+
+if __name__ == "__main__":
+    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = main(sys.argv[1])
+    print(json.dumps(found))
