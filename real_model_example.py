@@ -71,7 +71,7 @@ from support import (
 )
 from support.config import EMBEDDED_MODEL, NEED_EVALUATIONS
 from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
-from support.distributed import ARRIVAL_SECONDS, Run, meet, open_store, simulate_process_group
+from support.distributed import ARRIVAL_SECONDS, Run, identify_gpu, meet, open_store, simulate_process_group
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, UserError
 from support.launch import exit_before_start, keep_freed_memory
 from support.prefetch import prefetch
@@ -99,7 +99,8 @@ def setup_distributed(args, launch) -> Run:
         backend, attempt = "fake", ""
         simulate_process_group(launch.world_size, limit)
     else:
-        store, attempt = meet(launch, backend, min(args.ddp_timeout, ARRIVAL_SECONDS))
+        patience = min(args.ddp_timeout, ARRIVAL_SECONDS)
+        store, attempt = meet(launch, backend, patience, identify_gpu(device))
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
     run = Run(launch, device, backend, args.verbose, args.quiet, attempt)
     if launch.world_size > 1 and not run.simulated:

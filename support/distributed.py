@@ -380,7 +380,9 @@ CONNECT_SECONDS = 5  # of one attempt
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 
 
-def meet(launch: Launch, backend: str, timeout: float) -> tuple[dist.Store, str]:
+def meet(
+    launch: Launch, backend: str, timeout: float, gpu: str | None = None
+) -> tuple[dist.Store, str]:
     """Let every rank say that it is there, and on what it runs; nothing here is a collective, so nothing can hang.
 
     torchrun's store outlives its ranks, and after a restart it still holds what the attempt before wrote, while each agent
@@ -391,16 +393,19 @@ def meet(launch: Launch, backend: str, timeout: float) -> tuple[dist.Store, str]
         launch: this process's place.
         backend: of the process group that is to come.
         timeout: seconds to wait for the last rank.
+        gpu: of this rank, as `identify_gpu` has it.
     Returns:
         The store that `dist.init_process_group` is to use, and the attempt's name, for the keys of this run.
     Raises:
-        TrainingError: ranks have not arrived, or differ in what must be the same; the line names them and their hosts.
+        TrainingError: ranks have not arrived, differ in what must be the same, or have the same GPU; the line names them
+            and their hosts.
     """
     unanswered = f"The store at {launch.master_addr}:{launch.master_port} does not answer: is the host of rank 0 up?"
     with ends_within(timeout + 15, unanswered):
         store = connect(launch, timeout)
     with ends_within(timeout + 15, unanswered):  # anew: rank 0 waits as long from its own start
-        mine = {"number": uuid.uuid4().hex, "host": socket.gethostname(), "facts": {**what_must_agree(), "backend": backend}}
+        mine = {"number": uuid.uuid4().hex, "host": socket.gethostname(), "gpu": gpu,
+                "facts": {**what_must_agree(), "backend": backend}}  # fmt: skip
         place = f"meeting/{launch.world_size}"
         store.set(f"{place}/here/{launch.rank}", json.dumps(mine))
         until = time.monotonic() + timeout
@@ -448,7 +453,10 @@ def _call_the_roll(store: dist.Store, place: str, launch: Launch, until: float) 
             store.set(f"{place}/roll", json.dumps({"attempt": attempt, "numbers": numbers}))
         silent = [r for r in range(1, launch.world_size) if not store.check([f"{attempt}/present/{r}"])]
         time.sleep(0.05 if silent else 0)
-    wrong = _who_is_missing(silent, announced, launch) if silent else _who_differs(announced)
+    if silent:
+        wrong = _who_is_missing(silent, announced, launch)
+    else:
+        wrong = _who_differs(announced) or _who_shares_a_gpu(announced)
     store.set(f"{attempt}/verdict", wrong)
     return attempt, wrong
 
@@ -486,6 +494,36 @@ def _who_differs(seen: dict) -> str:
         if found:
             return f"Rank {number} on {rank['host']} is not as rank 0: {'; '.join(found)}. Make them the same."
     return ""
+
+
+def _who_shares_a_gpu(seen: dict) -> str:
+    """Slurm shows each task all GPUs of its node, or only its own, or the same one to all tasks; only the last is wrong."""
+    ranks_of: dict[tuple[str, str], list[str]] = {}
+    for number, rank in sorted(seen.items()):
+        if rank["gpu"]:
+            ranks_of.setdefault((rank["host"], rank["gpu"]), []).append(str(number))
+    shared = [f"ranks {', '.join(ranks)} on {host}" for (host, _), ranks in ranks_of.items() if len(ranks) > 1]
+    if not shared:
+        return ""
+    return (f"More than one rank has the same GPU ({'; '.join(shared)}), and NCCL needs one for each: start as many ranks on "
+            "a node as it has GPUs, each with its own (srun --ntasks-per-node=N --gpus-per-node=N).")  # fmt: skip
+
+
+def identify_gpu(device: torch.device) -> str | None:
+    """What distinguishes this process's GPU from the others of its host, as NCCL does it.
+
+    Returns:
+        Its UUID; None on a CPU, or where NCCL (2.30 or newer) is told that ranks may share a GPU.
+        Slices of a GPU (MIG) may all report the UUID of the whole; a process has only one slice, and
+        CUDA_VISIBLE_DEVICES names it.
+    """
+    if device.type != "cuda" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0"):
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    identity = str(properties.uuid)
+    if "MIG" in properties.name:
+        identity += f" {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    return identity
 
 
 def what_must_agree() -> dict[str, str]:

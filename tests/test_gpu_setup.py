@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import STRATEGIES
+from conftest import FAULT, STRATEGIES, finish, free_port, start
 
-from support import gradients, preflight
+from support import distributed, gradients, preflight
 from support.config import GROWTH_INTERVAL, complete_ds_config, parse_arguments
 from support.errors import MissingRequirement
 
@@ -172,3 +172,65 @@ def test_loss_that_is_not_finite_leaves_the_weights_in_bf16(strategy):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"changed": [True, False], "finite": True, "searches": 0}
+
+
+# ------------------------------------------------------------------------------------------------ one GPU for each rank
+
+
+def arrived(*places: tuple[str, str | None]) -> dict:
+    """What rank 0 reads of each rank: its host and its GPU."""
+    return {rank: {"host": host, "gpu": gpu} for rank, (host, gpu) in enumerate(places)}
+
+
+@pytest.mark.parametrize("seen", [
+    arrived(("node1", None), ("node1", None)),  # CPU processes
+    arrived(("node1", "GPU-a"), ("node1", "GPU-b")),
+    arrived(("node1", "GPU-a"), ("node2", "GPU-a")),  # NCCL looks within a host, too
+])  # fmt: skip
+def test_ranks_with_a_gpu_each(seen):
+    assert distributed._who_shares_a_gpu(seen) == ""
+
+
+def test_every_host_whose_ranks_share_a_gpu_is_named():
+    seen = arrived(("node1", "a"), ("node1", "a"), ("node2", "b"), ("node2", "c"), ("node3", "d"), ("node3", "d"))
+    said = distributed._who_shares_a_gpu(seen)
+    assert "ranks 0, 1 on node1" in said and "ranks 4, 5 on node3" in said and "node2" not in said
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """gpu_of(name, uuid, CUDA_VISIBLE_DEVICES): what a process with that GPU says of it."""
+
+    def identify(name, uuid, visible):
+        gpu = SimpleNamespace(name=name, uuid=uuid)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: gpu)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return distributed.identify_gpu(GPU)
+
+    return identify
+
+
+def test_slices_of_a_gpu_are_different_gpus(gpu_of):
+    slices = [gpu_of("NVIDIA A100 MIG 1g.5gb", "a", visible) for visible in ("MIG-1", "MIG-1", "MIG-2")]
+    assert slices[0] == slices[1] != slices[2]
+    assert gpu_of("NVIDIA A100", "a", "0") == gpu_of("NVIDIA A100", "a", "1,0")
+
+
+def test_ranks_that_may_share_a_gpu(gpu_of, monkeypatch):
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert gpu_of("NVIDIA A100", "a", "0") is None
+
+
+def test_tasks_that_slurm_gives_the_same_gpu_end_with_one_line(tmp_path):
+    shared = {
+        "FAULT": "same_gpu", "SLURM_NTASKS": 2, "SLURM_STEP_ID": 0, "SLURM_JOB_ID": 1,
+        "SLURM_STEP_TASKS_PER_NODE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+    }  # fmt: skip
+    command = [sys.executable, FAULT, "--output_dir", tmp_path / "out"]
+    tasks = [
+        start(command, env={**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in (0, 1)
+    ]
+    said = "".join(text for task in tasks for text in finish(task, 60))
+    assert all(task.returncode == 1 for task in tasks), said
+    [line] = [line for line in said.splitlines() if "❌" in line]
+    assert "ranks 0, 1" in line and "Traceback" not in said
