@@ -1,0 +1,275 @@
+"""Run commands for benchmarks/gpu_check.py, compare what they did, and report it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support.comparison import TOLERANCES
+
+PROJECT = Path(__file__).resolve().parent.parent
+SCRIPT = PROJECT / "real_model_example.py"
+GB = 2**30
+RUN_SECONDS = 240  # for one run; in the first ones DeepSpeed compiles CPU Adam and asynchronous I/O
+LIBAIO = Path("/usr/include/libaio.h")
+
+
+# --------------------------------------------------------------------------------------------- runs
+
+
+@dataclass
+class Done:
+    """A command that has ended.
+
+    Attributes:
+        code: its exit code; None if it was stopped for lack of time.
+        seconds: how long it ran.
+        log: what it printed.
+        folder: its --output_dir.
+    """
+
+    code: int | None
+    seconds: float
+    log: str
+    folder: Path
+
+    @property
+    def results(self) -> dict:
+        """results.json; empty if there is none."""
+        path = self.folder / "results.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps in metrics.jsonl, in its order."""
+        return [record["step"] for record in self._records()]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Training loss by step."""
+        return {record["step"]: record["loss"] for record in self._records()}
+
+    def _records(self) -> list[dict]:
+        path, records = self.folder / "metrics.jsonl", []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError):  # half a line of a run that was killed
+                records.append(json.loads(line))
+        return [record for record in records if "loss" in record]
+
+    def unlike(self, code: int = 0, status: str = "completed") -> str:
+        """What differs from the expected end; "" for nothing."""
+        if self.code is None:
+            return f"no end after {self.seconds:.0f} s"
+        if self.code != code:
+            return f"exit code {self.code} instead of {code}: {self.reason()}"
+        found = self.results.get("status")
+        return "" if found == status else f"status {found} instead of {status}"
+
+    def reason(self) -> str:
+        """The line of the log that says most about a failure."""
+        lines = [line.strip() for line in self.log.splitlines() if line.strip()]
+        marked = [line for line in lines if "❌" in line]
+        errors = [line for line in lines if "Error" in line]
+        return (marked[:1] or errors[-1:] or lines[-1:] or ["no output"])[0][:300]
+
+
+def losses_unlike(found: dict[int, float], expected: dict[int, float], tolerance: float) -> str:
+    """What differs between two loss curves; "" for nothing. The steps must be the same."""
+    if not expected or found.keys() != expected.keys():
+        return f"losses of the steps {list(found)} instead of {list(expected)}"
+    off, step = largest_difference(found, expected)
+    text = f"loss off by {off:.1e} at step {step}, tolerance {tolerance:g}"
+    return text if off > tolerance else ""
+
+
+def largest_difference(found: dict[int, float], expected: dict[int, float]) -> tuple[float, int]:
+    """(relative difference, step) where two curves differ most; infinite for a loss of NaN."""
+    differences = [(abs(found[step] - loss) / abs(loss), step) for step, loss in expected.items()]
+    return max((math.inf if math.isnan(off) else off, step) for off, step in differences)
+
+
+# ---------------------------------------------------------------------------------------- the bench
+
+
+@dataclass
+class Machine:
+    """What the checks depend on: number of GPUs, bytes of one (None without), and versions."""
+
+    gpus: int
+    gpu_memory: int | None
+    facts: list[str]
+
+
+ABOUT_TORCH = """
+import json, torch
+gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else None
+about = [[gpu.name, gpu.total_memory] for gpu in gpus]
+print(json.dumps([torch.__version__, torch.version.cuda, nccl, about]))
+"""
+
+
+def look_around() -> Machine:
+    """Ask torch, in a process of its own, and nvidia-smi."""
+    ask = [sys.executable, "-c", ABOUT_TORCH]
+    out = subprocess.run(ask, stdout=subprocess.PIPE, text=True, check=True).stdout
+    torch_version, cuda, nccl, gpus = json.loads(out.splitlines()[-1])
+    driver = "none"
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    names = ", ".join(f"{name} ({size / GB:.0f} GB)" for name, size in gpus) or "none"
+    facts = [f"GPUs: {names}", f"driver {driver}", f"Python {platform.python_version()}"]
+    facts += [f"torch {torch_version}", f"CUDA {cuda or 'none'}", f"NCCL {nccl or 'none'}"]
+    facts += [f"{name} {_version(name)}" for name in ("deepspeed", "transformers")]
+    return Machine(len(gpus), gpus[0][1] if gpus else None, facts)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+@dataclass
+class Bench:
+    """Runs commands, prints a line for each check, and writes the report.
+
+    Attributes:
+        out: where logs and runs go.
+        file: of the report.
+        strategies: those to check, in this order.
+        command: that started all of it, for the report.
+        lines: (verdict, name, text) of each check so far.
+        tables: markdown, by title.
+        ends_at: when the part that runs now must be over (time.monotonic).
+    """
+
+    machine: Machine
+    out: Path
+    file: Path
+    strategies: list[str]
+    command: str
+    lines: list[tuple[str, str, str]] = field(default_factory=list)
+    tables: dict[str, list[str]] = field(default_factory=dict)
+    ends_at: float = math.inf
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is a GPU."""
+        return self.machine.gpus > 0
+
+    @property
+    def tolerance(self) -> float:
+        """Of fp32 losses, relative; matrix products on a GPU are in TF32."""
+        return TOLERANCES["tf32" if self.on_gpu else "fp32"]
+
+    def run(self, name: str, command: list, env: dict | None = None, meanwhile=None) -> Done:
+        """Run a command until it ends, or has no time left.
+
+        Args:
+            name: of its log and of its folder.
+            env: variables beside this process's own.
+            meanwhile: called with the process and its folder while it runs.
+        """
+        folder, log = self.out / "runs" / name, self.out / f"{name}.log"
+        started, command = time.monotonic(), [str(part) for part in command]
+        limit = min(RUN_SECONDS, self.ends_at - started)
+        if limit < 1:
+            return Done(None, 0, "no time was left in this part", folder)
+        with open(log, "w", encoding="utf-8") as file:
+            print("$", shlex.join(command), file=file, flush=True)
+            code = self.execute(command, file, started + limit, env or {}, meanwhile, folder)
+        text = log.read_text(encoding="utf-8", errors="replace")
+        return Done(code, time.monotonic() - started, text, folder)
+
+    def execute(self, command: list, file, ends_at: float, env: dict, meanwhile, folder: Path):
+        """Run it in a session of its own; returns its exit code, None if it was killed in time."""
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **env}
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=env, cwd=PROJECT, start_new_session=True
+        )
+        try:
+            if meanwhile:
+                meanwhile(process, folder)
+            return process.wait(max(1, ends_at - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def train(self, name: str, *flags, program: list | None = None, keep=False, **how) -> Done:
+        """Run real_model_example.py, or a `program` that takes its flags, in runs/<name>.
+
+        Args:
+            flags: strings, which are split at blanks, and paths.
+            keep: go on with what is in that folder.
+            how: as `run` has it.
+        """
+        folder = self.out / "runs" / name
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        words = [word for f in flags for word in (f.split() if isinstance(f, str) else [f])]
+        command = [*(program or [sys.executable, SCRIPT]), *words, "--output_dir", folder]
+        return self.run(name, command, **how)
+
+    def fresh(self, name: str) -> Path:
+        """A file that a command is going to write; an older one is removed."""
+        (self.out / name).unlink(missing_ok=True)
+        return self.out / name
+
+    def report(self, name: str, problem: str, text: str = "") -> bool:
+        """Print FAIL with the problem, or PASS with the text; returns whether it passed."""
+        self._line("FAIL" if problem else "PASS", name, problem or text)
+        return not problem
+
+    def skip(self, name: str, reason: str) -> None:
+        """Print why a check is left out."""
+        self._line("SKIP", name, reason)
+
+    def needs_gpu(self, name: str) -> bool:
+        """False, with a SKIP, where there is none."""
+        if not self.on_gpu:
+            self.skip(name, "needs a GPU")
+        return self.on_gpu
+
+    def usable(self, what: str) -> list[str]:
+        """The strategies of a check, infinity only where libaio is."""
+        if "infinity" in self.strategies and not LIBAIO.exists():
+            self.skip(f"{what}: infinity", "needs libaio-dev")
+            return [name for name in self.strategies if name != "infinity"]
+        return self.strategies
+
+    def _line(self, verdict: str, name: str, text: str) -> None:
+        self.lines.append((verdict, name, text))
+        print(f"{verdict} {name}: {text}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Write the report."""
+        today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        head = [f"`{self.command}`; {today}", "", "; ".join(self.machine.facts), ""]
+        rows = ["| check | verdict | |", "|---|---|---|"]
+        for verdict, name, text in self.lines:
+            rows.append(f"| {name} | {verdict} | {text} |".replace("\n", " "))
+        for title, table in self.tables.items():
+            rows += ["", f"### {title}", "", *table]
+        self.file.write_text("\n".join([*head, *rows, ""]), encoding="utf-8")

@@ -1,0 +1,421 @@
+#!/usr/bin/env python3
+"""Check on GPUs what the tests can only check on a CPU, and measure memory and speed.
+
+    bash benchmarks/gpu_check.sh                          # all parts
+    bash benchmarks/gpu_check.sh 1 3                      # some of them
+    bash benchmarks/gpu_check.sh 1 --strategies dp,fsdp   # fewer strategies
+
+Parts, each of which ends within --part_seconds (570): what it had no time for is a FAIL.
+
+    1  each strategy end to end; its checkpoint is resumed under the next strategy
+    2  bf16 and fp16 under each strategy, and FSDP with CPU offload
+    3  --check, SIGTERM and --resume, --deterministic, out of memory, calls that wait for the GPU
+    4  memory: predicted and measured on 8 simulated GPUs, and of gpt2-medium on 4
+    5  speed: gpt2 at 1,024 tokens, eager and compiled, next to transformers.Trainer
+    6  all GPUs (without a GPU two CPU processes), with torchrun and, inside a Slurm job, with srun
+
+Each check is a line, PASS, FAIL or SKIP with a reason. The lines and the tables also go to
+<out>/report.md, after every check. No network is needed. Without a GPU the checks that a CPU can do
+run, on the embedded model, and the others are skipped. Exit code: 1 if a line is FAIL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.bench import (
+    GB,
+    PROJECT,
+    RUN_SECONDS,
+    SCRIPT,
+    Bench,
+    Done,
+    largest_difference,
+    look_around,
+    losses_unlike,
+)
+from support import architectures, planner
+from support.config import STRATEGIES
+
+LOW_PRECISION_TOLERANCE = 0.01  # relative, of 16-bit losses against fp32
+PEAK_TOLERANCE = {"zero3": 0.15, "infinity": 0.15}  # of the planner; 0.1 for the others
+SMALL = "--seq_length 64 --dropout 0 --logging_steps 1"  # the embedded model
+NO_FILES = "--no_eval --no_export --no_save"
+GPT2_BLOCKS = "4 blocks of 1,024 tokens"
+
+
+# ------------------------------------------------------------------------------------ 1: strategies
+
+
+def check_strategies(bench: Bench) -> None:
+    """Train under each strategy; resume its checkpoint of step 4 under the next. Losses as dp's."""
+    work = f"{SMALL} --batch_size 4 --precision fp32 --max_steps 8"
+    more = "--save_every 4 --eval_samples 8 --generate The"
+    strategies, runs = bench.usable("strategy"), {}
+    for strategy in strategies:
+        run = bench.train(f"strategy-{strategy}", f"{work} {more} --strategy {strategy}")
+        runs[strategy] = run
+        expected = runs[strategies[0]].losses
+        problem = run.unlike() or losses_unlike(run.losses, expected, bench.tolerance)
+        if not problem and not list((run.folder / "hf").glob("*.safetensors")):
+            problem = "no exported model"
+        bench.report(f"strategy {strategy}", problem, said_of(run, expected))
+    for saver, other in zip(strategies, strategies[1:] + strategies[:1], strict=True):
+        name, saved = f"resume {saver} under {other}", step_4_of(runs[saver])
+        if not saved.exists():
+            bench.report(name, "no checkpoint")
+            continue
+        flags = f"{work} --no_eval --no_export --strategy {other} --resume"
+        run = bench.train(f"resume-{saver}-{other}", flags, saved)
+        expected = after_step_4(runs[strategies[0]].losses)
+        problem = run.unlike() or losses_unlike(run.losses, expected, bench.tolerance)
+        bench.report(name, problem, said_of(run, expected))
+
+
+def step_4_of(run: Done) -> Path:
+    """Where the checkpoint of step 4 should be."""
+    return run.folder / "checkpoints" / "step-00000004"
+
+
+def after_step_4(losses: dict[int, float]) -> dict[int, float]:
+    """What a run that is resumed there should have."""
+    return {step: loss for step, loss in losses.items() if step > 4}
+
+
+def said_of(run: Done, expected: dict[int, float]) -> str:
+    """For a line that passes: time and the largest difference of a loss."""
+    if not expected or run.losses.keys() != expected.keys():
+        return f"{run.seconds:.0f} s"
+    off, _ = largest_difference(run.losses, expected)
+    return f"{run.seconds:.0f} s, losses off by at most {off:.1e}"
+
+
+# ------------------------------------------------------------------------------------ 2: precisions
+
+
+def check_precisions(bench: Bench) -> None:
+    """16-bit losses are within 1 % of fp32's: each strategy, and FSDP with CPU offload."""
+    work = f"{SMALL} {NO_FILES} --batch_size 4 --max_steps 8"
+    reference = bench.train("fp32-dp", f"{work} --precision fp32")
+    if not bench.report("fp32 dp", reference.unlike(), said_of(reference, {})):
+        return
+    offload = bench.out / "fsdp_offload.json"
+    offload.write_text('{"fsdp_offload_params": true}')
+    for precision in ("bf16", "fp16"):
+        if precision == "fp16" and not bench.needs_gpu("fp16"):
+            continue
+        runs = [(strategy, [f"--strategy {strategy}"]) for strategy in bench.usable(precision)]
+        if "fsdp" in bench.strategies:
+            runs.append(("fsdp with CPU offload", ["--strategy fsdp --fsdp_config", offload]))
+        for name, flags in runs:
+            folder = f"{precision}-{name}".replace(" ", "-")
+            run = bench.train(folder, f"{work} --precision {precision}", *flags)
+            far = losses_unlike(run.losses, reference.losses, LOW_PRECISION_TOLERANCE)
+            problem = run.unlike() or far
+            bench.report(f"{precision} {name}", problem, said_of(run, reference.losses))
+
+
+# ------------------------------------------------------------------------------------- 3: behaviour
+
+
+def check_behaviour(bench: Bench) -> None:
+    """What a run says beforehand, and how it ends and goes on."""
+    for strategy in bench.usable("--check"):
+        if strategy in ("dp", "offload", "infinity"):
+            command = [sys.executable, SCRIPT, "--check", "--strategy", strategy]
+            run = bench.run(f"check-{strategy}", command)
+            problem = "" if run.code == 0 else f"exit code {run.code}: {run.reason()}"
+            bench.report(f"--check {strategy}", problem, f"{run.seconds:.0f} s")
+    check_signal(bench)
+    check_determinism(bench)
+    check_out_of_memory(bench)
+    check_synchronizing_calls(bench)
+
+
+def check_signal(bench: Bench) -> None:
+    """SIGTERM saves and ends with 75; --resume makes three more steps and leaves out none."""
+
+    def stop(process, folder: Path) -> None:
+        log, give_up = folder / "metrics.jsonl", time.monotonic() + RUN_SECONDS / 2
+        while process.poll() is None and time.monotonic() < min(give_up, bench.ends_at):
+            if log.exists() and log.read_text().count("\n") >= 3:
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+
+    work = f"{SMALL} --batch_size 4 --lr_scheduler constant --no_eval --no_export"
+    run = bench.train("sigterm", f"{work} --max_steps 1000000", meanwhile=stop)
+    last = max(run.steps, default=0)
+    if not bench.report("SIGTERM", run.unlike(75, "preempted"), f"stopped after step {last}"):
+        return
+    again = bench.train("sigterm", f"{work} --max_steps {last + 3} --resume", keep=True)
+    problem = again.unlike()
+    if not problem and again.steps != list(range(1, last + 4)):
+        problem = f"{len(again.steps)} steps are logged instead of 1 to {last + 3}"
+    bench.report("--resume after SIGTERM", problem, f"goes on to step {last + 3}")
+
+
+def check_determinism(bench: Bench) -> None:
+    """Two --deterministic runs, and one resumed in the middle, have the same losses exactly."""
+    gpt2 = "--model gpt2 --from_scratch --dataset pydocs --seq_length 256"
+    work = f"{gpt2 if bench.on_gpu else '--seq_length 64'} --batch_size 4 --logging_steps 1"
+    work += " --no_eval --no_export --deterministic --dropout 0.1 --max_steps 8"
+    first = bench.train("deterministic-1", f"{work} --save_every 4")
+    second = bench.train("deterministic-2", f"{work} --no_save")
+    problem = first.unlike() or second.unlike() or losses_unlike(second.losses, first.losses, 0)
+    bench.report("--deterministic twice", problem, "the same losses, bit for bit")
+    if not step_4_of(first).exists():
+        bench.report("--deterministic --resume", "no checkpoint")
+        return
+    resumed = bench.train("deterministic-resumed", f"{work} --resume", step_4_of(first))
+    problem = resumed.unlike() or losses_unlike(resumed.losses, after_step_4(first.losses), 0)
+    bench.report("--deterministic --resume", problem, "the same losses, bit for bit")
+
+
+def check_out_of_memory(bench: Bench) -> None:
+    """A batch that cannot fit ends with 3 and advice, and the advised micro-batch then trains."""
+    if not bench.needs_gpu("out of memory"):
+        return
+    work, batch = [*gpt2_at_1024(bench), f"{NO_FILES} --max_steps 3"], too_large_batch(bench)
+    run = bench.train("oom", *work, f"--batch_size {batch}")
+    advice = re.search(r"(--batch_size \d+ --gradient_accumulation_steps \d+): ([\d.]+)", run.log)
+    problem = run.unlike(3, "oom") or ("" if advice else "no smaller batch is advised")
+    if not bench.report("out of memory", problem, f"batch {batch}, exit code 3, with advice"):
+        return
+    followed = bench.train("oom-advice", *work, advice[1])
+    text = f"{advice[1]}: planned {advice[2]} GB with reserves, peak {peak_of(followed):.1f} GB"
+    bench.report("following the advice", followed.unlike(), text)
+
+
+def peak_of(run: Done) -> float:
+    """The most that PyTorch's allocator gave out, in GB; 0 if it is not known."""
+    return max((run.results.get("memory") or {}).get("peak_bytes") or [0]) / GB
+
+
+def too_large_batch(bench: Bench) -> int:
+    """Blocks of 1,024 tokens, a power of two, whose logits alone are more than a GPU has."""
+    logits = planner.logits_bytes(planner.Work(architectures.find_architecture("gpt2"), 1, 1, 1024))
+    return 1 << (bench.machine.gpu_memory // logits).bit_length()
+
+
+def gpt2_at_1024(bench: Bench, model: str = "gpt2") -> list:
+    """Flags: random weights, blocks of 1,024 tokens, the source of Python's standard library."""
+    corpus = bench.out / "corpus.txt"
+    if not corpus.exists():
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+        corpus.write_text(text, encoding="utf-8")
+    return [f"--model {model} --from_scratch --seq_length 1024 --dropout 0 --dataset", corpus]
+
+
+def check_synchronizing_calls(bench: Bench) -> None:
+    """List the calls in a step for which the host waits for the GPU."""
+    if not bench.needs_gpu("synchronizing calls"):
+        return
+    table = ["| strategy | calls a step | call | from |", "|---|---|---|---|"]
+    for strategy in [s for s in bench.strategies if s in ("dp", "fsdp", "zero2", "zero3")]:
+        file = bench.fresh(f"sync-{strategy}.json")
+        watch = [sys.executable, PROJECT / "benchmarks" / "synchronizing_calls.py", file]
+        flags = [*gpt2_at_1024(bench), f"{NO_FILES} --strategy {strategy} --max_steps 20"]
+        run = bench.train(f"sync-{strategy}", *flags, program=watch)
+        problem = run.unlike() or ("" if file.exists() else "nothing was recorded")
+        found = json.loads(file.read_text()) if file.exists() else {"steps": 1, "calls": []}
+        for call in found["calls"]:
+            often = call["count"] / found["steps"]
+            table.append(f"| {strategy} | {often:g} | {call['call']} | {call['project']} |")
+        bench.tables["Calls that wait for the GPU"] = table
+        often = sum(call["count"] for call in found["calls"]) / found["steps"]
+        bench.report(f"synchronizing calls {strategy}", problem, f"{often:g} a step, listed below")
+
+
+# ---------------------------------------------------------------------------------------- 4: memory
+
+
+def check_memory(bench: Bench) -> None:
+    """Peaks of a simulated rank, next to the planner's."""
+    name = "gpt2-medium on 4 simulated GPUs"
+    if not bench.on_gpu:  # what would be in host memory cannot be told from the rest there
+        on_device = [s for s in bench.strategies if s not in ("offload", "infinity")]
+        for strategy in on_device:
+            simulate(bench, [SMALL], strategy, 8, "tiny-gpt2, 4 blocks of 64 tokens")
+        bench.skip(name, "needs a GPU")
+        return
+    for strategy in bench.usable("8 simulated GPUs"):
+        simulate(bench, gpt2_at_1024(bench), strategy, 8, f"gpt2, {GPT2_BLOCKS}")
+    sharded_more = [s for s in ("dp", "zero2", "zero3") if s in bench.strategies]
+    flags, title = gpt2_at_1024(bench, "gpt2-medium"), f"gpt2-medium, {GPT2_BLOCKS}"
+    peaks = [simulate(bench, flags, strategy, 4, title) for strategy in sharded_more]
+    falling = all(peaks) and peaks == sorted(peaks, reverse=True)
+    text = ", ".join(f"{s} {p:.2f}" for s, p in zip(sharded_more, peaks, strict=True)) + " GB"
+    bench.report(f"{name} needs less the more is sharded", "" if falling else text, text)
+
+
+def simulate(bench: Bench, work: list, strategy: str, ranks: int, title: str) -> float:
+    """Compare the peak of a step of rank 0 with the planner's; returns it in GB, 0 if unknown."""
+    model = title.split(",")[0]
+    flags = f"--batch_size 4 --precision bf16 --strategy {strategy} --simulate_gpus {ranks}"
+    run = bench.train(f"simulated-{ranks}-{model}-{strategy}", *work, flags)
+    name, problem = f"{strategy}, {model}, {ranks} simulated GPUs", run.unlike()
+    if problem:
+        bench.report(name, problem)
+        return 0
+    memory = run.results["memory"]
+    predicted = memory["predicted_bytes"]["peak"] / GB
+    peak = max(phase["peak"] for phase in memory["step_bytes_by_rank"][0].values()) / GB
+    off, tolerance = predicted / peak - 1, PEAK_TOLERANCE.get(strategy, 0.1)
+    heading = f"Peak of a step on 1 of {ranks} simulated GPUs: {title}, bf16"
+    head = ["| strategy | predicted GB | measured GB | off |", "|---|---|---|---|"]
+    table = bench.tables.setdefault(heading, head)
+    table.append(f"| {strategy} | {predicted:.3f} | {peak:.3f} | {off:+.1%} |")
+    text = f"predicted {predicted:.3f} GB, measured {peak:.3f}, {off:+.1%} (limit {tolerance:.0%})"
+    bench.report(name, text if abs(off) > tolerance else "", text)
+    return peak
+
+
+# ----------------------------------------------------------------------------------------- 5: speed
+
+
+def check_speed(bench: Bench) -> None:
+    """Tokens a second of one GPU, next to transformers.Trainer on the same work."""
+    if not bench.needs_gpu("speed"):
+        return
+    model = architectures.find_architecture("gpt2")
+    for batch in (4, 32):
+        need = planner.predict(planner.Work(model, 1, batch, 1024), "dp").total
+        if need > bench.machine.gpu_memory:
+            bench.skip(f"speed, batch {batch}", f"planned {need / GB:.0f} GB, more than there is")
+            continue
+        for how in ("eager", "compiled"):
+            compare_speed(bench, batch, how)
+
+
+def compare_speed(bench: Bench, batch: int, how: str) -> None:
+    """This project and the Trainer: two lines, and a row of the table."""
+    name, compile_it = f"batch {batch} {how}", " --compile" if how == "compiled" else ""
+    one_gpu = {"CUDA_VISIBLE_DEVICES": first_gpu()}  # the Trainer takes all that it sees
+    flags = f"{NO_FILES} --batch_size {batch} --max_steps 40 --precision bf16{compile_it}"
+    run = bench.train(f"speed-{batch}-{how}", *gpt2_at_1024(bench), flags, env=one_gpu)
+    ours = run.results.get("tokens_per_second") or 0
+    problem = run.unlike() or ("" if ours else "no throughput")
+    bench.report(f"speed, {name}", problem, f"{ours:,.0f} tokens/s")
+
+    file = bench.fresh(f"trainer-{batch}-{how}.json")
+    command = [sys.executable, PROJECT / "benchmarks" / "hf_trainer.py", file]
+    command += f"--batch_size {batch}{compile_it}".split()
+    trainer = bench.run(f"trainer-{batch}-{how}", command, env=one_gpu)
+    found = json.loads(file.read_text()) if file.exists() else {}
+    theirs = found.get("tokens_per_second") or 0
+    ratio = f", this project {ours / theirs:.2f} of that" if theirs else ""
+    problem = "" if theirs else f"no result: {trainer.reason()}"
+    bench.report(f"speed of the Trainer, {name}", problem, f"{theirs:,.0f} tokens/s{ratio}")
+
+    mfu = run.results.get("mfu")  # in proportion to tokens/s: the model is the same
+    step = 1000 * ((run.results.get("step_seconds") or {}).get("median") or 0)
+    cells = [f"{ours:,.0f}", percent(mfu), f"{step:.1f}", f"{peak_of(run):.1f}", f"{theirs:,.0f}"]
+    cells += [percent(mfu * theirs / ours if mfu and ours else None)]
+    cells += [f"{(found.get('peak_bytes') or 0) / GB:.1f}"]
+    head = ["| batch | | tokens/s | MFU | step, ms | peak GB | Trainer: tokens/s | MFU | peak GB |"]
+    head += ["|---|---|---|---|---|---|---|---|---|"]
+    table = bench.tables.setdefault("GPT-2 124M, 1,024 tokens, bf16, dp on one GPU", head)
+    table.append(f"| {batch} | {how} | {' | '.join(cells)} |")
+    bench.write()
+
+
+def percent(share: float | None) -> str:
+    """38.1%, or a dash."""
+    return "—" if share is None else f"{share:.1%}"
+
+
+def first_gpu() -> str:
+    """As CUDA_VISIBLE_DEVICES names it."""
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+
+
+# --------------------------------------------------------------------------------- 6: several ranks
+
+
+def check_all_gpus(bench: Bench) -> None:
+    """All ranks together have the losses of one rank with the same global batch."""
+    ranks = bench.machine.gpus or 2
+    if ranks == 1:
+        bench.skip("several GPUs", "needs more than one GPU")
+        return
+    work = f"{SMALL} {NO_FILES} --precision fp32 --max_steps 8"
+    one = bench.train("one-rank", f"{work} --batch_size {2 * ranks}")
+    if not bench.report(f"one rank, batch {2 * ranks}", one.unlike(), said_of(one, {})):
+        return
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launchers = {"torchrun": [*torchrun, f"--nproc_per_node={ranks}", SCRIPT]}
+    if "SLURM_JOB_ID" in os.environ:
+        srun = ["srun", f"--ntasks={ranks}", "--kill-on-bad-exit=1", sys.executable, SCRIPT]
+        launchers["srun"] = srun
+    else:
+        bench.skip("srun", "not inside a Slurm job")
+    for launcher, program in launchers.items():
+        for strategy in bench.usable(launcher):
+            flags = f"{work} --batch_size 2 --strategy {strategy}"
+            run = bench.train(f"{launcher}-{strategy}", flags, program=program)
+            problem = run.unlike() or losses_unlike(run.losses, one.losses, bench.tolerance)
+            if not problem and run.results["world_size"] != ranks:
+                problem = f"{run.results['world_size']} ranks instead of {ranks}"
+            name = f"{launcher}, {ranks} ranks, {strategy}"
+            bench.report(name, problem, said_of(run, one.losses))
+
+
+# -------------------------------------------------------------------------------------------- parts
+
+
+PARTS = dict(enumerate([check_strategies, check_precisions, check_behaviour, check_memory,
+                        check_speed, check_all_gpus], start=1))  # fmt: skip
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; `strategies` becomes a list."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("gpu_check.sh", description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("parts", nargs="*", type=int, metavar="PART", help="1 to 6 (default: all)")
+    add("--strategies", default=",".join(STRATEGIES), help="(default: %(default)s)")
+    add("--out", type=Path, default=PROJECT / "runs" / "gpu_check",
+        help="folder of logs and report (default: runs/gpu_check)")  # fmt: skip
+    add("--part_seconds", type=int, default=570, help="(default: %(default)s)")
+    args = parser.parse_args(argv)
+    args.strategies = args.strategies.split(",")
+    unknown = [s for s in args.strategies if s not in STRATEGIES]
+    unknown += [str(part) for part in args.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    """Run the parts that are asked for; returns the exit code."""
+    args = parse(argv)
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    report = out / f"report{''.join(f'-{part}' for part in args.parts)}.md"
+    command = shlex.join(["bash", "benchmarks/gpu_check.sh", *argv])
+    bench = Bench(look_around(), out, report, args.strategies, command)
+    print("; ".join(bench.machine.facts), flush=True)
+    for part in args.parts or PARTS:
+        bench.ends_at = time.monotonic() + args.part_seconds
+        PARTS[part](bench)
+    verdicts = [verdict for verdict, _, _ in bench.lines]
+    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in ("PASS", "FAIL", "SKIP")]
+    print(f"{', '.join(counts)}; {report}", flush=True)
+    return 1 if "FAIL" in verdicts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Check this project on the GPUs of this machine; benchmarks/gpu_check.py says what is checked.
+#
+#   bash benchmarks/gpu_check.sh            # all parts
+#   bash benchmarks/gpu_check.sh 1 3        # these parts, each less than ten minutes
+#   bash benchmarks/gpu_check.sh --help
+#
+# PYTHON=python3.12 names another interpreter than the active environment's, or .venv's.
+set -euo pipefail
+
+project=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON-}
+if [[ -z $python && -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -x $project/.venv/bin/python ]]; then
+    python=$project/.venv/bin/python
+fi
+exec "${python:-python3}" "$project/benchmarks/gpu_check.py" "$@"

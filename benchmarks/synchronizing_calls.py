@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""List the calls in an optimizer step for which the host waits for the GPU.
+
+    python benchmarks/synchronizing_calls.py calls.json --strategy dp --max_steps 20 …
+
+The arguments after the file are real_model_example.py's. The steps 6 to 15 are watched:
+torch.cuda.set_sync_debug_mode warns of calls inside of PyTorch's operations, and the explicit ones
+(torch.cuda.synchronize, Event.synchronize, Stream.synchronize) are wrapped. Calls that autograd
+makes in its own threads are reported by PyTorch at the line that called backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import runpy
+import sys
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parent.parent
+FIRST, LAST = 6, 15  # optimizer steps, without accumulation
+
+
+class Watch:
+    """Counts synchronizing calls between two backward passes.
+
+    Args:
+        file: where the result goes, as JSON:
+            {"steps": n, "calls": [{"count": in all steps, "call": …, "project": …}]}.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.seen: Counter[tuple[str, str]] = Counter()
+        self.backwards = 0
+        self._filters = None
+
+    def note(self) -> None:
+        """Count one call: its own line, and the innermost line of this project that led to it."""
+        stack = [
+            f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)
+        ]
+        inner = [f for f in stack if Path(f.filename).is_relative_to(PROJECT)
+                 and "site-packages" not in f.filename]  # fmt: skip
+        self.seen[_place(stack[-1]), _place(inner[-1]) if inner else "—"] += 1
+
+    def warn(self, message, *_rest, **_more) -> None:
+        """In place of warnings.showwarning."""
+        if "synchronizing CUDA operation" in str(message):
+            self.note()
+
+    def before_backward(self, set_mode) -> None:
+        """Start and stop watching.
+
+        Args:
+            set_mode: torch.cuda.set_sync_debug_mode.
+        """
+        self.backwards += 1
+        if self.backwards == FIRST:
+            self._filters = warnings.catch_warnings()
+            self._filters.__enter__()
+            warnings.simplefilter("always")
+            warnings.showwarning = self.warn
+            set_mode("warn")
+        elif self.backwards == LAST + 1:
+            set_mode("default")
+            self._filters.__exit__(None, None, None)
+            self._filters = None
+            self.write()
+
+    @property
+    def watching(self) -> bool:
+        """Whether calls are counted now."""
+        return self._filters is not None
+
+    def write(self) -> None:
+        """Write what was counted, the most frequent first."""
+        calls = [
+            {"count": n, "call": call, "project": line}
+            for (call, line), n in self.seen.most_common()
+        ]
+        self.file.write_text(json.dumps({"steps": LAST + 1 - FIRST, "calls": calls}, indent=1))
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    """file:line, short enough for a table."""
+    name = frame.filename.split("site-packages/")[-1]
+    if Path(name).is_relative_to(PROJECT):
+        name = str(Path(name).relative_to(PROJECT))
+    return f"{name}:{frame.lineno}"
+
+
+def noting(watch: Watch, function):
+    """`function`, whose calls are counted while the watch is on."""
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        if watch.watching:
+            watch.note()
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def main() -> None:
+    """Wrap what synchronizes, then run the script with the remaining arguments."""
+    import torch
+
+    watch, script = Watch(Path(sys.argv[1]).resolve()), PROJECT / "real_model_example.py"
+    for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream):
+        owner.synchronize = noting(watch, owner.synchronize)
+    backward = torch.Tensor.backward
+
+    @functools.wraps(backward)
+    def watched(tensor, *args, **kwargs):
+        watch.before_backward(torch.cuda.set_sync_debug_mode)
+        return backward(tensor, *args, **kwargs)
+
+    torch.Tensor.backward = watched
+    sys.argv = [str(script), *sys.argv[2:]]
+    sys.path.insert(0, str(PROJECT))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

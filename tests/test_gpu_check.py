@@ -1,0 +1,234 @@
+"""benchmarks/gpu_check.sh: its CPU part runs, and every check of it can fail.
+
+What needs a GPU is checked against runs that are made up (`Pretended`): they show that the right
+commands are started and judged, not that a GPU passes.
+"""
+
+import itertools
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from conftest import FAULT, PROJECT, STRATEGIES
+
+sys.path.insert(0, str(PROJECT))
+
+from benchmarks import bench, gpu_check, synchronizing_calls
+
+GB = 2**30
+
+
+def test_cpu_part(tmp_path):
+    command = ["bash", "benchmarks/gpu_check.sh", "1", "5", "--strategies", "dp,fsdp"]
+    command += ["--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()[1:-1]
+    assert [line.split(":")[0] for line in lines] == [
+        "PASS strategy dp", "PASS strategy fsdp", "PASS resume dp under fsdp",
+        "PASS resume fsdp under dp", "SKIP speed",
+    ]  # fmt: skip
+    assert "needs a GPU" in lines[-1]
+    report = (tmp_path / "report-1-5.md").read_text()
+    assert "| strategy fsdp | PASS |" in report and "torch 2." in report
+    assert " ".join(command) in report
+
+
+def test_broken_run_is_a_failure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "SCRIPT", FAULT)
+    monkeypatch.setattr(bench, "SCRIPT", FAULT)
+    monkeypatch.setenv("FAULT", "nan:3")
+    assert gpu_check.main(["1", "--strategies", "dp", "--out", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL strategy dp: exit code 1 instead of 0" in out and "The loss is nan" in out
+    assert "FAIL resume dp under dp: no checkpoint" in out
+
+
+def test_run_without_an_end_is_killed(tmp_path):
+    machine = bench.Machine(0, None, [])
+    some = bench.Bench(machine, tmp_path, tmp_path / "report.md", ["dp"], "")
+    some.ends_at = bench.time.monotonic() + 1.5
+    done = some.run("sleeps", [sys.executable, "-c", "import time; time.sleep(60)"])
+    assert done.code is None and done.seconds < 10 and "no end" in done.unlike()
+
+
+# ---------------------------------------------------------------------------------------- made up
+
+
+class Pretended(bench.Bench):
+    """A machine with two GPUs on which each command ends as a right one would, but for `fault`.
+
+    fault(flags, run) changes what a command leaves: "code", "status", "losses" by step,
+    "results", "log", and "files" (paths relative to the run's folder).
+    """
+
+    fault = staticmethod(lambda flags, run: None)
+    commands: ClassVar[list[str]] = []
+
+    def execute(self, command, file, ends_at, env, meanwhile, folder):
+        self.commands.append(" ".join(command))
+        words = [*command, ""]
+        flags = {w: v for w, v in itertools.pairwise(words) if w.startswith("--")}
+        run = self.right(command, flags, folder)
+        self.fault(flags | {"folder": folder.name}, run)
+        file.write(run["log"])
+        for name, text in run["files"].items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        if "--output_dir" in flags:
+            self.write_run(folder, run)
+        return run["code"]
+
+    def right(self, command, flags, folder) -> dict:
+        peak = {"dp": 17, "zero2": 9}.get(flags.get("--strategy", "dp"), 8) * GB
+        tasks = next((w.split("=")[1] for w in command if "nproc" in w or "ntasks" in w), "1")
+        memory = {"predicted_bytes": {"peak": 1.05 * peak}, "peak_bytes": [peak],
+                  "step_bytes_by_rank": [{"forward": {"peak": peak}}]}  # fmt: skip
+        results = {"memory": memory, "world_size": int(tasks), "tokens_per_second": 1e5, "mfu": 0.3,
+                   "step_seconds": {"median": 0.05}}  # fmt: skip
+        run = {"code": 0, "status": "completed", "log": "", "results": results, "files": {}}
+        resume = flags.get("--resume")
+        begin = 1 if resume is None else 5 if "step-00000004" in resume else 1
+        run["losses"] = {n: 5 - n / 10 for n in range(begin, int(flags.get("--max_steps", 3)) + 1)
+                         if n < 20}  # fmt: skip
+        if "--save_every" in flags:
+            run["files"]["checkpoints/step-00000004/manifest.json"] = "{}"
+        if "--no_export" not in flags:
+            run["files"]["hf/model.safetensors"] = ""
+        if flags.get("--max_steps") == "1000000":
+            run |= {"code": 75, "status": "preempted", "losses": {1: 5, 2: 4, 3: 3}}
+        if int(flags.get("--batch_size", 1)) > 256:
+            advice = "--batch_size 64 --gradient_accumulation_steps 8: 60.1 of 80.0 GB"
+            run |= {"code": 3, "status": "oom", "log": f"❌ CUDA out of memory\n  {advice}"}
+        if "synchronizing_calls.py" in command[1]:
+            calls = [{"count": 20, "call": "torch/x.py:1", "project": "support/y.py:2"}]
+            run["files"][command[2]] = json.dumps({"steps": 10, "calls": calls})
+        if "hf_trainer.py" in command[1]:
+            found = {"tokens_per_second": 8e4, "peak_bytes": 9 * GB, "step_seconds": 0.06}
+            run["files"][command[2]] = json.dumps(found)
+        return run
+
+    @staticmethod
+    def write_run(folder: Path, run: dict) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        results = {"status": run["status"], **run["results"]}
+        (folder / "results.json").write_text(json.dumps(results))
+        records = [{"step": step, "loss": loss} for step, loss in run["losses"].items()]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+@pytest.fixture
+def pretend(tmp_path, monkeypatch, capsys):
+    """pretend(fault, *parts) runs them; returns (exit code, lines, report, commands)."""
+    monkeypatch.setattr(gpu_check, "Bench", Pretended)
+    machine = bench.Machine(2, 80 * GB, ["GPUs: two"])
+    monkeypatch.setattr(gpu_check, "look_around", lambda: machine)
+    monkeypatch.setattr(bench, "LIBAIO", Path("/"))
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+
+    def run(fault, *parts):
+        monkeypatch.setattr(Pretended, "fault", staticmethod(fault))
+        monkeypatch.setattr(Pretended, "commands", [])
+        code = gpu_check.main([*map(str, parts), "--out", str(tmp_path)])
+        name = f"report{''.join(f'-{part}' for part in parts)}.md"
+        lines = capsys.readouterr().out.splitlines()[1:-1]
+        return code, lines, (tmp_path / name).read_text(), Pretended.commands
+
+    return run
+
+
+def test_all_parts_pass_where_all_runs_are_right(pretend):
+    code, lines, report, commands = pretend(lambda flags, run: None)
+    assert code == 0 and all(line.startswith("PASS") for line in lines), lines
+    for strategy in STRATEGIES:
+        assert f"PASS fp16 {strategy}: " in "\n".join(lines)
+        assert f"PASS srun, 2 ranks, {strategy}: " in "\n".join(lines)
+    assert "| dp | 17.850 | 17.000 | +5.0% |" in report
+    assert "| 32 | compiled | 100,000 | 30.0% | 50.0 | 17.0 | 80,000 | 24.0% | 9.0 |" in report
+    assert "| zero3 | 2 | torch/x.py:1 | support/y.py:2 |" in report
+    text = "\n".join(commands)
+    assert "--fsdp_config" in text and "--batch_size 64 --gradient_accumulation_steps 8" in text
+    assert text.count("hf_trainer.py") == 4 and text.count("--simulate_gpus 8") == 7
+    assert text.count("--model gpt2-medium") == text.count("--simulate_gpus 4") == 3
+
+
+def at(folder, **changes):
+    """A fault of the runs in this folder only."""
+
+    def fault(flags, run):
+        if flags["folder"] == folder:
+            for name, value in changes.items():
+                run[name] = value(run[name]) if callable(value) else value
+
+    return fault
+
+
+def slower_by(share):
+    return lambda losses: {step: loss * (1 + share) for step, loss in losses.items()}
+
+
+def without(path):
+    return lambda files: {name: text for name, text in files.items() if path not in name}
+
+
+def peak_of(size):
+    return lambda results: {**results, "memory": {
+        **results["memory"], "step_bytes_by_rank": [{"forward": {"peak": size * GB}}]}}  # fmt: skip
+
+
+@pytest.mark.parametrize("part, fault, failed", [
+    (1, at("strategy-zero2", losses=slower_by(2e-3)), "strategy zero2: loss off by 2.0e-03"),
+    (1, at("strategy-fsdp", losses=slower_by(float("nan"))), "strategy fsdp: loss off by inf"),
+    (1, at("strategy-offload", status="running"), "strategy offload: status running"),
+    (1, at("strategy-zero1", files=without("hf/")), "strategy zero1: no exported model"),
+    (1, at("strategy-zero1", files=without("checkpoints/")), "resume zero1 under zero2: no check"),
+    (1, at("resume-zero3-offload", losses=slower_by(2e-3)), "resume zero3 under offload: loss"),
+    (1, at("resume-fsdp-dp", losses={7: 4.3, 8: 4.2}), "resume fsdp under dp: losses of the st"),
+    (2, at("fp32-dp", code=1, log="RuntimeError: x"), "fp32 dp: exit code 1 instead of 0: Runt"),
+    (2, at("fp16-zero3", losses=slower_by(0.02)), "fp16 zero3: loss off by 2.0e-02"),
+    (2, at("bf16-fsdp-with-CPU-offload", code=1), "bf16 fsdp with CPU offload: exit code 1"),
+    (3, at("check-infinity", code=1, log="❌ no libaio"), "--check infinity: exit code 1: ❌ no l"),
+    (3, at("sigterm", code=1), "SIGTERM: exit code 1 instead of 75"),
+    (3, at("sigterm", losses={1: 5, 2: 4, 3: 3, 5: 2}), "--resume after SIGTERM: 4 steps"),
+    (3, at("deterministic-2", losses=slower_by(1e-12)), "--deterministic twice: loss off"),
+    (3, at("deterministic-resumed", losses=slower_by(1e-12)), "--deterministic --resume: loss"),
+    (3, at("oom", code=1), "out of memory: exit code 1 instead of 3"),
+    (3, at("oom", log="❌ CUDA out of memory"), "out of memory: no smaller batch is advised"),
+    (3, at("oom-advice", code=3), "following the advice: exit code 3"),
+    (3, at("sync-dp", files=without("sync")), "synchronizing calls dp: nothing was recorded"),
+    (4, at("simulated-8-gpt2-fsdp", results=peak_of(10)), "fsdp, gpt2, 8 simulated GPUs: predic"),
+    (4, at("simulated-4-gpt2-medium-zero3", results=peak_of(9.1)), "gpt2-medium on 4 simulated"),
+    (5, at("speed-4-eager", results={}), "speed, batch 4 eager: no throughput"),
+    (5, at("trainer-32-compiled", files=without("trainer"), log="TypeError: y"),
+     "speed of the Trainer, batch 32 compiled: no result: TypeError: y"),
+    (6, at("torchrun-zero3", losses=slower_by(2e-3)), "torchrun, 2 ranks, zero3: loss off"),
+    (6, at("srun-dp", results={"world_size": 1}), "srun, 2 ranks, dp: 1 ranks instead of 2"),
+])  # fmt: skip
+def test_every_check_can_fail(pretend, part, fault, failed):
+    code, lines, report, _ = pretend(fault, part)
+    assert code == 1
+    assert any(line.startswith(f"FAIL {failed}") for line in lines), lines
+    assert "| FAIL |" in report
+
+
+# --------------------------------------------------------------------------- synchronizing calls
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_synchronizing_calls_are_counted_with_their_place(tmp_path):
+    watch = synchronizing_calls.Watch(tmp_path / "calls.json")
+    modes = []
+    for step in range(1, 18):
+        watch.before_backward(modes.append)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        assert watch.watching == (6 <= step <= 15)
+        synchronizing_calls.noting(watch, len)([])
+    found = json.loads((tmp_path / "calls.json").read_text())
+    assert modes == ["warn", "default"]
+    assert found["steps"] == 10 and [call["count"] for call in found["calls"]] == [10, 10]
+    assert all(call["project"].startswith("tests/test_gpu_check.py:") for call in found["calls"])
