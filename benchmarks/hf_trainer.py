@@ -65,6 +65,7 @@ def main() -> None:
             max_grad_norm=1.0,
             weight_decay=0.01,
             disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
             torch_compile=args.compile,
         )
         rows = [{"input_ids": block, "labels": block} for block in blocks]
