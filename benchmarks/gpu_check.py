@@ -52,6 +52,7 @@ LOW_PRECISION_TOLERANCE = 0.01  # relative, of 16-bit losses against fp32
 PEAK_TOLERANCE = {"zero3": 0.15, "infinity": 0.15}  # of the planner; 0.1 for the others
 SMALL = "--seq_length 64 --dropout 0 --logging_steps 1"  # the embedded model
 NO_FILES = "--no_eval --no_export --no_save"
+ADVICE = re.compile(r"(--batch_size \d+ --gradient_accumulation_steps \d+): ([\d.]+)")
 GPT2_BLOCKS = "4 blocks of 1,024 tokens"
 
 
@@ -189,7 +190,7 @@ def check_out_of_memory(bench: Bench) -> None:
         return
     work, batch = [*gpt2_at_1024(bench), f"{NO_FILES} --max_steps 3"], too_large_batch(bench)
     run = bench.train("oom", *work, f"--batch_size {batch}")
-    advice = re.search(r"(--batch_size \d+ --gradient_accumulation_steps \d+): ([\d.]+)", run.log)
+    advice = ADVICE.search(run.log)
     problem = run.unlike(3, "oom") or ("" if advice else "no smaller batch is advised")
     if not bench.report("out of memory", problem, f"batch {batch}, exit code 3, with advice"):
         return
@@ -274,13 +275,28 @@ def simulate(bench: Bench, work: list, strategy: str, ranks: int, title: str) ->
     predicted = memory["predicted_bytes"]["peak"] / GB
     peak = max(phase["peak"] for phase in memory["step_bytes_by_rank"][0].values()) / GB
     off, tolerance = predicted / peak - 1, PEAK_TOLERANCE.get(strategy, 0.1)
-    heading = f"Peak of a step on 1 of {ranks} simulated GPUs: {title}, bf16"
-    head = ["| strategy | predicted GB | measured GB | off |", "|---|---|---|---|"]
-    table = bench.tables.setdefault(heading, head)
-    table.append(f"| {strategy} | {predicted:.3f} | {peak:.3f} | {off:+.1%} |")
+    heading = f"Memory in GB on 1 of {ranks} simulated GPUs: {title}, bf16"
+    table = bench.tables.setdefault(heading, list(MEMORY_HEAD))
+    cells = [strategy, f"{predicted:.3f}", f"{peak:.3f}", f"{off:+.1%}", *around(memory)]
+    table.append(f"| {' | '.join(cells)} |")
     text = f"predicted {predicted:.3f} GB, measured {peak:.3f}, {off:+.1%} (limit {tolerance:.0%})"
     bench.report(name, text if abs(off) > tolerance else "", text)
     return peak
+
+
+MEMORY_HEAD = (
+    "| strategy | step's peak, predicted | measured | off | reserved | beside the allocator "
+    "| host, predicted | process in host memory |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
+
+def around(memory: dict) -> list[str]:
+    """What the planner has allowances for, or does not count: the last four columns."""
+    used = (memory["device_used"][0] or {}).get("unseen")
+    host = memory["predicted_bytes"]["host"], memory["host_peak_bytes"][0]
+    sizes = (memory["reserved_bytes"][0], used, *host)
+    return [f"{size / GB:.3f}" if size else "—" for size in sizes]
 
 
 # ----------------------------------------------------------------------------------------- 5: speed

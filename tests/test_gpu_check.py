@@ -86,7 +86,9 @@ class Pretended(bench.Bench):
     def right(self, command, flags, folder) -> dict:
         peak = {"dp": 17, "zero2": 9}.get(flags.get("--strategy", "dp"), 8) * GB
         tasks = next((w.split("=")[1] for w in command if "nproc" in w or "ntasks" in w), "1")
-        memory = {"predicted_bytes": {"peak": 1.05 * peak}, "peak_bytes": [peak],
+        memory = {"predicted_bytes": {"peak": 1.05 * peak, "host": 0}, "peak_bytes": [peak],
+                  "reserved_bytes": [20 * GB], "device_used": [{"unseen": GB}],
+                  "host_peak_bytes": [2 * GB],
                   "step_bytes_by_rank": [{"forward": {"peak": peak}}]}  # fmt: skip
         results = {"memory": memory, "world_size": int(tasks), "tokens_per_second": 1e5, "mfu": 0.3,
                    "step_seconds": {"median": 0.05}}  # fmt: skip
@@ -147,7 +149,7 @@ def test_all_parts_pass_where_all_runs_are_right(pretend):
     for strategy in STRATEGIES:
         assert f"PASS fp16 {strategy}: " in "\n".join(lines)
         assert f"PASS srun, 2 ranks, {strategy}: " in "\n".join(lines)
-    assert "| dp | 17.850 | 17.000 | +5.0% |" in report
+    assert "| dp | 17.850 | 17.000 | +5.0% | 20.000 | 1.000 | — | 2.000 |" in report
     assert "| 32 | compiled | 100,000 | 30.0% | 50.0 | 17.0 | 80,000 | 24.0% | 9.0 |" in report
     assert "| zero3 | 2 | torch/x.py:1 | support/y.py:2 |" in report
     text = "\n".join(commands)
@@ -213,6 +215,18 @@ def test_every_check_can_fail(pretend, part, fault, failed):
     assert code == 1
     assert any(line.startswith(f"FAIL {failed}") for line in lines), lines
     assert "| FAIL |" in report
+
+
+@pytest.mark.parametrize("gpu", [12, 80, 180])
+def test_batch_that_is_too_large_is_one_that_the_planner_can_split(tmp_path, gpu):
+    from support import architectures, planner
+
+    machine = bench.Machine(1, gpu * GB, [])
+    batch = gpu_check.too_large_batch(bench.Bench(machine, tmp_path, tmp_path / "r", ["dp"], ""))
+    work = planner.Work(architectures.find_architecture("gpt2"), 1, batch, 1024)
+    advice = "\n".join(planner.describe_ways(work, "dp", planner.Limits(gpu * GB)))
+    flags = gpu_check.ADVICE.search(advice)[1].split()
+    assert int(flags[1]) * int(flags[3]) == batch
 
 
 # --------------------------------------------------------------------------- synchronizing calls
