@@ -71,7 +71,15 @@ from support import (
 )
 from support.config import EMBEDDED_MODEL, NEED_EVALUATIONS
 from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
-from support.distributed import ARRIVAL_SECONDS, Run, identify_gpu, meet, open_store, simulate_process_group
+from support.distributed import (
+    ARRIVAL_SECONDS,
+    Run,
+    group_options,
+    identify_gpu,
+    meet,
+    open_store,
+    simulate_process_group,
+)
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, UserError
 from support.launch import exit_before_start, keep_freed_memory
 from support.prefetch import prefetch
@@ -101,7 +109,8 @@ def setup_distributed(args, launch) -> Run:
     else:
         patience = min(args.ddp_timeout, ARRIVAL_SECONDS)
         store, attempt = meet(launch, backend, patience, identify_gpu(device))
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
+        options = group_options(args, device, launch.world_size)
+        dist.init_process_group(store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit, **options)
     run = Run(launch, device, backend, args.verbose, args.quiet, attempt)
     if launch.world_size > 1 and not run.simulated:
         run.store = open_store(launch, attempt)

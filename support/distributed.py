@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import sys
@@ -494,6 +495,29 @@ def _who_differs(seen: dict) -> str:
         if found:
             return f"Rank {number} on {rank['host']} is not as rank 0: {'; '.join(found)}. Make them the same."
     return ""
+
+
+def group_options(args, device: torch.device, world_size: int) -> dict[str, Any]:
+    """How `dist.init_process_group` is to connect the ranks.
+
+    FSDP that offloads to the CPU also reduces tensors in host memory, which NCCL cannot: GradScaler's
+    flag of infinite gradients (torch/distributed/tensor/_dispatch.py, found_inf_reduce_handler). Only
+    there gloo is added, because it needs a network interface that all hosts reach by name.
+
+    DeepSpeed makes a second group of all ranks (deepspeed/utils/groups.py, _clone_world_group). Where
+    the first is bound to a device, NCCL splits its communicator instead of setting up another one.
+    torch 2.6.1 to 2.7.0 may hang then (pytorch issue 153960), and a single rank has nothing to split.
+    Returns:
+        The keyword arguments `backend`, and where it helps `device_id`.
+    """
+    if device.type == "cpu":
+        return {"backend": "gloo"}
+    if args.strategy == "fsdp" and args.fsdp.offload:
+        return {"backend": "cpu:gloo,cuda:nccl"}
+    release = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:3])
+    if args.ds_config_dict and world_size > 1 and not (2, 6, 0) < release < (2, 7, 1):
+        return {"backend": "nccl", "device_id": device}
+    return {"backend": "nccl"}
 
 
 def _who_shares_a_gpu(seen: dict) -> str:

@@ -234,3 +234,46 @@ def test_tasks_that_slurm_gives_the_same_gpu_end_with_one_line(tmp_path):
     assert all(task.returncode == 1 for task in tasks), said
     [line] = [line for line in said.splitlines() if "❌" in line]
     assert "ranks 0, 1" in line and "Traceback" not in said
+
+
+# ------------------------------------------------------------------------------------------------ the process group
+
+
+def offloading(tmp_path: Path) -> list[str]:
+    """Arguments of FSDP that keeps parameters, gradients and optimizer states on the CPU."""
+    (tmp_path / "fsdp.json").write_text('{"fsdp_offload_params": true}')
+    return ["--strategy", "fsdp", "--fsdp_config", str(tmp_path / "fsdp.json")]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "torch_version", "bound"), [
+    ("zero2", 2, "2.13.0", True), ("infinity", 8, "2.6.0+cu124", True), ("zero3", 2, "2.7.1", True),
+    ("zero2", 2, "2.7.0+cu126", False), ("zero2", 1, "2.13.0", False), ("dp", 2, "2.13.0", False),
+])  # fmt: skip
+def test_group_that_deepspeed_clones_is_bound_to_the_gpu(monkeypatch, strategy, ranks, torch_version, bound):
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    options = distributed.group_options(parse_arguments(["--strategy", strategy]), GPU, ranks)
+    assert options == {"backend": "nccl", **({"device_id": GPU} if bound else {})}
+
+
+def test_group_on_a_cpu(tmp_path):
+    args = parse_arguments(offloading(tmp_path))
+    assert distributed.group_options(args, torch.device("cpu"), 2) == {"backend": "gloo"}
+
+
+@pytest.mark.parametrize("offloads", [True, False])
+def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, offloads):
+    """fp16 under FSDP with CPU offload. gloo stands for NCCL, and like it gets no tensors of the host;
+    without offload, where gradients are on the GPU, the group cannot reduce these."""
+    args = parse_arguments(offloading(tmp_path) if offloads else ["--strategy", "fsdp"])
+    backend = distributed.group_options(args, GPU, 2)["backend"]
+    backend = {"nccl": "cuda:nccl"}.get(backend, backend).replace("nccl", "gloo")
+    command = [sys.executable, Path(__file__).with_name("host_gradients.py"), backend, tmp_path / "store"]
+    ranks = [start(command, env={"RANK": rank}) for rank in (0, 1)]
+    said = [finish(rank, 60) for rank in ranks]
+    if not offloads:
+        assert all("No backend type associated with device type cpu" in err for _, err in said)
+        return
+    for out, err in said:
+        assert out, err
+        # Parts (3, 4) and (0, 12), scaled by 8, on either rank; then an infinite one on rank 1.
+        assert json.loads(out) == {"norm": 13.0, "clipped": 1.0, "found_inf": [0.0, 1.0]}
