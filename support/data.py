@@ -6,8 +6,11 @@ that is cut to `seq_length` and has a mask of what is learned. It is read when i
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -250,12 +253,12 @@ class Window:
     Attributes:
         batches: its micro-batches (inputs, labels), each int64 of shape [batch_size, length].
         tokens: in them, without what only fills them up.
-        state: where a stream stands after it; None where the blocks have numbers.
+        state: streaming.Place, where a stream stands after it; None where the blocks have numbers.
     """
 
     batches: list[tuple[torch.Tensor, torch.Tensor]]
     tokens: int
-    state: dict | None = None
+    state: Any = None
 
 
 def windows(file, order: np.ndarray, batch_size: int, accumulation: int, rank: int, world_size: int) -> Iterator[Window]:
@@ -303,3 +306,53 @@ def prefetch(steps: Iterator, device: torch.device) -> Iterator:
         ahead = window
     if ahead is not None:
         yield ahead
+
+
+class ReadAhead:
+    """Iterates over `steps` in a thread of its own, at most `depth` items ahead of who takes them.
+
+    The items come in their order. An error of `steps` is raised where its item would have come, in the thread that takes them.
+    """
+
+    def __init__(self, steps: Iterator, depth: int):
+        self._steps, self._items, self._closed = steps, queue.Queue(depth), threading.Event()
+        self._thread = threading.Thread(target=self._read, name="read ahead", daemon=True)
+
+    def __iter__(self) -> ReadAhead:
+        return self
+
+    def __next__(self) -> Any:
+        if self._closed.is_set():
+            raise StopIteration
+        if self._thread.ident is None:  # not before something is wanted: a stream may have to be resumed first
+            self._thread.start()
+        item, error = self._items.get()
+        if error is not None:
+            self._closed.set()
+            raise error
+        return item
+
+    def close(self, seconds: float = 30) -> None:
+        """Read no more, and wait for the item in progress: what it uses, such as a tokenizer, may not be shared."""
+        self._closed.set()
+        if self._thread.ident is not None:
+            self._thread.join(seconds)  # at the latest then: a network that hangs must not keep the run from its end
+
+    def _read(self) -> None:
+        try:
+            for item in self._steps:
+                if not self._put(item, None):
+                    return
+            self._put(None, StopIteration())
+        except BaseException as error:
+            self._put(None, error)
+
+    def _put(self, item: Any, error: BaseException | None) -> bool:
+        """Wait for room, and False if nobody takes anything any more."""
+        while not self._closed.is_set():
+            try:
+                self._items.put((item, error), timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False

@@ -5,6 +5,9 @@ seed; it tokenises them, and shuffles its blocks some at a time. A rank works fo
 no others. So the same blocks come in the same steps on any number of ranks, and a lane's place in the corpus, a few numbers,
 is all that a checkpoint needs.
 
+A thread reads and tokenises some steps ahead of training (data.ReadAhead); each step carries where the stream stands after
+it, so that a checkpoint, and what is said of bad rows, know nothing of what was only read.
+
 Rows are read through `datasets`' IterableDataset, whose `state_dict()` says how far it is. Every rank reads all rows, and
 tokenises its own.
 """
@@ -41,6 +44,7 @@ from support.corpus import (
 from support.data import (
     IGNORED,
     ExampleFile,
+    ReadAhead,
     TokenFile,
     Window,
     nothing,
@@ -59,6 +63,7 @@ from support.reporting import say_dataset
 from support.tokens import SHOWN_BAD_ROWS, of_another_kind, refuse_bad_rows, say_files, tokenize_corpus
 from support.whole_document import Chunk, DocumentTokenizer
 
+STEPS_AHEAD = 4  # that are read and tokenised before they are trained on: lanes refill at different steps
 COMPARED_BYTES = 1 << 16  # of a file's beginning and of its end
 ROWS_VERSION = 2  # raise it when a corpus is read as other rows, so that a checkpoint's place in it is another one
 
@@ -298,20 +303,38 @@ class Lane:
         return [row for _, _, row in found]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a stream stands after a step, on this rank.
+
+    Attributes:
+        lanes: state of each, {lane: state}.
+        bad: rows that were left out in this step, and whether this rank alone saw them.
+        rows, passes: read so far.
+    """
+
+    lanes: dict[str, dict]
+    bad: list[tuple[str, bool]]
+    rows: int
+    passes: int
+
+
 class Stream:
     """The training blocks of --streaming, in the place of a TokenFile.
 
     Attributes:
         blocks: as many as the whole run needs; there is no epoch.
         seq_length: tokens in a block.
-        state: where all lanes of this rank stand after the step in progress, {lane: state}.
+        place: where this rank stands after the step in progress.
         facts: for results.json.
     """
 
     def __init__(self, args, run: Run, tokenizer):
         self.args, self.run, self.tokenizer = args, run, tokenizer
-        self.seq_length, self.state = args.seq_length, {}
+        self.seq_length, self.place = args.seq_length, Place({}, [], 0, 0)
         self.encoder, self.bad = None, {}  # the rows that were left out, in their order, as the keys of a dict
+        self.found: list[tuple[str, bool]] = []  # those of the step that is being read
+        self.shown = 0  # of them that were said, or known before a resume
         self.fresh, self.gathered = [], set()  # those that no other rank knows of, and those that all know
         self.documents = DocumentTokenizer(tokenizer)
         self.layout = [
@@ -334,6 +357,7 @@ class Stream:
         digest = fingerprint(args, commit, files)
         describe_difference(run.gather(digest), "The corpus")
         self.facts = {"name": args.dataset, "sha256": digest, "tokens": None, "blocks": None, "streaming": True}
+        self._ahead = ReadAhead(self._windows(), STEPS_AHEAD)
         self._live: Iterator[Window] | None = None
 
     def progress(self) -> dict:
@@ -341,19 +365,20 @@ class Stream:
 
         Every rank calls it, and sends only the rows that it found since the call before.
         """
-        ranks = self.run.gather((self.state, self.fresh))
+        ranks = self.run.gather((self.place.lanes, self.fresh))
         lanes = {lane: state for states, _ in ranks for lane, state in states.items()}
         self.gathered.update(row for _, fresh in ranks for row in fresh)
         self.fresh = []
         return {"lanes": lanes, "bad": sorted(self.gathered), "version": ROWS_VERSION}
 
     def summary(self) -> dict:
-        """The facts for results.json at the end; every rank calls it, and a line is said."""
-        found, rows = self.progress(), max(self.run.gather(self.reader.row))
+        """Read no more. The facts for results.json; every rank calls it, and a line is said."""
+        self._ahead.close()
+        found, rows = self.progress(), max(self.run.gather(self.place.rows))
         flaws = {name: sum(lane["counts"][name] for lane in found["lanes"].values()) for name in ("truncated", "skipped")}
         counts = {"rows": rows, **flaws, "bad_rows": found["bad"]}
         said = ", ".join(f"{len(n) if isinstance(n, list) else n:,} {name.replace('_', ' ')}" for name, n in counts.items())
-        self.run.say(f"📚 stream: {said}, in {self.reader.passes + 1} passes")
+        self.run.say(f"📚 stream: {said}, in {self.place.passes + 1} passes")
         return {**self.facts, "kind": self.reader.kind, **counts}
 
     def resume(self, state: dict | None) -> None:
@@ -372,7 +397,7 @@ class Stream:
                 "--resume: the checkpoint was written by a version that read long text files (and WikiText) in other "
                 "pieces, so its place in the corpus cannot be found: train its weights in a new run (--export_hf)."
             )
-        self.bad, self.gathered = dict.fromkeys(state["bad"]), set(state["bad"])
+        self.bad, self.gathered, self.shown = dict.fromkeys(state["bad"]), set(state["bad"]), len(state["bad"])
         if not lanes:  # before the first step
             return
         for number, lane in self.lanes.items():
@@ -380,22 +405,36 @@ class Stream:
         begin = min((lane.begin["reader"] for lane in self.lanes.values()), key=lambda reader: reader["row"])
         self.run.say(f"⏩ Reading the stream again up to row {begin['row']:,}")
         self.reader.start(begin)
-        self.state = {str(number): {**lanes[str(number)], "counts": dict(lane.counts)} for number, lane in self.lanes.items()}
+        mine = {str(number): {**lanes[str(number)], "counts": dict(lane.counts)} for number, lane in self.lanes.items()}
+        self.place = Place(mine, [], self.reader.row, self.reader.passes)
 
     def windows(self, device) -> Iterator[Window]:
-        """This rank's windows, read one ahead; goes on where the caller before stopped."""
+        """This rank's windows, in their order; goes on where the caller before stopped."""
         if self._live is None:
-            self._live = prefetch(self._windows(), device)
+            self._live = prefetch(self._ahead, device)
         for window in self._live:
-            self.state = window.state
+            self._arrive(window.state)
             yield window
+
+    def _arrive(self, place: Place) -> None:
+        """A step is trained on now: note where the stream stands after it, and say what was left out."""
+        self.place = place
+        for row, mine in place.bad:
+            self.fresh.append(row)
+            self.shown += 1
+            if self.shown <= SHOWN_BAD_ROWS and (mine or self.run.is_main):
+                self.run.print(f"ℹ️  Left out: {row}")
+            elif self.shown == SHOWN_BAD_ROWS + 1:
+                self.run.warn("More rows are left out: results.json will name all of them under dataset.bad_rows.")
 
     def _windows(self) -> Iterator[Window]:
         while True:
             rows = [[self.lanes[number].next_block(self.reader) for number in numbers] for numbers in self.layout]
             tokens = sum(len(block if isinstance(block, np.ndarray) else block[0]) for batch in rows for block in batch)
-            state = {str(number): lane.state() for number, lane in self.lanes.items()}
-            yield Window([self._stack(batch) for batch in rows], tokens, state)
+            lanes = {str(number): lane.state() for number, lane in self.lanes.items()}
+            found, self.found = self.found, []
+            place = Place(lanes, found, self.reader.row, self.reader.passes)
+            yield Window([self._stack(batch) for batch in rows], tokens, place)
 
     def _stack(self, blocks: list) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(blocks[0], np.ndarray):
@@ -437,13 +476,9 @@ class Stream:
         if str(row) in self.bad:
             return
         self.bad[str(row)] = None
-        self.fresh.append(str(row))
+        self.found.append((str(row), mine))
         if len(self.bad) > self.args.max_bad_rows:
             refuse_bad_rows(list(self.bad), self.args.max_bad_rows, self.advice)
-        if len(self.bad) <= SHOWN_BAD_ROWS and (mine or self.run.is_main):
-            self.run.print(f"ℹ️  Left out: {row}")
-        elif len(self.bad) == SHOWN_BAD_ROWS + 1:
-            self.run.warn("More rows are left out: results.json will name all of them under dataset.bad_rows.")
 
 
 def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleFile, dict]:

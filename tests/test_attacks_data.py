@@ -24,7 +24,7 @@ from support.corpus import BadRow, Document, Example, Notice, open_source
 from support.errors import UserError
 from support.examples import Encoder
 from support.folders import files_of
-from support.streaming import Stream
+from support.streaming import Place, Stream
 from support.tokens import bad_rows_in, tokenize_once
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
@@ -239,15 +239,22 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
     run = SimpleNamespace(gather=lambda value: sent.append(value) or [value, ({"1": {}}, ["seen by the other rank"])],
                           is_main=True, print=lines.append, warn=lines.append)  # fmt: skip
     stream = Stream.__new__(Stream)
-    stream.run, stream.args, stream.advice, stream.state = run, SimpleNamespace(max_bad_rows=200_000), "", {"0": {}}
-    stream.bad, stream.fresh, stream.gathered = {}, [], set()
+    stream.run, stream.args, stream.advice, stream.shown = run, SimpleNamespace(max_bad_rows=200_000), "", 0
+    stream.bad, stream.found, stream.fresh, stream.gathered = {}, [], [], set()
+
+    def arrive():
+        stream._arrive(Place({"0": {}}, stream.found, 0, 0))
+        stream.found = []
+
     begin = time.monotonic()
     for number in range(120_000):
         for _ in range(2):  # again after a resume
             stream._refuse(BadRow(f"line {number}"))
+    arrive()
     assert time.monotonic() - begin < 20
     assert len(stream.progress()["bad"]) == 120_001 and stream.progress()["lanes"] == {"0": {}, "1": {}}
     stream._refuse(BadRow("line 120000"))
+    arrive()
     assert "line 7" in stream.progress()["bad"] and len(stream.progress()["bad"]) == 120_002
     assert [len(fresh) for _, fresh in sent] == [120_000, 0, 1, 0] and len(lines) < 20
 
