@@ -122,7 +122,8 @@ def setup_distributed(args, launch) -> Run:
 
     torch.set_float32_matmul_precision("high")  # TF32 tensor cores for fp32 on GPUs that have them
     if args.deterministic:
-        torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward pass would not be
+        # Not warn_only: then attention's backward pass on a GPU would not be deterministic.
+        torch.use_deterministic_algorithms(True)
     return run
 
 

@@ -60,8 +60,8 @@ TABLE = (
         "deterministic",
         r"does not have a deterministic implementation",
         UserError,
-        "--deterministic: this model needs {operation}, of which PyTorch has no deterministic kernel for this device. Run "
-        "without --deterministic.",
+        "--deterministic: this model needs {operation}, of which PyTorch has no deterministic kernel "
+        "for this device. Run without --deterministic.",
     ),
     Entry(
         "files",

@@ -311,7 +311,8 @@ def prefetch(steps: Iterator, device: torch.device) -> Iterator:
 class ReadAhead:
     """Iterates over `steps` in a thread of its own, at most `depth` items ahead of who takes them.
 
-    The items come in their order. An error of `steps` is raised where its item would have come, in the thread that takes them.
+    The items come in their order. An error of `steps` is raised where its item would have come, in
+    the thread that takes them.
     """
 
     def __init__(self, steps: Iterator, depth: int):
@@ -324,7 +325,7 @@ class ReadAhead:
     def __next__(self) -> Any:
         if self._closed.is_set():
             raise StopIteration
-        if self._thread.ident is None:  # not before something is wanted: a stream may have to be resumed first
+        if self._thread.ident is None:  # a stream may have to be resumed before it is read
             self._thread.start()
         item, error = self._items.get()
         if error is not None:
@@ -333,10 +334,14 @@ class ReadAhead:
         return item
 
     def close(self, seconds: float = 30) -> None:
-        """Read no more, and wait for the item in progress: what it uses, such as a tokenizer, may not be shared."""
+        """Read no more, and wait for the item in progress: two threads must not use one tokenizer.
+
+        Args:
+            seconds: to wait at most; a network that hangs must not keep the run from its end.
+        """
         self._closed.set()
         if self._thread.ident is not None:
-            self._thread.join(seconds)  # at the latest then: a network that hangs must not keep the run from its end
+            self._thread.join(seconds)
 
     def _read(self) -> None:
         try:

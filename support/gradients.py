@@ -14,13 +14,14 @@ from support.sharding import base_optimizer, local_part
 
 
 def norm(model: nn.Module) -> torch.Tensor:
-    """Norm of the whole gradient: a scalar on the training device, in fp64 on a CPU and in fp32 on a GPU.
+    """Norm of the whole gradient: a scalar, in fp64 on a CPU and in fp32 on a GPU.
 
-    In fp32 PyTorch's norm on a CPU is off by 1e-5 for a million elements and 3e-3 for 38 million (GPT-2's embedding), which
-    clipping would turn into another step. Its GPU kernels sum blocks in a tree, so that fp32 is enough there.
+    In fp32 PyTorch's norm on a CPU is off by 1e-5 for a million elements and 3e-3 for 38 million
+    (GPT-2's embedding), which clipping would turn into another step. Its GPU kernels sum blocks in a
+    tree, so that fp32 is enough there.
     """
     gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    on_host = [gradient for gradient in gradients if is_on_host(gradient)]  # FSDP may keep them there, to offload
+    on_host = [gradient for gradient in gradients if is_on_host(gradient)]  # FSDP may offload them
     on_gpu = [gradient for gradient in gradients if not is_on_host(gradient) and gradient.numel()]
     square = torch.zeros((), dtype=torch.float64, device=(on_gpu or gradients)[0].device)
     if on_host:
@@ -42,10 +43,13 @@ def is_on_host(gradient: torch.Tensor) -> bool:
 
 
 def _square_in_fp64(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of the squares of tensors on the host; a part at a time, because the fp64 copy of a whole embedding would be
-    memory for nothing."""
+    """Sum of the squares of tensors on the host.
+
+    A part at a time: the fp64 copy of a whole embedding would be memory for nothing.
+    """
     parts = [part for gradient in gradients for part in gradient.flatten().split(NORM_CHUNK)]
-    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in parts]).sum()
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+    return (norms**2).sum()
 
 
 def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tensor, run: Run, scaler=None) -> None:
@@ -58,8 +62,8 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
         optimizer: torch's, or DeepSpeed's wrapper around one.
         loss: of this step; the same on all ranks.
         held_back: a bool on the device that stays true after the first loss that was not finite.
-        scaler: GradScaler of fp16, after `unscale_`. Its own flag is left as it is where the loss is finite: gradients that
-            overflow are normal there, and only this one update is left out.
+        scaler: GradScaler of fp16, after `unscale_`. Where the loss is finite its own flag stays as it
+            is: gradients that overflow are normal there, and only this one update is left out.
     Raises:
         TrainingError: the loss is not finite, and the optimizer cannot read the flag.
     """
@@ -70,10 +74,11 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
     held = next((p for group in base.param_groups for p in group["params"]), held_back)  # DeepSpeed's stage 3 hides its own
     beside_it = held.device == held_back.device
     if not (isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and beside_it):
-        if held_back.item():  # an optimizer on the CPU waits for the GPU at every step anyway, so there is nothing to save
-            raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a lower --lr.")
+        if held_back.item():  # an optimizer on the CPU waits for the GPU at every step anyway
+            raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a "
+                                "lower --lr.")  # fmt: skip
     elif scaler is not None and scaler.is_enabled():
-        for found_inf in scaler._found_inf_per_device(base).values():  # `step` hands these to the optimizer
+        for found_inf in scaler._found_inf_per_device(base).values():  # the optimizer gets their sum
             found_inf += held_back
     else:
         base.found_inf = held_back.float()

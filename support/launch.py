@@ -203,7 +203,7 @@ DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS; PyTorch compares w
 
 
 def tune_process(args, launch: Launch) -> None:
-    """Set what libraries read once, when they are imported: threads, allocator, log levels, offline mode.
+    """Set what libraries read once, when they are imported: threads, allocator, log levels.
 
     Raises:
         UserError: the environment contradicts a flag.
@@ -227,8 +227,9 @@ def tune_process(args, launch: Launch) -> None:
     if args.deterministic:
         workspace = env.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0])
         if workspace not in DETERMINISTIC_WORKSPACES:
-            raise UserError(f"--deterministic needs CUBLAS_WORKSPACE_CONFIG={' or '.join(DETERMINISTIC_WORKSPACES)}, and this "
-                            f"shell sets {workspace}: unset it.")  # fmt: skip
+            needed = " or ".join(DETERMINISTIC_WORKSPACES)
+            raise UserError(f"--deterministic needs CUBLAS_WORKSPACE_CONFIG={needed}, and this shell "
+                            f"sets {workspace}: unset it.")  # fmt: skip
     env.setdefault("TOKENIZERS_PARALLELISM", "true")
     env.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would announce its start and end
     if not args.verbose:
@@ -249,16 +250,16 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# The first of them is the one that every torch from 2.6 to 2.13 reads: 2.9 announces the second and does not read it
+# Every torch from 2.6 to 2.13 reads the first of them; 2.9 announces the second and does not read it
 # (pytorch/pytorch#183387).
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def let_segments_grow() -> None:
-    """Let PyTorch's allocator on a GPU extend what it has reserved, instead of adding pieces of fixed sizes.
+    """Let PyTorch's allocator on a GPU extend its segments, instead of adding some of fixed sizes.
 
-    Batches of examples differ in length, and a strategy that shards gathers and frees tensors of many sizes: pieces that fit
-    nothing any more stay reserved. A user's own settings are left as they are.
+    Batches of examples differ in length, and a strategy that shards gathers and frees tensors of many
+    sizes: segments that fit nothing any more stay reserved. A user's own settings stay as they are.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"

@@ -28,15 +28,15 @@ EARLY_MEASURED_STEP = 5  # whose memory is measured where nobody knows which wil
 class StepTimer:
     """Seconds of each phase of each step. On a GPU it records events and reads them only when asked.
 
-    A step reaches from the end of the update before it to the end of its own. Reading a clock after launching GPU work
-    would time the launch, and waiting for the work would slow training down; an event is a mark in the GPU's own queue
-    of work.
+    A step reaches from the end of the update before it to the end of its own. Reading a clock after
+    launching GPU work would time the launch, and waiting for the work would slow training down; an event
+    is a mark in the GPU's own queue of work.
     """
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self._marks: list[tuple[str | None, object]] = []
-        self._step, self._before = dict.fromkeys(PHASES, 0.0), None  # what was read of the step that is not over
+        self._step, self._before = dict.fromkeys(PHASES, 0.0), None  # of the step that is not over
         self.steps: list[dict[str, float]] = []
 
     def _now(self):
@@ -51,7 +51,7 @@ class StepTimer:
         self._marks.append((phase, self._now()))
 
     def end_step(self) -> None:
-        """Close the step whose marks were made since the last one; the next one starts at its last mark."""
+        """Close the step that the marks since the last one belong to; the next starts at the last mark."""
         self._marks.append(("end", None))
 
     def read(self) -> None:
@@ -206,7 +206,7 @@ class Meter:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """What happened since the end of the last step, such as an evaluation or a save, belongs to no step."""
+        """What happened since the last step, such as an evaluation or a save, belongs to no step."""
         self.traffic.discard()
         self.timer.mark(None)
 
@@ -254,8 +254,10 @@ class Meter:
         self.timer.mark("data")  # logging is a part of training; it delays the next step's data
 
     def _say_memory(self) -> None:
-        """Read what the device holds, for the bar and the trackers: only where lines are logged, because the allocator's
-        counters are a dictionary of a hundred entries each time."""
+        """Read what the device holds, for the bar and the trackers.
+
+        Only where lines are logged: the allocator builds a table of all its counters each time.
+        """
         held = self.footprint.device_bytes()["allocated"]
         self._held = human_bytes(held)
         if self.trackers and self.trackers.active:
@@ -272,7 +274,8 @@ class Meter:
 
     def _advance_bar(self, lr: float) -> None:
         if self._bar.active and self.losses and self._rate:
-            self._bar.show(f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s, {self._held}")
+            speed = f"{self._rate:,.0f} tok/s, {self._held}"
+            self._bar.show(f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {speed}")
         self._bar.advance()
         if self._batch == self._batches or self.finished:
             self._bar.close()

@@ -5,8 +5,9 @@ seed; it tokenises them, and shuffles its blocks some at a time. A rank works fo
 no others. So the same blocks come in the same steps on any number of ranks, and a lane's place in the corpus, a few numbers,
 is all that a checkpoint needs.
 
-A thread reads and tokenises some steps ahead of training (data.ReadAhead); each step carries where the stream stands after
-it, so that a checkpoint, and what is said of bad rows, know nothing of what was only read.
+A thread reads and tokenises some steps ahead of training (data.ReadAhead). Each step carries where the
+stream stands after it, so that a checkpoint, and what is said of bad rows, know nothing of what was only
+read.
 
 Rows are read through `datasets`' IterableDataset, whose `state_dict()` says how far it is. Every rank reads all rows, and
 tokenises its own.
@@ -63,7 +64,7 @@ from support.reporting import say_dataset
 from support.tokens import SHOWN_BAD_ROWS, of_another_kind, refuse_bad_rows, say_files, tokenize_corpus
 from support.whole_document import Chunk, DocumentTokenizer
 
-STEPS_AHEAD = 4  # that are read and tokenised before they are trained on: lanes refill at different steps
+STEPS_AHEAD = 4  # read and tokenised before they are trained on; lanes refill at different steps
 COMPARED_BYTES = 1 << 16  # of a file's beginning and of its end
 ROWS_VERSION = 2  # raise it when a corpus is read as other rows, so that a checkpoint's place in it is another one
 
@@ -397,7 +398,8 @@ class Stream:
                 "--resume: the checkpoint was written by a version that read long text files (and WikiText) in other "
                 "pieces, so its place in the corpus cannot be found: train its weights in a new run (--export_hf)."
             )
-        self.bad, self.gathered, self.shown = dict.fromkeys(state["bad"]), set(state["bad"]), len(state["bad"])
+        self.bad, self.gathered = dict.fromkeys(state["bad"]), set(state["bad"])
+        self.shown = len(self.bad)
         if not lanes:  # before the first step
             return
         for number, lane in self.lanes.items():
@@ -405,7 +407,8 @@ class Stream:
         begin = min((lane.begin["reader"] for lane in self.lanes.values()), key=lambda reader: reader["row"])
         self.run.say(f"⏩ Reading the stream again up to row {begin['row']:,}")
         self.reader.start(begin)
-        mine = {str(number): {**lanes[str(number)], "counts": dict(lane.counts)} for number, lane in self.lanes.items()}
+        mine = {str(number): {**lanes[str(number)], "counts": dict(lane.counts)}
+                for number, lane in self.lanes.items()}  # fmt: skip
         self.place = Place(mine, [], self.reader.row, self.reader.passes)
 
     def windows(self, device) -> Iterator[Window]:
@@ -417,7 +420,7 @@ class Stream:
             yield window
 
     def _arrive(self, place: Place) -> None:
-        """A step is trained on now: note where the stream stands after it, and say what was left out."""
+        """A step is trained on now: note where the stream stands after it; say what was left out."""
         self.place = place
         for row, mine in place.bad:
             self.fresh.append(row)
@@ -425,7 +428,8 @@ class Stream:
             if self.shown <= SHOWN_BAD_ROWS and (mine or self.run.is_main):
                 self.run.print(f"ℹ️  Left out: {row}")
             elif self.shown == SHOWN_BAD_ROWS + 1:
-                self.run.warn("More rows are left out: results.json will name all of them under dataset.bad_rows.")
+                self.run.warn("More rows are left out: results.json will name all of them under "
+                              "dataset.bad_rows.")  # fmt: skip
 
     def _windows(self) -> Iterator[Window]:
         while True:
