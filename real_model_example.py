@@ -82,6 +82,7 @@ from support.distributed import (
 )
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, UserError
 from support.launch import exit_before_start, keep_freed_memory
+from support.loss import computed_by
 from support.prefetch import prefetch
 
 NOTHING_TO_EVALUATE = "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file"
@@ -302,18 +303,24 @@ def set_learning_rate(optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each next token, summed.
+def next_token_loss(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Forward pass, and the cross entropy of each next token: summed, and divided by `tokens`.
 
     Args:
-        logits: [batch, length, vocabulary]; position t predicts token t + 1.
+        inputs: token ids [batch, length].
         labels: [batch, length]; data.IGNORED where a token does not count.
+        tokens: of the whole step, on all ranks, so that their sums add up to the mean; a scalar tensor.
     Returns:
         A scalar in fp32.
     """
     # Shifting the labels instead of the logits saves a copy of the largest tensor of the whole step.
     targets = F.pad(labels[:, 1:], (0, 1), value=data.IGNORED)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=data.IGNORED, reduction="sum")
+    with computed_by(model, targets, tokens) as chunked:
+        output = model(input_ids=inputs, use_cache=False).logits
+    if chunked:  # the output layer has computed the loss, and never all logits at once
+        return output
+    logits = output.flatten(0, 1).float()
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=data.IGNORED, reduction="sum") / tokens
 
 
 def count_tokens(window: data.Window, run: Run) -> torch.Tensor:
@@ -377,7 +384,7 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
             data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
             with gradient_sync(model, needed=micro_step + 1 == len(window.batches)):
                 with autocast(model, run):
-                    loss = token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels) / learned
+                    loss = next_token_loss(model, inputs, labels, learned)
                 meter.mark("forward")
                 # DDP and FSDP divide the sum over the ranks by their number; `learned` already counts all ranks.
                 scaler.scale(loss * run.world_size).backward()
@@ -420,7 +427,7 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
             # The last window of an epoch may be short, so the engine is told where a step ends instead of counting.
             data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
             engine.set_gradient_accumulation_boundary(micro_step + 1 == len(window.batches))
-            loss = token_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels) / learned
+            loss = next_token_loss(engine, inputs, labels, learned)
             meter.mark("forward")
             # As in train_epoch_ddp the ranks are averaged; the accumulation steps are already in `learned`.
             engine.backward(loss * run.world_size, scale_wrt_gas=False)
@@ -453,6 +460,7 @@ def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
     limit = args.eval_samples or args.num_samples or validation.blocks
     order = range(min(limit, validation.blocks))
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
+    one = torch.ones((), device=run.device)
     batches = data.windows(validation, order, args.batch_size, 1, run.rank, run.world_size)
     with run.bar("Evaluation", -(-len(order) // (args.batch_size * run.world_size)), "batch") as bar:
         for number, window in enumerate(data.prefetch(batches, run.device)):
@@ -460,7 +468,7 @@ def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
             if number % STOP_CHECK_BATCHES == 0 and run.asked_to_stop():
                 return None
             with autocast(model, run):
-                total[0] += token_loss_sum(model(input_ids=inputs, use_cache=False).logits, labels)
+                total[0] += next_token_loss(model, inputs, labels, one)
             total[1] += (labels[:, 1:] != data.IGNORED).sum()
             bar.advance()
     dist.all_reduce(total)

@@ -59,6 +59,7 @@ def build_parser() -> kinds.Parser:
     add("--gradient_accumulation_steps", type=kinds.batch, default=1, help="(default: %(default)s)")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: %(default)s)")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--no_fused_gelu", action="store_false", dest="fused_gelu", help="GPT-2's activation as transformers writes it")
     add("--lora_r", type=kinds.rank_of_adapters, metavar="R",
         help="train adapters of this rank on frozen weights")
     add("--lora_targets", type=kinds.layer_names, metavar="LIST",
@@ -86,7 +87,8 @@ def main() -> None:
         if args.lora_targets and not args.lora_r:
             raise UserError("--lora_targets needs --lora_r.")
         work = Work(model, args.gpus, args.batch_size, args.seq_length, args.precision, args.gradient_checkpointing,
-                    args.gradient_accumulation_steps, lora=planner.adapters(model, args.lora_r, args.lora_targets))
+                    args.gradient_accumulation_steps, lora=planner.adapters(model, args.lora_r, args.lora_targets),
+                    fused_gelu=args.fused_gelu)
     except UserError as error:
         print(f"❌ {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -181,7 +183,7 @@ def run_command(args, work: Work, strategy: str) -> str:
              "--precision", args.precision]  # fmt: skip
     if work.accumulation > 1:
         flags += ["--gradient_accumulation_steps", work.accumulation]
-    flags += ["--gradient_checkpointing"] * args.gradient_checkpointing
+    flags += ["--gradient_checkpointing"] * args.gradient_checkpointing + ["--no_fused_gelu"] * (not args.fused_gelu)
     flags += ["--lora_r", args.lora_r] if args.lora_r else []
     flags += ["--lora_targets", args.lora_targets] if args.lora_targets else []
     nodes = -(-args.gpus // args.gpus_per_node)

@@ -24,6 +24,9 @@ EMBEDDED_MODEL = "tiny-gpt2"
 # Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M parameters).
 GPT2_SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 EMBEDDED_SHAPE, EMBEDDED_VOCABULARY = (4, 4, 256), 4096
+# Elements of the logits that the loss computes at a time. On a GPU each part reads and writes the whole gradient of the output
+# layer, so that parts are larger there.
+LOGITS_CHUNK = {"cpu": 2**24, "cuda": 2**26}
 NORM_CHUNK = 2**24  # elements of a gradient whose norm is taken at a time, in fp64
 CHECK_SECONDS = 60  # --check waits no longer for another rank
 SIMULATED_STEPS = 3  # Adam's states are there after the first; the last is measured
@@ -133,6 +136,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--from_scratch", action="store_true", help="take the architecture only; random weights drawn from --seed")
     add("--dropout", type=kinds.probability,
         help="dropout probability everywhere in the model (default: the model's own)")
+    add("--fused_gelu", action=argparse.BooleanOptionalAction, default=True, help=argparse.SUPPRESS)
+    add("--no_fused_gelu", action="store_false", dest="fused_gelu", default=argparse.SUPPRESS,
+        help="compute GPT-2's activation as transformers writes it (gelu_new), and not as the same function in one kernel")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward pass to save memory")
     add("--lora_r", type=kinds.rank_of_adapters, metavar="R",
         help="train low-rank adapters of this rank (LoRA) and leave the model as it is (default: train all of it)")

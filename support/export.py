@@ -289,6 +289,8 @@ def describe(blueprint, folder: Path, dtype: torch.dtype | None = None, whole: b
         return
     config = copy.deepcopy(blueprint.config)
     config.use_cache = True  # off for training only
+    for name, value in blueprint.own_settings.items():
+        setattr(config.get_text_config(), name, value)
     config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     if dtype is not None:
         for name, value in models.as_dtype(dtype).items():

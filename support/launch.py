@@ -275,13 +275,12 @@ def return_freed_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """While a model trains on the CPU: keep the large logit buffers for the next step.
+    """While a model trains on the CPU: keep the memory of one step's activations for the next step.
 
-    Giving them back costs page faults at every step; benchmarks/RESULTS.md has what that is on GPT-2 124M.
+    To return it to the kernel costs page faults at every step (benchmarks/RESULTS.md has what that is on GPT-2 124M). Tensors
+    of 32 MB and more are returned: kept, they would leave holes that nothing else fills.
     """
-    if not _mallopt(mmap_threshold=1 << 30):
-        _mallopt(mmap_threshold=32 << 20)  # the most that older glibc accepts
-    _mallopt(trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
+    _mallopt(mmap_threshold=32 << 20, trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
 
 
 def _mallopt(**settings: int) -> bool:

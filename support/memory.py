@@ -19,6 +19,7 @@ import psutil
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from support.loss import OutputLayer
 from support.sharding import base_optimizer, local_part
 
 GB = 2**30
@@ -185,7 +186,8 @@ class StepMemory:
         optimizer: torch's optimizer, or DeepSpeed's wrapper around one.
         peak: of the training device, which all of the run shares.
         detailed: follow the phases of a step on a CPU, too.
-        logits: bytes that the loss keeps of the logits of one micro-batch: log-probabilities in fp32.
+        logits: bytes that the loss of one micro-batch keeps for backward where it is computed from all logits:
+            log-probabilities in fp32. An OutputLayer knows what it keeps.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer, peak: DevicePeak, detailed: bool, logits: int):
@@ -250,7 +252,9 @@ class StepMemory:
             if phase == "forward":  # of the last micro-batch; on a GPU and on a CPU alike, what was gathered is not saved
                 activations = live - before - self._gathered
             before = live
-        held = {"activations": max(0, activations - self.logits), "logits": self.logits}
+        head = self.model.get_output_embeddings()
+        logits = head.kept_bytes if isinstance(head, OutputLayer) else self.logits
+        held = {"activations": max(0, activations - logits), "logits": logits}
         self.live["categories"].update(held)
         self.live["on_device"].update(held)
 

@@ -387,7 +387,7 @@ def open_meter(
     args, run: Run, folder: Path, model, optimizer, blueprint, steps: int, before: dict, footprint, blocks: int
 ) -> Meter:
     """A `Meter` with all that --profile_memory, --profile and --report_to add to it."""
-    logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size  # in fp32, what the loss keeps
+    logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size  # in fp32, where it computes them all
     detailed = args.profile_memory or run.simulated
     step_memory = memory.StepMemory(getattr(model, "module", model), optimizer, footprint.peak, detailed, logits)
     run.memory_facts.append(step_memory.describe)

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from support.distributed import Run
 from support.errors import UserError
 from support.files import TemporaryFolder
 from support.lora import Lora
+from support.loss import OutputLayer, returns_plain_logits
 from support.preflight import huggingface_home, is_local_model, scratch_without_hub
 from support.safetensors_files import save_file
 
@@ -59,6 +60,8 @@ class Blueprint:
         matmul_parameters, trainable_matmul: those that take part in matrix multiplications, and are trained there.
         largest_parameter: elements of the largest one.
         tied: the output layer shares the input embedding's weights.
+        chunked_loss: the output layer computes the loss, in chunks; see support/loss.py.
+        own_settings: values in the configuration that the run has replaced, and an exported model keeps.
     """
 
     config: transformers.PretrainedConfig
@@ -74,9 +77,12 @@ class Blueprint:
     trainable_matmul: int = 0
     largest_parameter: int = 0
     tied: bool = False
+    chunked_loss: bool = False
+    own_settings: dict = field(default_factory=dict)
 
     def __post_init__(self):
         model = self.on_meta_device()
+        self.chunked_loss = returns_plain_logits(model)
         sizes = {parameter: parameter.numel() for parameter in model.parameters()}
         self.parameters, self.largest_parameter = sum(sizes.values()), max(sizes.values())
         self.trainable = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
@@ -97,9 +103,7 @@ class Blueprint:
         """The model with shapes and no memory."""
         with torch.device("meta"):
             model = from_config(self.config)
-        if self.lora:
-            self.lora.attach(model)
-        return model
+        return self._prepare(model)
 
     def load(self, run: Run, dtype: torch.dtype | str = torch.float32) -> nn.Module:
         """The model with its weights, on the CPU. With dtype "auto" they are only mapped from the file, not copied."""
@@ -108,8 +112,13 @@ class Blueprint:
         if info["missing_keys"]:
             names = ", ".join(sorted(info["missing_keys"])[:3]) + (" …" if len(info["missing_keys"]) > 3 else "")
             run.warn(f"The checkpoint has no weights for {names}: they start random.")
+        return self._prepare(model)
+
+    def _prepare(self, model: nn.Module) -> nn.Module:
         if self.lora:
             self.lora.attach(model)
+        if self.chunked_loss:
+            OutputLayer.replace_head(model)
         return model
 
 
@@ -181,11 +190,14 @@ def find_model(args, run: Run) -> Blueprint:
     if found["notice"]:
         run.warn(found["notice"])
     config.use_cache = False
+    skip_packed_sequence_check()
+    own_settings = fuse_gelu(config, run) if args.fused_gelu else {}
     if args.dropout is not None:
         set_dropout(config, args.dropout, run)
     generation = _read_generation(found["weights"], config, args.model)
     try:
-        return Blueprint(config, tokenizer, generation, found["weights"], args.seed, Lora.of(args), found["random"])
+        return Blueprint(config, tokenizer, generation, found["weights"], args.seed, Lora.of(args), found["random"],
+                         own_settings=own_settings)  # fmt: skip
     except UserError:
         raise
     except Exception as error:  # transformers builds what a config.json says, and fails in many ways
@@ -391,6 +403,33 @@ def embedded_tokenizer(args, run: Run) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ about a model
+
+
+def skip_packed_sequence_check() -> None:
+    """Tell transformers that no batch has several sequences in one row, which it would otherwise ask in every forward pass.
+
+    It asks a tensor on the GPU, and so waits for the GPU. A compiled model cannot ask: it passes a mask to attention, which
+    then cannot use FlashAttention. All positions of our batches count from 0.
+    """
+    from transformers import masking_utils  # since 4.53; older versions do not ask
+
+    if hasattr(masking_utils, "find_packed_sequence_indices"):
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+
+def fuse_gelu(config, run: Run) -> dict[str, str]:
+    """Replace GPT-2's activation by the same function in one kernel; returns the settings as they were.
+
+    transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv 1606.08415) in eight operations,
+    and autograd saves a tensor for most of them; gelu_pytorch_tanh is PyTorch's own function for it.
+    """
+    text = config.get_text_config()
+    replaced = {name: value for name, value in text.to_dict().items() if value == "gelu_new"}
+    for name in replaced:
+        setattr(text, name, "gelu_pytorch_tanh")
+    if replaced:
+        run.say("🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel (--no_fused_gelu: as it is)")
+    return replaced
 
 
 def set_dropout(config, probability: float, run: Run) -> None:

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from support.architectures import Architecture, gpt2
-from support.config import NORM_CHUNK, STRATEGIES, bucket_sizes
+from support.config import LOGITS_CHUNK, NORM_CHUNK, STRATEGIES, bucket_sizes
 from support.errors import UserError
 
 GB = 2**30
@@ -86,6 +86,7 @@ class Work:
         device: "cuda", or "cpu" for what a simulation on a CPU measures (autocast's rules differ).
         rank: whose memory; None: the one that holds most.
         lora: adapters on frozen weights; None: everything is trained.
+        fused_gelu: GPT-2's activation is computed by one kernel.
     """
 
     model: Architecture
@@ -98,6 +99,7 @@ class Work:
     device: str = "cuda"
     rank: int | None = None
     lora: Adapters | None = None
+    fused_gelu: bool = True
 
     @property
     def trained(self) -> list[int]:
@@ -179,7 +181,7 @@ def _saved_by_mlp(work: Work, strategy: str) -> int:
 
 def _saved_by_activation(work: Work, autocast: bool) -> int:
     """Bytes a token beyond the activation's input and output; transformers writes GPT-2's gelu_new out in four operations."""
-    if work.model.activation != "gelu_new":
+    if work.model.activation != "gelu_new" or work.fused_gelu:
         return 0
     if autocast and work.device == "cuda":  # there autocast takes powers in fp32, and what follows is fp32, too
         return (3 * 4 + work.item) * work.model.intermediate
@@ -200,15 +202,16 @@ def activation_bytes(work: Work, strategy: str) -> int:
     else:
         blocks = m.layers * saved_by_block(work, strategy)
     if frozen:
-        final_norm = (4 if m.family == "llama" else stream) + (c if work.saves("head", strategy) else 0)
+        final_norm = 4 if m.family == "llama" else stream
         blocks -= _before_adapters(work, strategy)
     elif m.family == "llama":
-        final_norm = 8 + c if autocast else 4 + 2 * c
+        final_norm = 8 if autocast else 4 + c
     else:
-        final_norm = stream + c
-    head = m.vocabulary * m.hidden
+        final_norm = stream
+    if work.precision == "fp16":  # the loss computes the logits again in backward, from its input
+        final_norm += stream
     in_blocks = 0 if work.gradient_checkpointing else m.layers * sum(n for n in m.block() if m.is_matrix(n))
-    copies = c * (in_blocks + head) if autocast else 0
+    copies = c * in_blocks if autocast else 0
     return blocks + work.tokens * final_norm * m.hidden + copies
 
 
@@ -225,9 +228,26 @@ def _before_adapters(work: Work, strategy: str) -> int:
     return saved
 
 
-def logits_bytes(work: Work) -> int:
-    """Bytes that the loss keeps: the logarithms of the probabilities, in fp32."""
-    return 4 * work.tokens * work.model.vocabulary
+def kept_by_loss(work: Work, strategy: str) -> int:
+    """Bytes from the loss to backward: gradients of the output layer's input, and of its weight if it is trained."""
+    if work.precision == "fp16":  # they are computed in backward
+        return 0
+    item = 4 if work.autocast(strategy) else work.item
+    return item * work.model.hidden * (work.tokens + (0 if work.lora else work.model.vocabulary))
+
+
+def peak_of_loss(work: Work, strategy: str) -> int:
+    """Bytes at most while support/loss.py computes loss and gradients, in parts of the logits; kept_by_loss among them."""
+    m, c = work.model, work.item
+    parts = -(-work.tokens * m.vocabulary // LOGITS_CHUNK[work.device])
+    rows = -(-work.tokens // parts)
+    # Of a part the logits, a copy in fp32 and the logarithms of the probabilities.
+    part = rows * m.vocabulary * (8 if c == 4 else c + 8)
+    weight = m.vocabulary * m.hidden
+    trained = 0 if work.lora else 4 * weight + (0 if c == 4 else c * weight)  # the sum, and the product that is added to it
+    copies = c * (weight + work.tokens * m.hidden) if work.autocast(strategy) else 0
+    item = 4 if work.autocast(strategy) else c
+    return item * work.tokens * m.hidden + trained + copies + part
 
 
 # ------------------------------------------------------------------------------------------------ a strategy
@@ -240,7 +260,7 @@ class Need:
     Attributes:
         parameters, gradients, optimizer: model states on the GPU at the end of backward.
         buffers: communication buckets and staging buffers that stay.
-        activations, logits: held at the end of forward.
+        activations, logits: held at the end of forward; of the logits what the loss keeps, which are gradients.
         peak: the most at any moment of a step, temporary tensors included.
         host: in host memory, for this rank.
         nvme: on disk, for this rank.
@@ -300,18 +320,12 @@ def predict(work: Work, strategy: str) -> Need:
     """Bytes of each kind for one strategy."""
     families = {"dp": _dp, "fsdp": _fsdp, "zero3": _stage3, "infinity": _stage3}
     held = families.get(strategy, _stages12)(work, strategy)
-    m, c = work.model, work.item
-    active, logits = activation_bytes(work, strategy), logits_bytes(work)
-    # Where the loss is derived: log-probabilities, their gradient and the logits' gradient, all in fp32. Then the output layer,
-    # with its gradient and DeepSpeed's buckets.
-    # (With adapters that layer has no gradient, and the buckets come later.)
-    loss, output_layer = active + 3 * logits, active + c * logits // 4
-    output_layer += 0 if work.lora else c * max(m.parameters()) + held.in_backward
+    active, kept = activation_bytes(work, strategy), kept_by_loss(work, strategy)
     block = saved_by_block(work, strategy) if work.gradient_checkpointing else 0
-    working = max(loss, output_layer, held.in_backward + active + block)
+    working = active + max(peak_of_loss(work, strategy), kept + held.in_backward + block)
     peak = max(held.steady + held.gathered + working, held.at_end, held.steady + held.update)
     sent = held.sent * (work.world_size - 1) // work.world_size
-    return Need(strategy, held.parameters, held.gradients, held.optimizer, held.buffers, active, logits, peak, held.host,
+    return Need(strategy, held.parameters, held.gradients, held.optimizer, held.buffers, active, kept, peak, held.host,
                 held.nvme, sent, work.device)  # fmt: skip
 
 
@@ -325,7 +339,7 @@ def _dp(work: Work, _strategy: str) -> _Held:
     uses = 2 + stay if work.model.tied and not work.lora else 1
     return _Held(
         parameters, 4 * trained, 8 * trained, steady=states if stay else states - 4 * trained,
-        at_end=states + uses * 4 * largest, update=8 * min(largest, NORM_CHUNK) + (0 if stay else 4 * trained),
+        at_end=states + uses * 4 * largest, update=_norm(work, largest) + (0 if stay else 4 * trained),
         sent=2 * 4 * trained,
     )  # fmt: skip
 
@@ -430,10 +444,15 @@ def _fsdp(work: Work, strategy: str) -> _Held:
     return _Held(
         4 * parts, 4 * trained, 8 * trained, steady=steady,
         at_end=steady + 4 * (trained if work.lora else trained - outside // n) + in_backward + gathered + derived,
-        update=4 * trained + 8 * min(max(work.trained) // n, NORM_CHUNK),
+        update=4 * trained + _norm(work, max(work.trained) // n),
         sent=2 * c * work.accumulation * total + 4 * sum(work.trained),
         gathered=gathered, in_backward=in_backward,
     )  # fmt: skip
+
+
+def _norm(work: Work, largest: int) -> int:
+    """Bytes for the norm of the gradients, `largest` being the elements of one: on a CPU copies in fp64, a part at a time."""
+    return 8 * min(largest, NORM_CHUNK) if work.device == "cpu" else 0
 
 
 def _parts(sizes: list[int], n: int) -> int:

@@ -434,7 +434,7 @@ def planned_work(args, run, model: architectures.Architecture) -> planner.Work:
         raise UserError("The planner knows this project's own DeepSpeed files, FSDP's defaults, and training.")
     return planner.Work(model, run.world_size, args.batch_size, args.seq_length, run.precision, args.gradient_checkpointing,
                         args.gradient_accumulation_steps, run.device.type, 0 if run.simulated else None,
-                        planner.adapters(model, args.lora_r, args.lora_targets))  # fmt: skip
+                        planner.adapters(model, args.lora_r, args.lora_targets), args.fused_gelu)  # fmt: skip
 
 
 def memory_limits(run) -> planner.Limits:

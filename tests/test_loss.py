@@ -1,0 +1,206 @@
+"""The loss that is computed in parts of the logits, and a forward pass that does not wait for a GPU."""
+
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support import loss, models
+from support.data import IGNORED
+
+TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}  # fmt: skip
+GPT2 = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+LLAMA = transformers.LlamaConfig(**SIZES)
+
+
+class Operations(TorchDispatchMode):
+    """Records the name of every operation, and the size of the largest tensor that one returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.largest = [], 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        found = operation(*args, **(kwargs or {}))
+        self.names.append(operation.name())
+        for tensor in found if isinstance(found, (list, tuple)) else [found]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return found
+
+
+@pytest.fixture(autouse=True)
+def setting(monkeypatch):
+    """Ten tokens at a time; and no check of the positions, which on the meta device have no values."""
+    models.skip_packed_sequence_check()
+    monkeypatch.setitem(loss.LOGITS_CHUNK, "cpu", 10 * VOCABULARY)
+
+
+def output_layer(dtype, bias=False) -> nn.Linear:
+    torch.manual_seed(0)
+    head = nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=dtype)
+    head.__class__ = loss.OutputLayer
+    return head
+
+
+def batch(dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    hidden = (3 * torch.randn(1, TOKENS, HIDDEN)).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (1, TOKENS))
+    targets[0, ::5] = IGNORED
+    return hidden, targets
+
+
+def in_parts(head, hidden, targets, divisor=20.0) -> torch.Tensor:
+    head.targets, head.divisor = targets, torch.tensor(divisor)
+    try:
+        return head(hidden)
+    finally:
+        head.targets = head.divisor = None
+
+
+def gradients_of(value, *tensors, factor=1.0):
+    return [gradient.double() for gradient in torch.autograd.grad(value * factor, tensors)]
+
+
+def exact(head, hidden, targets, factor=1.0):
+    """Loss and gradients in fp64."""
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, head.weight))
+    bias = None if head.bias is None else head.bias.detach().double().requires_grad_()
+    logits = F.linear(hidden, weight, bias).flatten(0, 1)
+    value = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") / 20
+    return value, gradients_of(value, *(t for t in (hidden, weight, bias) if t is not None), factor=factor)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_loss_and_gradients_are_those_of_cross_entropy(dtype, close, bias):
+    head, (hidden, targets) = output_layer(dtype, bias), batch(dtype)
+    value = in_parts(head, hidden, targets)
+    expected, expected_gradients = exact(head, hidden, targets, factor=8)
+    assert value.dtype == torch.float32 and value.item() == pytest.approx(expected.item(), rel=close)
+    for found, right in zip(gradients_of(value, hidden, *head.parameters(), factor=8), expected_gradients, strict=True):
+        assert (found - right).norm() < close * right.norm()
+
+
+def test_under_autocast_the_weights_gradient_is_summed_in_fp32():
+    head, (hidden, targets) = output_layer(torch.float32), batch(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = in_parts(head, hidden, targets)
+    expected, expected_gradients = exact(head, hidden, targets)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-2)
+    found = torch.autograd.grad(value, [hidden, head.weight])
+    assert all(gradient.dtype == torch.float32 for gradient in found)
+    assert all((a - b).norm() < 1e-2 * b.norm() for a, b in zip(found, expected_gradients, strict=True))
+
+
+def test_fp16_keeps_small_gradients_that_the_loss_scaler_makes_large_enough():
+    """A token that is never right has a probability of about 1e-9, less than fp16 can hold."""
+    head, (hidden, targets) = output_layer(torch.float16), batch(torch.float16)
+    with torch.no_grad():
+        head.weight[0], hidden[..., 0] = 0, 8.0
+        head.weight[0, 0] = -2.0
+    targets[targets == 0] = 1
+    [found] = gradients_of(in_parts(head, hidden, targets), head.weight, factor=2.0**16)
+    _, (_, right) = exact(head, hidden, targets, factor=2.0**16)
+    assert 0 < right[0].norm() / 2**16 < 1e-7
+    assert (found[0] - right[0]).norm() < 0.05 * right[0].norm()
+
+
+def test_all_logits_are_never_there():
+    head, (hidden, targets) = output_layer(torch.float32), batch(torch.float32)
+    with Operations() as operations:
+        in_parts(head, hidden, targets).backward()
+    assert operations.largest == HIDDEN * VOCABULARY < TOKENS * VOCABULARY  # the weight's gradient
+    with torch.no_grad(), Operations() as operations:  # an evaluation needs no gradients
+        in_parts(head, hidden, targets)
+    assert operations.largest == HIDDEN * VOCABULARY
+
+
+def test_what_the_loss_keeps_is_counted():
+    head, (hidden, targets) = output_layer(torch.float32), batch(torch.float32)
+    in_parts(head, hidden, targets)
+    assert head.kept_bytes == 4 * HIDDEN * (TOKENS + VOCABULARY)
+    head.weight.requires_grad_(False)
+    in_parts(head, hidden, targets)
+    assert head.kept_bytes == 4 * HIDDEN * TOKENS
+
+
+CONFIGS = {
+    "gpt2": (GPT2, True),
+    "llama": (LLAMA, True),
+    "gpt_neox": (transformers.GPTNeoXConfig(**SIZES), True),
+    "gemma2": (transformers.Gemma2Config(**SIZES), False),  # caps its logits
+    "cohere": (transformers.CohereConfig(**SIZES, pad_token_id=0), False),  # scales them
+    "granite": (transformers.GraniteConfig(**SIZES, logits_scaling=2.0), False),
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_models_that_change_their_logits_compute_them_all(family):
+    config, plain = CONFIGS[family]
+    with torch.device("meta"):
+        model = models.from_config(config)
+    assert loss.returns_plain_logits(model) == plain
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_script_computes_the_same_loss_either_way(family):
+    import real_model_example
+
+    config, plain = CONFIGS[family]
+    torch.manual_seed(0)
+    model = models.from_config(config).eval()
+    ids = torch.randint(0, VOCABULARY, (2, 20))
+    labels = ids.clone()
+    labels[1, 12:] = IGNORED
+    expected = F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+    if plain:
+        loss.OutputLayer.replace_head(model)
+    found = real_model_example.next_token_loss(model, ids, labels, torch.tensor(19.0 + 11.0))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert model(input_ids=ids).logits.shape == (2, 20, VOCABULARY)  # outside of training it gives logits
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_step_does_not_wait_for_the_gpu(config):
+    """Whoever reads a value of a tensor on a GPU waits for the GPU."""
+    import real_model_example
+
+    model = models.from_config(config).train()
+    loss.OutputLayer.replace_head(model)
+    ids, tokens = torch.randint(0, VOCABULARY, (2, 20)), torch.tensor(38.0)
+    with Operations() as operations:
+        real_model_example.next_token_loss(model, ids, ids, tokens).backward()
+    assert "aten::mm" in operations.names
+    assert not {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"} & set(operations.names)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_compiled_attention_gets_no_mask(config):
+    """FlashAttention takes none."""
+    model, calls = models.from_config(config), []
+
+    def record(graph, _inputs):
+        for node in graph.graph.nodes:
+            if "scaled_dot_product" in str(node.target):
+                calls.append((node.kwargs["attn_mask"], node.kwargs["is_causal"]))
+        return graph
+
+    torch.compile(model, backend=record)(input_ids=torch.randint(0, VOCABULARY, (2, 20)), use_cache=False)
+    torch._dynamo.reset()
+    assert calls == [(None, True)] * 2
+
+
+def test_exported_model_keeps_the_name_of_its_activation(script):
+    """The fused function gives the same losses, and users of the model are not told of it."""
+    args = ["--seq_length", "64", "--batch_size", "2", "--max_steps", "4", "--precision", "fp32", "--no_eval"]
+    fused, own = script(*args), script(*args, "--no_fused_gelu", "--no_export")
+    exported = transformers.AutoConfig.from_pretrained(fused.folder / "hf")
+    assert exported.activation_function == "gelu_new"
+    assert fused.losses == pytest.approx(own.losses, rel=1e-6)
