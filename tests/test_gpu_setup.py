@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FAULT, STRATEGIES, finish, free_port, start
+from conftest import FAULT, finish, free_port, start
 
 from support import distributed, gradients, preflight
 from support.config import GROWTH_INTERVAL, complete_ds_config, parse_arguments
@@ -51,16 +51,6 @@ def test_infinity_without_a_cuda_toolkit(without_cuda_toolkit):
 )
 def test_what_needs_no_cuda_toolkit(without_cuda_toolkit, strategy, keeps, device):
     preflight.check_requirements(requirements(strategy, keeps), device)
-
-
-def test_deepspeed_joins_the_toolkit_that_is_missing_to_a_path(without_cuda_toolkit):
-    """Why is_compatible is not enough."""
-    from deepspeed.ops.op_builder.async_io import AsyncIOBuilder  # the one for GPUs
-
-    builder = AsyncIOBuilder()
-    builder.build_for_cpu = False  # as jit_load sets it where torch sees a GPU
-    with pytest.raises(TypeError):
-        builder.include_paths()
 
 
 def test_ops_that_infinity_compiles_are_those_that_async_io_loads(monkeypatch):
@@ -160,8 +150,9 @@ def test_overlap_of_a_users_file_is_kept(overlaps):
         assert zero["overlap_comm"] is overlaps
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("dp", "fsdp")])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "offload"])
 def test_bf16_gradients_are_not_searched_for_infinities(strategy):
+    """Stage 3 has no such setting: it searches in fp16 only (stage3.py)."""
     assert completed(strategy, "bf16", 2)["bf16"] == {"enabled": True, "check_grad_overflow": False}
 
 
