@@ -59,6 +59,7 @@ def main() -> None:
             per_device_train_batch_size=args.batch_size,
             max_steps=args.max_steps,
             bf16=True,
+            optim="adamw_torch_fused",  # transformers' default only from torch 2.8 on
             report_to=[],
             save_strategy="no",
             logging_steps=10,
