@@ -10,13 +10,14 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,6 +27,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 SCRIPT = PROJECT / "real_model_example.py"
 GB = 2**30
 RUN_SECONDS = 240  # for one run; in the first ones DeepSpeed compiles CPU Adam and asynchronous I/O
+GRACE_SECONDS = 5  # from SIGTERM to SIGKILL
 LIBAIO = Path("/usr/include/libaio.h")
 
 
@@ -71,7 +73,7 @@ class Done:
                 records.append(json.loads(line))
         return [record for record in records if "loss" in record]
 
-    def unlike(self, code: int = 0, status: str = "completed") -> str:
+    def problem(self, code: int = 0, status: str = "completed") -> str:
         """What differs from the expected end; "" for nothing."""
         if self.code is None:
             return f"no end after {self.seconds:.0f} s"
@@ -103,6 +105,25 @@ def largest_difference(found: dict[int, float], expected: dict[int, float]) -> t
     return max((math.inf if math.isnan(off) else off, step) for off, step in differences)
 
 
+def end_family(process: subprocess.Popen) -> None:
+    """End a command and all that it started: SIGTERM, then SIGKILL.
+
+    A signal to its process group is not enough: torchrun's workers have sessions of their own. They
+    are collected first, because nothing says whose they were when the launcher has ended.
+    """
+    family = [psutil.Process(process.pid)]
+    family += family[0].children(recursive=True)
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.terminate()
+    _, left = psutil.wait_procs(family, timeout=GRACE_SECONDS)
+    for member in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(left, timeout=GRACE_SECONDS)
+    process.poll()
+
+
 # ---------------------------------------------------------------------------------------- the bench
 
 
@@ -124,7 +145,7 @@ print(json.dumps([torch.__version__, torch.version.cuda, nccl, about]))
 """
 
 
-def look_around() -> Machine:
+def describe_machine() -> Machine:
     """Ask torch, in a process of its own, and nvidia-smi."""
     ask = [sys.executable, "-c", ABOUT_TORCH]
     out = subprocess.run(ask, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -213,15 +234,14 @@ class Bench:
             return None
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                end_family(process)
 
     def train(self, name: str, *flags, program: list | None = None, keep=False, **how) -> Done:
         """Run real_model_example.py, or a `program` that takes its flags, in runs/<name>.
 
         Args:
             flags: strings, which are split at blanks, and paths.
-            keep: go on with what is in that folder.
+            keep: resume from what is in that folder.
             how: as `run` has it.
         """
         folder = self.out / "runs" / name
@@ -251,7 +271,7 @@ class Bench:
             self.skip(name, "needs a GPU")
         return self.on_gpu
 
-    def usable(self, what: str) -> list[str]:
+    def runnable_strategies(self, what: str) -> list[str]:
         """The strategies of a check, infinity only where libaio is."""
         if "infinity" in self.strategies and not LIBAIO.exists():
             self.skip(f"{what}: infinity", "needs libaio-dev")

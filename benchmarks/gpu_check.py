@@ -14,9 +14,10 @@ Parts, each of which ends within --part_seconds (570): what it had no time for i
     5  speed: gpt2 at 1,024 tokens, eager and compiled, next to transformers.Trainer
     6  all GPUs (without a GPU two CPU processes), with torchrun and, inside a Slurm job, with srun
 
-Each check is a line, PASS, FAIL or SKIP with a reason. The lines and the tables also go to
-<out>/report.md, after every check. No network is needed. Without a GPU the checks that a CPU can do
-run, on the embedded model, and the others are skipped. Exit code: 1 if a line is FAIL.
+Each check is a line, PASS, FAIL or SKIP with a reason. The lines and the tables also go, after every
+check, to <out>/report.md, or <out>/report-1-3.md of parts 1 and 3. Please report them in an issue of
+this repository. No network is needed. Without a GPU the checks that a CPU can do run, on the embedded
+model, and the others are skipped. Exit code: 1 if a line is FAIL.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from benchmarks.bench import (
     SCRIPT,
     Bench,
     Done,
+    describe_machine,
     largest_difference,
-    look_around,
     losses_unlike,
 )
 from support import architectures, planner
@@ -63,15 +64,15 @@ def check_strategies(bench: Bench) -> None:
     """Train under each strategy; resume its checkpoint of step 4 under the next. Losses as dp's."""
     work = f"{SMALL} --batch_size 4 --precision fp32 --max_steps 8"
     more = "--save_every 4 --eval_samples 8 --generate The"
-    strategies, runs = bench.usable("strategy"), {}
+    strategies, runs = bench.runnable_strategies("strategy"), {}
     for strategy in strategies:
         run = bench.train(f"strategy-{strategy}", f"{work} {more} --strategy {strategy}")
         runs[strategy] = run
         expected = runs[strategies[0]].losses
-        problem = run.unlike() or losses_unlike(run.losses, expected, bench.tolerance)
+        problem = run.problem() or losses_unlike(run.losses, expected, bench.tolerance)
         if not problem and not list((run.folder / "hf").glob("*.safetensors")):
             problem = "no exported model"
-        bench.report(f"strategy {strategy}", problem, said_of(run, expected))
+        bench.report(f"strategy {strategy}", problem, summary_of(run, expected))
     for saver, other in zip(strategies, strategies[1:] + strategies[:1], strict=True):
         name, saved = f"resume {saver} under {other}", step_4_of(runs[saver])
         if not saved.exists():
@@ -80,8 +81,8 @@ def check_strategies(bench: Bench) -> None:
         flags = f"{work} --no_eval --no_export --strategy {other} --resume"
         run = bench.train(f"resume-{saver}-{other}", flags, saved)
         expected = after_step_4(runs[strategies[0]].losses)
-        problem = run.unlike() or losses_unlike(run.losses, expected, bench.tolerance)
-        bench.report(name, problem, said_of(run, expected))
+        problem = run.problem() or losses_unlike(run.losses, expected, bench.tolerance)
+        bench.report(name, problem, summary_of(run, expected))
 
 
 def step_4_of(run: Done) -> Path:
@@ -94,7 +95,7 @@ def after_step_4(losses: dict[int, float]) -> dict[int, float]:
     return {step: loss for step, loss in losses.items() if step > 4}
 
 
-def said_of(run: Done, expected: dict[int, float]) -> str:
+def summary_of(run: Done, expected: dict[int, float]) -> str:
     """For a line that passes: time and the largest difference of a loss."""
     if not expected or run.losses.keys() != expected.keys():
         return f"{run.seconds:.0f} s"
@@ -109,30 +110,31 @@ def check_precisions(bench: Bench) -> None:
     """16-bit losses are within 1 % of fp32's: each strategy, and FSDP with CPU offload."""
     work = f"{SMALL} {NO_FILES} --batch_size 4 --max_steps 8"
     reference = bench.train("fp32-dp", f"{work} --precision fp32")
-    if not bench.report("fp32 dp", reference.unlike(), said_of(reference, {})):
+    if not bench.report("fp32 dp", reference.problem(), summary_of(reference, {})):
         return
     offload = bench.out / "fsdp_offload.json"
     offload.write_text('{"fsdp_offload_params": true}')
     for precision in ("bf16", "fp16"):
         if precision == "fp16" and not bench.needs_gpu("fp16"):
             continue
-        runs = [(strategy, [f"--strategy {strategy}"]) for strategy in bench.usable(precision)]
+        strategies = bench.runnable_strategies(precision)
+        runs = [(strategy, [f"--strategy {strategy}"]) for strategy in strategies]
         if "fsdp" in bench.strategies:
             runs.append(("fsdp with CPU offload", ["--strategy fsdp --fsdp_config", offload]))
         for name, flags in runs:
             folder = f"{precision}-{name}".replace(" ", "-")
             run = bench.train(folder, f"{work} --precision {precision}", *flags)
             far = losses_unlike(run.losses, reference.losses, LOW_PRECISION_TOLERANCE)
-            problem = run.unlike() or far
-            bench.report(f"{precision} {name}", problem, said_of(run, reference.losses))
+            problem = run.problem() or far
+            bench.report(f"{precision} {name}", problem, summary_of(run, reference.losses))
 
 
 # ------------------------------------------------------------------------------------- 3: behaviour
 
 
 def check_behaviour(bench: Bench) -> None:
-    """What a run says beforehand, and how it ends and goes on."""
-    for strategy in bench.usable("--check"):
+    """What a run says beforehand, and how it ends and resumes."""
+    for strategy in bench.runnable_strategies("--check"):
         if strategy in ("dp", "offload", "infinity"):
             command = [sys.executable, SCRIPT, "--check", "--strategy", strategy]
             run = bench.run(f"check-{strategy}", command)
@@ -158,13 +160,13 @@ def check_signal(bench: Bench) -> None:
     work = f"{SMALL} --batch_size 4 --lr_scheduler constant --no_eval --no_export"
     run = bench.train("sigterm", f"{work} --max_steps 1000000", meanwhile=stop)
     last = max(run.steps, default=0)
-    if not bench.report("SIGTERM", run.unlike(75, "preempted"), f"stopped after step {last}"):
+    if not bench.report("SIGTERM", run.problem(75, "preempted"), f"stopped after step {last}"):
         return
     again = bench.train("sigterm", f"{work} --max_steps {last + 3} --resume", keep=True)
-    problem = again.unlike()
+    problem = again.problem()
     if not problem and again.steps != list(range(1, last + 4)):
         problem = f"{len(again.steps)} steps are logged instead of 1 to {last + 3}"
-    bench.report("--resume after SIGTERM", problem, f"goes on to step {last + 3}")
+    bench.report("--resume after SIGTERM", problem, f"resumed, up to step {last + 3}")
 
 
 def check_determinism(bench: Bench) -> None:
@@ -174,13 +176,13 @@ def check_determinism(bench: Bench) -> None:
     work += " --no_eval --no_export --deterministic --dropout 0.1 --max_steps 8"
     first = bench.train("deterministic-1", f"{work} --save_every 4")
     second = bench.train("deterministic-2", f"{work} --no_save")
-    problem = first.unlike() or second.unlike() or losses_unlike(second.losses, first.losses, 0)
+    problem = first.problem() or second.problem() or losses_unlike(second.losses, first.losses, 0)
     bench.report("--deterministic twice", problem, "the same losses, bit for bit")
     if not step_4_of(first).exists():
         bench.report("--deterministic --resume", "no checkpoint")
         return
     resumed = bench.train("deterministic-resumed", f"{work} --resume", step_4_of(first))
-    problem = resumed.unlike() or losses_unlike(resumed.losses, after_step_4(first.losses), 0)
+    problem = resumed.problem() or losses_unlike(resumed.losses, after_step_4(first.losses), 0)
     bench.report("--deterministic --resume", problem, "the same losses, bit for bit")
 
 
@@ -191,12 +193,12 @@ def check_out_of_memory(bench: Bench) -> None:
     work, batch = [*gpt2_at_1024(bench), f"{NO_FILES} --max_steps 3"], too_large_batch(bench)
     run = bench.train("oom", *work, f"--batch_size {batch}")
     advice = ADVICE.search(run.log)
-    problem = run.unlike(3, "oom") or ("" if advice else "no smaller batch is advised")
+    problem = run.problem(3, "oom") or ("" if advice else "no smaller batch is advised")
     if not bench.report("out of memory", problem, f"batch {batch}, exit code 3, with advice"):
         return
     followed = bench.train("oom-advice", *work, advice[1])
     text = f"{advice[1]}: planned {advice[2]} GB with reserves, peak {peak_of(followed):.1f} GB"
-    bench.report("following the advice", followed.unlike(), text)
+    bench.report("following the advice", followed.problem(), text)
 
 
 def peak_of(run: Done) -> float:
@@ -205,9 +207,12 @@ def peak_of(run: Done) -> float:
 
 
 def too_large_batch(bench: Bench) -> int:
-    """Blocks of 1,024 tokens, a power of two, whose logits alone are more than a GPU has."""
-    logits = planner.logits_bytes(planner.Work(architectures.find_architecture("gpt2"), 1, 1, 1024))
-    return 1 << (bench.machine.gpu_memory // logits).bit_length()
+    """Blocks of 1,024 tokens, a power of two, whose activations alone are more than a GPU has."""
+    model, batch = architectures.find_architecture("gpt2"), 1
+    memory = bench.machine.gpu_memory
+    while planner.activation_bytes(planner.Work(model, 1, batch, 1024), "dp") <= memory:
+        batch *= 2
+    return batch
 
 
 def gpt2_at_1024(bench: Bench, model: str = "gpt2") -> list:
@@ -230,7 +235,7 @@ def check_synchronizing_calls(bench: Bench) -> None:
         watch = [sys.executable, PROJECT / "benchmarks" / "synchronizing_calls.py", file]
         flags = [*gpt2_at_1024(bench), f"{NO_FILES} --strategy {strategy} --max_steps 20"]
         run = bench.train(f"sync-{strategy}", *flags, program=watch)
-        problem = run.unlike() or ("" if file.exists() else "nothing was recorded")
+        problem = run.problem() or ("" if file.exists() else "nothing was recorded")
         found = json.loads(file.read_text()) if file.exists() else {"steps": 1, "calls": []}
         for call in found["calls"]:
             often = call["count"] / found["steps"]
@@ -252,7 +257,7 @@ def check_memory(bench: Bench) -> None:
             simulate(bench, [SMALL], strategy, 8, "tiny-gpt2, 4 blocks of 64 tokens")
         bench.skip(name, "needs a GPU")
         return
-    for strategy in bench.usable("8 simulated GPUs"):
+    for strategy in bench.runnable_strategies("8 simulated GPUs"):
         simulate(bench, gpt2_at_1024(bench), strategy, 8, f"gpt2, {GPT2_BLOCKS}")
     sharded_more = [s for s in ("dp", "zero2", "zero3") if s in bench.strategies]
     flags, title = gpt2_at_1024(bench, "gpt2-medium"), f"gpt2-medium, {GPT2_BLOCKS}"
@@ -267,7 +272,7 @@ def simulate(bench: Bench, work: list, strategy: str, ranks: int, title: str) ->
     model = title.split(",")[0]
     flags = f"--batch_size 4 --precision bf16 --strategy {strategy} --simulate_gpus {ranks}"
     run = bench.train(f"simulated-{ranks}-{model}-{strategy}", *work, flags)
-    name, problem = f"{strategy}, {model}, {ranks} simulated GPUs", run.unlike()
+    name, problem = f"{strategy}, {model}, {ranks} simulated GPUs", run.problem()
     if problem:
         bench.report(name, problem)
         return 0
@@ -323,7 +328,7 @@ def compare_speed(bench: Bench, batch: int, how: str) -> None:
     flags = f"{NO_FILES} --batch_size {batch} --max_steps 40 --precision bf16{compile_it}"
     run = bench.train(f"speed-{batch}-{how}", *gpt2_at_1024(bench), flags, env=one_gpu)
     ours = run.results.get("tokens_per_second") or 0
-    problem = run.unlike() or ("" if ours else "no throughput")
+    problem = run.problem() or ("" if ours else "no throughput")
     bench.report(f"speed, {name}", problem, f"{ours:,.0f} tokens/s")
 
     file = bench.fresh(f"trainer-{batch}-{how}.json")
@@ -369,7 +374,7 @@ def check_all_gpus(bench: Bench) -> None:
         return
     work = f"{SMALL} {NO_FILES} --precision fp32 --max_steps 8"
     one = bench.train("one-rank", f"{work} --batch_size {2 * ranks}")
-    if not bench.report(f"one rank, batch {2 * ranks}", one.unlike(), said_of(one, {})):
+    if not bench.report(f"one rank, batch {2 * ranks}", one.problem(), summary_of(one, {})):
         return
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launchers = {"torchrun": [*torchrun, f"--nproc_per_node={ranks}", SCRIPT]}
@@ -379,14 +384,14 @@ def check_all_gpus(bench: Bench) -> None:
     else:
         bench.skip("srun", "not inside a Slurm job")
     for launcher, program in launchers.items():
-        for strategy in bench.usable(launcher):
+        for strategy in bench.runnable_strategies(launcher):
             flags = f"{work} --batch_size 2 --strategy {strategy}"
             run = bench.train(f"{launcher}-{strategy}", flags, program=program)
-            problem = run.unlike() or losses_unlike(run.losses, one.losses, bench.tolerance)
+            problem = run.problem() or losses_unlike(run.losses, one.losses, bench.tolerance)
             if not problem and run.results["world_size"] != ranks:
                 problem = f"{run.results['world_size']} ranks instead of {ranks}"
             name = f"{launcher}, {ranks} ranks, {strategy}"
-            bench.report(name, problem, said_of(run, one.losses))
+            bench.report(name, problem, summary_of(run, one.losses))
 
 
 # -------------------------------------------------------------------------------------------- parts
@@ -422,7 +427,7 @@ def main(argv: list[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     report = out / f"report{''.join(f'-{part}' for part in args.parts)}.md"
     command = shlex.join(["bash", "benchmarks/gpu_check.sh", *argv])
-    bench = Bench(look_around(), out, report, args.strategies, command)
+    bench = Bench(describe_machine(), out, report, args.strategies, command)
     print("; ".join(bench.machine.facts), flush=True)
     for part in args.parts or PARTS:
         bench.ends_at = time.monotonic() + args.part_seconds

@@ -216,7 +216,7 @@ def tune_process(args, launch: Launch) -> None:
         granted = env.get("SLURM_CPUS_PER_TASK") if launch.launcher == "srun" else None
         env["OMP_NUM_THREADS"] = granted or str(max(1, available_cores() // launch.local_world_size))
     if has_nvidia_gpu():
-        let_segments_grow()
+        enable_expandable_segments()
     else:
         return_freed_memory()
     # DeepSpeed builds its ops with ninja, and pip puts one beside this interpreter. Always that one, if it is there:
@@ -255,7 +255,7 @@ def available_cores() -> int:
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def let_segments_grow() -> None:
+def enable_expandable_segments() -> None:
     """Let PyTorch's allocator on a GPU extend its segments, instead of adding some of fixed sizes.
 
     Batches of examples differ in length, and a strategy that shards gathers and frees tensors of many

@@ -149,7 +149,7 @@ def check_output_dir(args) -> None:
     folder = Path(args.output_dir)
     check_place("--output_dir", folder)
     if not (args.overwrite or args.resume is not None) and holds_a_run(folder):
-        raise UserError(f"--output_dir {folder} holds another run: --resume goes on with it, --overwrite replaces it; or name "
+        raise UserError(f"--output_dir {folder} holds another run: --resume continues it, --overwrite replaces it; or name "
                         "another folder.")  # fmt: skip
 
 

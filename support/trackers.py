@@ -51,7 +51,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline; resuming goes on with the same one."""
+    """A run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline; a resumed run continues the same one."""
 
     def __init__(self, folder: Path, step: int, arguments: dict):
         import wandb

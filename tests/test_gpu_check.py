@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import ClassVar
 
+import psutil
 import pytest
 from conftest import FAULT, PROJECT, STRATEGIES
 
@@ -53,7 +54,28 @@ def test_run_without_an_end_is_killed(tmp_path):
     some = bench.Bench(machine, tmp_path, tmp_path / "report.md", ["dp"], "")
     some.ends_at = bench.time.monotonic() + 1.5
     done = some.run("sleeps", [sys.executable, "-c", "import time; time.sleep(60)"])
-    assert done.code is None and done.seconds < 10 and "no end" in done.unlike()
+    assert done.code is None and done.seconds < 10 and "no end" in done.problem()
+
+
+WORKER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+LAUNCHER = f"""
+import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", {WORKER!r}], start_new_session=True)
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_workers_of_a_run_without_an_end_are_killed(tmp_path, monkeypatch):
+    """Like torchrun's they have sessions of their own; these ignore SIGTERM, too."""
+    monkeypatch.setattr(bench, "GRACE_SECONDS", 1)
+    machine = bench.Machine(0, None, [])
+    some = bench.Bench(machine, tmp_path, tmp_path / "report.md", ["dp"], "")
+    some.ends_at = bench.time.monotonic() + 2
+    done = some.run("launches", [sys.executable, "-c", LAUNCHER])
+    worker = int(done.log.split()[-1])
+    assert done.code is None
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
 
 
 # ---------------------------------------------------------------------------------------- made up
@@ -103,8 +125,8 @@ class Pretended(bench.Bench):
             run["files"]["hf/model.safetensors"] = ""
         if flags.get("--max_steps") == "1000000":
             run |= {"code": 75, "status": "preempted", "losses": {1: 5, 2: 4, 3: 3}}
-        if int(flags.get("--batch_size", 1)) > 256:
-            advice = "--batch_size 64 --gradient_accumulation_steps 8: 60.1 of 80.0 GB"
+        if int(flags.get("--batch_size", 1)) >= 256:
+            advice = "--batch_size 64 --gradient_accumulation_steps 4: 60.1 of 80.0 GB"
             run |= {"code": 3, "status": "oom", "log": f"❌ CUDA out of memory\n  {advice}"}
         if "synchronizing_calls.py" in command[1]:
             calls = [{"count": 20, "call": "torch/x.py:1", "project": "support/y.py:2"}]
@@ -128,7 +150,7 @@ def pretend(tmp_path, monkeypatch, capsys):
     """pretend(fault, *parts) runs them; returns (exit code, lines, report, commands)."""
     monkeypatch.setattr(gpu_check, "Bench", Pretended)
     machine = bench.Machine(2, 80 * GB, ["GPUs: two"])
-    monkeypatch.setattr(gpu_check, "look_around", lambda: machine)
+    monkeypatch.setattr(gpu_check, "describe_machine", lambda: machine)
     monkeypatch.setattr(bench, "LIBAIO", Path("/"))
     monkeypatch.setenv("SLURM_JOB_ID", "1")
 
@@ -153,7 +175,7 @@ def test_all_parts_pass_where_all_runs_are_right(pretend):
     assert "| 32 | compiled | 100,000 | 30.0% | 50.0 | 17.0 | 80,000 | 24.0% | 9.0 |" in report
     assert "| zero3 | 2 | torch/x.py:1 | support/y.py:2 |" in report
     text = "\n".join(commands)
-    assert "--fsdp_config" in text and "--batch_size 64 --gradient_accumulation_steps 8" in text
+    assert "--fsdp_config" in text and "--batch_size 64 --gradient_accumulation_steps 4" in text
     assert text.count("hf_trainer.py") == 4 and text.count("--simulate_gpus 8") == 7
     assert text.count("--model gpt2-medium") == text.count("--simulate_gpus 4") == 3
 
