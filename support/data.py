@@ -309,10 +309,11 @@ def prefetch(steps: Iterator, device: torch.device) -> Iterator:
 
 
 class ReadAhead:
-    """Iterates over `steps` in a thread of its own, at most `depth` items ahead of who takes them.
+    """Iterates over `steps` in a thread of its own, at most `depth` + 1 items ahead of the consumer.
 
-    The items come in their order. An error of `steps` is raised where its item would have come, in
-    the thread that takes them.
+    `depth` items wait in a queue, and the thread holds one more until there is room. `prefetch`
+    holds another one. The items come in their order. An error of `steps` is raised where its item
+    would have come, in the consumer's thread.
     """
 
     def __init__(self, steps: Iterator, depth: int):
@@ -327,14 +328,23 @@ class ReadAhead:
             raise StopIteration
         if self._thread.ident is None:  # a stream may have to be resumed before it is read
             self._thread.start()
-        item, error = self._items.get()
+        item, error = self._take()
         if error is not None:
             self._closed.set()
             raise error
         return item
 
+    def _take(self) -> tuple[Any, BaseException | None]:
+        """Wait for the next item, but not for a thread that has ended without one."""
+        while True:
+            try:
+                return self._items.get(timeout=1)
+            except queue.Empty:
+                if not self._thread.is_alive() and self._items.empty():
+                    raise RuntimeError("The thread that reads ahead has ended.") from None
+
     def close(self, seconds: float = 30) -> None:
-        """Read no more, and wait for the item in progress: two threads must not use one tokenizer.
+        """Read no more, and wait for the item in progress.
 
         Args:
             seconds: to wait at most; a network that hangs must not keep the run from its end.
@@ -353,7 +363,7 @@ class ReadAhead:
             self._put(None, error)
 
     def _put(self, item: Any, error: BaseException | None) -> bool:
-        """Wait for room, and False if nobody takes anything any more."""
+        """Wait for room, and False after close()."""
         while not self._closed.is_set():
             try:
                 self._items.put((item, error), timeout=0.1)

@@ -6,8 +6,8 @@ no others. So the same blocks come in the same steps on any number of ranks, and
 is all that a checkpoint needs.
 
 A thread reads and tokenises some steps ahead of training (data.ReadAhead). Each step carries where the
-stream stands after it, so that a checkpoint, and what is said of bad rows, know nothing of what was only
-read.
+stream stands after it, so that a checkpoint, and what is said of bad rows, exclude rows that were only
+read ahead. The thread has its own copy of the tokenizer, which rank 0 saves with a checkpoint meanwhile.
 
 Rows are read through `datasets`' IterableDataset, whose `state_dict()` says how far it is. Every rank reads all rows, and
 tokenises its own.
@@ -15,6 +15,7 @@ tokenises its own.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import os
@@ -64,7 +65,7 @@ from support.reporting import say_dataset
 from support.tokens import SHOWN_BAD_ROWS, of_another_kind, refuse_bad_rows, say_files, tokenize_corpus
 from support.whole_document import Chunk, DocumentTokenizer
 
-STEPS_AHEAD = 4  # read and tokenised before they are trained on; lanes refill at different steps
+STEPS_AHEAD = 4  # in the queue of data.ReadAhead, which two more leave; lanes refill at different steps
 COMPARED_BYTES = 1 << 16  # of a file's beginning and of its end
 ROWS_VERSION = 2  # raise it when a corpus is read as other rows, so that a checkpoint's place in it is another one
 
@@ -312,12 +313,14 @@ class Place:
         lanes: state of each, {lane: state}.
         bad: rows that were left out in this step, and whether this rank alone saw them.
         rows, passes: read so far.
+        kind: of the rows: "text", "chat" or "pair"; None before the first.
     """
 
     lanes: dict[str, dict]
     bad: list[tuple[str, bool]]
     rows: int
     passes: int
+    kind: str | None = None
 
 
 class Stream:
@@ -332,12 +335,13 @@ class Stream:
 
     def __init__(self, args, run: Run, tokenizer):
         self.args, self.run, self.tokenizer = args, run, tokenizer
+        self.own_tokenizer = copy.deepcopy(tokenizer)  # two threads must not use one
         self.seq_length, self.place = args.seq_length, Place({}, [], 0, 0)
         self.encoder, self.bad = None, {}  # the rows that were left out, in their order, as the keys of a dict
         self.found: list[tuple[str, bool]] = []  # those of the step that is being read
         self.shown = 0  # of them that were said, or known before a resume
         self.fresh, self.gathered = [], set()  # those that no other rank knows of, and those that all know
-        self.documents = DocumentTokenizer(tokenizer)
+        self.documents = DocumentTokenizer(self.own_tokenizer)
         self.layout = [
             [micro * args.batch_size * run.world_size + run.rank * args.batch_size + row for row in range(args.batch_size)]
             for micro in range(args.gradient_accumulation_steps)
@@ -421,6 +425,8 @@ class Stream:
 
     def _arrive(self, place: Place) -> None:
         """A step is trained on now: note where the stream stands after it; say what was left out."""
+        if self.place.kind is None and use_plain_template(self.tokenizer, place.kind):
+            self.run.warn(PLAIN_NOTICE)
         self.place = place
         for row, mine in place.bad:
             self.fresh.append(row)
@@ -437,7 +443,7 @@ class Stream:
             tokens = sum(len(block if isinstance(block, np.ndarray) else block[0]) for batch in rows for block in batch)
             lanes = {str(number): lane.state() for number, lane in self.lanes.items()}
             found, self.found = self.found, []
-            place = Place(lanes, found, self.reader.row, self.reader.passes)
+            place = Place(lanes, found, self.reader.row, self.reader.passes, self.reader.kind)
             yield Window([self._stack(batch) for batch in rows], tokens, place)
 
     def _stack(self, blocks: list) -> tuple[torch.Tensor, torch.Tensor]:
@@ -450,9 +456,8 @@ class Stream:
         if item.content.kind == "text":
             return self._encode_text(item)
         if self.encoder is None:
-            if use_plain_template(self.tokenizer, item.content.kind):
-                self.run.warn(PLAIN_NOTICE)
-            self.encoder = Encoder(self.tokenizer)
+            use_plain_template(self.own_tokenizer, item.content.kind)
+            self.encoder = Encoder(self.own_tokenizer)
         [found] = self.encoder.encode([item.content])
         if isinstance(found, BadRow):
             if item.state["pass"] == 0:
@@ -467,7 +472,8 @@ class Stream:
         text = "".join(item.content.pieces)
         if not text:
             return None, "skipped"
-        between = [self.tokenizer.eos_token_id] if item.begins and self.tokenizer.eos_token_id is not None else []
+        eos = self.own_tokenizer.eos_token_id
+        between = [eos] if item.begins and eos is not None else []
         ids = self.documents.part_ids(item.part) if item.part else self.documents.ids(text)
         return np.array(between + ids, dtype=np.int64), None
 

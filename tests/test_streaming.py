@@ -209,6 +209,14 @@ def test_nothing_is_read_after_the_end():
     assert not read[0].is_alive() and next(ahead, "the end") == "the end" and len(read) == count
 
 
+def test_a_thread_that_has_ended_is_not_waited_for():
+    """As after a fork: the child has the queue, and no thread."""
+    ahead, _ = read_ahead()
+    ahead._put = lambda item, error: False
+    with pytest.raises(RuntimeError, match="has ended"):
+        next(ahead)
+
+
 def stream_of(file, tokenizer, **flags):
     """A Stream of one rank, without a script around it, and the lines that it says."""
     from support.streaming import Stream
@@ -220,6 +228,24 @@ def stream_of(file, tokenizer, **flags):
     run = SimpleNamespace(is_main=True, rank=0, world_size=1, gather=lambda value: [value], from_main=lambda value: value,
                           print=said.append, say=said.append, warn=said.append)  # fmt: skip
     return Stream(args, run, tokenizer), said
+
+
+def test_the_thread_has_a_tokenizer_of_its_own(tmp_path, monkeypatch):
+    """Conversations without a template: the run's tokenizer gets one, and says so, where it is trained."""
+    messages = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
+    tokenizer, used, threads = tokenizer_of("gpt2"), [], []
+    encode = type(tokenizer)._encode_plus
+    monkeypatch.setattr(
+        type(tokenizer), "_encode_plus", lambda self, *a, **k: used.append(self) or encode(self, *a, **k)
+    )
+    stream, _ = stream_of(tmp_path / "chat.jsonl", tokenizer, seq_length=64)
+    stream.run.warn = lambda text: threads.append(threading.current_thread())
+    windows = stream.windows(torch.device("cpu"))
+    next(windows), next(windows)
+    assert used and all(one is not tokenizer for one in used)
+    assert tokenizer.chat_template and threads == [threading.current_thread()]
+    stream._ahead.close()
 
 
 def test_what_was_only_read_is_not_in_a_checkpoint(tmp_path):
