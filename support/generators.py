@@ -91,7 +91,8 @@ def deepspeed_config(args) -> dict:
     stage3_only = ("stage3_", "sub_group")
     zero |= {key: size for key, size in sizes.items()
              if key == "reduce_bucket_size" or key.startswith(stage3_only) == (args.zero_stage == 3)}  # fmt: skip
-    zero |= {"overlap_comm": True, "reduce_scatter": True, "contiguous_gradients": True}
+    copies = args.zero_stage == 3 or args.offload_optimizer  # these overlap on one rank, too
+    zero |= {"overlap_comm": True if copies else "auto", "reduce_scatter": True, "contiguous_gradients": True}
     config = {
         "train_micro_batch_size_per_gpu": args.batch_size or "auto",
         "gradient_accumulation_steps": "auto",

@@ -225,11 +225,7 @@ def tune_process(args, launch: Launch) -> None:
     if (own / "ninja").exists():
         env["PATH"] = f"{own}{os.pathsep}{env.get('PATH', '')}"
     if args.deterministic:
-        workspace = env.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0])
-        if workspace not in DETERMINISTIC_WORKSPACES:
-            needed = " or ".join(DETERMINISTIC_WORKSPACES)
-            raise UserError(f"--deterministic needs CUBLAS_WORKSPACE_CONFIG={needed}, and this shell "
-                            f"sets {workspace}: unset it.")  # fmt: skip
+        check_workspace(env.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0]))
     env.setdefault("TOKENIZERS_PARALLELISM", "true")
     env.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would announce its start and end
     if not args.verbose:
@@ -243,6 +239,18 @@ def tune_process(args, launch: Launch) -> None:
         if args.quiet or not (launch.is_main and sys.stderr.isatty()):
             env.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             env.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+
+def check_workspace(workspace: str) -> None:
+    """--deterministic on a GPU needs a workspace of cuBLAS that PyTorch accepts; a CPU does without.
+
+    Raises:
+        UserError: this shell sets another one.
+    """
+    if has_nvidia_gpu() and workspace not in DETERMINISTIC_WORKSPACES:
+        needed = " or ".join(DETERMINISTIC_WORKSPACES)
+        raise UserError(f"--deterministic needs CUBLAS_WORKSPACE_CONFIG={needed}, and this shell "
+                        f"sets {workspace}: unset it.")  # fmt: skip
 
 
 def available_cores() -> int:

@@ -411,8 +411,8 @@ def _stage3(work: Work, strategy: str) -> _Held:
     gradients, optimizer = (0, 0) if swaps else (c * trained, MASTER_AND_MOMENTS * trained)
     gathered = 0 if n == 1 and not swaps else c * (largest + min(2 * bucket, total - largest))
     steady = parameters + gradients + optimizer + c * bucket
-    # ds_config_infinity.json: 5 buffers for parameters, 4 for a sub-group's states, which DeepSpeed locks itself, as large as
-    # they are (csrc/pin_memory/deepspeed_pin_tensor.cpp); and the gradients, in one tensor that torch locks.
+    # ds_config_infinity.json: 5 buffers for parameters, 4 for a sub-group's states, which DeepSpeed page-locks
+    # without rounding (csrc/pin_memory/deepspeed_pin_tensor.cpp); and the gradients, in one tensor that torch locks.
     in_host = c * 5 * (largest // n + 4096) + 4 * 4 * min(trained, buckets["sub_group_size"])
     in_host += _page_locked(work, [c * trained])
     # At the end the embedding is whole, with its gradient's parts (see _dp), and the last block's largest matrix.

@@ -475,11 +475,19 @@ def needed_ops(strategy: str, device) -> dict[str, list[Path]]:
 
     needed = ["deepspeed_shm_comm"] if device.type == "cpu" else []
     needed += ["cpu_adam"] if strategy in ("offload", "infinity") else []
-    needed += ["async_io", "pin_memory"] if strategy == "infinity" else []  # async_io loads pin_memory
+    if strategy == "infinity":
+        needed += ["async_io", "pin_memory"] if _has_pin_memory_op() else ["async_io"]
     if own := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return {op: [Path(own) / op] for op in needed}
     builds = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"  # one for each CUDA version
     return {op: list(Path(get_default_build_root()).glob(f"{builds}/{op}")) for op in needed}
+
+
+def _has_pin_memory_op() -> bool:
+    """Whether this DeepSpeed's async_io loads an op pin_memory, as 0.19 does; found without importing DeepSpeed."""
+    package = importlib.util.find_spec("deepspeed")
+    folders = package.submodule_search_locations if package else ()
+    return any((Path(folder) / "ops" / "op_builder" / "pin_memory.py").exists() for folder in folders)
 
 
 def ops_to_compile(strategy: str, device) -> list[str]:

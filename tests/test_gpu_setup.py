@@ -68,6 +68,17 @@ def test_ops_that_infinity_compiles_are_those_that_async_io_loads(monkeypatch):
     assert set(loaded) <= set(preflight.needed_ops("infinity", GPU))
 
 
+@pytest.mark.parametrize("has_op", [True, False])
+def test_pin_memory_is_compiled_where_deepspeed_has_it(tmp_path, monkeypatch, has_op):
+    builders = tmp_path / "ops" / "op_builder"
+    builders.mkdir(parents=True)
+    if has_op:
+        (builders / "pin_memory.py").touch()
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: package)
+    assert ("pin_memory" in preflight.needed_ops("infinity", GPU)) is has_op
+
+
 # ------------------------------------------------------------------------------------------------ DeepSpeed's settings
 
 

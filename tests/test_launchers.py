@@ -1,10 +1,13 @@
 """The same script under every launcher."""
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from conftest import STRATEGIES, finish, skip, start
+
+from support.errors import UserError
 
 WORK = ["--seq_length", "32", "--num_samples", "8", "--batch_size", "2", "--eval_samples", "3"]
 LAUNCHERS = ["python", "torchrun", "deepspeed", "accelerate", "srun"]
@@ -88,3 +91,14 @@ def test_the_allocator_of_a_gpu_grows_its_segments(monkeypatch, gpu, given, foun
     args = SimpleNamespace(deterministic=False, verbose=True, quiet=False)
     launch.tune_process(args, launch.Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", 29500))
     assert {name: value for name, value in launch.os.environ.items() if "ALLOC" in name} == found
+
+
+@pytest.mark.parametrize("gpu, workspace, refused", [
+    (True, ":0:0", True), (False, ":0:0", False), (True, ":16:8", False), (True, ":4096:8", False),
+])  # fmt: skip
+def test_deterministic_needs_a_workspace_of_cublas_where_there_is_a_gpu(monkeypatch, gpu, workspace, refused):
+    from support import launch
+
+    monkeypatch.setattr(launch, "has_nvidia_gpu", lambda: gpu)
+    with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG") if refused else nullcontext():
+        launch.check_workspace(workspace)

@@ -63,8 +63,6 @@ def test_deterministic_refuses_what_is_not(script):
     """With torch's warn_only it would go on, and attention's backward pass on a GPU would not be deterministic."""
     run = script(*WORK, "--deterministic", program=FAULT, env={"FAULT": "unordered:2"}, ok=False)
     assert run.code == 2 and "--deterministic: this model needs put_" in run.error
-    other = script(*WORK, "--deterministic", env={"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, ok=False)
-    assert other.code == 2 and "CUBLAS_WORKSPACE_CONFIG" in other.error and other.seconds < 5
 
 
 @pytest.mark.soak
