@@ -335,13 +335,12 @@ class Stream:
 
     def __init__(self, args, run: Run, tokenizer):
         self.args, self.run, self.tokenizer = args, run, tokenizer
-        self.own_tokenizer = copy.deepcopy(tokenizer)  # two threads must not use one
         self.seq_length, self.place = args.seq_length, Place({}, [], 0, 0)
         self.encoder, self.bad = None, {}  # the rows that were left out, in their order, as the keys of a dict
         self.found: list[tuple[str, bool]] = []  # those of the step that is being read
         self.shown = 0  # of them that were said, or known before a resume
         self.fresh, self.gathered = [], set()  # those that no other rank knows of, and those that all know
-        self.documents = DocumentTokenizer(self.own_tokenizer)
+        self.documents = DocumentTokenizer(copy.deepcopy(tokenizer))  # two threads must not use one
         self.layout = [
             [micro * args.batch_size * run.world_size + run.rank * args.batch_size + row for row in range(args.batch_size)]
             for micro in range(args.gradient_accumulation_steps)
@@ -456,8 +455,8 @@ class Stream:
         if item.content.kind == "text":
             return self._encode_text(item)
         if self.encoder is None:
-            use_plain_template(self.own_tokenizer, item.content.kind)
-            self.encoder = Encoder(self.own_tokenizer)
+            use_plain_template(self.documents.tokenizer, item.content.kind)
+            self.encoder = Encoder(self.documents.tokenizer)
         [found] = self.encoder.encode([item.content])
         if isinstance(found, BadRow):
             if item.state["pass"] == 0:
@@ -472,7 +471,7 @@ class Stream:
         text = "".join(item.content.pieces)
         if not text:
             return None, "skipped"
-        eos = self.own_tokenizer.eos_token_id
+        eos = self.documents.tokenizer.eos_token_id
         between = [eos] if item.begins and eos is not None else []
         ids = self.documents.part_ids(item.part) if item.part else self.documents.ids(text)
         return np.array(between + ids, dtype=np.int64), None

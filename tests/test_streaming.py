@@ -95,7 +95,7 @@ class OneRank:
         from support.whole_document import DocumentTokenizer
 
         documents = DocumentTokenizer(tokenizer, chunk, overlap=256)
-        encode = partial(Stream._encode_text, SimpleNamespace(tokenizer=tokenizer, documents=documents))
+        encode = partial(Stream._encode_text, SimpleNamespace(documents=documents))
         self.lanes = {number: Lane(number, lanes, 1, 16, 0, encode) for number in range(lanes)}
         args = SimpleNamespace(dataset=str(dataset), text_column=None, dataset_config=None, include=None)
         rows = rows or _open_rows(args, None, _files_to_read(args)[0])
