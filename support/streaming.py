@@ -424,7 +424,8 @@ class Stream:
 
     def _arrive(self, place: Place) -> None:
         """A step is trained on now: note where the stream stands after it; say what was left out."""
-        if self.place.kind is None and use_plain_template(self.tokenizer, place.kind):
+        first = place.kind and not self.place.kind
+        if first and use_plain_template(self.tokenizer, place.kind):
             self.run.warn(PLAIN_NOTICE)
         self.place = place
         for row, mine in place.bad:
