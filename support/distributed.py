@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import platform
 import re
@@ -46,6 +47,7 @@ DISK_SECONDS = 5  # for a disk when an error is reported
 END_SECONDS = 20  # for what a failed rank does before it ends
 LONGEST_MESSAGE = 2000  # characters of an error in the store
 # A disk that is full, or hangs (TimeoutError), or a host that can start no thread: the error is printed all the same.
+RESERVE_BYTES = 64 << 20
 NO_REASON_FOR_SILENCE = (OSError, RuntimeError, MemoryError)
 
 
@@ -113,6 +115,8 @@ class Run:
     flushes: list[Callable[[], None]] = field(default_factory=list)  # what others read of this run, also when it fails
     ending: threading.Event = field(default_factory=threading.Event)
     stop: StopSignal = field(default_factory=lambda: StopSignal())
+    # For the report that no memory is left (a thread, a file, lines). Nothing is written there, so it takes no pages.
+    reserve: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, RESERVE_BYTES, flags=mmap.MAP_PRIVATE))
 
     nodes: int = 1
     precision: str = "fp32"  # of the arithmetic, once --precision is settled for the device
@@ -250,26 +254,20 @@ class Run:
 
     def end_failed(self, error: BaseException) -> NoReturn:
         """End this process. Only the rank that fails first reports its error: those of the others follow from it."""
+        self.reserve.close()
         self.stop.ignore()
         shown = explain(error)
         end_at_latest(shown.exit_code)
         try:
             if self.verbose:
                 print_traceback(error)
-            if isinstance(shown, OutOfMemory):
-                self.ending.set()  # looking around may take longer than `_watch` has patience
-                shown.facts = self._about_memory(shown)
-                release_memory_of(error)  # to report takes memory, too: for a thread, a file, a line
             with contextlib.suppress(*NO_REASON_FOR_SILENCE):  # before anything is written: half a checkpoint may fill the disk
                 failures.in_time(self.clean_up, END_SECONDS / 2)
-            self._report(shown)
+            self._report(shown, error)
             if self.is_main and self.world_size > 1:  # the others must see the error in the store that this process may host
                 time.sleep(2 * failures.PERIOD_SECONDS)
             self._flush()
             self.ending.set()
-        except Exception:  # no memory is left even for that
-            with contextlib.suppress(OSError):
-                os.write(2, f"❌ {shown}\n".encode())
         finally:  # not sys.exit: a communicator with a broken peer can hang in its destructor
             _exit(shown.exit_code)
 
@@ -278,7 +276,7 @@ class Run:
             with contextlib.suppress(Exception):  # the run ends for another reason
                 flush()
 
-    def _report(self, shown: UserError) -> None:
+    def _report(self, shown: UserError, error: BaseException | None = None) -> None:
         """Record and print an error, unless another rank has reported one.
 
         The ranks agree through the store on who is first. Where the store has ended with rank 0, or does not answer, it is the
@@ -286,14 +284,25 @@ class Run:
         """
         if not self._may_report(str(shown)):
             return
-        for record in self.on_failure:
-            with contextlib.suppress(*NO_REASON_FOR_SILENCE):
-                if not failures.in_time(partial(record, shown), DISK_SECONDS):
-                    return
+        recorded = False
+        with contextlib.suppress(*NO_REASON_FOR_SILENCE):  # a thread needs more memory than there may be
+            if not self._record(shown):
+                return
+            recorded = True
         where = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
         progress.write(f"❌ {shown}{where}", sys.stderr)  # not through a bar
-        for line in shown.facts if isinstance(shown, OutOfMemory) else ():
-            progress.write(f"   {line}", sys.stderr)
+        if isinstance(shown, OutOfMemory):
+            self.ending.set()  # collecting the facts may take longer than GRACE_SECONDS
+            for line in self._about_memory(shown):
+                progress.write(f"   {line}", sys.stderr)
+        if not recorded:
+            free_variables(error)
+            with contextlib.suppress(*NO_REASON_FOR_SILENCE):
+                self._record(shown)
+
+    def _record(self, shown: UserError) -> bool:
+        """Write the error where it is to be found later; False if another rank has."""
+        return all(failures.in_time(partial(record, shown), DISK_SECONDS) for record in self.on_failure)
 
     def _may_report(self, message: str) -> bool:
         """False if another rank, or another thread of this one, has written an error into the store."""
@@ -306,7 +315,7 @@ class Run:
         except Exception:  # it has ended, or does not answer
             return True
 
-    def _about_memory(self, shown: OutOfMemory) -> list[str]:
+    def _about_memory(self, shown: OutOfMemory) -> Iterator[str]:
         """What was held where it ran out, and what would have fitted."""
         facts = [HOST_IS_FULL] if shown.on_host and self.device.type == "cuda" else []
         for look in self.memory_facts:
@@ -316,7 +325,8 @@ class Run:
         if not (shown.on_host and self.device.type == "cuda"):
             with contextlib.suppress(Exception):  # an architecture that the planner does not know
                 ways = self.ways_to_fit()
-        return facts + (ways or [LESS_MEMORY])
+        yield from facts
+        yield from ways or [LESS_MEMORY]
 
     def end_together(self, engine: Any, code: int) -> NoReturn:
         """End this process, at the same time as all others, with everything written.
@@ -353,11 +363,10 @@ def ends_within(seconds: float, message: str) -> Iterator[None]:
         timer.cancel()
 
 
-def release_memory_of(error: BaseException | None) -> None:
-    """Free what the functions that this error ended still hold: their local variables, and so the activations."""
+def free_variables(error: BaseException | None) -> None:
+    """Free what the functions that an error ended still hold, such as activations."""
     while error is not None:
-        with contextlib.suppress(MemoryError):
-            traceback.clear_frames(error.__traceback__)
+        traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
@@ -534,14 +543,15 @@ def _who_shares_a_gpu(seen: dict) -> str:
 
 
 def identify_gpu(device: torch.device) -> str | None:
-    """What distinguishes this process's GPU from the others of its host, as NCCL does it.
+    """What distinguishes this process's GPU from the others of its host.
 
     Returns:
-        Its UUID; None on a CPU, or where NCCL (2.30 or newer) is told that ranks may share a GPU.
+        Its UUID; None on a CPU, on AMD GPUs, which may all have the same, or where NCCL (2.30 or newer) is told that ranks may
+        share a GPU.
         Slices of a GPU (MIG) may all report the UUID of the whole; a process has only one slice, and
         CUDA_VISIBLE_DEVICES names it.
     """
-    if device.type != "cuda" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0"):
+    if device.type != "cuda" or torch.version.hip or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0"):
         return None
     properties = torch.cuda.get_device_properties(device)
     identity = str(properties.uuid)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from support.redaction import redact
 
 EXIT_COMPLETED = 0
@@ -35,14 +33,9 @@ class TrainingError(UserError):
 
 
 class OutOfMemory(UserError):
-    """The device had no memory left.
-
-    Attributes:
-        facts: lines about what was held, and what would fit.
-    """
+    """The device had no memory left."""
 
     on_host = False
-    facts: Sequence[str] = ()
 
     exit_code = EXIT_OUT_OF_MEMORY
     status = "oom"
