@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -52,8 +54,10 @@ def _square_in_fp64(gradients: list[torch.Tensor]) -> torch.Tensor:
     return (norms**2).sum()
 
 
-def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tensor, run: Run, scaler=None) -> None:
-    """Let the coming update do nothing if the loss is not finite, now or before, without asking the GPU.
+def hold_back_if_not_finite(
+    optimizer, loss: torch.Tensor, held_back: torch.Tensor, run: Run, scaler=None, grad_norm: torch.Tensor | None = None
+) -> None:
+    """Let the coming update do nothing if loss or gradients are not finite, now or before, without asking the GPU.
 
     `if not loss.isfinite()` would make the host wait for the GPU at every step. Torch's fused AdamW reads such a flag
     on the device instead (GradScaler's way); the run then ends where the loss is next logged, its weights unharmed.
@@ -64,24 +68,35 @@ def hold_back_if_not_finite(optimizer, loss: torch.Tensor, held_back: torch.Tens
         held_back: a bool on the device that stays true after the first loss that was not finite.
         scaler: GradScaler of fp16, after `unscale_`. Where the loss is finite its own flag stays as it
             is: gradients that overflow are normal there, and only this one update is left out.
+        grad_norm: of all gradients, where it is known before the update.
     Raises:
-        TrainingError: the loss is not finite, and the optimizer cannot read the flag.
+        TrainingError: one of them is not finite, and the optimizer cannot read the flag.
     """
     if run.simulated:  # what other ranks would have sent is missing in it
         return
+    scaling = scaler is not None and scaler.is_enabled()
     held_back.logical_or_(~torch.isfinite(loss))
+    if grad_norm is not None and not scaling:
+        held_back.logical_or_(~torch.isfinite(grad_norm).to(held_back.device))
     base = base_optimizer(optimizer)
     held = next((p for group in base.param_groups for p in group["params"]), held_back)  # DeepSpeed's stage 3 hides its own
     beside_it = held.device == held_back.device
     if not (isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and beside_it):
         if held_back.item():  # an optimizer on the CPU waits for the GPU at every step anyway
-            raise TrainingError(f"The loss is {loss.item()}: the run stops before that update. Try a "
-                                "lower --lr.")  # fmt: skip
-    elif scaler is not None and scaler.is_enabled():
+            raise not_finite(loss.item())
+    elif scaling:
         for found_inf in scaler._found_inf_per_device(base).values():  # the optimizer gets their sum
             found_inf += held_back
     else:
         base.found_inf = held_back.float()
+
+
+def not_finite(loss: float, step: int | None = None) -> TrainingError:
+    """The error that ends a run whose loss, or else whose gradient, is not finite."""
+    found = f"The gradient of a loss of {loss:.4f} is not finite" if math.isfinite(loss) else f"The loss is {loss}"
+    where = "" if step is None else f" at step {step}"
+    return TrainingError(f"{found}{where}: the run stops before that update. Try a lower --lr, --warmup_steps, or --precision "
+                         "fp32, and look at the data of that step.")  # fmt: skip
 
 
 def loss_scaler(run: Run, enabled: bool) -> torch.amp.GradScaler:

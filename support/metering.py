@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from support import data, memory, tracing
+from support import data, gradients, memory, tracing
 from support.communication import Traffic
 from support.comparison import human_bytes
 from support.config import global_batch
 from support.distributed import Run
-from support.errors import TrainingError, explain
+from support.errors import explain
 from support.files import naming, only_finite, open_regular, set_aside, write_text
 from support.trackers import Trackers
 
@@ -291,11 +291,10 @@ class Meter:
             seconds = sum(self.timer.steps[record["step"] - 1 - self.before["step"]].values())
             record["loss"] = float(record["loss"])
             record["grad_norm"] = None if record["grad_norm"] is None else float(record["grad_norm"])
-            if not math.isfinite(record["loss"]):
-                raise TrainingError(
-                    f"The loss is {record['loss']} at step {record['step']}: the run stops before that update. Try a lower "
-                    "--lr, --warmup_steps, or --precision fp32, and look at the data of that step."
-                )
+            # DeepSpeed's norm of gradients that are not finite is -1. In fp16 it has left out that update.
+            norm_is_usable = record["grad_norm"] is None or 0 <= record["grad_norm"] < math.inf or self.run.precision == "fp16"
+            if not (math.isfinite(record["loss"]) and norm_is_usable):
+                raise gradients.not_finite(record["loss"], record["step"])
             self.losses.append(record["loss"])
             self.tokens.append(tokens)
             self._rate = tokens / seconds if seconds else None
@@ -387,9 +386,15 @@ def open_meter(
     args, run: Run, folder: Path, model, optimizer, blueprint, steps: int, before: dict, footprint, blocks: int
 ) -> Meter:
     """A `Meter` with all that --profile_memory, --profile and --report_to add to it."""
-    logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size  # in fp32, where it computes them all
     detailed = args.profile_memory or run.simulated
-    step_memory = memory.StepMemory(getattr(model, "module", model), optimizer, footprint.peak, detailed, logits)
+    unwrapped = getattr(model, "module", model)
+    # Where the loss is computed from all logits, it keeps their log-probabilities in fp32.
+    all_logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size
+
+    def kept_by_loss() -> int:
+        return unwrapped.get_output_embeddings().kept_bytes if blueprint.chunked_loss else all_logits
+
+    step_memory = memory.StepMemory(unwrapped, optimizer, footprint.peak, detailed, kept_by_loss)
     run.memory_facts.append(step_memory.describe)
     meter = Meter(args, run, folder, 0 if args.eval_only else steps, blocks, before, footprint, step_memory)
     meter.trackers = Trackers(args, run, folder, before["step"])

@@ -2,7 +2,9 @@
 
     crash:RANK:N       that rank raises an exception as it reads its N-th micro-batch
     nan:N              the N-th loss is not a number
+    infinite:N         an element of the N-th micro-batch's gradient is infinite, its loss is finite
     gpus:N             torch sees N GPUs (this machine has none)
+    in_backward        no fault: the gradients of the loss are computed in backward, as in fp16
     unordered:N        at its N-th micro-batch it needs an operation that has no deterministic kernel
     same_gpu           torch sees one GPU, the same one on every rank
     hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
@@ -103,14 +105,37 @@ def main() -> None:
     elif kind == "nan":
         from support import loss
 
+        compute, calls = loss.OutputLayer._loss, [0]
+
+        def not_a_number(layer, hidden):
+            calls[0] += 1
+            return compute(layer, hidden) * (float("nan") if calls[0] == int(values[0]) else 1)
+
+        loss.OutputLayer._loss = not_a_number
+    elif kind == "infinite":
+        from support import loss
+
         compute, calls = loss._loss_and_gradients, [0]
 
-        def not_a_number(*args):
+        def overflow(*args, **kwargs):
             calls[0] += 1
-            found, gradients = compute(*args)
-            return found * (float("nan") if calls[0] == int(values[0]) else 1), gradients
+            found, parts = compute(*args, **kwargs)
+            if calls[0] == int(values[0]):
+                parts[1][0, 0] = float("inf")
+            return found, parts
 
-        loss._loss_and_gradients = not_a_number
+        loss._loss_and_gradients = overflow
+    elif kind == "in_backward":
+        from support import loss
+
+        loss.COMPUTED_IN_BACKWARD = (torch.float32,)
+    elif kind == "unordered":
+
+        def put(now):
+            if now == int(values[0]):
+                torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+
+        break_steps(put)
     elif kind == "hang":
         rank, step = map(int, values)
 

@@ -61,6 +61,16 @@ def test_loss_that_is_not_finite_stops_the_run(script, strategy):
     assert len(run.losses) == 3  # the steps before it are on record
 
 
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])
+def test_gradient_that_is_not_finite_stops_the_run_and_is_in_no_checkpoint(script, strategy):
+    """DeepSpeed leaves out such an update under zero3, and not in bf16 under zero1."""
+    run = script(*WORK, "--strategy", strategy, "--precision", "bf16", "--save_every", "1", program=FAULT,
+                 env={"FAULT": "infinite:3"}, ok=False)  # fmt: skip
+    assert run.code == 1 and "gradient" in run.error
+    assert run.results["status"] == "failed" and len(run.losses) == 2
+    assert sorted(path.name for path in (run.folder / "checkpoints").glob("step-*")) == ["step-00000001", "step-00000002"]
+
+
 def test_stopped_infinity_leaves_nothing_on_nvme(tmp_path):
     nvme = tmp_path / "nvme"
     nvme.mkdir()
