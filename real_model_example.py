@@ -82,7 +82,7 @@ from support.distributed import (
 )
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, UserError
 from support.launch import exit_before_start, keep_freed_memory
-from support.loss import computed_by
+from support.loss import loss_in_place_of_logits
 from support.prefetch import prefetch
 
 NOTHING_TO_EVALUATE = "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file"
@@ -105,17 +105,17 @@ def setup_distributed(args, launch) -> Run:
         device, backend = torch.device("cpu"), "gloo"
     limit = timedelta(seconds=args.ddp_timeout)
     if args.simulate_gpus:
-        backend, attempt = "fake", ""
+        run = Run(launch, device, "fake", args.verbose, args.quiet)
         simulate_process_group(launch.world_size, limit)
     else:
         patience = min(args.ddp_timeout, ARRIVAL_SECONDS)
         store, attempt = meet(launch, backend, patience, identify_gpu(device))
+        run = Run(launch, device, backend, args.verbose, args.quiet, attempt)
+        if launch.world_size > 1:  # before NCCL connects the ranks, which may wait for one that has ended
+            run.store = open_store(launch, attempt)
+            run.watch_for_failures()
         options = group_options(args, device, launch.world_size)
         dist.init_process_group(store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit, **options)
-    run = Run(launch, device, backend, args.verbose, args.quiet, attempt)
-    if launch.world_size > 1 and not run.simulated:
-        run.store = open_store(launch, attempt)
-        run.watch_for_failures()
         run.nodes = sum(run.gather(launch.is_node_leader))
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if device.type == "cuda":
@@ -315,7 +315,7 @@ def next_token_loss(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor
     """
     # Shifting the labels instead of the logits saves a copy of the largest tensor of the whole step.
     targets = F.pad(labels[:, 1:], (0, 1), value=data.IGNORED)
-    with computed_by(model, targets, tokens) as chunked:
+    with loss_in_place_of_logits(model, targets, tokens) as chunked:
         output = model(input_ids=inputs, use_cache=False).logits
     if chunked:  # the output layer has computed the loss, and never all logits at once
         return output
@@ -397,7 +397,7 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
         grad_norm = gradients.norm(model)
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        gradients.hold_back_if_not_finite(optimizer, loss_of_step, held_back, run, scaler)
+        gradients.hold_back_if_not_finite(optimizer, loss_of_step, held_back, run, scaler, grad_norm)
         scaler.step(optimizer)  # without loss scaling (fp32, bf16) just optimizer.step()
         scaler.update()
         optimizer.zero_grad(set_to_none=True)

@@ -395,7 +395,7 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
         "gradient_accumulation_steps": args.gradient_accumulation_steps, "epochs": args.epochs, "max_steps": args.max_steps,
         "lr": args.lr, "lr_scheduler": args.lr_scheduler, "warmup_steps": args.warmup_steps,
         "weight_decay": args.weight_decay, "max_grad_norm": args.max_grad_norm, "dropout": args.dropout,
-        "from_scratch": args.from_scratch, "lora_dropout": args.lora_dropout,
+        "from_scratch": args.from_scratch, "lora_dropout": args.lora_dropout, "fused_gelu": args.fused_gelu,
     }  # fmt: skip
     return {"hard": hard, "soft": soft, "told": told}
 

@@ -24,8 +24,8 @@ EMBEDDED_MODEL = "tiny-gpt2"
 # Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M parameters).
 GPT2_SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 EMBEDDED_SHAPE, EMBEDDED_VOCABULARY = (4, 4, 256), 4096
-# Elements of the logits that the loss computes at a time. On a GPU each part reads and writes the whole gradient of the output
-# layer, so that parts are larger there.
+# Elements of the logits that the loss computes at a time. Each part reads and writes the whole gradient of the output layer: a
+# GPU, whose kernels are fast only on large matrices, gets larger parts.
 LOGITS_CHUNK = {"cpu": 2**24, "cuda": 2**26}
 NORM_CHUNK = 2**24  # elements of a gradient whose norm is taken at a time, in fp64
 CHECK_SECONDS = 60  # --check waits no longer for another rank

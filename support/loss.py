@@ -1,8 +1,8 @@
 """The next-token loss, computed from chunks of the logits.
 
 The logits of a batch ([tokens, vocabulary]) and what cross_entropy derives from them are the largest tensors of a step:
-for GPT-2, 4,096 tokens and bf16 they take 2.5 GB. Here the output layer returns the loss itself: it computes the logits of
-a few hundred tokens, their loss and its gradient, and reuses the memory for the next ones. PyTorch 2.13 has the same method as
+for GPT-2 and 4,096 tokens 2.3 GB. Here the output layer returns the loss itself: it computes the logits of some hundred tokens,
+their loss and its gradient, frees them, and goes on to the next tokens. PyTorch 2.13 has the same method as
 torch.nn.functional.linear_cross_entropy, but older versions do not, and it ignores autocast.
 """
 
@@ -18,6 +18,8 @@ from torch import nn
 from support.config import LOGITS_CHUNK
 from support.data import IGNORED
 
+COMPUTED_IN_BACKWARD = (torch.float16,)  # types whose gradients need the loss scaler's factor, see ChunkedLoss
+
 
 def returns_plain_logits(model: nn.Module) -> bool:
     """Whether a model's logits are its output layer's result, with nothing done to them afterwards.
@@ -25,26 +27,28 @@ def returns_plain_logits(model: nn.Module) -> bool:
     Some models scale or cap their logits (Gemma 2, Cohere, Granite), or have adapters on the output layer.
 
     Args:
-        model: a causal language model on the meta device.
+        model: a causal language model on the meta device; its type may be changed.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return False
-    outputs: list[torch.Tensor] = []
-    hook = head.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    outputs: list[tuple[torch.Tensor, int]] = []
+    hook = head.register_forward_hook(lambda _module, _inputs, output: outputs.append((output, output._version)))
     try:
-        with torch.no_grad():
-            ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-            logits = model(input_ids=ids, use_cache=False).logits
-        return len(outputs) == 1 and logits is outputs[0]
-    except Exception:  # a model that looks at its values cannot run on the meta device
-        return False
+        # Experts are multiplied together by a kernel that on the meta device takes bf16 only.
+        for dtype in (torch.float32, torch.bfloat16):
+            with contextlib.suppress(Exception), torch.no_grad():
+                ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+                logits = model.to(dtype)(input_ids=ids, use_cache=False).logits
+                return len(outputs) == 1 and logits is outputs[0][0] and logits._version == outputs[0][1]
+            outputs.clear()
+        return False  # a model that looks at its values cannot run on the meta device
     finally:
         hook.remove()
 
 
 class OutputLayer(nn.Linear):
-    """A model's output layer. Inside `computed_by` it returns the loss, otherwise logits.
+    """A model's output layer. Inside `loss_in_place_of_logits` it returns the loss, otherwise logits.
 
     Attributes:
         targets: [batch, length], the token that follows each position, or IGNORED; None: return logits.
@@ -72,16 +76,21 @@ class OutputLayer(nn.Linear):
         device, dtype = hidden.device.type, hidden.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
+        inputs = (hidden.flatten(0, 1), self.weight, self.bias)
+        targets = self.targets.flatten()
         with torch.autocast(device, enabled=False):
-            rows, targets = hidden.flatten(0, 1), self.targets.flatten()
-            loss = ChunkedLoss.apply(rows, self.weight, self.bias, targets, self.divisor, dtype)
-        if loss.requires_grad and dtype != torch.float16:
+            if not torch.is_grad_enabled():
+                return _loss_and_gradients(inputs, targets, 1 / self.divisor, dtype, needed=(False, False, False))[0]
+            loss = ChunkedLoss.apply(*inputs, targets, self.divisor, dtype)
+        if loss.requires_grad and dtype not in COMPUTED_IN_BACKWARD:
             self.kept_bytes = sum(saved.nbytes for saved in loss.grad_fn.saved_tensors if saved is not None)
         return loss
 
 
 @contextlib.contextmanager
-def computed_by(model: nn.Module, targets: torch.Tensor, divisor: torch.Tensor) -> Iterator[bool]:
+def loss_in_place_of_logits(
+    model: nn.Module, targets: torch.Tensor, divisor: torch.Tensor
+) -> Iterator[bool]:
     """Let the model return the loss in the place of its logits, if its output layer is an OutputLayer.
 
     Args:
@@ -111,8 +120,17 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, divisor, dtype) -> torch.Tensor:
-        """Compute in `dtype`; the other arguments are those of _loss_and_gradients and OutputLayer."""
-        ctx.dtype, ctx.in_backward = dtype, dtype == torch.float16
+        """Compute the loss, and except in fp16 the gradients.
+
+        Args:
+            hidden: [tokens, hidden size].
+            weight: [vocabulary, hidden size].
+            bias: [vocabulary], or None.
+            targets: [tokens]; IGNORED where a token does not count.
+            divisor: a scalar.
+            dtype: of the matrix multiplications.
+        """
+        ctx.dtype, ctx.in_backward = dtype, dtype in COMPUTED_IN_BACKWARD
         needed = [wanted and not ctx.in_backward for wanted in ctx.needs_input_grad[:3]]
         loss, gradients = _loss_and_gradients((hidden, weight, bias), targets, 1 / divisor, dtype, needed)
         ctx.save_for_backward(*((hidden, weight, bias, targets, divisor) if ctx.in_backward else gradients))
@@ -156,6 +174,7 @@ def _loss_and_gradients(inputs, targets, scale, dtype, needed):
         log_p_of_target = log_p.gather(1, target)
         loss -= log_p_of_target[:, 0].where(valid, 0).sum()
         if not any(needed):
+            del logits, log_p
             continue
         # The derivative by the logits is p - 1 for the target and p for all others. expm1 is exact where p is almost 1.
         derivative = log_p.exp_().scatter_(1, target, log_p_of_target.expm1())
@@ -168,12 +187,13 @@ def _loss_and_gradients(inputs, targets, scale, dtype, needed):
             grad_weight += grad_logits.T @ hidden[rows]
         if needed[2]:
             grad_bias += grad_logits.sum(0, dtype=torch.float32)
+        del logits, log_p, derivative, grad_logits  # before those of the next part are allocated
     gradients = (grad_hidden, grad_weight, grad_bias)
     return loss * scale, [g if g is None else g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
 
 
 def _chunks(tokens: int, vocabulary: int, device: str) -> list[slice]:
-    """Parts of equal size, but for the last, whose logits have LOGITS_CHUNK elements at most."""
+    """Parts of equal size, but for the last, whose logits have about LOGITS_CHUNK elements at most."""
     count = -(-tokens * vocabulary // LOGITS_CHUNK[device])
     size = -(-tokens // count)
     return [slice(start, start + size) for start in range(0, tokens, size)]

@@ -12,14 +12,13 @@ import os
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from support.loss import OutputLayer
 from support.sharding import base_optimizer, local_part
 
 GB = 2**30
@@ -186,12 +185,11 @@ class StepMemory:
         optimizer: torch's optimizer, or DeepSpeed's wrapper around one.
         peak: of the training device, which all of the run shares.
         detailed: follow the phases of a step on a CPU, too.
-        logits: bytes that the loss of one micro-batch keeps for backward where it is computed from all logits:
-            log-probabilities in fp32. An OutputLayer knows what it keeps.
+        kept_by_loss: tells the bytes that the loss of the last micro-batch kept for backward.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer, peak: DevicePeak, detailed: bool, logits: int):
-        self.model, self.optimizer, self.device, self.logits = model, optimizer, peak.device, logits
+    def __init__(self, model: torch.nn.Module, optimizer, peak: DevicePeak, detailed: bool, kept_by_loss: Callable[[], int]):
+        self.model, self.optimizer, self.device, self.kept_by_loss = model, optimizer, peak.device, kept_by_loss
         self._peak = peak
         self.live: dict | None = None
         self.phases: dict[str, dict[str, int]] | None = None
@@ -252,8 +250,7 @@ class StepMemory:
             if phase == "forward":  # of the last micro-batch; on a GPU and on a CPU alike, what was gathered is not saved
                 activations = live - before - self._gathered
             before = live
-        head = self.model.get_output_embeddings()
-        logits = head.kept_bytes if isinstance(head, OutputLayer) else self.logits
+        logits = self.kept_by_loss()
         held = {"activations": max(0, activations - logits), "logits": logits}
         self.live["categories"].update(held)
         self.live["on_device"].update(held)

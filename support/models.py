@@ -196,12 +196,15 @@ def find_model(args, run: Run) -> Blueprint:
         set_dropout(config, args.dropout, run)
     generation = _read_generation(found["weights"], config, args.model)
     try:
-        return Blueprint(config, tokenizer, generation, found["weights"], args.seed, Lora.of(args), found["random"],
-                         own_settings=own_settings)  # fmt: skip
+        blueprint = Blueprint(config, tokenizer, generation, found["weights"], args.seed, Lora.of(args), found["random"],
+                              own_settings=own_settings)  # fmt: skip
     except UserError:
         raise
     except Exception as error:  # transformers builds what a config.json says, and fails in many ways
         raise UserError(f"--model {args.model}: no model can be built from its config.json: {first_line(error)}") from error
+    if not blueprint.chunked_loss:
+        run.say("🔧 All logits of a batch are computed at once: this model changes them, or has adapters on its output layer")
+    return blueprint
 
 
 def prefetch(args, run: Run) -> PreTrainedTokenizerBase:
@@ -411,10 +414,11 @@ def skip_packed_sequence_check() -> None:
     It asks a tensor on the GPU, and so waits for the GPU. A compiled model cannot ask: it passes a mask to attention, which
     then cannot use FlashAttention. All positions of our batches count from 0.
     """
-    from transformers import masking_utils  # since 4.53; older versions do not ask
-
-    if hasattr(masking_utils, "find_packed_sequence_indices"):
-        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        from transformers import masking_utils
+    except ImportError:  # before 4.53, which does not ask
+        return
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 def fuse_gelu(config, run: Run) -> dict[str, str]:
@@ -428,7 +432,7 @@ def fuse_gelu(config, run: Run) -> dict[str, str]:
     for name in replaced:
         setattr(text, name, "gelu_pytorch_tanh")
     if replaced:
-        run.say("🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel (--no_fused_gelu: as it is)")
+        run.say("🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel (--no_fused_gelu keeps it)")
     return replaced
 
 

@@ -180,7 +180,7 @@ def _saved_by_mlp(work: Work, strategy: str) -> int:
 
 
 def _saved_by_activation(work: Work, autocast: bool) -> int:
-    """Bytes a token beyond the activation's input and output; transformers writes GPT-2's gelu_new out in four operations."""
+    """Bytes a token beyond the activation's input and output; transformers computes GPT-2's gelu_new in eight operations."""
     if work.model.activation != "gelu_new" or work.fused_gelu:
         return 0
     if autocast and work.device == "cuda":  # there autocast takes powers in fp32, and what follows is fp32, too
@@ -230,8 +230,11 @@ def _before_adapters(work: Work, strategy: str) -> int:
 
 def kept_by_loss(work: Work, strategy: str) -> int:
     """Bytes from the loss to backward: gradients of the output layer's input, and of its weight if it is trained."""
-    if work.precision == "fp16":  # they are computed in backward
-        return 0
+    return 0 if work.precision == "fp16" else gradients_of_head(work, strategy)  # fp16: they are computed in backward
+
+
+def gradients_of_head(work: Work, strategy: str) -> int:
+    """Bytes of the gradients of the output layer's input, and of its weight if it is trained; there while backward runs."""
     item = 4 if work.autocast(strategy) else work.item
     return item * work.model.hidden * (work.tokens + (0 if work.lora else work.model.vocabulary))
 
@@ -322,7 +325,7 @@ def predict(work: Work, strategy: str) -> Need:
     held = families.get(strategy, _stages12)(work, strategy)
     active, kept = activation_bytes(work, strategy), kept_by_loss(work, strategy)
     block = saved_by_block(work, strategy) if work.gradient_checkpointing else 0
-    working = active + max(peak_of_loss(work, strategy), kept + held.in_backward + block)
+    working = active + max(peak_of_loss(work, strategy), gradients_of_head(work, strategy) + held.in_backward + block)
     peak = max(held.steady + held.gathered + working, held.at_end, held.steady + held.update)
     sent = held.sent * (work.world_size - 1) // work.world_size
     return Need(strategy, held.parameters, held.gradients, held.optimizer, held.buffers, active, kept, peak, held.host,

@@ -65,7 +65,7 @@ def test_memory_of_a_step_by_phase(gpu_memory, monkeypatch):
     monkeypatch.setattr(memory, "live_bytes", lambda *_: {"categories": {}, "on_device": {}})
     peak = memory.DevicePeak(GPU)
     gpu_memory.take(1000, temporary=9999)  # earlier steps, which are not measured
-    step = memory.StepMemory(torch.nn.Linear(1, 1), None, peak, detailed=False, logits=40)
+    step = memory.StepMemory(torch.nn.Linear(1, 1), None, peak, detailed=False, kept_by_loss=lambda: 40)
     peak.mark()  # as Meter does at each mark of this step
     step.begin()
     for phase, size, temporary in (("forward", 300, 60), ("backward", -200, 400), ("update", -100, 50)):

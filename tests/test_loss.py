@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import FAULT
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -112,14 +113,32 @@ def test_fp16_keeps_small_gradients_that_the_loss_scaler_makes_large_enough():
     assert (found[0] - right[0]).norm() < 0.05 * right[0].norm()
 
 
-def test_all_logits_are_never_there():
-    head, (hidden, targets) = output_layer(torch.float32), batch(torch.float32)
-    with Operations() as operations:
-        in_parts(head, hidden, targets).backward()
-    assert operations.largest == HIDDEN * VOCABULARY < TOKENS * VOCABULARY  # the weight's gradient
-    with torch.no_grad(), Operations() as operations:  # an evaluation needs no gradients
+@pytest.mark.parametrize("dtype, item", [(torch.float32, 8), (torch.bfloat16, 10)])
+def test_memory_is_that_of_one_part(dtype, item, monkeypatch):
+    """Of 100 tokens in parts of 10, `item` bytes for an element of the logits; and what the weight needs."""
+    monkeypatch.setitem(loss.LOGITS_CHUNK, "cpu", 10 * 5000)
+    head = nn.Linear(4, 5000, bias=False, dtype=dtype)
+    head.__class__ = loss.OutputLayer
+    hidden = torch.randn(1, 100, 4, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, 5000, (1, 100))
+    in_parts(head, hidden, targets)
+    with torch.profiler.profile(profile_memory=True) as profiler:
         in_parts(head, hidden, targets)
-    assert operations.largest == HIDDEN * VOCABULARY
+    live = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    part, weight = item * 10 * 5000, (4 + dtype.itemsize) * 4 * 5000
+    assert part < peak < 1.1 * (part + weight)
+
+
+def test_evaluation_computes_no_gradients():
+    head, (hidden, targets) = output_layer(torch.float32), batch(torch.float32)
+    with torch.no_grad(), Operations() as operations:
+        in_parts(head, hidden, targets)
+    assert "aten::mm" in operations.names and operations.largest < TOKENS * VOCABULARY
+    assert not {"aten::addmm_", "aten::exp_", "aten::scatter_"} & set(operations.names)
 
 
 def test_what_the_loss_keeps_is_counted():
@@ -137,6 +156,7 @@ CONFIGS = {
     "gpt_neox": (transformers.GPTNeoXConfig(**SIZES), True),
     "gemma2": (transformers.Gemma2Config(**SIZES), False),  # caps its logits
     "cohere": (transformers.CohereConfig(**SIZES, pad_token_id=0), False),  # scales them
+    "mixtral": (transformers.MixtralConfig(**SIZES), True),
     "granite": (transformers.GraniteConfig(**SIZES, logits_scaling=2.0), False),
 }
 
@@ -198,9 +218,21 @@ def test_compiled_attention_gets_no_mask(config):
 
 
 def test_exported_model_keeps_the_name_of_its_activation(script):
-    """The fused function gives the same losses, and users of the model are not told of it."""
+    """The fused function gives the same losses."""
     args = ["--seq_length", "64", "--batch_size", "2", "--max_steps", "4", "--precision", "fp32", "--no_eval"]
     fused, own = script(*args), script(*args, "--no_fused_gelu", "--no_export")
     exported = transformers.AutoConfig.from_pretrained(fused.folder / "hf")
     assert exported.activation_function == "gelu_new"
     assert fused.losses == pytest.approx(own.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy, family", [("zero3", "tied"), ("zero3", "untied"), ("fsdp", "tied")])
+def test_gradients_computed_in_backward_find_the_whole_weight(script, llama, strategy, family):
+    """As in fp16, which a CPU does not have: each rank's part of the weight must have been gathered again by then."""
+    args = ["--seq_length", "64", "--batch_size", "2", "--max_steps", "4", "--precision", "fp32", "--no_eval", "--no_export"]
+    args += ["--model", llama, "--dataset", "pydocs"] if family == "untied" else []
+    args += ["--strategy", strategy]
+    usual = script(*args, launcher="torchrun", ranks=2)
+    again = script(*args, launcher="torchrun", ranks=2, program=FAULT, env={"FAULT": "in_backward"})
+    assert again.losses == pytest.approx(usual.losses, rel=1e-6)
+    assert again.metrics[-1]["grad_norm"] == pytest.approx(usual.metrics[-1]["grad_norm"], rel=1e-5)
