@@ -145,6 +145,10 @@ def find_model(args, run: Run) -> models.Blueprint:
     base = blueprint.parameters - (blueprint.trainable if blueprint.lora else 0)
     run.say(f"🚀 {doing} {args.model} ({reporting.human_count(base)} parameters)")
     run.say(f"📋 Strategy: {args.strategy.upper()}")
+    if blueprint.own_settings:
+        run.say("🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel (--no_fused_gelu keeps it)")
+    if not blueprint.chunked_loss:
+        run.say("🔧 All logits of a batch are computed at once: this model changes them, or has adapters on its output layer")
     return blueprint
 
 

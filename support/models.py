@@ -191,21 +191,17 @@ def find_model(args, run: Run) -> Blueprint:
         run.warn(found["notice"])
     config.use_cache = False
     skip_packed_sequence_check()
-    own_settings = fuse_gelu(config, run) if args.fused_gelu else {}
+    own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
         set_dropout(config, args.dropout, run)
     generation = _read_generation(found["weights"], config, args.model)
     try:
-        blueprint = Blueprint(config, tokenizer, generation, found["weights"], args.seed, Lora.of(args), found["random"],
-                              own_settings=own_settings)  # fmt: skip
+        return Blueprint(config, tokenizer, generation, found["weights"], args.seed, Lora.of(args), found["random"],
+                         own_settings=own_settings)  # fmt: skip
     except UserError:
         raise
     except Exception as error:  # transformers builds what a config.json says, and fails in many ways
         raise UserError(f"--model {args.model}: no model can be built from its config.json: {first_line(error)}") from error
-    if not blueprint.chunked_loss:
-        run.say("🔧 All logits of a batch are computed at once: this model changes them, or has adapters on its output layer")
-    return blueprint
-
 
 def prefetch(args, run: Run) -> PreTrainedTokenizerBase:
     """Bring into the cache what `find_model` and `Blueprint.load` will need; no weights are read or drawn.
@@ -421,7 +417,7 @@ def skip_packed_sequence_check() -> None:
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
-def fuse_gelu(config, run: Run) -> dict[str, str]:
+def fuse_gelu(config) -> dict[str, str]:
     """Replace GPT-2's activation by the same function in one kernel; returns the settings as they were.
 
     transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv 1606.08415) in eight operations,
@@ -431,8 +427,6 @@ def fuse_gelu(config, run: Run) -> dict[str, str]:
     replaced = {name: value for name, value in text.to_dict().items() if value == "gelu_new"}
     for name in replaced:
         setattr(text, name, "gelu_pytorch_tanh")
-    if replaced:
-        run.say("🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel (--no_fused_gelu keeps it)")
     return replaced
 
 

@@ -50,7 +50,7 @@ def test_nothing_of_other_libraries_shows(script):
     for strategy in ("zero3", "infinity", "fsdp"):
         run = script("--strategy", strategy, "--seq_length", "32", "--max_steps", "2", "--batch_size", "1", "--no_eval")
         assert run.err == ""
-        shown = r"[🚀📋📚✅📁🤗ℹ⏳]|Epoch|Process Memory|Throughput"
+        shown = r"[🚀📋🔧📚✅📁🤗ℹ⏳]|Epoch|Process Memory|Throughput"
         assert all(re.match(shown, line) for line in run.out.splitlines()), run.out
 
 
