@@ -206,7 +206,7 @@ class Bench:
 
         Args:
             name: of its log and of its folder.
-            env: variables beside this process's own.
+            env: variables in addition to this process's own.
             meanwhile: called with the process and its folder while it runs.
         """
         folder, log = self.out / "runs" / name, self.out / f"{name}.log"

@@ -290,7 +290,7 @@ def simulate(bench: Bench, work: list, strategy: str, ranks: int, title: str) ->
 
 
 MEMORY_HEAD = (
-    "| strategy | step's peak, predicted | measured | off | reserved | beside the allocator "
+    "| strategy | step's peak, predicted | measured | off | reserved | outside the allocator "
     "| host, predicted | process in host memory |",
     "|---|---|---|---|---|---|---|---|",
 )

@@ -2,7 +2,7 @@
 
 The logits of a batch ([tokens, vocabulary]) and what cross_entropy derives from them are the largest tensors of a step:
 for GPT-2 and 4,096 tokens 2.3 GB. Here the output layer returns the loss itself: it computes the logits of some hundred tokens,
-their loss and its gradient, frees them, and goes on to the next tokens. PyTorch 2.13 has the same method as
+their loss and its gradient, and frees them before the next ones. PyTorch 2.13 has the same method as
 torch.nn.functional.linear_cross_entropy, but older versions do not, and it ignores autocast.
 """
 

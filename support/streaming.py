@@ -415,7 +415,7 @@ class Stream:
         self.place = Place(mine, [], self.reader.row, self.reader.passes)
 
     def windows(self, device) -> Iterator[Window]:
-        """This rank's windows, in their order; goes on where the caller before stopped."""
+        """This rank's windows, in their order; continues where the previous caller stopped."""
         if self._live is None:
             self._live = prefetch(self._ahead, device)
         for window in self._live:
