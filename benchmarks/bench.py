@@ -22,8 +22,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support.comparison import TOLERANCES
+from support.config import PROJECT
 
-PROJECT = Path(__file__).resolve().parent.parent
 SCRIPT = PROJECT / "real_model_example.py"
 GB = 2**30
 RUN_SECONDS = 240  # for one run; in the first ones DeepSpeed compiles CPU Adam and asynchronous I/O

@@ -203,6 +203,7 @@ def find_model(args, run: Run) -> Blueprint:
     except Exception as error:  # transformers builds what a config.json says, and fails in many ways
         raise UserError(f"--model {args.model}: no model can be built from its config.json: {first_line(error)}") from error
 
+
 def prefetch(args, run: Run) -> PreTrainedTokenizerBase:
     """Bring into the cache what `find_model` and `Blueprint.load` will need; no weights are read or drawn.
 

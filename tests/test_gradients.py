@@ -4,28 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from operations import Operations
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from support import gradients
 
 RUN = SimpleNamespace(simulated=False)
-
-
-class Operations(TorchDispatchMode):
-    """Records the name of every operation, and the elements of each tensor of fp64 that one returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.in_fp64 = [], []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        found = operation(*args, **(kwargs or {}))
-        self.names.append(operation.name())
-        tensors = found if isinstance(found, (list, tuple)) else [found]
-        self.in_fp64 += [tensor.numel() for tensor in tensors if getattr(tensor, "dtype", None) == torch.float64]
-        return found
 
 
 def model_with_gradients(device="cpu") -> nn.Module:
@@ -46,7 +31,7 @@ def test_norm_on_a_gpu_copies_no_gradient_to_fp64():
         with Operations() as operations:
             norm = gradients.norm(model)
     assert norm.device.type == "cuda" and norm.dtype == torch.float32  # the type by which clipping multiplies at once
-    assert set(operations.in_fp64) == {1}
+    assert set(operations.of_type(torch.float64)) == {1}
     assert "aten::_local_scalar_dense" not in operations.names
 
 

@@ -1,13 +1,12 @@
 """The loss that is computed in parts of the logits, and a forward pass that does not wait for a GPU."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from conftest import FAULT
+from operations import Operations
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from support import loss, models
 from support.data import IGNORED
@@ -17,22 +16,6 @@ SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "
          "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}  # fmt: skip
 GPT2 = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=2)
 LLAMA = transformers.LlamaConfig(**SIZES)
-
-
-class Operations(TorchDispatchMode):
-    """Records the name of every operation, and the size of the largest tensor that one returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.largest = [], 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        found = operation(*args, **(kwargs or {}))
-        self.names.append(operation.name())
-        for tensor in found if isinstance(found, (list, tuple)) else [found]:
-            if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.numel())
-        return found
 
 
 @pytest.fixture(autouse=True)
