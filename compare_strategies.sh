@@ -94,7 +94,7 @@ in_project() { # $1: Python code that may import from the project; the rest are 
 facts=$(in_project '
 try:
     import matplotlib, tabulate, torch
-    from support.reporting import hardware, versions
+    from support.report.results import hardware, versions
 except ImportError as error:
     sys.exit(f"{sys.executable}: {error}")
 gpus = torch.cuda.device_count()
@@ -122,7 +122,7 @@ arguments+=("$@")
 # strategy uses every flag.
 asked=${strategies[0]}
 [[ $named != *" infinity "* ]] || asked=infinity
-in_project 'from support import preflight; preflight.start(sys.argv[1:])' \
+in_project 'from support.cli import validate as preflight; preflight.start(sys.argv[1:])' \
     --model "$model" --strategy "$asked" "${arguments[@]}" || exit 2
 
 # ------------------------------------------------------------------------------------------ the folder of this comparison
@@ -131,7 +131,8 @@ runs=comparison_runs/${model//\//_}
 configuration=$(
     printf 'model %q\nranks %s\narguments' "$model" "$ranks" && printf ' %q' "${arguments[@]}" && printf '\n'
     printf '%s\n' "${facts#*$'\n'}"
-    printf 'code %s\n' "$(cat "$project"/real_model_example.py "$project"/support/*.py "$project"/ds_config_*.json | cksum)"
+    cd "$project" && printf 'code %s\n' \
+        "$(find support -name '*.py' -print0 | LC_ALL=C sort -z | xargs -0 cat real_model_example.py ds_config_*.json | cksum)"
 )
 mkdir -p comparison_runs || die "$PWD/comparison_runs cannot be created: change to a folder that you may write to."
 if command -v flock > /dev/null; then
@@ -182,7 +183,7 @@ run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments f
     local folder=$runs/$1/$2 mark=$$-$1-$2 begun=$SECONDS code=0 port pids
     shift 2
     scratch=$(undisturbed mktemp -d) || return 0 # NVMe files, and whatever a run that is killed leaves behind
-    port=$(undisturbed in_project 'from support.launch import free_port; print(free_port())') || return 0
+    port=$(undisturbed in_project 'from support.cluster.launch import free_port; print(free_port())') || return 0
     [[ $interrupted == 0 ]] || return 0
     rm -rf "$folder" && mkdir -p "$folder"
     local launcher=(-m torch.distributed.run --nproc_per_node="$ranks" --master_addr=127.0.0.1 --master_port="$port")

@@ -33,7 +33,7 @@ if __name__ == "__main__":  # before the imports, which take seconds
     process.protect_output()
     process.catch_signals(process.ALSO_IF_IGNORED)
 
-from support import preflight
+from support.cli import validate as preflight
 
 if __name__ == "__main__":
     # Before torch is imported, which takes seconds: --help and wrong arguments answer at once, and the settings that
@@ -54,24 +54,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from support import (
-    checkpoint,
-    checks,
-    data,
-    export,
-    gradients,
-    memory,
-    metering,
-    models,
-    reporting,
-    sampling,
-    streaming,
-    tokens,
-    tracing,
-)
-from support.config import EMBEDDED_MODEL, NEED_EVALUATIONS
-from support.deepspeed_setup import OneByOne, configure_deepspeed, quiet
-from support.distributed import (
+from support.checkpoints import manager as checkpoint
+from support.cli.flags import EMBEDDED_MODEL, NEED_EVALUATIONS
+from support.cluster.context import (
     ARRIVAL_SECONDS,
     Run,
     group_options,
@@ -80,10 +65,23 @@ from support.distributed import (
     open_store,
     simulate_process_group,
 )
+from support.cluster.launch import exit_before_start, keep_freed_memory
+from support.commands import check as checks
+from support.commands.prefetch import prefetch
+from support.data import batches as data
+from support.data import streaming
+from support.data import tokenize as tokens
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, UserError
-from support.launch import exit_before_start, keep_freed_memory
-from support.loss import loss_in_place_of_logits
-from support.prefetch import prefetch
+from support.memory import measure as memory
+from support.model import export
+from support.model import generate as sampling
+from support.model import resolve as models
+from support.model.loss import loss_in_place_of_logits
+from support.report import metrics_log as metering
+from support.report import profiling as tracing
+from support.report import results as reporting
+from support.strategies import gradients
+from support.strategies.deepspeed import OneByOne, configure_deepspeed, quiet
 
 NOTHING_TO_EVALUATE = "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file"
 STOP_CHECK_BATCHES = 8  # batches of an evaluation between two looks whether a signal came: each look waits for all ranks

@@ -21,8 +21,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support.comparison import TOLERANCES
-from support.config import PROJECT
+from support.cli.flags import PROJECT
+from support.report.compare import TOLERANCES
 
 SCRIPT = PROJECT / "real_model_example.py"
 GB = 2**30

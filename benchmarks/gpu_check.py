@@ -46,8 +46,9 @@ from benchmarks.bench import (
     largest_difference,
     losses_unlike,
 )
-from support import architectures, planner
-from support.config import STRATEGIES
+from support.cli.flags import STRATEGIES
+from support.memory import architectures
+from support.memory import estimate as planner
 
 LOW_PRECISION_TOLERANCE = 0.01  # relative, of 16-bit losses against fp32
 PEAK_TOLERANCE = {"zero3": 0.15, "infinity": 0.15}  # of the planner; 0.1 for the others

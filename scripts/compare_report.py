@@ -27,11 +27,11 @@ if __name__ == "__main__":
 
 from tabulate import tabulate
 
-from support import arguments as kinds
-from support import comparison as comparing
-from support.comparison import GB, MB, Attempt, Comparison, Row
+from support.cli import argument_types as kinds
 from support.errors import EXIT_COMPLETED, EXIT_USAGE, UserError
-from support.files import write_atomically, write_text
+from support.files.atomic import write_atomically, write_text
+from support.report import compare as comparing
+from support.report.compare import GB, MB, Attempt, Comparison, Row
 
 EXIT_NOT_COMPLETED = 3
 

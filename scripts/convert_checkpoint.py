@@ -23,7 +23,7 @@ from support import process
 if __name__ == "__main__":
     process.catch_signals()
 
-from support import arguments as kinds
+from support.cli import argument_types as kinds
 from support.errors import UserError, explain
 
 
@@ -54,7 +54,8 @@ def main() -> None:
 
 def run(args) -> None:
     """Convert or inspect; imports torch, which takes seconds."""
-    from support import conversion, models
+    from support.checkpoints import convert as conversion
+    from support.model import resolve as models
 
     if not args.source.is_dir():
         raise UserError(f"{args.source}: no such folder.")

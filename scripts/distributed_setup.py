@@ -24,11 +24,11 @@ from support import process
 if __name__ == "__main__":
     process.catch_signals()
 
-from support import generators
-from support.arguments import Parser, whole
+from support.cli.argument_types import Parser, whole
+from support.cli.fsdp_config import SHARDING
+from support.cluster import setup_files as generators
 from support.errors import EXIT_FAILED, UserError
-from support.files import write_text
-from support.fsdp import SHARDING
+from support.files.atomic import write_text
 
 count = whole(1, 100_000)
 

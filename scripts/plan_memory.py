@@ -7,7 +7,7 @@
     python scripts/plan_memory.py --gpus 4 --gpu_memory 24 --solve model                      # the largest GPT-2
     python scripts/plan_memory.py --model gpt2-xl --gpu_memory 16 --solve gpus                # the fewest GPUs
 
-The formulas and their sources are in support/planner.py, the measurements that they are held against in
+The formulas and their sources are in support/memory/estimate.py, the measurements that they are held against in
 docs/MEMORY_COMPARISON.md. Exit code: 0, 1 if nothing fits, 2 for wrong usage.
 """
 
@@ -28,11 +28,12 @@ if __name__ == "__main__":
 
 from tabulate import tabulate
 
-from support import architectures, planner
-from support import arguments as kinds
-from support.config import EMBEDDED_MODEL
+from support.cli import argument_types as kinds
+from support.cli.flags import EMBEDDED_MODEL
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
-from support.planner import CUDA_CONTEXT, GB, GPU_SLACK, PREFERENCE, Limits, Need, Work
+from support.memory import architectures
+from support.memory import estimate as planner
+from support.memory.estimate import CUDA_CONTEXT, GB, GPU_SLACK, PREFERENCE, Limits, Need, Work
 
 
 def build_parser() -> kinds.Parser:

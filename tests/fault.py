@@ -33,7 +33,7 @@ SCRIPT = Path(os.environ.get("FAULT_SCRIPT") or Path(__file__).resolve().parent.
 
 def break_steps(action) -> None:
     """Call action(n) as the n-th micro-batch is read, counting from 1; reading is one step ahead of training."""
-    from support import data
+    from support.data import batches as data
 
     served, fill_up = [0], data.fill_up
 
@@ -48,7 +48,8 @@ def break_steps(action) -> None:
 
 def let_deepspeed_witness(file: str) -> None:
     """Write DeepSpeed's counts of the steps after the second, {operation: {message bytes: calls}}, when the run is over."""
-    from support import metering, reporting
+    from support.report import metrics_log as metering
+    from support.report import results as reporting
 
     end_step, complete = metering.Meter.end_step, reporting.Results.complete
 
@@ -73,7 +74,7 @@ def let_deepspeed_witness(file: str) -> None:
 def let_the_live_model_speak(file: str) -> None:
     import torch
 
-    from support import export
+    from support.model import export
 
     write = export.export_model
 
@@ -103,7 +104,7 @@ def main() -> None:
 
         break_steps(crash)
     elif kind == "nan":
-        from support import loss
+        from support.model import loss
 
         compute, calls = loss.OutputLayer._loss, [0]
 
@@ -113,7 +114,7 @@ def main() -> None:
 
         loss.OutputLayer._loss = not_a_number
     elif kind == "infinite":
-        from support import loss
+        from support.model import loss
 
         compute, calls = loss._loss_and_gradients, [0]
 
@@ -126,7 +127,7 @@ def main() -> None:
 
         loss._loss_and_gradients = overflow
     elif kind == "in_backward":
-        from support import loss
+        from support.model import loss
 
         loss.COMPUTED_IN_BACKWARD = (torch.float32,)
     elif kind == "unordered":
@@ -166,7 +167,7 @@ def main() -> None:
 
         break_steps(use_all)
     elif kind == "kill_saving":
-        from support import checkpoint
+        from support.checkpoints import manager as checkpoint
 
         name = {"tensors": "save_file", "manifest": "write_text"}[values[0]]
         write, calls = getattr(checkpoint, name), [0]
@@ -179,7 +180,7 @@ def main() -> None:
 
         setattr(checkpoint, name, killed)
     elif kind == "full_disk":
-        from support import checkpoint
+        from support.checkpoints import manager as checkpoint
 
         save_file, written = checkpoint.save_file, [0]
 

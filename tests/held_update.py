@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
-from support import gradients
-from support.config import complete_ds_config, parse_arguments
+from support.cli.flags import complete_ds_config, parse_arguments
+from support.strategies import gradients
 
 
 def weights(model: nn.Module) -> torch.Tensor:

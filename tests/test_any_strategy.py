@@ -26,7 +26,7 @@ def checkpoint(run, step):
 
 def moments(run, step):
     """Every weight and moment of a checkpoint, by name."""
-    from support.conversion import OwnCheckpoint
+    from support.checkpoints.convert import OwnCheckpoint
 
     source = OwnCheckpoint(checkpoint(run, step))
     return {(name, kind): source.read(name, kind) for name in source.shapes for kind in source.kinds}

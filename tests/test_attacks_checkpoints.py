@@ -51,7 +51,7 @@ def copy(trained, tmp_path) -> Path:
 
 @pytest.fixture
 def alone():
-    """What the functions of support.checkpoint need of a run, in a single process; `said` collects
+    """What the functions of support.checkpoints.manager need of a run, in a single process; `said` collects
     its messages."""
     said = []
     return SimpleNamespace(rank=0, world_size=1, is_main=True, said=said, warn=said.append, from_main=lambda value: value,
@@ -83,7 +83,7 @@ def contents(folder: Path) -> dict[str, tuple]:
 
 def rewrite(checkpoint: Path, change) -> None:
     """Change a manifest as somebody does who knows how its digest is made."""
-    from support.files import digest_of_json
+    from support.files.atomic import digest_of_json
 
     path = checkpoint / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -261,7 +261,7 @@ IN_MANIFEST = [
 def test_a_malformed_checkpoint_is_passed_over(copy, alone, attack):
     """The older one is taken, with one line that says why; the malformed one is as it was, and
     memory stays small."""
-    from support import checkpoint
+    from support.checkpoints import manager as checkpoint
 
     attack.prepare(copy)
     found, loaded = checkpoint.find("", copy / "checkpoints", alone)
@@ -279,7 +279,7 @@ def test_a_malformed_checkpoint_is_passed_over(copy, alone, attack):
     "step-²²²²²²²²", "step-٠٠٠٠٠٠٠٩", "step-9", "step-000000009", "step-+0000009", "step-0000000a",
 ])  # fmt: skip
 def test_other_names_are_no_checkpoints(copy, alone, name):
-    from support import checkpoint
+    from support.checkpoints import manager as checkpoint
 
     shutil.copytree(step(copy, 4), copy / "checkpoints" / name)
     assert checkpoint.list_checkpoints(copy / "checkpoints") == [step(copy, 4), step(copy, 2)]
@@ -291,7 +291,7 @@ def test_other_names_are_no_checkpoints(copy, alone, name):
     set_in("something new", value={"of": "a later version"}), set_in("counters", "more", value=1),
 ])  # fmt: skip
 def test_checkpoints_of_other_versions_are_read(copy, alone, change):
-    from support import checkpoint
+    from support.checkpoints import manager as checkpoint
 
     rewrite(step(copy, 4), change)
     found, loaded = checkpoint.find("", copy / "checkpoints", alone)
@@ -326,7 +326,7 @@ damaged = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys()
 
 @damaged
 def test_damaged_results_are_seen(copy, damage):
-    from support.reporting import read_results
+    from support.report.results import read_results
 
     path = copy / "results.json"
     assert read_results(path)[0]["status"] == "completed" and read_results(path)[1] == ""
@@ -337,7 +337,7 @@ def test_damaged_results_are_seen(copy, damage):
 
 @damaged
 def test_damaged_metrics_are_seen(copy, damage):
-    from support.metering import read_metrics
+    from support.report.metrics_log import read_metrics
 
     path = copy / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -357,7 +357,7 @@ def test_damaged_metrics_are_seen(copy, damage):
 ])  # fmt: skip
 @pytest.mark.parametrize("mark", ["best", "latest"])
 def test_a_mark_names_a_checkpoint_or_nothing(copy, name, mark):
-    from support import checkpoint
+    from support.checkpoints import manager as checkpoint
 
     (copy / "checkpoints" / mark).write_text(name)
     assert checkpoint.marked(copy / "checkpoints", mark) == ""
@@ -368,7 +368,7 @@ def test_a_mark_names_a_checkpoint_or_nothing(copy, name, mark):
 @pytest.fixture
 def saver(copy, alone):
     """A Saver of a run in the copy, without a model."""
-    from support.checkpoint import Saver
+    from support.checkpoints.manager import Saver
 
     found = object.__new__(Saver)
     found.run, found.folder, found.args = alone, copy / "checkpoints", SimpleNamespace(load_best_at_end=True, save_every=None,
@@ -379,7 +379,7 @@ def saver(copy, alone):
 
 @damaged
 def test_a_damaged_name_of_the_wandb_run(tmp_path, damage):
-    from support.trackers import wandb_run_of
+    from support.report.trackers import wandb_run_of
 
     path = tmp_path / "wandb-run.txt"
     first_run = wandb_run_of(tmp_path, 0)
@@ -524,7 +524,7 @@ def convert(folder: Path, to: str):
     """Convert step 4 in this process; returns the new folder."""
     import torch
 
-    from support import conversion
+    from support.checkpoints import convert as conversion
 
     source = conversion.OwnCheckpoint(step(folder, 4))
     return conversion.convert(source, to, folder / "converted", torch.float32, "5GB")
@@ -598,7 +598,7 @@ def tensors_follow(checkpoint: Path, name: str) -> None:
     """Give the tensors of a renamed parameter its new name, too."""
     from safetensors.torch import load_file, save_file
 
-    from support.checkpoint import facts_of
+    from support.checkpoints.manager import facts_of
 
     found = json.loads((checkpoint / "manifest.json").read_text())
     old = next(
@@ -614,7 +614,7 @@ def tensors_follow(checkpoint: Path, name: str) -> None:
 
 @pytest.mark.parametrize("content", ["..", "/etc", "../other", "a/b", "", ".", "x" * 5000, "a\nb"])
 def test_latest_universal_names_a_folder_next_to_it(tmp_path, content):
-    from support.conversion import UniversalCheckpoint
+    from support.checkpoints.convert import UniversalCheckpoint
     from support.errors import UserError
 
     (tmp_path / "universal").mkdir()
@@ -627,7 +627,7 @@ def test_latest_universal_names_a_folder_next_to_it(tmp_path, content):
     "content", [b"", b"x", b"\x80\x04\x95", b"PK\x03\x04", b"\x80\x02cos\nsystem\nU\x04trueR."]
 )
 def test_files_of_another_program_are_data(tmp_path, content):
-    from support.conversion import UniversalCheckpoint
+    from support.checkpoints.convert import UniversalCheckpoint
     from support.errors import UserError
 
     place = tmp_path / "zero" / "weight"
@@ -639,7 +639,7 @@ def test_files_of_another_program_are_data(tmp_path, content):
 
 @pytest.mark.parametrize("letter", ["x", "é", "文", "😀"])
 def test_an_export_with_a_long_name(tmp_path, letter):
-    from support.export import finish_folder, start_folder
+    from support.model.export import finish_folder, start_folder
 
     folder = tmp_path / (letter * (250 // len(letter.encode())))
     temporary = start_folder(folder)
@@ -650,7 +650,7 @@ def test_an_export_with_a_long_name(tmp_path, letter):
 
 def test_two_exports_at_the_same_instant(tmp_path):
     """Both are kept, whichever is first, and neither writes into the other's unfinished folder."""
-    from support.export import Target, finish_folder, start_folder
+    from support.model.export import Target, finish_folder, start_folder
 
     targets = [Target(tmp_path / "model", overwrite=False, own=True) for _ in range(2)]
     writing = [start_folder(target.folder) for target in targets]
@@ -676,7 +676,7 @@ def test_two_exports_at_the_same_instant(tmp_path):
 )
 def test_an_export_replaces_only_what_it_may(tmp_path, own, overwrite, names):
     """This run's earlier export, or with --overwrite whatever is there."""
-    from support.export import Target, finish_folder, start_folder
+    from support.model.export import Target, finish_folder, start_folder
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "earlier").write_text("x")
@@ -694,7 +694,7 @@ def test_an_export_replaces_only_what_it_may(tmp_path, own, overwrite, names):
 
 def test_a_manifest_that_could_not_be_read_again_is_not_written(copy, monkeypatch):
     """A stream may leave out millions of rows, which its manifest names."""
-    from support import checkpoint
+    from support.checkpoints import manager as checkpoint
 
     manifest, _ = checkpoint.read_manifest(step(copy, 4))
     before = (step(copy, 2) / "manifest.json").read_bytes()
@@ -708,10 +708,10 @@ def test_a_manifest_that_could_not_be_read_again_is_not_written(copy, monkeypatc
 
 
 def test_temporary_folders_go_when_their_owner_is_dead(tmp_path):
-    from support.files import TemporaryFolder
+    from support.files.atomic import TemporaryFolder
 
     program = ("import sys, os, signal; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
-               "from support.files import TemporaryFolder; t = TemporaryFolder(Path(sys.argv[2]), 'x-');"
+               "from support.files.atomic import TemporaryFolder; t = TemporaryFolder(Path(sys.argv[2]), 'x-');"
                "(t.path / 'big').write_text('x'); print(t.path, flush=True); sys.stdin.read()")  # fmt: skip
     started = [subprocess.Popen([sys.executable, "-c", program, PROJECT, tmp_path], stdin=subprocess.PIPE,
                                 stdout=subprocess.PIPE, text=True) for _ in range(2)]  # fmt: skip
@@ -741,7 +741,7 @@ def test_temporary_folders_go_when_their_owner_is_dead(tmp_path):
 
 def test_what_cannot_be_removed_hides_no_error(tmp_path):
     """A disk that became read-only also refuses to remove a lock file. The message comes after it."""
-    from support.distributed import Run
+    from support.cluster.context import Run
 
     (tmp_path / "file").write_text("x")
     unusual = tmp_path / "file" / "x.lock"  # unlink raises NotADirectoryError, also for root
@@ -754,7 +754,7 @@ def test_what_cannot_be_removed_hides_no_error(tmp_path):
 
 def test_a_lock_file_of_nonsense(tmp_path):
     """Others may write into a shared temporary folder."""
-    from support.files import TemporaryFolder
+    from support.files.atomic import TemporaryFolder
 
     (tmp_path / "x-deep.lock").write_text("[" * 1000)
     (tmp_path / "x-other.lock").write_text("5")
@@ -766,8 +766,8 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     import errno
     import fcntl
 
-    from support import files
-    from support.reporting import lock_folder
+    from support.files import atomic as files
+    from support.report.results import lock_folder
 
     (tmp_path / "x-1").mkdir()
     (tmp_path / "x-1.lock").write_text(json.dumps(files._this_machine()))
@@ -786,7 +786,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 ], ids=["a link", "a pipe", "a folder", "a device"])  # fmt: skip
 def test_what_has_the_lock_files_name_is_not_touched(tmp_path, how):
     from support.errors import UserError
-    from support.reporting import lock_folder
+    from support.report.results import lock_folder
 
     (tmp_path / "precious").write_text("content")
     how(tmp_path / ".lock")
@@ -843,7 +843,7 @@ def test_a_failed_export_without_checkpoints(work, tmp_path, disk):
 
 
 def test_a_temporary_folder_on_a_full_disk(disk):
-    from support.files import TemporaryFolder
+    from support.files.atomic import TemporaryFolder
 
     small = disk(1)
     fill(small)
@@ -945,7 +945,7 @@ def test_the_checkpoints_folder_is_none(copy, saver, how):
 
 def test_bias_correction_of_any_number_of_steps_is_quick():
     """Adam's step is a number in a file."""
-    from support.sharding import replay_bias_correction
+    from support.strategies.optimizer_shards import replay_bias_correction
 
     calls = []
     group = {"betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True}
@@ -964,7 +964,7 @@ def test_bias_correction_of_any_number_of_steps_is_quick():
 
 def test_a_checkpoint_may_be_a_link_to_another_disk(copy, alone, saver):
     """The user moved it there. Its files are read through the link, and only the link is renamed."""
-    from support import checkpoint
+    from support.checkpoints import manager as checkpoint
 
     step(copy, 2).rename(copy / "moved")
     step(copy, 2).symlink_to(copy / "moved")
@@ -985,7 +985,7 @@ def test_hard_links_share_nothing_that_is_written(trained, copy, saver):
     shutil.copytree(trained, copy, copy_function=os.link)
     before = contents(trained)
     saver.take_over({"loss": 1.0, "step": 2, "waited": 0})
-    from support.files import write_text
+    from support.files.atomic import write_text
 
     write_text(copy / "results.json", "{}")
     write_text(copy / "checkpoints" / "latest", "step-00000002\n")
@@ -993,7 +993,7 @@ def test_hard_links_share_nothing_that_is_written(trained, copy, saver):
 
 
 def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
-    from support.files import remove_leftovers
+    from support.files.atomic import remove_leftovers
 
     (tmp_path / "precious").write_text("content")
     gone = [".results.123.json", ".metrics.9.jsonl", ".latest.77", ".partial-12ab34cd-best"]
@@ -1022,11 +1022,11 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
 @pytest.mark.soak
 def test_temporary_folders_of_many_processes(tmp_path):
     """All of them create and clean up at once, and some are killed: nobody loses a folder in use."""
-    from support.files import TemporaryFolder
+    from support.files.atomic import TemporaryFolder
 
     program = (
         "import os, random, sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
-        "from support.files import TemporaryFolder\n"
+        "from support.files.atomic import TemporaryFolder\n"
         "draw, until = random.Random(int(sys.argv[3])), time.monotonic() + 3\n"
         "while time.monotonic() < until:\n"
         "    folder = TemporaryFolder(Path(sys.argv[2]), 'x-')\n"

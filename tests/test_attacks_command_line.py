@@ -18,7 +18,7 @@ import pytest
 from attacks import Attack, table
 from conftest import PROJECT, Run
 
-from support.config import bucket_sizes, parse_arguments
+from support.cli.flags import bucket_sizes, parse_arguments
 from support.errors import UserError
 
 LONG = "a" * 5000
@@ -236,7 +236,7 @@ def test_run_file(attack, tmp_path):
 
 
 def test_printed_settings_are_read_back(tmp_path):
-    from support.runfile import as_yaml
+    from support.cli.run_file import as_yaml
 
     args = ["--lr", "2e-5", "--resume", "--output_dir", "0x10", "--no_eval", "--report_to", "tensorboard,wandb", "--seed", "7"]
     first = parse_arguments(args)
@@ -419,8 +419,8 @@ def test_the_largest_numbers_are_planned_at_once(main_of):
 
 def test_advice_for_any_batch_is_there_at_once():
     """After an out-of-memory error, where a signal can no longer end the process."""
-    from support import planner
-    from support.architectures import find_architecture
+    from support.memory import estimate as planner
+    from support.memory.architectures import find_architecture
 
     begun = time.monotonic()
     work = planner.Work(find_architecture("gpt2"), world_size=1, batch_size=10**12, seq_length=512)
@@ -431,8 +431,8 @@ def test_advice_for_any_batch_is_there_at_once():
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 12, 36, 97, 360])
 def test_the_split_that_fits_is_the_largest(batch_size):
-    from support import planner
-    from support.architectures import find_architecture
+    from support.memory import estimate as planner
+    from support.memory.architectures import find_architecture
 
     work = planner.Work(find_architecture("gpt2"), world_size=2, batch_size=batch_size, seq_length=256)
     for memory in (3, 6, 9, 20, 60):
@@ -557,14 +557,14 @@ def test_after_prefetch_the_run_needs_no_hub(script, hub, tmp_path):
 def test_results_of_several_machines_name_their_host(nodes, host_is_named):
     from types import SimpleNamespace
 
-    from support.reporting import place_of
+    from support.report.results import place_of
 
     shown = place_of(Path("runs/x/results.json"), SimpleNamespace(nodes=nodes))
     assert shown.startswith("runs/x/results.json") and (platform.node() in shown) == host_is_named
 
 
 def test_tensorboard_replaces_only_its_own_files(tmp_path):
-    from support.trackers import TensorBoard
+    from support.report.trackers import TensorBoard
 
     for name in ("events.out.tfevents.1.x", "mine.txt"):
         (tmp_path / name).write_text("mine")
@@ -622,7 +622,7 @@ def report(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(PROJECT / "scripts"))
     import compare_report
 
-    from support import comparison as comparing
+    from support.report import compare as comparing
 
     def make():
         comparison = comparing.read_comparison(tmp_path)

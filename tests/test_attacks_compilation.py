@@ -28,7 +28,7 @@ import signal, sys
 sys.path.insert(0, sys.argv[1])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 from torch.utils import cpp_extension
-from support import compilation
+from support.strategies import op_builds as compilation
 compilation.guard_compilations(sys.argv[2], lambda text: print(text, flush=True))
 cpp_extension.load("op", [sys.argv[3]])
 print("loaded")
@@ -98,7 +98,7 @@ def test_second_run_says_what_it_waits_for(build, tmp_path):
 @pytest.fixture
 def lock(tmp_path, monkeypatch):
     """lock(run) takes and releases the lock of a folder, and returns what was said."""
-    from support import compilation
+    from support.strategies import op_builds as compilation
 
     monkeypatch.setattr(compilation, "POLL_SECONDS", 0.05)
 
@@ -149,7 +149,7 @@ def test_the_file_of_a_live_compilation_stays_however_old_it_is(lock, tmp_path):
 
 def test_a_young_file_of_another_machine_is_respected(lock, tmp_path, monkeypatch):
     """Some file systems do not pass locks on between machines."""
-    from support import compilation
+    from support.strategies import op_builds as compilation
 
     monkeypatch.setattr(compilation, "UNLOCKED_SECONDS", 4)
     (tmp_path / "lock").touch()
@@ -181,7 +181,7 @@ def test_a_damaged_owner_is_no_problem(lock, tmp_path, text):
 
 
 def test_without_locks_a_young_file_is_respected(lock, tmp_path, monkeypatch):
-    from support import compilation
+    from support.strategies import op_builds as compilation
 
     def no_locks(*_):
         raise OSError(37, "No locks available")

@@ -18,14 +18,15 @@ import numpy as np
 import pytest
 from conftest import PROJECT
 
-from support import corpus, templates
-from support.cache import META, Cache
-from support.corpus import BadRow, Document, Example, Notice, open_source
+from support.data import sources as corpus
+from support.data import templates
+from support.data.chat import Encoder
+from support.data.sources import BadRow, Document, Example, Notice, open_source
+from support.data.streaming import Place, Stream
+from support.data.tokenize import bad_rows_in, tokenize_once
 from support.errors import UserError
-from support.examples import Encoder
-from support.folders import files_of
-from support.streaming import Place, Stream
-from support.tokens import bad_rows_in, tokenize_once
+from support.files.cache import META, Cache
+from support.files.folders import files_of
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 FINE = json.dumps({"text": "fine"})
@@ -161,7 +162,7 @@ def test_modes_follow_the_umask(tokenizer, tmp_path):
 SECOND_USER = """
 import os, sys
 from pathlib import Path
-from support.cache import Cache
+from support.files.cache import Cache
 from support.errors import UserError
 os.setgid(65534)
 os.setuid(65534)  # after the imports: that user may have no access to them
@@ -204,7 +205,7 @@ def test_two_users_share_a_cache(mode, damaged, said):
 KILLED = """
 import sys, time
 from pathlib import Path
-from support.cache import Cache
+from support.files.cache import Cache
 def write(folder):
     (folder / "x.bin").write_bytes(b"half")
     print("writing", flush=True)
@@ -386,7 +387,7 @@ def test_a_json_file_of_a_gigabyte(tmp_path):
         for _ in range(2**30 // len(row)):
             file.write(",\n" + row)
         file.write("]")
-    code = ("import resource; from support.corpus import open_source, Document; import sys\n"
+    code = ("import resource; from support.data.sources import open_source, Document; import sys\n"
             "rows = sum(isinstance(i, Document) for i in open_source(sys.argv[1], None, None, None).splits['train']())\n"
             "print(rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)")  # fmt: skip
     begin = time.monotonic()
@@ -683,8 +684,8 @@ def test_a_chat_template_that_loops_or_fills_the_memory(tokenizer, monkeypatch, 
 
 @pytest.mark.parametrize("line", ["include: '*.txt,*.md'", "include: ['*.txt', '*.md']"])
 def test_include_in_a_run_file(tmp_path, line):
-    from support.config import build_parser, parse_arguments
-    from support.runfile import as_yaml
+    from support.cli.flags import build_parser, parse_arguments
+    from support.cli.run_file import as_yaml
 
     (tmp_path / "run.yaml").write_text(line)
     args = parse_arguments(["--config", str(tmp_path / "run.yaml")])

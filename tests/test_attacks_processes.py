@@ -16,9 +16,10 @@ import pytest
 from attacks import Attack, table
 from conftest import PROJECT, SCRIPT, Run, descendants_of_test, fill, finish, free_port, launcher_command, start
 
-from support import failures, process
+from support import process
+from support.cluster import failures
 from support.errors import StoppedBySignal, TrainingError, explain
-from support.files import overwrite
+from support.files.atomic import overwrite
 
 TINY = ["--seq_length", "64", "--batch_size", "1", "--no_eval", "--no_export"]
 
@@ -248,7 +249,7 @@ def results_of(folder, main=True):
     """A Results as a rank has it, without a process group."""
     import torch
 
-    from support.reporting import Results
+    from support.report.results import Results
 
     run = SimpleNamespace(
         is_main=main, from_main=lambda value: value, device=torch.device("cpu"), on_failure=[], lock=None
@@ -461,7 +462,7 @@ def test_a_command_line_that_is_stopped_removes_what_is_half_written(tmp_path, n
 @pytest.fixture
 def stop():
     """A StopSignal whose handlers are removed afterwards."""
-    from support.distributed import StopSignal
+    from support.cluster.context import StopSignal
 
     before = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
     yield StopSignal()
@@ -472,8 +473,8 @@ def stop():
 def test_a_disk_that_hangs_hides_no_message(stop, monkeypatch, capfd):
     import torch
 
-    from support import distributed
-    from support.launch import Launch
+    from support.cluster import context as distributed
+    from support.cluster.launch import Launch
 
     monkeypatch.setattr(distributed, "DISK_SECONDS", 0.1)
     run = distributed.Run(Launch("python", 0, 0, 1, 1, 0, "", 0), torch.device("cpu"), "gloo", False, stop=stop)

@@ -17,7 +17,7 @@ import pytest
 from attacks import Attack, table
 from conftest import PROJECT, Run
 
-from support.runfile import OTHER_NAMES
+from support.cli.run_file import OTHER_NAMES
 
 sys.path.insert(0, str(PROJECT))
 sys.path.insert(0, str(PROJECT / "scripts"))
@@ -252,7 +252,7 @@ DEEPSPEED_FILES = [
 @pytest.mark.parametrize("flags, strategy", DEEPSPEED_FILES)
 def test_the_run_decides_what_the_deepspeed_file_leaves_open(generate, flags, strategy):
     """Batch size, accumulation and clipping of a run file; the file is complete once they are filled in."""
-    from support.config import complete_ds_config, parse_arguments
+    from support.cli.flags import complete_ds_config, parse_arguments
 
     assert generate("deepspeed", *flags).code == 0
     written = json.loads(Path("config/ds_config.json").read_text())
@@ -351,7 +351,7 @@ def requeue(stubs, tmp_path):
 @pytest.mark.attack
 @pytest.mark.parametrize("case", FOLDERS)
 def test_a_run_that_was_stopped_is_requeued_wherever_it_writes(requeue, stubs, tmp_path, monkeypatch, case):
-    from support.config import parse_arguments
+    from support.cli.flags import parse_arguments
 
     monkeypatch.chdir(tmp_path)
     folder, args = FOLDERS[case]
@@ -544,8 +544,8 @@ LAUNCHES = {
 @pytest.mark.attack
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_detect_launch(stubs, monkeypatch, capfd, case):
+    from support.cluster.launch import detect_launch
     from support.errors import UserError
-    from support.launch import detect_launch
 
     env, task, wanted = LAUNCHES[case]
     for name in [name for name in os.environ if re.match("SLURM_|MASTER_|RANK|WORLD_SIZE|LOCAL_|CROSS_|TORCHELASTIC", name)]:
@@ -682,9 +682,9 @@ def test_redact(monkeypatch, text):
 
 @pytest.mark.attack
 def test_no_secret_in_errors_settings_and_tracebacks(monkeypatch, capfd):
-    from support.config import parse_arguments
+    from support.cli.flags import parse_arguments
+    from support.cli.validate import answers
     from support.errors import UserError, explain
-    from support.preflight import answers
     from support.redaction import print_traceback
 
     for name, value in SECRETS.items():
@@ -704,7 +704,7 @@ def test_no_secret_in_errors_settings_and_tracebacks(monkeypatch, capfd):
 def test_a_hub_that_asks_for_a_password_answers():
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
-    from support.preflight import answers
+    from support.cli.validate import answers
 
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     threading.Thread(target=server.handle_request, daemon=True).start()
@@ -792,7 +792,7 @@ def test_slurm_gives_a_job_what_it_requested(slurm, generate, tmp_path):
 @pytest.mark.attack
 def test_srun_after_an_export(slurm):
     """RANK, WORLD_SIZE and a compressed list of nodes come from the batch script, the same in every task."""
-    program = "from support.launch import detect_launch; print(detect_launch())"
+    program = "from support.cluster.launch import detect_launch; print(detect_launch())"
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node[1-2]", "LOCAL_RANK": "0"}
     command = ["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0",
                sys.executable, "-c", program]  # fmt: skip

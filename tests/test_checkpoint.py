@@ -257,7 +257,7 @@ def test_random_kills(script, uninterrupted, under, tmp_path, number):
 def saver():
     """A Saver of which only the loss scaler is looked at."""
     sys.path.insert(0, str(PROJECT))
-    from support.checkpoint import Saver
+    from support.checkpoints.manager import Saver
 
     return object.__new__(Saver)
 
@@ -317,7 +317,7 @@ def test_cpu_adam_goes_on_exactly_after_many_steps():
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     sys.path.insert(0, str(PROJECT))
-    from support.sharding import replay_bias_correction
+    from support.strategies.optimizer_shards import replay_bias_correction
 
     def fresh():
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 1000))

@@ -80,7 +80,7 @@ def wait_for(condition, seconds, what):
 
 
 def test_examples_are_what_the_templates_make():
-    from support import jobs
+    from support.cluster import slurm as jobs
 
     for name, text in jobs.examples().items():
         assert (PROJECT / "slurm" / name).read_text() == text
@@ -573,7 +573,7 @@ def test_a_machine_that_differs_is_named(machines, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(PROJECT / "support", other / "support", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(SCRIPT, other)
-    with open(other / "support" / "data.py", "a") as file:
+    with open(other / "support" / "data" / "batches.py", "a") as file:
         file.write("# another version\n")
     said = ends(on_each(machines, *WORK, "--output_dir", tmp_path / "out", programs={"node3": other / SCRIPT.name}), 60)
     [line] = errors(said)

@@ -241,7 +241,8 @@ def test_every_check_can_fail(pretend, part, fault, failed):
 
 @pytest.mark.parametrize("gpu", [12, 80, 180])
 def test_batch_that_is_too_large_is_one_that_the_planner_can_split(tmp_path, gpu):
-    from support import architectures, planner
+    from support.memory import architectures
+    from support.memory import estimate as planner
 
     machine = bench.Machine(1, gpu * GB, [])
     batch = gpu_check.too_large_batch(bench.Bench(machine, tmp_path, tmp_path / "r", ["dp"], ""))

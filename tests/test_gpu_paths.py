@@ -8,8 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from support import checkpoint, checks, data, memory, metering, preflight
+from support.checkpoints import manager as checkpoint
+from support.cli import validate as preflight
+from support.commands import check as checks
+from support.data import batches as data
 from support.errors import UserError
+from support.memory import measure as memory
+from support.report import metrics_log as metering
 
 GPU = torch.device("cuda", 0)
 GB = 2**30

@@ -11,9 +11,11 @@ import pytest
 import torch
 from conftest import FAULT, finish, free_port, start
 
-from support import distributed, gradients, preflight
-from support.config import GROWTH_INTERVAL, complete_ds_config, parse_arguments
+from support.cli import validate as preflight
+from support.cli.flags import GROWTH_INTERVAL, complete_ds_config, parse_arguments
+from support.cluster import context as distributed
 from support.errors import MissingRequirement
+from support.strategies import gradients
 
 GPU = torch.device("cuda", 0)
 

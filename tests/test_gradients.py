@@ -8,7 +8,7 @@ from operations import Operations
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from support import gradients
+from support.strategies import gradients
 
 RUN = SimpleNamespace(simulated=False)
 

@@ -83,7 +83,7 @@ def test_a_batch_scripts_own_shell_is_one_process(slurm, tmp_path):
 ])  # fmt: skip
 def test_the_allocator_of_a_gpu_grows_its_segments(monkeypatch, gpu, given, found):
     """Unless the user has configured it, under any of its names."""
-    from support import launch
+    from support.cluster import launch
 
     monkeypatch.setattr(launch, "has_nvidia_gpu", lambda: gpu)
     monkeypatch.setattr(launch, "return_freed_memory", lambda: None)
@@ -97,7 +97,7 @@ def test_the_allocator_of_a_gpu_grows_its_segments(monkeypatch, gpu, given, foun
     (True, ":0:0", True), (False, ":0:0", False), (True, ":16:8", False), (True, ":4096:8", False),
 ])  # fmt: skip
 def test_deterministic_needs_a_workspace_of_cublas_where_there_is_a_gpu(monkeypatch, gpu, workspace, refused):
-    from support import launch
+    from support.cluster import launch
 
     monkeypatch.setattr(launch, "has_nvidia_gpu", lambda: gpu)
     with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG") if refused else nullcontext():

@@ -8,8 +8,9 @@ from conftest import FAULT
 from operations import Operations
 from torch import nn
 
-from support import loss, models
-from support.data import IGNORED
+from support.data.batches import IGNORED
+from support.model import loss
+from support.model import resolve as models
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

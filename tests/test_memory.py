@@ -12,7 +12,7 @@ from conftest import FAULT, PROJECT, SCRIPT, STRATEGIES, finish, start
 
 sys.path.insert(0, str(PROJECT))
 
-from support.preflight import cpu_computes_bf16
+from support.cli.validate import cpu_computes_bf16
 
 PLAN = PROJECT / "scripts" / "plan_memory.py"
 STATES = ("parameters", "gradients", "optimizer")
@@ -129,7 +129,7 @@ def test_prediction_for_a_llamas_adapters(script, llama):
 def test_adapters_go_where_peft_puts_them():
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
-    from support.planner import USUAL_TARGETS
+    from support.memory.estimate import USUAL_TARGETS
 
     families = {"gpt2": "gpt2", "gpt_neox": "gpt_neox", **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama")}
     assert {name: ",".join(USUAL[name]) for name in families} == {name: USUAL_TARGETS[f] for name, f in families.items()}
@@ -247,7 +247,8 @@ LOCKED_BY_DEEPSPEED = 5 * 2 * (LARGEST + 4096) + 4 * 4 * 28_311_552
     ],
 )  # fmt: skip
 def test_cuda_locks_host_memory_in_powers_of_two(strategy, accumulation, on_cpu, with_cuda):
-    from support import architectures, planner
+    from support.memory import architectures
+    from support.memory import estimate as planner
 
     def host(device):
         model = architectures.find_architecture("gpt2")
@@ -308,7 +309,8 @@ def test_plan_that_cannot_be_made(tmp_path, args, code, said):
 
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-xl"])
 def test_every_way_that_is_advised_fits(model):
-    from support import architectures, planner
+    from support.memory import architectures
+    from support.memory import estimate as planner
 
     advised = 0
     for gpu, ranks, batch, strategy in itertools.product((3, 8, 24), (1, 4), (2, 6), STRATEGIES):

@@ -6,7 +6,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from support import metering, peaks
+from support.report import metrics_log as metering
+from support.report import peak_flops as peaks
 
 STEPS, COMPUTE, LOG, PAUSE = 12, 1.0, 0.5, 100.0  # steps, and seconds
 

@@ -91,8 +91,8 @@ class OneRank:
     """All lanes of a corpus that is streamed, without a script around them."""
 
     def __init__(self, dataset, tokenizer, lanes, chunk=256, rows=None):
-        from support.streaming import Lane, Reader, Stream, _files_to_read, _open_rows
-        from support.whole_document import DocumentTokenizer
+        from support.data.json_documents import DocumentTokenizer
+        from support.data.streaming import Lane, Reader, Stream, _files_to_read, _open_rows
 
         documents = DocumentTokenizer(tokenizer, chunk, overlap=256)
         encode = partial(Stream._encode_text, SimpleNamespace(documents=documents))
@@ -166,7 +166,7 @@ def wait_until(condition) -> None:
 
 def read_ahead(depth=3, items=10, error_at=None):
     """(a ReadAhead over the numbers from 0, how many its thread has read)."""
-    from support.data import ReadAhead
+    from support.data.batches import ReadAhead
 
     read = []
 
@@ -219,7 +219,7 @@ def test_a_thread_that_has_ended_is_not_waited_for():
 
 def stream_of(file, tokenizer, **flags):
     """A Stream of one rank, without a script around it, and the lines that it says."""
-    from support.streaming import Stream
+    from support.data.streaming import Stream
 
     said = []
     args = SimpleNamespace(**{"dataset": str(file), "seq_length": 16, "batch_size": 2, "gradient_accumulation_steps": 1,
@@ -286,7 +286,7 @@ def test_too_many_bad_rows_end_the_run_from_the_thread(tmp_path):
 
 def lines_of_articles(lines):
     """Rows as WikiText has them on the hub."""
-    from support.corpus import begins_article
+    from support.data.sources import begins_article
 
     for number, line in enumerate(lines, 1):
         yield {"row": {"text": line}, "where": f"row {number}", "file": False, "begins": begins_article(line), "bad": None}
@@ -319,7 +319,7 @@ def test_articles_are_tokenized_whole():
 @pytest.mark.parametrize("name, refused", [("long.txt", True), ("short.txt", False), ("rows.jsonl", False)])
 def test_a_checkpoint_of_before(script, tmp_path, llama, name, refused):
     """Where texts are read in the same pieces as before, it resumes; otherwise one line says that it cannot."""
-    from support.files import digest_of_json
+    from support.files.atomic import digest_of_json
 
     text = "the quick brown fox jumps over the lazy dog. " * (2000 if refused else 100)
     (tmp_path / name).write_text(json.dumps({"text": text}) if name == "rows.jsonl" else text)

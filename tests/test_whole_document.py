@@ -10,8 +10,8 @@ import pytest
 from conftest import SHARED, skip
 from tokenizer_zoo import CHINESE, EMOJI, KINDS, MARKS, SPECIAL, random_text, tokenizer_of
 
+from support.data.json_documents import DocumentTokenizer
 from support.errors import UserError
-from support.whole_document import DocumentTokenizer
 
 ALL = [make.__name__ for make in KINDS]
 SPLIT_WORDS = [

@@ -1,0 +1,395 @@
+"""Checkpoints in and out of other formats, one tensor at a time.
+
+    hf                    the weights, for `AutoModelForCausalLM.from_pretrained`
+    torch                 model.pt and optimizer.pt, for `torch.load(..., weights_only=True)`
+    deepspeed-universal   DeepSpeed's universal checkpoint, which its JSON's `"checkpoint": {"load_universal": true}` reads
+    checkpoint            ours, made from a DeepSpeed universal checkpoint, for --resume
+
+What is read is data only: safetensors, JSON, and torch's files with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from support.checkpoints import manager as checkpoint
+from support.checkpoints.format import ELEMENT_BYTES, is_inner_path, open_listed
+from support.errors import UserError
+from support.files.atomic import open_regular, read_json, write_text
+from support.files.safetensors_writer import WeightFiles, save_file, write_at
+from support.files.user_files import shown
+from support.model.export import finish_folder, model_card, start_folder
+from support.model.lora import peft_name
+from support.strategies.optimizer_shards import MOMENTS
+
+
+class OwnCheckpoint:
+    """One of this project's checkpoints as whole tensors.
+
+    Attributes:
+        manifest: see `checkpoint.save`.
+        shapes: of all parameters.
+        adam_step: updates that Adam has made; without any there are no moments.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.manifest = checkpoint.open_alone(folder)
+        self.shapes = {name: tuple(shape) for name, shape in self.manifest["shapes"].items()}
+        self.adam_step = self.manifest["adam_step"]
+        self._reader = checkpoint.Reader(self.folder, self.manifest)
+
+    def read(self, name: str, kind: str) -> torch.Tensor:
+        """A parameter's "weight", "exp_avg" or "exp_avg_sq", whole, in fp32."""
+        flat = torch.empty(math.prod(self.shapes[name]))
+        self._reader.read_into(flat, name, kind, 0)
+        self._reader.close()  # what was read stays mapped into memory until the file is closed
+        return flat.view(self.shapes[name])
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What can be read of a parameter; without the moments before the first update."""
+        return ("weight", *(MOMENTS if any(piece["moments"] for piece in self.manifest["pieces"]) else ()))
+
+
+class UniversalCheckpoint:
+    """A DeepSpeed universal checkpoint, as `ds_to_universal.py` writes it; attributes as OwnCheckpoint's.
+
+    Args:
+        folder: the one with `zero/` in it, or the one above with `latest_universal`.
+    Raises:
+        UserError: it is no such folder.
+    """
+
+    FILES: ClassVar = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
+
+    def __init__(self, folder: Path):
+        if (folder / "latest_universal").is_file():
+            folder = folder / self._name_in(folder / "latest_universal")
+        self.folder = folder
+        names = sorted(path.parent.relative_to(folder / "zero").as_posix() for path in folder.glob("zero/**/fp32.pt"))
+        if not names:
+            raise UserError(f"{folder} is no DeepSpeed universal checkpoint: there is no zero/*/fp32.pt. ds_to_universal.py of "
+                            "DeepSpeed makes one of its other checkpoints.")  # fmt: skip
+        # A tied weight may be there a second time, under its other name and without moments.
+        trained = [name for name in names if (folder / "zero" / name / "exp_avg.pt").is_file()]
+        self.shapes = {name: tuple(self._load(name, "weight").shape) for name in trained or names}
+        self.adam_step = self._step(trained[0]) if trained else 0
+        self.kinds = ("weight", *(MOMENTS if trained else ()))
+
+    @staticmethod
+    def _name_in(path: Path) -> str:
+        with open_regular(path) as file:
+            name = file.read(1000).decode(errors="replace").strip()
+        if not is_inner_path(name) or "/" in name or len(name) > 255:
+            raise UserError(f"{path} names no folder next to it: {shown(name)}.")
+        return name
+
+    def _load(self, name: str, kind: str) -> torch.Tensor:
+        path = self.folder / "zero" / name / self.FILES[kind]
+        found = load_tensors(path)
+        found = found.get("param") if isinstance(found, dict) else found
+        if not isinstance(found, torch.Tensor):
+            raise UserError(f"{path} holds no tensor, so this is no DeepSpeed universal checkpoint.")
+        return found
+
+    def _step(self, name: str) -> int:
+        """Stages 1 and 2 keep it next to each parameter, stage 3 with the optimizer."""
+        path = self.folder / "zero" / name / "step.pt"
+        try:
+            if path.is_file():
+                return int(load_tensors(path))
+            path = self.folder / "zero" / "optimizer_state.pt"
+            return int(load_tensors(path)["optimizer_state_dict"]["state"][0]["step"])
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"{path} does not hold Adam's step: it is damaged.") from error
+
+    def read(self, name: str, kind: str) -> torch.Tensor:
+        return self._load(name, kind).float()
+
+
+class Ignored:
+    """Stands for the objects that DeepSpeed puts beside its tensors; neither its code nor theirs is run."""
+
+    def __init__(self, *_):
+        pass
+
+    def __setstate__(self, _):
+        pass
+
+
+IGNORED_OBJECTS = ["deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+                   "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+                   "builtins.getattr"]  # fmt: skip (how some versions of Python write a member of an enum)
+
+
+def load_tensors(path: Path):
+    """`torch.load` of data: nothing in the file is executed.
+
+    Raises:
+        UserError: the file is broken, or holds more than data.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} is missing, or no regular file.")
+    try:
+        with torch.serialization.safe_globals([(Ignored, name) for name in IGNORED_OBJECTS]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged file may be anything to the several readers in torch
+        objects = "weights_only" in str(error)
+        said = shown((str(error).splitlines() or [type(error).__name__])[0], 200)
+        why = "it holds Python objects, and no code from a file is run here" if objects else said
+        raise UserError(f"{path} cannot be read: {why}.") from error
+
+
+# ------------------------------------------------------------------------------------------------ out
+
+
+def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) -> Path:
+    """Write `source` as `to` into the new folder `target`.
+
+    Args:
+        dtype, file_bytes: of the weights and of one file of theirs; for "hf".
+    Returns:
+        The new folder: `target`, or a numbered name if another process has taken that meanwhile.
+    Raises:
+        UserError: the target is there already, or the source lacks what is needed.
+        OSError: the disk is full, or not writable.
+    """
+    if os.path.lexists(target):
+        raise UserError(f"{target} exists: name a new folder.")
+    if to == "checkpoint" and not isinstance(source, UniversalCheckpoint):
+        raise UserError("--to checkpoint takes a DeepSpeed universal folder.")
+    target = target.absolute()
+    temporary = start_folder(target)
+    try:
+        new = temporary.path / "new"
+        if to == "hf":
+            write_hf(source, new, dtype, file_bytes)
+        else:
+            {"torch": write_torch, "deepspeed-universal": write_universal, "checkpoint": write_checkpoint}[to](source, new)
+        return finish_folder(temporary, target, replace=False)
+    finally:
+        temporary.remove()
+
+
+# What a checkpoint's model/ folder has besides weights: configuration, tokenizer, chat templates.
+# Nothing that is executed.
+DESCRIPTION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe", ".vocab")
+CODE_KEYS = ("auto_map", "auto_mapping", "custom_pipelines")  # make from_pretrained fetch or import code
+
+
+def copy_description(source: OwnCheckpoint, folder: Path) -> list[str]:
+    """Copy what describes the model: files that the manifest lists, of kinds that hold data,
+    without references to code.
+
+    Returns:
+        Listed files that were left out.
+    """
+    left_out = []
+    for name in source.manifest["files"]:
+        inner = name.removeprefix("model/")
+        if inner == name or name == checkpoint.BUFFERS:
+            continue
+        if not inner.endswith(DESCRIPTION_SUFFIXES) or inner.endswith(".index.json"):
+            left_out.append(name)
+            continue
+        with open_listed(source.folder, name) as file:
+            content = file.read()
+        (folder / inner).parent.mkdir(parents=True, exist_ok=True)
+        (folder / inner).write_bytes(_without_code(content) if inner.endswith(".json") else content)
+    return left_out
+
+
+def _without_code(content: bytes) -> bytes:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    if not isinstance(found, dict) or not found.keys() & set(CODE_KEYS):
+        return content
+    return json.dumps({key: value for key, value in found.items() if key not in CODE_KEYS}, indent=2).encode() + b"\n"
+
+
+def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes: str) -> None:
+    """A folder for `from_pretrained`; of a checkpoint of adapters, peft's."""
+    listed = source.manifest["files"]
+    adapters = "model/adapter_config.json" in listed
+    if not adapters and "model/config.json" not in listed:
+        raise UserError(f"{source.folder} has no model/ folder with the configuration and the tokenizer (it was imported): "
+                        "resume it and save once, then convert that.")  # fmt: skip
+    for name in copy_description(source, folder):
+        print(f"ℹ️  Left out: {shown(name)}, which is neither a configuration nor a tokenizer's data.")
+    rename = peft_name if adapters else str
+    if not adapters:
+        _note_dtype(folder / "config.json", dtype)
+    buffers = load_file(source.folder / checkpoint.BUFFERS) if checkpoint.BUFFERS in listed else {}
+    shapes = {rename(name): shape for name, shape in source.shapes.items()}
+    if len(shapes) < len(source.shapes) or shapes.keys() & buffers.keys():
+        raise UserError(f"{source.folder}: two of its tensors have the same name.")
+    try:
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        tensors |= {name: buffer.to("meta") for name, buffer in buffers.items()}
+        files = WeightFiles(folder, tensors, file_bytes, "adapter_model" if adapters else "model")
+    except ValueError as error:
+        raise UserError(f"--max_shard_size {file_bytes}: write it as 5GB or 500MB.") from error
+    for name in source.shapes:
+        files.write(rename(name), source.read(name, "weight"))
+    for name, buffer in buffers.items():
+        files.write(name, buffer)
+    files.check_complete()
+    counters, identity = source.manifest["counters"], source.manifest["identity"]
+    parameters = identity["hard"].get("parameters")
+    facts = {"model": shown(identity["soft"].get("model", "unknown")), "steps": counters["step"],
+             "parameters": parameters if type(parameters) is int else sum(map(math.prod, source.shapes.values())),
+             "strategy": identity["told"].get("strategy"), "world_size": identity["told"].get("ranks"),
+             "train_loss_first": counters["first_loss"], "train_loss_last": counters["last_loss"]}  # fmt: skip
+    write_text(folder / "README.md", model_card(facts, identity))
+
+
+def _note_dtype(path: Path, dtype: torch.dtype) -> None:
+    """
+    Raises:
+        UserError: the configuration is no JSON object.
+    """
+    try:
+        config = read_json(path)
+        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    except (ValueError, TypeError) as error:
+        raise UserError(f"The checkpoint's model/config.json is no configuration ({shown(error)}).") from error
+    write_text(path, json.dumps(config, indent=2) + "\n")
+
+
+def write_torch(source, folder: Path) -> None:
+    """model.pt: {name: weight}; optimizer.pt: {"step": updates, "exp_avg": {name: tensor}, "exp_avg_sq": {name: tensor}}."""
+    wanted = {"model.pt": {name: (name, "weight") for name in source.shapes}}
+    if len(source.kinds) > 1:
+        moments = {kind: {name: (name, kind) for name in source.shapes} for kind in MOMENTS}
+        wanted["optimizer.pt"] = {"step": source.adam_step, **moments}
+    for file, contents in wanted.items():
+        save_tensors(folder / file, contents, source)
+
+
+def save_tensors(path: Path, contents: dict, source) -> None:
+    """`torch.save` of nested dicts with (name, kind) in place of tensors, which are read from `source` one at a time.
+
+    torch first writes the file with the tensors' bytes left out; then they are put into their places.
+
+    Raises:
+        UserError: this torch does not tell the places.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        raise UserError(f"--to torch needs torch 2.7 or newer; this is {torch.__version__}.")
+
+    def replaced(found):
+        if isinstance(found, dict):
+            return {key: replaced(value) for key, value in found.items()}
+        return torch.empty(source.shapes[found[0]]) if isinstance(found, tuple) else found
+
+    def fill(there, wanted, file) -> None:
+        for key, value in wanted.items():
+            if isinstance(value, dict):
+                fill(there[key], value, file)
+            elif isinstance(value, tuple):
+                write_at(file, there[key].untyped_storage()._checkpoint_offset, source.read(*value))
+
+    with FakeTensorMode():
+        empty = replaced(contents)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(empty, path)
+    with FakeTensorMode():
+        there = torch.load(path)
+    with open(path, "rb+") as file:
+        fill(there, contents, file)
+
+
+def write_universal(source: OwnCheckpoint, folder: Path) -> None:
+    """What DeepSpeed's stages 1, 2 and 3 look for: a folder for each parameter, and a few small files around them."""
+    counters, groups = source.manifest["counters"], source.manifest["groups"]
+    if not groups:
+        raise UserError(f"{source.folder} was imported and never trained on: resume it and save once, then convert that.")
+    inner = folder / f"global_step{counters['step']}_universal"
+    step = torch.tensor(float(source.adam_step))
+    for name in source.shapes:
+        place = inner / "zero" / name  # the manifest's check has refused names that leave the folder
+        place.mkdir(parents=True)
+        for kind, file in UniversalCheckpoint.FILES.items():
+            tensor = source.read(name, kind) if kind in source.kinds else torch.zeros(source.shapes[name])
+            torch.save({"param": tensor}, place / file)
+        torch.save(step, place / "step.pt")
+    deepspeed = {"ds_version": _version_of_deepspeed()}
+    # Stage 3 gives every group the values of the first, so what differs between them stays with the engine's own.
+    common = {key: value for key, value in groups[0].items() if key != "weight_decay"}
+    optimizer = {"state": {0: {"step": step}}, "param_groups": [common]}
+    torch.save({**deepspeed, "param_groups": groups, "optimizer_state_dict": optimizer}, inner / "zero" / "optimizer_state.pt")
+    state = {**deepspeed, "module": {}, "dp_world_size": 1, "mp_world_size": 1, "lr_scheduler": None, "skipped_steps": 0,
+             "global_steps": counters["step"], "global_samples": counters["samples"]}  # fmt: skip
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # stages 1 and 2, stage 3
+        torch.save(state, inner / name)
+    write_text(folder / "latest_universal", inner.name)
+
+
+def _version_of_deepspeed() -> str:
+    try:
+        return version("deepspeed")
+    except PackageNotFoundError:
+        return "0.19.8"  # with which this layout was tried
+
+
+# ------------------------------------------------------------------------------------------------ in
+
+
+def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
+    """A checkpoint of ours with another program's weights and moments: a starting point, so its counters are at 0."""
+    pieces, files, tensors = [], {}, {}
+
+    def flush() -> None:
+        name = f"rank-00000-{len(files):03d}.safetensors"
+        save_file(tensors, folder / name)
+        files[name] = checkpoint.facts_of(folder / name)
+        tensors.clear()
+
+    for name, shape in source.shapes.items():
+        pieces.append({"name": name, "start": 0, "numel": math.prod(shape), "moments": len(source.kinds) > 1,
+                       "file": f"rank-00000-{len(files):03d}.safetensors"})  # fmt: skip
+        for kind in source.kinds:
+            tensors[f"{name}@0/{kind}"] = source.read(name, kind).flatten().clone()
+        if sum(tensor.numel() for tensor in tensors.values()) * ELEMENT_BYTES >= checkpoint.FILE_BYTES:
+            flush()
+    if tensors:
+        flush()
+    manifest = {
+        "counters": checkpoint.NEW_RUN, "scaling": {}, "identity": {"hard": {}, "soft": {}, "told": {}}, "lr_scheduler": {},
+        "groups": [], "adam_step": source.adam_step, "shapes": {name: list(shape) for name, shape in source.shapes.items()},
+        "pieces": pieces, "files": files,
+    }  # fmt: skip
+    checkpoint.write_manifest(folder, manifest)
+
+
+# ------------------------------------------------------------------------------------------------ inspecting
+
+
+def inspect(source: OwnCheckpoint) -> str:
+    """What a checkpoint holds, for the terminal; opening it has checked every file."""
+    manifest = source.manifest
+    counters, told = manifest["counters"], manifest["identity"]["told"]
+    numbers = {name: math.prod(shape) for name, shape in source.shapes.items()}
+    size = sum(facts["bytes"] for facts in manifest["files"].values())
+    width = max(map(len, numbers), default=0)
+    lines = [
+        str(source.folder),
+        f"  step {counters['step']:,}, {counters['samples']:,} samples seen, loss {counters['last_loss']}",
+        f"  written under {told.get('strategy', '?')} on {told.get('ranks', '?')} ranks, {told.get('precision', '?')}",
+        f"  {sum(numbers.values()):,} parameters; of each {', '.join(source.kinds)} in fp32; Adam's step {source.adam_step}",
+        f"  {len(manifest['files'])} files, {size:,} bytes, every SHA-256 as the manifest says",
+        "",
+        *(f"  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}" for name, shape in source.shapes.items()),
+    ]
+    return "\n".join(lines)

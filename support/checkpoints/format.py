@@ -1,0 +1,269 @@
+"""manifest.json of a checkpoint: reading it, and what must hold before anything in it is used.
+
+A checkpoint may come from anywhere: a folder that others write to, a download, a disk with errors.
+Its digests show that the files are the ones that the manifest lists; they do not show that its author
+can be trusted. So every number has a range here, every name stays inside its folder, and every tensor
+lies in a file that is listed with its digest.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import stat
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from support.files.atomic import digest_of, digest_of_json, open_regular, read_json
+from support.files.user_files import shown
+
+FORMAT_VERSION = 1
+NEW_RUN = {
+    "step": 0,
+    "samples": 0,
+    "tokens": 0,
+    "training_seconds": 0.0,
+    "first_loss": None,
+    "last_loss": None,
+    "best": None,
+}
+STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which also matches digits of other scripts
+MOST_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
+MOST_COUNTED = 2**53  # of samples, tokens, bytes, elements: what JSON's numbers hold exactly
+LARGEST_BYTES = 256 << 20  # of manifest.json; a million pieces take about half of it
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+ELEMENT_BYTES = 4  # all tensors of a checkpoint are fp32
+DAMAGED = "its manifest.json is damaged"
+
+
+def read_manifest(checkpoint: Path) -> tuple[dict, str]:
+    """(manifest, what is wrong with it or ""), with defaults for keys that older versions lack."""
+    try:
+        manifest = read_json(checkpoint / "manifest.json", LARGEST_BYTES)
+        written = manifest.pop("sha256", "") if isinstance(manifest, dict) else ""
+        if written != digest_of_json(manifest):
+            return {}, DAMAGED
+        version = manifest.get("format_version")
+        if version != FORMAT_VERSION:
+            return {}, f"its format is {shown(version)}, and this version reads {FORMAT_VERSION}"
+        manifest = with_defaults(manifest)
+        validate(manifest)
+    except FileNotFoundError:
+        return {}, "it has no manifest.json, so it was never completed"
+    except OSError as error:
+        return {}, f"its manifest.json cannot be read ({error.strerror})"
+    except (ValueError, TypeError) as error:
+        return {}, f"{DAMAGED} ({shown(error)})"
+    return manifest, ""
+
+
+def with_defaults(manifest: dict) -> dict:
+    """A manifest with the keys that older versions did not write.
+
+    Raises:
+        TypeError: a part is no object.
+    """
+    return {
+        "scaling": {}, "groups": [], "lr_scheduler": {}, "stream": None, **manifest,
+        "counters": {**NEW_RUN, "step": None, "samples": None, "tokens": None, **manifest.get("counters", {})},
+        "identity": {"hard": {}, "soft": {}, "told": {}, **manifest.get("identity", {})},
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- the schema
+
+
+def validate(manifest: dict) -> None:
+    """Check the content of a manifest, without reading the files that it lists.
+
+    Raises:
+        ValueError: names the first part that cannot be right.
+    """
+    _check_counters(manifest["counters"])
+    _need(_count(manifest.get("adam_step"), 10**12), "adam_step")
+    for part, facts in manifest["identity"].items():
+        _need(isinstance(facts, dict) and all(isinstance(v, str | int | float | None) for v in facts.values()),
+              f"identity.{part}")  # fmt: skip
+    scaling = manifest["scaling"]
+    _need(isinstance(scaling, dict) and all(map(_number, scaling.values())), "scaling")
+    _need(all(0 < scaling.get(name, 1) < 2**64 for name in ("scale", "cur_scale")), "scaling")
+    _check_groups(manifest["groups"])
+    _need(isinstance(manifest["lr_scheduler"], dict), "lr_scheduler")
+    _need(isinstance(manifest["stream"], dict | None), "stream")
+    _check_files(manifest.get("files"))
+    _check_shapes(manifest.get("shapes"))
+    _check_pieces(manifest)
+
+
+def _need(holds: bool, part: str) -> None:
+    if not holds:
+        raise ValueError(f"{part} is missing or wrong")
+
+
+def _count(value, most: int = MOST_COUNTED) -> bool:
+    return type(value) is int and 0 <= value <= most  # not isinstance: True is an int, too
+
+
+def _number(value) -> bool:
+    if type(value) is int:  # which math.isfinite cannot take beyond the range of a float
+        return abs(value) <= MOST_COUNTED
+    return type(value) is float and math.isfinite(value)
+
+
+def _check_counters(counters: dict) -> None:
+    _need(_count(counters["step"], MOST_STEPS), "counters.step")
+    _need(_count(counters["samples"]), "counters.samples")
+    _need(counters["tokens"] is None or _count(counters["tokens"]), "counters.tokens")
+    _need(
+        _number(counters["training_seconds"]) and counters["training_seconds"] >= 0,
+        "counters.training_seconds",
+    )
+    for name in ("first_loss", "last_loss"):
+        _need(counters[name] is None or _number(counters[name]), f"counters.{name}")
+    best = counters["best"]
+    if best is not None:
+        _need(isinstance(best, dict) and _number(best.get("loss")) and _count(best.get("step"), MOST_STEPS)
+              and _count(best.get("waited")), "counters.best")  # fmt: skip
+
+
+def _check_groups(groups) -> None:
+    _need(isinstance(groups, list), "groups")
+    for group in groups:
+        _need(
+            isinstance(group, dict)
+            and all(_number(group.get(key)) for key in ("lr", "eps", "weight_decay")),
+            "groups",
+        )
+        betas = group.get("betas")
+        _need(isinstance(betas, list) and len(betas) == 2 and all(map(_number, betas)), "groups")
+        _need(all(0 <= beta < 1 for beta in betas), "groups")
+
+
+def _check_files(files) -> None:
+    _need(isinstance(files, dict), "files")
+    for name, facts in files.items():
+        _need(is_inner_path(name), f"files: the name {shown(name)}")
+        _need(isinstance(facts, dict) and _count(facts.get("bytes")), f"files.{name}.bytes")
+        _need(isinstance(facts.get("sha256"), str), f"files.{name}.sha256")
+
+
+def _check_shapes(shapes) -> None:
+    _need(isinstance(shapes, dict), "shapes")
+    for name, shape in shapes.items():
+        _need(is_inner_path(name), f"shapes: the name {shown(name)}")
+        _need(
+            isinstance(shape, list) and len(shape) <= 16 and all(map(_count, shape)),
+            f"shapes.{name}",
+        )
+
+
+def _check_pieces(manifest: dict) -> None:
+    """Every piece lies in a listed file, and the pieces of a parameter are all of it, each element
+    once."""
+    _need(isinstance(manifest.get("pieces"), list), "pieces")
+    by_name: dict[str, list] = {name: [] for name in manifest["shapes"]}
+    bytes_in = dict.fromkeys(manifest["files"], 0)
+    for piece in manifest["pieces"]:
+        _need(
+            isinstance(piece, dict) and _count(piece.get("start")) and _count(piece.get("numel")),
+            "pieces",
+        )
+        _need(type(piece.get("moments")) is bool and isinstance(piece.get("name"), str), "pieces")
+        name, file = piece["name"], piece.get("file")
+        _need(name in by_name, f"pieces: the parameter {shown(name)}")
+        _need(
+            isinstance(file, str) and file in bytes_in and file.endswith(".safetensors"),
+            f"pieces: the file of {name}",
+        )
+        bytes_in[file] += piece["numel"] * ELEMENT_BYTES * (len(KINDS) if piece["moments"] else 1)
+        by_name[name].append((piece["start"], piece["numel"]))
+    for file, size in bytes_in.items():
+        _need(size <= manifest["files"][file]["bytes"], f"files.{file}.bytes")
+    for name, ranges in by_name.items():
+        end = 0
+        for start, numel in sorted(ranges):
+            _need(start == end, f"pieces: {name} from element {end} on")
+            end += numel
+        _need(end == math.prod(manifest["shapes"][name]), f"pieces: {name} from element {end} on")
+
+
+def is_inner_path(name: str) -> bool:
+    """Whether a name from a file, joined to a folder's path, stays inside that folder: no "..", not
+    absolute, printable."""
+    parts = name.split("/")
+    return (
+        0 < len(name) <= 1000
+        and name.isprintable()
+        and "\\" not in name
+        and not {"", ".", ".."} & set(parts)
+    )
+
+
+# ---------------------------------------------------------------------------------------- the files
+
+
+def what_is_broken(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> str:
+    """What is wrong with the files that a valid manifest lists, "" if nothing: size, digest, and
+    that the pieces are in them.
+
+    Args:
+        part, parts: look only at every `parts`-th file, from number `part` on: the ranks share the
+            work.
+    """
+    wanted: dict[str, dict[str, int]] = {name: {} for name in list(manifest["files"])[part::parts]}
+    for piece in manifest["pieces"]:
+        if piece["file"] in wanted:
+            keys = (
+                f"{piece['name']}@{piece['start']}/{kind}"
+                for kind in KINDS[: len(KINDS) if piece["moments"] else 1]
+            )
+            wanted[piece["file"]] |= dict.fromkeys(keys, piece["numel"])
+    found = (
+        _broken(checkpoint, name, manifest["files"][name], pieces)
+        for name, pieces in wanted.items()
+    )
+    return next((why for why in found if why), "")
+
+
+def _broken(checkpoint: Path, name: str, facts: dict, pieces: dict[str, int]) -> str:
+    try:
+        with open_listed(checkpoint, name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != facts["bytes"]:
+                return f"{name} has {size} bytes instead of {facts['bytes']}"
+            if digest_of(file) != facts["sha256"]:
+                return f"{name} is damaged (its SHA-256 differs)"
+        return _wrong_tensors(checkpoint / name, pieces) if name.endswith(".safetensors") else ""
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    except SafetensorError as error:
+        return f"{name} is damaged ({shown(error)})"
+
+
+def open_listed(checkpoint: Path, name: str):
+    """Open a file of a checkpoint that its manifest lists.
+
+    Raises:
+        OSError: it, or a folder on the way to it, is a symbolic link or of another kind.
+    """
+    for parent in list(Path(name).parents)[:-1]:
+        if not stat.S_ISDIR(os.lstat(checkpoint / parent).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, f"{parent} is no folder, or a symbolic link")
+    return open_regular(checkpoint / name)
+
+
+def _wrong_tensors(path: Path, pieces: dict[str, int]) -> str:
+    with safe_open(path, framework="pt") as file:
+        there = set(file.keys())
+        for key, numel in pieces.items():
+            if key not in there:
+                return f"{path.name} lacks {shown(key)}"
+            tensor = file.get_slice(key)
+            if tensor.get_shape() != [numel] or tensor.get_dtype() != "F32":
+                return (
+                    f"{path.name} holds {shown(key)} as {tensor.get_dtype()} {tensor.get_shape()}"
+                )
+    return ""

@@ -1,0 +1,144 @@
+"""FSDP's options, from the JSON that accelerate and transformers use for FSDP1, as PyTorch's FSDP2 has them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass, field
+
+from support.cli.argument_types import CLOSE
+from support.errors import UserError
+from support.files.user_files import read_json, shown
+
+# Also by number, as accelerate writes them.
+SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+PRECISIONS = {"BFLOAT16": "bf16", "BF16": "bf16", "FLOAT16": "fp16", "FP16": "fp16", "FLOAT32": "fp32", "FP32": "fp32",
+              "NO": "fp32"}  # fmt: skip
+
+# Key -> (the value that says what FSDP2 does anyway, what to tell the user of any other value).
+ALWAYS = {
+    "fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "FSDP2 always fetches the next layer while backward computes one"),
+    "fsdp_backward_prefetch": ("BACKWARD_PRE", "FSDP2 always fetches the next layer while backward computes one"),
+    "fsdp_use_orig_params": (True, "FSDP2 always keeps the original parameters"),
+    "fsdp_sync_module_states": (True, "rank 0's weights are always handed to all ranks"),
+    "fsdp_cpu_ram_efficient_loading": (True, "only rank 0 of the run ever holds the whole model"),
+    "fsdp_cuda_graphs": (False, "CUDA graphs are not used; --compile is what saves launch time"),
+    "fsdp_version": (2, "this is FSDP2"),
+}
+
+
+@dataclass
+class FsdpOptions:
+    """How FSDP shards.
+
+    Attributes:
+        reshard_after_forward: free a layer's gathered parameters after forward (FULL_SHARD) or keep them until backward
+            (SHARD_GRAD_OP), as ZeRO 2 does.
+        hybrid: shard inside a node and replicate over the nodes (HYBRID_SHARD).
+        no_shard: NO_SHARD, which is --strategy dp.
+        layers: names of the layer classes that are sharded one by one; empty for the model's own blocks.
+        wrap_layers: False shards the model as one (NO_WRAP).
+        precision: what fsdp_mixed_precision asks for, as --precision has it; None for nothing.
+        offload: keep parameters, gradients and optimizer states on the CPU.
+        forward_prefetch: fetch the next layer while forward computes one, explicitly.
+        notes: a line for each key that FSDP2 answers in another way.
+    """
+
+    reshard_after_forward: bool = True
+    hybrid: bool = False
+    no_shard: bool = False
+    layers: list[str] = field(default_factory=list)
+    wrap_layers: bool = True
+    precision: str | None = None
+    offload: bool = False
+    forward_prefetch: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def read_fsdp_config(path: str) -> FsdpOptions:
+    """Read --fsdp_config.
+
+    Raises:
+        UserError: the file cannot be read, or a key or value in it is unknown.
+    """
+    config = read_json("--fsdp_config", path)
+    options = FsdpOptions()
+    for key, value in config.items():
+        if key.startswith("_"):  # a comment
+            continue
+        _take(options, key, value, path)
+    return options
+
+
+def _take(options: FsdpOptions, key: str, value, path: str) -> None:
+    name = key if key.startswith("fsdp_") else f"fsdp_{key}"
+    if name in ALWAYS:
+        always, told = ALWAYS[name]
+        if value != always:
+            options.notes.append(f"{key} {json.dumps(value)}: {told}")
+    elif name in TAKEN:
+        TAKEN[name](options, key, value, path)
+    else:
+        near = difflib.get_close_matches(name, [*ALWAYS, *TAKEN], n=1, cutoff=CLOSE)
+        raise UserError(f"{path}: unknown key {shown(key)}" + (f": did you mean {near[0]}?" if near else "."))
+
+
+def _sharding(options, key, value, path) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= len(SHARDING):
+        value = SHARDING[value - 1]
+    if value not in SHARDING:
+        raise UserError(f"{path}: {key} {json.dumps(value)} is none of {', '.join(SHARDING)}.")
+    options.reshard_after_forward = value != "SHARD_GRAD_OP"
+    options.hybrid, options.no_shard = value == "HYBRID_SHARD", value == "NO_SHARD"
+
+
+def _reshard(options, key, value, path) -> None:
+    options.reshard_after_forward = _boolean(key, value, path)
+
+
+def _layers(options, key, value, path) -> None:
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{path}: {key} must be the name of a layer class, or a list of them.")
+    options.layers = names
+
+
+def _wrap(options, key, value, path) -> None:
+    if value not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"):
+        raise UserError(f"{path}: {key} {json.dumps(value)} is none of TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP.")
+    options.wrap_layers = value != "NO_WRAP"
+    if value == "SIZE_BASED_WRAP":
+        options.notes.append(f"{key} SIZE_BASED_WRAP: layers are sharded one by one, whatever their size")
+
+
+def _precision(options, key, value, path) -> None:
+    name = str(value).upper()
+    if name not in PRECISIONS:
+        raise UserError(f"{path}: {key} {json.dumps(value)} is none of BFLOAT16, FLOAT16, FLOAT32.")
+    options.precision = PRECISIONS[name]
+
+
+def _offload(options, key, value, path) -> None:
+    options.offload = _boolean(key, value, path)
+
+
+def _forward_prefetch(options, key, value, path) -> None:
+    options.forward_prefetch = _boolean(key, value, path)
+
+
+def _state_dict(options, key, value, path) -> None:
+    options.notes.append(f"{key} {value}: checkpoints have this project's own format (every rank writes its part), and the "
+                         "trained model is exported whole")  # fmt: skip
+
+
+def _boolean(key, value, path) -> bool:
+    if not isinstance(value, bool):
+        raise UserError(f"{path}: {key} must be true or false, and is {json.dumps(value)}.")
+    return value
+
+
+TAKEN = {
+    "fsdp_sharding_strategy": _sharding, "fsdp_reshard_after_forward": _reshard, "fsdp_auto_wrap_policy": _wrap,
+    "fsdp_transformer_layer_cls_to_wrap": _layers, "fsdp_mixed_precision": _precision, "fsdp_offload_params": _offload,
+    "fsdp_forward_prefetch": _forward_prefetch, "fsdp_state_dict_type": _state_dict,
+}  # fmt: skip

@@ -1,0 +1,36 @@
+"""--prefetch: fill the caches with all that a run reads from the network, in one process and without a GPU."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from support.cli.validate import huggingface_home, is_local_dataset
+from support.cluster.context import Run
+from support.cluster.launch import Launch
+from support.data import tokenize as tokens
+from support.errors import EXIT_COMPLETED
+from support.model import resolve as models
+
+
+def prefetch(args, launch: Launch) -> None:
+    """Download the model and the dataset, tokenise the dataset, and end the process.
+
+    A run with the same flags then needs no network: HF_HUB_OFFLINE=1 keeps it from asking.
+    """
+    run = Run(launch, torch.device("cpu"), "fake", args.verbose, args.quiet)  # as in a simulation nobody else is there
+    try:
+        run.say(f"⏳ Downloading {args.model}, where it is not in the cache")
+        tokenizer = models.prefetch(args, run)
+        if args.streaming:
+            if not is_local_dataset(args.dataset):
+                run.warn(f"--streaming reads {args.dataset} from the hub while it trains, so it is not in the cache.")
+        else:
+            run.say(f"⏳ Preparing the dataset {args.dataset}")
+            tokens.tokenize_corpus(args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file)
+        run.clean_up()
+        run.say(f"✅ Prefetched into {huggingface_home()}: with HF_HUB_OFFLINE=1 a run with these flags needs no network.")
+    except BaseException as error:
+        run.end_failed(error)
+    sys.exit(EXIT_COMPLETED)

@@ -1,0 +1,197 @@
+"""What memory depends on in a decoder-only transformer, read from its config.json; no torch, no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from support.cli.flags import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
+from support.errors import UserError
+from support.files.user_files import read_json, shown
+
+MOST_OF_CONFIG = 16 << 20  # characters; some list thousands of labels
+
+# The families that are known, and what transformers fills in where their config.json says nothing.
+DEFAULTS = {
+    "gpt2": {"n_positions": 1024, "vocab_size": 50257, "tie_word_embeddings": True, "activation_function": "gelu_new"},
+    "gpt_neox": {"hidden_act": "gelu", "use_parallel_residual": True, "attention_bias": True},
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What memory depends on in a decoder-only transformer.
+
+    Attributes:
+        family: "gpt2", "gpt_neox" or "llama" (which Mistral and Qwen share).
+        layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary: as in config.json.
+        positions: rows of a learned position embedding; 0 where positions are rotary.
+        limit: the longest block; None if the configuration does not say.
+        tied: the output layer is the input embedding.
+        activation: of the MLP, by transformers' name.
+        qkv_bias, out_bias, mlp_bias: biases on query, key and value; on attention's output; in the MLP (GPT-2 has all).
+        qk_norm, parallel: a norm on query and key; attention and MLP side by side.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    positions: int
+    limit: int | None
+    tied: bool
+    activation: str
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    parallel: bool = False
+
+    @property
+    def query(self) -> int:
+        """Width of all queries together."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of all keys together; with grouped queries less than `query`."""
+        return self.kv_heads * self.head_dim
+
+    def block(self) -> list[int]:
+        """Elements of each parameter of one transformer block, in the model's order."""
+        h, f, q, k = self.hidden, self.intermediate, self.query, self.key
+        if self.family == "gpt2":
+            return [h, h, 3 * h * h, 3 * h, h * h, h, h, h, h * f, f, f * h, h]
+        if self.family == "gpt_neox":
+            biases = (3 * h, h) if self.qkv_bias else (0, 0)
+            return [n for n in (h, h, h, h, 3 * h * h, biases[0], h * h, biases[1], h * f, f, f * h, h) if n]
+        qkv, out = [q, k, k] if self.qkv_bias else [0, 0, 0], h if self.out_bias else 0
+        attention = [q * h, qkv[0], k * h, qkv[1], k * h, qkv[2], q * h, out]
+        norms = [self.head_dim, self.head_dim] if self.qk_norm else []
+        gate, down = (f, h) if self.mlp_bias else (0, 0)
+        return [n for n in (*attention, *norms, h * f, gate, h * f, gate, f * h, down, h, h) if n]
+
+    def parameters(self) -> list[int]:
+        """Elements of each parameter, in the model's order."""
+        h, norm = self.hidden, 1 if self.family == "llama" else 2
+        embeddings = [self.vocabulary * h] + ([self.positions * h] if self.positions else [])
+        head = [] if self.tied else [self.vocabulary * h]
+        return [*embeddings, *self.layers * self.block(), *norm * [h], *head]
+
+    @property
+    def total(self) -> int:
+        """Parameters; tied ones count once."""
+        return sum(self.parameters())
+
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a block's linear layers, by the ends of their names in transformers, in the model's order."""
+        h, f, q, k = self.hidden, self.intermediate, self.query, self.key
+        if self.family == "gpt2":
+            return {"attn.c_attn": (h, 3 * h), "attn.c_proj": (h, h), "mlp.c_fc": (h, f), "mlp.c_proj": (f, h)}
+        if self.family == "gpt_neox":
+            return {"attention.query_key_value": (h, 3 * h), "attention.dense": (h, h), "mlp.dense_h_to_4h": (h, f),
+                    "mlp.dense_4h_to_h": (f, h)}  # fmt: skip
+        return {"self_attn.q_proj": (h, q), "self_attn.k_proj": (h, k), "self_attn.v_proj": (h, k), "self_attn.o_proj": (q, h),
+                "mlp.gate_proj": (h, f), "mlp.up_proj": (h, f), "mlp.down_proj": (f, h)}  # fmt: skip
+
+    def is_matrix(self, numel: int) -> bool:
+        """Whether a parameter of so many elements is a matrix (weight decay) and no bias or norm."""
+        return numel > max(3 * self.hidden, self.intermediate, self.query)
+
+
+def gpt2(layers: int, heads: int, hidden: int, vocabulary: int = 50257, positions: int = 1024) -> Architecture:
+    """A GPT-2 of any size."""
+    return Architecture(
+        "gpt2", layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocabulary, positions, positions, True, "gelu_new"
+    )
+
+
+def find_architecture(model: str) -> Architecture:
+    """The architecture of one of GPT-2's sizes, of the embedded model, or of a config.json (the file, or its folder).
+
+    Raises:
+        UserError: no such file, or none that this planner knows.
+    """
+    if model == EMBEDDED_MODEL:
+        return gpt2(*EMBEDDED_SHAPE, vocabulary=EMBEDDED_VOCABULARY, positions=512)
+    if model in GPT2_SHAPES:
+        return gpt2(*GPT2_SHAPES[model])
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        sizes = ", ".join((EMBEDDED_MODEL, *GPT2_SHAPES))
+        raise UserError(f"--model {model}: no such file or folder. Name one of {sizes}, a local model folder, or a config.json "
+                        "(of a model on the hub: download that one file).")  # fmt: skip
+    return read_architecture(read_json("--model", str(path), unique=False, most=MOST_OF_CONFIG), str(path))
+
+
+def checked_size(name: str, value, path: str) -> int:
+    """A size in a config.json.
+
+    Raises:
+        UserError: it is no whole number, or larger than any model's: what is computed from it would take hours.
+    """
+    most = 10_000 if "layer" in name else 10**8
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise UserError(f"--model {path}: {name} is {shown(str(value))}, and must be a whole number from 1 to {most:,}.")
+    return value
+
+
+SIZES = ("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "num_attention_heads", "n_head", "vocab_size",
+         "n_positions", "max_position_embeddings")  # fmt: skip
+
+
+def check_config(path: str) -> None:
+    """A config.json whose sizes transformers can build: it would fill all memory with a thousand million layers.
+
+    Raises:
+        UserError: it cannot be read, is no JSON, or has a size that is no whole number or too large.
+    """
+    config = read_json("--model", path, unique=False, most=MOST_OF_CONFIG)
+    for part in (config, config.get("text_config")):
+        for name in SIZES if isinstance(part, dict) else ():
+            if part.get(name) is not None:
+                checked_size(name, part[name], path)
+
+
+def read_architecture(config: dict, path: str) -> Architecture:
+    """The architecture that a config.json describes; what it leaves out has transformers' defaults.
+
+    Raises:
+        UserError: of no known family, or without a size that there is no default for.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in DEFAULTS:
+        raise UserError(f"--model {path} is a {shown(str(family))}: this planner knows {', '.join(DEFAULTS)}.")
+    config = {**DEFAULTS[family], **{key: value for key, value in config.items() if value is not None}}
+
+    def size(name: str, default: int | None = None) -> int:
+        return checked_size(name, config.get(name, default), path)
+
+    hidden = size("n_embd" if family == "gpt2" else "hidden_size")
+    heads = size("n_head" if family == "gpt2" else "num_attention_heads")
+    if heads > hidden:
+        raise UserError(f"--model {path}: {heads} attention heads do not fit a width of {hidden}.")
+    if family == "gpt2":
+        shape = gpt2(size("n_layer"), heads, hidden, size("vocab_size"), size("n_positions"))
+        tied, activation = config["tie_word_embeddings"], config["activation_function"]
+        return replace(shape, intermediate=size("n_inner", 4 * hidden), tied=bool(tied), activation=activation)
+    neox = family == "gpt_neox"
+    return Architecture(
+        family="gpt_neox" if neox else "llama", layers=size("num_hidden_layers"), hidden=hidden, heads=heads,
+        kv_heads=size("num_key_value_heads", heads), head_dim=size("head_dim", hidden // heads),
+        intermediate=size("intermediate_size"), vocabulary=size("vocab_size"), positions=0,
+        limit=size("max_position_embeddings") if "max_position_embeddings" in config else None,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        activation=config.get("hidden_act", "silu"), qkv_bias=family == "qwen2" or config.get("attention_bias", False),
+        out_bias=family != "qwen2" and config.get("attention_bias", False), mlp_bias=config.get("mlp_bias", False),
+        qk_norm=family == "qwen3", parallel=config.get("use_parallel_residual", False),
+    )  # fmt: skip

@@ -1,0 +1,692 @@
+"""What the runs of a comparison say: read them, see that they did the same work, and compare them.
+
+Imports nothing heavy. scripts/compare_report.py turns the result into tables, files and a figure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from support.cli.flags import STRATEGIES, lookup
+from support.files.user_files import shown
+
+GB, MB = 2**30, 2**20
+
+# Largest relative difference between losses that rounding explains, by precision. On a GPU fp32 multiplies in TF32, which
+# keeps 10 bits of each factor. docs/MEMORY_COMPARISON.md says what was measured; TF32 and fp16 were not.
+TOLERANCES = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 5e-3, "fp16": 5e-3}
+# What rounds more than fp32 may be off by percents at a single step, where a block unlike the others makes the loss jump;
+# a strategy that trains another model stays off. So there a difference is the median of this many steps.
+LASTING_STEPS = 5
+
+# Data that each rank moves per step, in units of the number of parameters P (ZeRO, arXiv 1910.02054, section 7). The paper
+# has no accumulation. FSDP shards as stage 3 does; offload and infinity do what stages 2 and 3 do.
+PAPER_VOLUMES = {"dp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3, "fsdp": 3}
+
+SAME_WORK = (
+    "model", "parameters", "trainable_parameters", "world_size", "simulated_world_size", "device", "precision", "batch_size",
+    "gradient_accumulation_steps", "global_batch_size", "seq_length", "seed", "steps", "samples", "dataset.sha256",
+    "hardware.cpu", "hardware.cores", "hardware.gpu", "versions.torch", "versions.deepspeed", "versions.transformers",
+)  # fmt: skip
+
+# What a completed run must have; an older version's results.json may lack some. A memory simulation has no speed and no losses.
+NEEDED = ("hardware", "precision", "memory.peak_bytes", "memory.device_categories_bytes_by_rank", "memory.placement")
+NEEDED_OF_TRAINING = ("samples_per_second", "tokens_per_second_per_gpu", "step_phases_seconds", "train_loss_last")
+
+NUMBERS_OF_RESULTS = ("parameters", "trainable_parameters", "world_size", "batch_size", "gradient_accumulation_steps",
+                      "global_batch_size", "seq_length", "steps", "samples", "seed", "hardware.cores",
+                      "hardware.ram_bytes")  # fmt: skip
+TEXTS_OF_RESULTS = ("model", "device", "precision", "started_at", "dataset.name", "dataset.sha256", "hardware.cpu")
+
+# torchrun's report lists the ranks that it found dead. The one that was killed need not be the first: another that noticed
+# its connection break may be named as the cause.
+KILLED = re.compile(r"exitcode\s*: -9 ")
+
+STATES = ("parameters", "gradients", "optimizer")
+ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+
+
+# ------------------------------------------------------------------------------------------------ one run
+
+
+@dataclass
+class Attempt:
+    """One run of one strategy: what it wrote, and what compare_strategies.sh saw of it.
+
+    Attributes:
+        status: completed, skipped, oom, timeout, failed, interrupted or other_work.
+        reason: why it is not completed; empty otherwise.
+        results: results.json, or {}.
+        losses, lrs: loss and learning rate of each optimizer step.
+        token_rates: tokens per second of each step, of all ranks.
+    """
+
+    folder: Path
+    strategy: str
+    status: str
+    reason: str
+    command: str
+    results: dict
+    losses: list[float]
+    lrs: list[float]
+    token_rates: list[float]
+
+    @property
+    def completed(self) -> bool:
+        return self.status == "completed"
+
+
+def read_attempt(folder: Path) -> Attempt:
+    """Read the folder of one run, <strategy>/<repeat>. A file that is missing or half written makes it a failed one."""
+    results = _read_json(folder / "results.json")
+    steps = [record for record in _read_json_lines(folder / "metrics.jsonl") if "loss" in record]
+    status, reason = _status(folder, results, len(steps))
+    command = _read_text(folder / "command.txt").strip() or str(results.get("command", ""))
+    columns = {key: [step.get(key) for step in steps] for key in ("loss", "lr", "tokens_per_second")}
+    attempt = Attempt(folder, folder.parent.name, status, reason, command, results, *columns.values())
+    if attempt.completed and (problem := _damage(attempt)):
+        attempt.status, attempt.reason = "failed", problem
+    return attempt
+
+
+def _damage(attempt: Attempt) -> str | None:
+    """What keeps a completed run from being compared, if its files were changed by hand or by a disk: try to compare it."""
+    results, alone = attempt.results, Row(attempt.strategy, "completed", "", [attempt])
+    try:
+        _measure(alone)
+        numbers = [lookup(results, key) for key in NUMBERS_OF_RESULTS]
+        machine = results["hardware"]
+        optional = [alone.planned_bytes, alone.volume, alone.step_peak_bytes, alone.sent_bytes,
+                    machine["gpu_memory_bytes"], results.get("simulated_world_size")]  # fmt: skip
+        numbers += [number for number in optional if number is not None]
+        numbers += [machine["gpu_memory_bytes"]] if machine["gpu"] is not None else []
+        numbers += [alone.memory_bytes, alone.host_bytes, alone.nvme_bytes, *alone.planned.values(),
+                    *alone.categories.values(), *alone.host_categories.values()]  # fmt: skip
+        texts = [lookup(results, key) for key in TEXTS_OF_RESULTS] + [machine["gpu"] or ""]
+        texts += [version or "" for version in results["versions"].values()]
+        if not results.get("simulated_world_size"):
+            _compare(alone, alone, TOLERANCES[results["precision"]], 1)
+            if alone.volume is not None:
+                _explain_row(alone, results["parameters"], results["gradient_accumulation_steps"])
+            phases = alone.phases_seconds
+            numbers += [*attempt.losses, *attempt.lrs, alone.samples_per_second, alone.tokens_per_second_per_gpu]
+            numbers += [results["train_loss_first"], results["train_loss_last"]]
+            numbers += [phases["data"], phases["forward"], phases["backward"], phases["update"]]
+        if not all(isinstance(number, int | float) and 0 <= number < 1e30 for number in numbers):
+            raise ValueError("a number is missing")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a text is missing")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
+        return f"results.json or metrics.jsonl is damaged ({type(error).__name__}: {shown(str(error))})"
+    return None
+
+
+def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
+    """What became of a run, from results.json and from outcome.txt ("exit N", "timeout N" or "interrupted")."""
+    outcome, _, number = _read_text(folder / "outcome.txt").strip().partition(" ")
+    if outcome == "timeout":
+        return "timeout", f"not finished after {number} s"
+    if outcome == "interrupted":
+        return "interrupted", "stopped by the user"
+    said = results.get("status")
+    if said == "completed" and outcome in ("exit", "") and number in ("0", ""):
+        simulated = results.get("simulated_world_size")
+        needed = NEEDED if simulated else (*NEEDED, *NEEDED_OF_TRAINING)
+        if lacking := [key for key in needed if lookup(results, key) is None]:
+            return "failed", f"results.json lacks {', '.join(lacking)}: was it made by --eval_only, or by an older version?"
+        whole = simulated or steps == results.get("steps")
+        return ("completed", "") if whole else ("failed", "metrics.jsonl does not hold every step")
+    if KILLED.search(_read_text(folder / "log.txt")):
+        return "oom", "a rank was killed (SIGKILL): by the kernel, as a rule, when the host has no memory left"
+    reason = str(results.get("reason") or "") or last_error(folder / "log.txt") or f"ended with exit code {number or 'unknown'}"
+    if said == "oom":
+        return "oom", reason
+    return ("skipped" if results.get("error_kind") == "missing_requirement" else "failed"), reason
+
+
+def last_error(log: Path) -> str:
+    """The script's own error line in a log, else the last line with a word in it."""
+    lines = [line.strip() for line in _read_text(log).splitlines() if any(map(str.isalnum, line))]
+    marked = [line.removeprefix("❌ ") for line in lines if line.startswith("❌")]
+    return (marked or lines or [""])[-1]
+
+
+def _read_text(path: Path) -> str:
+    try:  # a pipe would be waited for
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except OSError:
+        return ""
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        found = json.loads(_read_text(path))
+    except (ValueError, RecursionError):  # not JSON; thousands of digits; nested too deeply
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_json_lines(path: Path) -> list[dict]:
+    records = []
+    for line in _read_text(path).splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # the last line of a run that was killed
+            break
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+# ------------------------------------------------------------------------------------------------ all runs
+
+
+@dataclass
+class Row:
+    """One strategy: medians over its completed repeats; bytes are of the rank that holds most. None: not known.
+
+    Attributes:
+        memory_bytes: peak of the GPU's allocator; on a CPU parameters, gradients and optimizer states that a GPU would hold.
+        planned_bytes: what support/memory/estimate.py predicts for memory_bytes.
+        planned: its whole prediction, in bytes by kind.
+        step_peak_bytes: most live tensors at any moment of the last step; not known on a CPU for ordinary runs, and where
+            part of them would not be on a GPU. `activations`, `logits`: held at the end of forward, known as far.
+        categories: live bytes on the device by category at the end of backward; `host_categories`: in host memory.
+        saved: share of the reference's memory_bytes that is not needed; None where sharding has nobody to share with.
+        samples_per_second: with _low and _high, the slowest and fastest repeat, or of one run the tenth and ninetieth
+            percentile of its steps; `speed` is the same relative to the reference.
+        difference, difference_step: largest relative difference of a loss from the reference's (see `differences`), and where.
+        departs_at, departing_loss: first step whose difference exceeds the tolerance, and its loss.
+        volume: bytes sent put into the paper's unit, P.
+    """
+
+    strategy: str
+    status: str
+    reason: str
+    attempts: list[Attempt]
+    memory_bytes: float | None = None
+    planned_bytes: float | None = None
+    planned: dict[str, int] = field(default_factory=dict)
+    step_peak_bytes: float | None = None
+    activations: float | None = None
+    logits: float | None = None
+    categories: dict[str, float] = field(default_factory=dict)
+    host_categories: dict[str, float] = field(default_factory=dict)
+    saved: float | None = None
+    host_bytes: float | None = None
+    nvme_bytes: float | None = None
+    samples_per_second: float | None = None
+    samples_per_second_low: float | None = None
+    samples_per_second_high: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    speed: float | None = None
+    speed_low: float | None = None
+    speed_high: float | None = None
+    final_loss: float | None = None
+    difference: float | None = None
+    difference_step: int | None = None
+    departs_at: int | None = None
+    departing_loss: float | None = None
+    sent_bytes: float | None = None
+    volume: float | None = None
+    collectives: dict = field(default_factory=dict)
+    phases_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def completed(self) -> list[Attempt]:
+        return [attempt for attempt in self.attempts if attempt.completed]
+
+    @property
+    def failed(self) -> bool:
+        """Something went wrong; a skip has its reason and is no failure."""
+        return self.status not in ("completed", "skipped")
+
+
+@dataclass
+class Comparison:
+    """All strategies of one comparison.
+
+    Attributes:
+        reference: the row that the others are compared with: dp's, or the first that completed; None if none did.
+        work: what every run did (SAME_WORK), from the reference.
+        tolerance: largest relative loss difference that counts as the same model.
+        step_cap: the default --max_steps that was added to the user's arguments, or None.
+        control: the reference once more with a higher learning rate (a row outside of `rows`), to see whether the losses
+            would show a difference; None if it was not run.
+    """
+
+    name: str
+    rows: list[Row]
+    reference: Row | None
+    work: dict
+    tolerance: float | None
+    step_cap: int | None
+    control: Row | None = None
+
+    @property
+    def simulated(self) -> bool:
+        """Memory simulations: no speed, no losses."""
+        return bool(self.work.get("simulated_world_size"))
+
+    @property
+    def lasting(self) -> int:
+        """Steps that a difference must last: 1 where arithmetic is exact enough to look at each by itself."""
+        return 1 if self.work.get("precision") == "fp32" and self.work.get("device") == "cpu" else LASTING_STEPS
+
+    @property
+    def repeated(self) -> bool:
+        """Several repeats were run, so that spreads are between them."""
+        return any(len(row.attempts) > 1 for row in self.rows)
+
+    @property
+    def compared(self) -> list[Row]:
+        """Completed rows beside the reference."""
+        return [row for row in self.rows if row.completed and row is not self.reference]
+
+    @property
+    def same_model(self) -> bool | None:
+        """None where nothing could be compared."""
+        return not self.departing if self.compared and not self.simulated else None
+
+    @property
+    def facts(self) -> dict:
+        """results.json of the reference, for hardware, versions and date."""
+        return self.reference.completed[0].results if self.reference else {}
+
+    @property
+    def departing(self) -> list[Row]:
+        """Strategies that do not train the same model."""
+        return [row for row in self.rows if row.departs_at is not None]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a curve departs, a strategy failed, or nothing completed."""
+        return int(self.reference is None or bool(self.departing) or any(row.failed for row in self.rows))
+
+
+def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
+    """Read <folder>/<strategy>/<repeat>/ and compare.
+
+    Args:
+        folder: what compare_strategies.sh filled; planned.txt in it names strategies that may not have run yet.
+        tolerance: instead of TOLERANCES'.
+    """
+    planned = _read_text(folder / "planned.txt").split()
+    found = {path.name for path in folder.iterdir() if path.name in STRATEGIES and path.is_dir()}
+    rows = [_gather(folder / name, name) for name in STRATEGIES if name in found or name in planned]
+    done = [row for row in rows if row.completed]
+    reference = next((row for row in done if row.strategy == "dp"), done[0] if done else None)
+    cap = _read_text(folder / "step_cap.txt").strip()
+    comparison = Comparison(folder.resolve().name, rows, reference, {}, tolerance, int(cap) if cap.isdecimal() else None)
+    if reference is None:
+        return comparison
+    results = comparison.facts
+    comparison.work = {key: lookup(results, key) for key in SAME_WORK}
+    tf32 = results["precision"] == "fp32" and results["device"] == "cuda"
+    comparison.tolerance = tolerance or TOLERANCES["tf32" if tf32 else results["precision"]]
+    control = _gather(folder / "control", "control")
+    for row in (*rows, control):
+        _set_other_work_apart(row, comparison.work)
+        _measure(row)
+    for row in (*rows, control):
+        _compare(row, reference, comparison.tolerance, comparison.lasting)
+    comparison.control = control if control.completed else None
+    return comparison
+
+
+def _gather(folder: Path, strategy: str) -> Row:
+    numbers = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+    attempts = [read_attempt(path) for path in sorted(numbers, key=lambda path: int(path.name))]
+    row = Row(strategy, "not run", "", attempts)
+    _settle_status(row)
+    return row
+
+
+def _settle_status(row: Row) -> None:
+    """completed only if every repeat is; else what the first other one says."""
+    broken = [attempt for attempt in row.attempts if not attempt.completed]
+    if row.attempts:
+        row.status, row.reason = (broken[0].status, broken[0].reason) if broken else ("completed", "")
+
+
+def _set_other_work_apart(row: Row, work: dict) -> None:
+    """A run with another batch, seed, text or library than the reference's proves nothing: take its numbers out."""
+    for attempt in row.completed:
+        for key, wanted in work.items():
+            if (value := lookup(attempt.results, key)) != wanted:
+                attempt.status, attempt.reason = "other_work", f"{key} is {value}, the reference's is {wanted}"
+    _settle_status(row)
+
+
+def _measure(row: Row) -> None:
+    """Fill in what needs no reference."""
+    results = [attempt.results for attempt in row.completed]
+    if not results:
+        return
+    memory = [found["memory"] for found in results]
+    kinds = ("parameters", "gradients", "optimizer", "buffers", "other")
+
+    by_rank = [zip(m["device_categories_bytes_by_rank"], m["categories_bytes_by_rank"], strict=True) for m in memory]
+    fullest = [max(ranks, key=lambda rank: sum(rank[0][kind] for kind in kinds)) for ranks in by_rank]
+    row.categories = {kind: median(device[kind] for device, _ in fullest) for kind in kinds}
+    row.host_categories = {
+        kind: median(everywhere[kind] - device[kind] for device, everywhere in fullest) for kind in ("gradients", "optimizer")
+    }
+    on_gpu = results[0]["device"] == "cuda"
+    if on_gpu:
+        row.memory_bytes = median(max(found["peak_bytes"]) for found in memory)
+    else:
+        row.memory_bytes = sum(row.categories[kind] for kind in STATES)
+    _add_plan_and_step(row, memory[0], on_gpu)
+    row.host_bytes = median(max(found["host_peak_bytes"]) for found in memory)
+    row.nvme_bytes = median(found["nvme_bytes"] for found in memory)
+    if results[0].get("simulated_world_size"):
+        return
+    row.final_loss = median(found["train_loss_last"] for found in results)
+    _measure_speed(row)
+    _measure_traffic(row, results)
+
+
+def _add_plan_and_step(row: Row, memory: dict, on_gpu: bool) -> None:
+    """What was planned for the run, and what came and went within its last step."""
+    if memory.get("predicted_bytes"):
+        row.planned = memory["predicted_bytes"]
+        row.planned_bytes = row.planned["peak"] if on_gpu else sum(row.planned[kind] for kind in STATES)
+    ranks = memory["device_categories_bytes_by_rank"]
+    if ranks[0].get("activations") is not None:
+        row.activations, row.logits = (max(rank[kind] for rank in ranks) for kind in ("activations", "logits"))
+    steps = memory.get("step_bytes_by_rank") or [None]
+    if steps[0] and (on_gpu or row.strategy not in ("offload", "infinity")):
+        row.step_peak_bytes = max(phase["peak"] for step in steps for phase in step.values())
+
+
+def _measure_speed(row: Row) -> None:
+    results = [attempt.results for attempt in row.completed]
+    speeds = [found["samples_per_second"] for found in results]
+    row.samples_per_second = median(speeds)
+    row.tokens_per_second_per_gpu = median(found["tokens_per_second_per_gpu"] for found in results)
+    row.phases_seconds = {
+        phase: median(found["step_phases_seconds"][phase] for found in results) for phase in results[0]["step_phases_seconds"]
+    }
+    if len(row.attempts) == 1:  # the spread of the run's steps, without the slowest and the fastest tenth
+        rates = sorted(row.completed[0].token_rates[results[0]["warmup_steps_excluded"] :])
+        tenth = (len(rates) - 1) // 10
+        speeds = [rate / results[0]["seq_length"] for rate in rates[tenth : len(rates) - tenth]]
+    row.samples_per_second_low, row.samples_per_second_high = min(speeds), max(speeds)
+
+
+def _measure_traffic(row: Row, results: list[dict]) -> None:
+    counted = [found for found in results if found.get("communication_bytes_per_step") is not None]
+    if not counted:
+        return
+    row.sent_bytes = median(found["communication_bytes_per_step"] for found in counted)
+    row.collectives = counted[0]["communication_per_step"]
+    if counted[0]["world_size"] > 1:
+        row.volume = sum(volumes(row.collectives, counted[0]["parameters"]).values())
+
+
+def volumes(collectives: dict, parameters: int) -> dict[str, float]:
+    """Each kind of collective in units of P: its elements, twice for an all-reduce, whatever their type.
+
+    Args:
+        collectives: results.json's communication_per_step.
+        parameters: P.
+    Returns:
+        {"all_gather": …, "all_reduce": …, …}
+    """
+    found: dict[str, float] = {}
+    for name, counted in collectives.items():
+        kind, dtype = name.split(" ")
+        elements = counted["message_bytes"] / ITEM_BYTES.get(dtype, 1) / parameters
+        found[kind] = found.get(kind, 0) + elements * (2 if kind == "all_reduce" else 1)
+    return found
+
+
+def _compare(row: Row, reference: Row, tolerance: float, lasting: int) -> None:
+    """Fill in what is relative to the reference."""
+    if not row.completed:
+        return
+    shards_only = row.strategy not in ("offload", "infinity")
+    results = row.completed[0].results
+    if row is not reference and not (shards_only and (results.get("simulated_world_size") or results["world_size"]) == 1):
+        row.saved = 1 - row.memory_bytes / reference.memory_bytes
+    if results.get("simulated_world_size"):
+        return
+    base = reference.samples_per_second
+    row.speed = row.samples_per_second / base
+    row.speed_low, row.speed_high = row.samples_per_second_low / base, row.samples_per_second_high / base
+    row.difference, row.difference_step = 0.0, 1
+    for attempt in row.completed:
+        for step, difference in enumerate(differences(attempt, reference.completed[0], lasting), 1):
+            if difference > row.difference:
+                row.difference, row.difference_step = difference, step
+            if difference > tolerance and step < (row.departs_at or step + 1):
+                row.departs_at, row.departing_loss = step, attempt.losses[step - 1]
+
+
+def differences(attempt: Attempt, reference: Attempt, lasting: int) -> list[float]:
+    """Relative difference of the loss from the reference's, step by step; both have the same steps.
+
+    Args:
+        lasting: steps of which each value is the median: this one and those before it; at first, of as many first ones.
+    """
+    pairs = zip(attempt.losses, reference.losses, strict=True)
+    each = [abs(loss - wanted) / max(abs(wanted), 1e-12) for loss, wanted in pairs]
+    return [median(each[max(0, step - lasting) : max(step, lasting)]) for step in range(1, len(each) + 1)]
+
+
+# ------------------------------------------------------------------------------------------------ in words
+
+
+def verdict(comparison: Comparison) -> list[str]:
+    """What the numbers say, a sentence or two each."""
+    if comparison.reference is None:
+        return ["❌ No strategy completed, so there is nothing to compare."]
+    right = [row for row in comparison.rows if row.completed and row.departs_at is None]
+    if comparison.simulated:
+        return [*_say_simulated(comparison), *_say_incomplete(comparison)]
+    return [
+        *_say_same_model(comparison),
+        *_say_control(comparison),
+        _say_fastest(comparison, right),
+        _say_smallest(comparison, right),
+        *_say_limits(comparison, right),
+        *_say_incomplete(comparison),
+    ]
+
+
+def _say_simulated(comparison: Comparison) -> list[str]:
+    """What a memory simulation is, and how far the plan was off."""
+    ranks = comparison.work["simulated_world_size"]
+    sentences = [f"A memory simulation: one process allocated what rank 0 of {ranks} would, without the others. Nothing was "
+                 "trained, so there are no losses and no speeds. The table is in MB, 2^20 bytes."]  # fmt: skip
+    planned = [row for row in comparison.rows if row.completed and row.planned_bytes]
+    if planned:
+        worst = max(planned, key=lambda row: abs(row.planned_bytes / row.memory_bytes - 1))
+        off = 100 * (worst.planned_bytes / worst.memory_bytes - 1)
+        what = "peaks" if comparison.work["device"] == "cuda" else "model states"
+        sentences.append(f"The planner's {what} are within {abs(off):.1f}% of the simulated ones ({worst.strategy}).")
+    return sentences
+
+
+def _say_same_model(comparison: Comparison) -> list[str]:
+    reference, tolerance = comparison.reference, comparison.tolerance
+    sentences = []
+    if reference.strategy != "dp":
+        dp = next((row for row in comparison.rows if row.strategy == "dp"), None)
+        why = f"did not complete ({dp.status})" if dp else "was left out"
+        sentences.append(f"ℹ️  dp, the plain reference, {why}: the others are compared with {reference.strategy}.")
+    allowed = f"tolerance {tolerance:g} for {comparison.work['precision']}"
+    sharper = " --precision fp32 tells a fault from rounding." if comparison.work["precision"] != "fp32" else ""
+    lasting = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
+    for row in comparison.departing:
+        wanted = reference.completed[0].losses[row.departs_at - 1]
+        sentences.append(
+            f"❌ {row.strategy} does not train the same model: it departs from {reference.strategy} at step {row.departs_at} "
+            f"(loss {row.departing_loss:.6f}, {reference.strategy} {wanted:.6f}) and is off by {row.difference:.1e}{lasting} "
+            f"at step {row.difference_step}; {allowed}.{sharper}"
+        )
+    alike = [row for row in comparison.compared if row.departs_at is None]
+    if alike:
+        worst = max(alike, key=lambda row: row.difference)
+        sentences.append(
+            f"✅ Same model: {_names(alike)} {'trains' if len(alike) == 1 else 'train'} what {reference.strategy} trains. "
+            f"Over {comparison.work['steps']} steps no loss is off by more than {worst.difference:.1e} relative{lasting} "
+            f"({worst.strategy}, step {worst.difference_step}); {allowed}."
+        )
+    elif not comparison.departing:
+        sentences.append(f"ℹ️  Only {reference.strategy} completed, so no losses could be compared.")
+    if reference.difference:
+        sentences.append(f"ℹ️  {reference.strategy}'s own repeats are off by up to {reference.difference:.1e} from its first.")
+    return sentences
+
+
+def _say_control(comparison: Comparison) -> list[str]:
+    """Whether the losses would have shown a strategy that trains a little differently."""
+    if comparison.control is None or not comparison.compared:
+        return []
+    reference, control = comparison.reference, comparison.control
+    higher = 100 * (control.completed[0].lrs[0] / reference.completed[0].lrs[0] - 1)
+    text = f"Control: {reference.strategy} with a learning rate {higher:.0f}% higher is off by up to {control.difference:.1e}"
+    if control.departs_at:
+        return [f"{text}, beyond the tolerance from step {control.departs_at} on: a fault of that size would show."]
+    return [f"ℹ️  {text}, within the tolerance: a fault of that size would not show. --precision fp32 or more steps are a "
+            "sharper test."]  # fmt: skip
+
+
+def _say_fastest(comparison: Comparison, done: list[Row]) -> str:
+    by_speed = sorted(done, key=lambda row: -row.samples_per_second)
+    fastest, slowest = by_speed[0], by_speed[-1]
+    text = f"Fastest: {fastest.strategy}, {human_rate(fastest.samples_per_second)} samples/s"
+    if len(by_speed) > 1:
+        text += f"; slowest: {slowest.strategy}, {slowest.samples_per_second / fastest.samples_per_second:.2f} of that"
+    overlap = [row.strategy for row in by_speed[1:] if row.samples_per_second_high > fastest.samples_per_second_low]
+    if comparison.repeated and overlap:  # the steps of one run vary for other reasons than the strategy
+        text += f" (within the spread of repeats: {', '.join(overlap)})"
+    if comparison.work["device"] == "cpu":
+        text += ". The ranks share this CPU and its memory: on GPUs the order can be another"
+    return text + "."
+
+
+def _say_smallest(comparison: Comparison, done: list[Row]) -> str:
+    by_memory = sorted(done, key=lambda row: row.memory_bytes)
+    least, reference = by_memory[0], comparison.reference
+    if comparison.work["device"] == "cuda":
+        how = "needs least, at its peak"
+    else:
+        how = "keeps least model state on what would be a GPU, at the end of backward"
+    text = f"Room for the largest model: {least.strategy} {how} {human_bytes(least.memory_bytes)} per rank"
+    if least is not reference:
+        text += f", {reference.strategy} {human_bytes(reference.memory_bytes)}"
+    in_host = sum(least.host_categories.values())
+    elsewhere = [f"{human_bytes(in_host)} per rank in host memory"] * bool(in_host)
+    elsewhere += [f"{human_bytes(least.nvme_bytes)} on NVMe in all"] * bool(least.nvme_bytes)
+    if elsewhere:
+        text += f"; it keeps {' and '.join(elsewhere)} instead"
+    inside = [row for row in by_memory if row.strategy not in ("offload", "infinity")]
+    if least.strategy in ("offload", "infinity") and inside:
+        text += f". Without offloading: {inside[0].strategy}, {human_bytes(inside[0].memory_bytes)}"
+    return text + "."
+
+
+def _say_limits(comparison: Comparison, done: list[Row]) -> list[str]:
+    sentences = []
+    one, cpu = comparison.work["world_size"] == 1, comparison.work["device"] == "cpu"
+    if one:
+        sharded = [row.strategy for row in done if row.strategy not in ("dp", "offload", "infinity")]
+        which = f": {', '.join(sharded)} split over one rank, which saves nothing" if sharded else ""
+        sentences.append(f"ℹ️  One {'process' if cpu else 'GPU'} cannot show what sharding saves, nor what communication "
+                         f"costs{which}. Compare on two or more.")  # fmt: skip
+    if cpu:
+        sentences.append("ℹ️  On a CPU the memory column counts the parameters, gradients and optimizer states that a GPU would "
+                         "hold at the end of backward, and nothing that comes and goes: activations, gathered layers, buckets. "
+                         "Host peak is the whole process, libraries included.")  # fmt: skip
+    return sentences
+
+
+def _say_incomplete(comparison: Comparison) -> list[str]:
+    sentences = []
+    for row in comparison.rows:
+        if row.status == "completed":
+            continue
+        mark = "ℹ️ " if row.status in ("skipped", "not run") else "❌"
+        broken = next((attempt for attempt in row.attempts if not attempt.completed), None)
+        where = f" Log: {broken.folder / 'log.txt'}" if broken and row.status != "interrupted" else ""
+        count = f" ({len(row.completed)} of {len(row.attempts)} repeats completed)" if row.completed else ""
+        sentences.append(f"{mark} {row.strategy}: {row.status.replace('_', ' ')}{count}. {row.reason}{where}".rstrip())
+    return sentences
+
+
+def explain_traffic(comparison: Comparison) -> list[str]:
+    """Why a strategy moves what it moves, from the collectives that were counted, beside the ZeRO paper's volume."""
+    if comparison.reference is None:
+        return []
+    if comparison.work["world_size"] == 1:
+        return ["One rank sends nothing."]
+    ranks, parameters = comparison.work["world_size"], comparison.work["parameters"]
+    micro_steps = comparison.work["gradient_accumulation_steps"]
+    lines = [
+        f"P = {parameters:,} parameters. The volume counts each element that is gathered or reduced, twice in an "
+        f"all-reduce, as the paper does; of it a rank sends (N−1)/N = {(ranks - 1) / ranks:.2f}, times the bytes of its type."
+    ]
+    alike: dict[str, list[Row]] = {}
+    for row in comparison.rows:
+        if row.volume is not None:
+            alike.setdefault(_explain_row(row, parameters, micro_steps), []).append(row)
+    return lines + [f"{_names(rows)}: {text}." for text, rows in alike.items()]
+
+
+def _explain_row(row: Row, parameters: int, micro_steps: int) -> str:
+    moved = volumes(row.collectives, parameters)
+    gathered = moved.get("all_gather", 0) + moved.get("broadcast", 0)
+    reduced = row.volume - gathered
+    how = "all-reduce" if moved.get("all_reduce", 0) > reduced / 2 else "reduce-scatter"
+    text = f"gradients {reduced:.2f}P by {how} in {_types(row, 'reduce')}"
+    if gathered > 0.005:
+        text += f", parameters {gathered:.2f}P by all-gather in {_types(row, 'gather')}"
+    reasons = []
+    if row.strategy in ("zero1", "zero2", "offload") and how == "all-reduce":
+        reasons.append("the paper reduces each part of the gradients to its owner only, 1P; DeepSpeed all-reduces buckets")
+    if micro_steps > 1 and row.strategy in ("zero2", "offload", "zero3", "infinity"):
+        reasons.append(f"no rank keeps whole gradients, so they are reduced after each of the {micro_steps} micro-batches")
+    if row.strategy in ("zero3", "infinity", "fsdp"):
+        per_micro_step = gathered / micro_steps
+        again = f", in each of the {micro_steps} micro-batches" if micro_steps > 1 else ""
+        but = ""
+        if per_micro_step < 1.98:
+            but = ", the outermost (embeddings) only once" if row.strategy == "fsdp" else ", some less often"
+        elif per_micro_step > 2.005:
+            but = ", some more often than that"
+        reasons.append(f"parameters are gathered for forward and for backward{again}{but}")
+    return f"{text} ({'; '.join(reasons)})" if reasons else text
+
+
+def _types(row: Row, verb: str) -> str:
+    """The types of nearly all bytes that were gathered or reduced: "fp32", "bf16"."""
+    moved: dict[str, float] = {}
+    for name, counted in row.collectives.items():
+        kind, dtype = name.split(" ")
+        if verb in kind:
+            moved[dtype] = moved.get(dtype, 0) + counted["message_bytes"]
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    kept = [short.get(dtype, dtype) for dtype, size in moved.items() if size > 0.01 * sum(moved.values())]
+    return " and ".join(kept) or "nothing"
+
+
+def _names(rows: list[Row]) -> str:
+    names = [row.strategy for row in rows]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def human_rate(rate: float) -> str:
+    """Three digits or more: 0.714, 46.0, 1,204.5."""
+    return f"{rate:,.1f}" if rate >= 10 else f"{rate:.3g}"
+
+
+def human_bytes(size: float) -> str:
+    """12345678 -> "11.8 MB"; GB and MB are 2^30 and 2^20 bytes."""
+    return f"{size / GB:.2f} GB" if size >= GB else f"{size / MB:.1f} MB"

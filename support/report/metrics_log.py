@@ -1,0 +1,406 @@
+"""Follows a run step by step: time, losses, tokens, memory, metrics.jsonl, and what watches it live."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from support.cli.flags import global_batch
+from support.cluster.comm_volume import Traffic
+from support.cluster.context import Run
+from support.data import batches as data
+from support.errors import explain
+from support.files.atomic import naming, only_finite, open_regular, set_aside, write_text
+from support.memory import measure as memory
+from support.report import profiling as tracing
+from support.report.compare import human_bytes
+from support.report.trackers import Trackers
+from support.strategies import gradients
+
+PHASES = ("data", "forward", "backward", "update")
+LONGEST_LINE_BYTES = 1 << 16  # of metrics.jsonl; a record has a few hundred
+EARLY_MEASURED_STEP = 5  # whose memory is measured where nobody knows which will be the last
+
+
+class StepTimer:
+    """Seconds of each phase of each step. On a GPU it records events and reads them only when asked.
+
+    A step reaches from the end of the update before it to the end of its own. Reading a clock after
+    launching GPU work would time the launch, and waiting for the work would slow training down; an event
+    is a mark in the GPU's own queue of work.
+    """
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self._marks: list[tuple[str | None, object]] = []
+        self._step, self._before = dict.fromkeys(PHASES, 0.0), None  # of the step that is not over
+        self.steps: list[dict[str, float]] = []
+
+    def _now(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark(self, phase: str | None) -> None:
+        """The time since the last mark belongs to `phase`; None leaves it out (a pause)."""
+        self._marks.append((phase, self._now()))
+
+    def end_step(self) -> None:
+        """Close the step that the marks since the last one belong to; the next starts at the last mark."""
+        self._marks.append(("end", None))
+
+    def read(self) -> None:
+        """Turn marks into seconds, in `steps`. On a GPU this waits for the work so far: call it where lines are logged."""
+        if self.cuda and self._marks:
+            torch.cuda.synchronize()
+        for phase, moment in self._marks:
+            if phase == "end":
+                self.steps.append(self._step)
+                self._step = dict.fromkeys(PHASES, 0.0)
+                continue
+            if phase is not None and self._before is not None:
+                self._step[phase] += self._seconds_to(moment)
+            self._before = moment
+        self._marks.clear()
+
+    def _seconds_to(self, moment) -> float:
+        return self._before.elapsed_time(moment) / 1000 if self.cuda else moment - self._before
+
+
+class Meter:
+    """Follows training step by step and keeps every number on the device until a line is logged."""
+
+    def __init__(self, args, run: Run, folder: Path, total_steps: int, blocks: int, before: dict, footprint, step_memory):
+        """
+        Args:
+            total_steps: of the whole run, unless it is stopped early.
+            blocks: in an epoch.
+            before: the counters to go on from, of a checkpoint (see `counters`) or of a new run.
+            footprint: memory.Phases, which learns of the first step's phases.
+            step_memory: memory.StepMemory, which measures one step: the last, where it is known which that is.
+        """
+        self.args, self.run, self.total_steps, self._blocks = args, run, total_steps, blocks
+        self.measured_step = total_steps
+        if args.early_stopping_patience:
+            self.measured_step = min(total_steps, before["step"] + EARLY_MEASURED_STEP)
+        self.footprint, self.step_memory = footprint, step_memory
+        self.trace = None  # of --profile
+        self.trackers = None  # of --report_to
+        self._bar = None
+        self._epoch_began: tuple[int, int] | None = None  # number of the epoch, and the step before its first one here
+        self.timer = StepTimer(run.device)
+        self.traffic = Traffic()
+        self.before = before
+        self.step = self.before["step"]  # optimizer steps done
+        self.samples_done = self.before["samples"]  # blocks that they saw, over all ranks
+        self.best: dict | None = before["best"]  # {"loss", "step", "waited": evaluations since}
+        self.stopped_early = False
+        self.samples: list[int] = []  # of each step of this process
+        self.tokens: list[int] = []
+        self.tokens_before = before["tokens"] if before["tokens"] is not None else before["samples"] * args.seq_length
+        self.losses: list[float] = []
+        self.first_step_at: float | None = None
+        self._rate: float | None = None  # tokens per second of the last step that was read
+        self._held = ""  # by the device after the last step that was logged
+        self._pending: list[dict] = []
+        self._path = folder / "metrics.jsonl" if run.is_main else None
+
+    def start_log(self) -> None:
+        """Let metrics.jsonl end where the checkpoint was made: what came after it is made again.
+        Call it before training."""
+        if self._path is None:
+            return
+        kept, damage = read_metrics(self._path)
+        if damage:
+            aside = set_aside(self._path, f"{self._path.name}.damaged")
+            self.run.warn(f"{self._path} is damaged ({damage}): what cannot be read is left out, and the file as it was is "
+                          f"{aside.name}.")  # fmt: skip
+        # A checkpoint at an epoch's end comes before that epoch's evaluation.
+        kept = [line for step, line in kept if step < self.step or (step == self.step and b'"loss"' in line)]
+        write_text(self._path, b"".join(kept).decode())
+
+    def counters(self) -> dict:
+        """Counts since the very start, for a checkpoint: those of checkpoint.NEW_RUN."""
+        self.flush()
+        first, last = self.before["first_loss"], self.before["last_loss"]
+        return {
+            "step": self.step,
+            "samples": self.samples_done,
+            "tokens": self.tokens_before + sum(self.tokens),
+            "best": self.best,
+            "training_seconds": self.before["training_seconds"] + sum(sum(step.values()) for step in self.timer.steps),
+            "first_loss": self.losses[0] if first is None and self.losses else first,
+            "last_loss": self.losses[-1] if self.losses else last,
+        }
+
+    @property
+    def warmup_steps(self) -> int:
+        """First steps that no average counts: compilation, first allocations, DeepSpeed's first look at the model."""
+        return min(5, (self.step - self.before["step"]) // 4)
+
+    @property
+    def at_end_of_epoch(self) -> bool:
+        """Whether all of the epoch's blocks are behind the last step."""
+        return self.samples_done % self._blocks == 0
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether to evaluate after the last step: every --eval_every steps, or after each epoch; and at the end."""
+        every = self.args.eval_every
+        return self.args.eval and (self.finished or (self.step % every == 0 if every else self.at_end_of_epoch))
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.total_steps or self.stopped_early
+
+    @property
+    def _in_measured_step(self) -> bool:
+        return self.step + 1 == self.measured_step
+
+    def mark(self, phase: str) -> None:
+        """The time and the memory since the last mark belong to this phase of the step; see PHASES."""
+        self.timer.mark(phase)
+        name = "optimizer_step" if phase == "update" else phase
+        self.footprint.doing = memory.AFTER[name]
+        first = self.step == self.before["step"] and phase != "data"
+        if first or self._in_measured_step:
+            self.footprint.peak.mark()
+        if first:
+            self.footprint.note(name, mark=False)
+        if not self._in_measured_step:
+            return
+        if phase == "data":
+            self.step_memory.begin()
+            self.traffic.aside = self.step_memory.slows_down
+        else:
+            self.step_memory.mark(phase)
+        self.timer.mark(None)
+
+    def after_backward(self) -> None:
+        """The last micro-batch is done. At the measured step, count live tensors: everything a step needs is there now."""
+        self.footprint.doing = "the update"
+        if self._in_measured_step:
+            self.step_memory.after_backward()
+            self.timer.mark(None)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Note how the epoch's remaining blocks fall into steps, and start the clock.
+
+        Args:
+            epoch: counts from 1.
+        """
+        args, self._epoch = self.args, epoch
+        self._global_batch = global_batch(args, self.run.world_size)
+        if not self._epoch_began or self._epoch_began[0] != epoch:
+            self._epoch_began = (epoch, self.step)
+        self.position = self.samples_done - (epoch - 1) * self._blocks  # 0, unless the epoch goes on in its middle
+        self._batch = data.steps_of(self.position, self._global_batch)
+        left = data.steps_of(self._blocks - self.position, self._global_batch)
+        self._batches = self._batch + min(left, self.total_steps - self.step)
+        self._bar = self.run.bar(f"Epoch {epoch}", self._batches, done=self._batch)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """What happened since the last step, such as an evaluation or a save, belongs to no step."""
+        self.traffic.discard()
+        self.timer.mark(None)
+
+    def end_step(self, loss: torch.Tensor, lr: float, grad_norm, tokens: torch.Tensor) -> None:
+        """Record one optimizer step.
+
+        Args:
+            loss: mean over all tokens of the global batch; a tensor that stays on the device.
+            lr: learning rate of this step.
+            grad_norm: norm of the whole gradient before clipping; a tensor, a number, or None.
+            tokens: that all ranks read in this step; a tensor that stays on the device.
+        Raises:
+            TrainingError: a loss was not finite. No update was made from it, or after it.
+        """
+        self.timer.end_step()
+        self.traffic.end_step()
+        if self._in_measured_step:
+            self.step_memory.end()
+            self.traffic.aside = False
+        if self.trace:
+            self.trace.end_step()
+        if self._in_measured_step or self.trace:
+            self.timer.mark(None)  # measuring memory and writing a trace are no part of training
+        batch, batches = self._batch, self._batches
+        self._batch += 1
+        self.step += 1
+        # The last step of an epoch may see fewer blocks.
+        self.samples.append(min(self._global_batch, self._blocks - self.position))
+        self.samples_done += self.samples[-1]
+        self.position += self.samples[-1]
+        self._pending.append({"step": self.step, "epoch": self._epoch, "loss": loss.detach().clone(), "lr": lr,
+                              "grad_norm": grad_norm, "tokens": tokens})  # fmt: skip
+        shown = batch % self.args.logging_steps == 0 or self._batch == batches or self.finished
+        # On a CPU nothing runs ahead, so a look at every loss costs nothing.
+        if shown or self.run.device.type == "cpu":
+            self.flush()
+        if self.run.simulated:
+            self.run.say(f"Step {self.step}/{self.total_steps} of the memory simulation")
+        elif shown:
+            self.run.say(f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}")
+            self._say_epoch()
+        if shown and (self._bar.active or (self.trackers and self.trackers.active)):
+            self._say_memory()
+        self._advance_bar(lr)
+        self.timer.mark("data")  # logging is a part of training; it delays the next step's data
+
+    def _say_memory(self) -> None:
+        """Read what the device holds, for the bar and the trackers.
+
+        Only where lines are logged: the allocator builds a table of all its counters each time.
+        """
+        held = self.footprint.device_bytes()["allocated"]
+        self._held = human_bytes(held)
+        if self.trackers and self.trackers.active:
+            self.trackers.memory(self.step, self.run.gather(held))
+            self.traffic.discard()  # of this gather
+
+    def _say_epoch(self) -> None:
+        """The mean loss of an epoch's steps, after the last one; of a resumed run the steps since then."""
+        if self.args.streaming or not (self.at_end_of_epoch or self.finished):
+            return
+        steps = self.step - self._epoch_began[1]
+        epochs = self._epoch + data.steps_of(self.total_steps - self.step, data.steps_of(self._blocks, self._global_batch))
+        self.run.say(f"Epoch {self._epoch}/{epochs} | Average Loss: {statistics.fmean(self.losses[-steps:]):.4f}")
+
+    def _advance_bar(self, lr: float) -> None:
+        if self._bar.active and self.losses and self._rate:
+            speed = f"{self._rate:,.0f} tok/s, {self._held}"
+            self._bar.show(f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {speed}")
+        self._bar.advance()
+        if self._batch == self._batches or self.finished:
+            self._bar.close()
+
+    def flush(self) -> None:
+        """Bring the numbers of the steps so far to the host and write them."""
+        self.timer.read()
+        if self.first_step_at is None and self.timer.steps:
+            self.first_step_at = time.time() - sum(sum(step.values()) for step in self.timer.steps[1:])
+        pending, self._pending = self._pending, []
+        for record in () if self.run.simulated else pending:
+            tokens = int(record.pop("tokens"))
+            seconds = sum(self.timer.steps[record["step"] - 1 - self.before["step"]].values())
+            record["loss"] = float(record["loss"])
+            record["grad_norm"] = None if record["grad_norm"] is None else float(record["grad_norm"])
+            # DeepSpeed's norm of gradients that are not finite is -1. In fp16 it has left out that update.
+            norm_is_usable = record["grad_norm"] is None or 0 <= record["grad_norm"] < math.inf or self.run.precision == "fp16"
+            if not (math.isfinite(record["loss"]) and norm_is_usable):
+                raise gradients.not_finite(record["loss"], record["step"])
+            self.losses.append(record["loss"])
+            self.tokens.append(tokens)
+            self._rate = tokens / seconds if seconds else None
+            self._write({**record, "tokens_per_second": self._rate, "seconds": seconds})
+
+    def log_evaluation(self, loss: float, perplexity: float) -> None:
+        """Record an evaluation after the current step; early stopping looks at it."""
+        self._write({"step": self.step, "eval_loss": loss, "perplexity": perplexity})
+        if self.step == 0:  # --eval_first, of what was not trained yet
+            return
+        if math.isfinite(loss) and (self.best is None or loss < self.best["loss"]):
+            self.best = {"loss": loss, "step": self.step, "waited": 0}
+        elif self.best and self.best["step"] != self.step:  # a resumed run may repeat the evaluation of its checkpoint
+            self.best = {**self.best, "waited": self.best["waited"] + 1}
+        patience = self.args.early_stopping_patience
+        if patience and self.best and self.best["waited"] >= patience and not self.finished:
+            self.stopped_early = True
+            self.run.say(f"🛑 Stopped early: {patience} evaluations in a row no better than that of step {self.best['step']}.")
+
+    def _write(self, record: dict) -> None:
+        if self.trackers:
+            self.trackers.log(record)
+        if self._path is not None:
+            with naming(self._path), open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(only_finite(record)) + "\n")
+
+    def close(self, sample: str | None = None) -> None:
+        """Finish what other tools will read: a trace, a snapshot, curves and the sample text.
+
+        What fails here is said and no more: the training itself is done.
+        """
+        if self._bar:
+            self._bar.close()
+        trackers = [lambda: self.trackers.sample(self.step, sample)] if sample else []
+        for finish in ([self.trace.stop] if self.trace else []) + [*self.run.at_end, *trackers, self.trackers.close]:
+            try:
+                finish()
+            except Exception as error:
+                self.run.warn(str(explain(error)))
+
+    def speed(self) -> dict:
+        """Throughput and step times of this rank, without the first steps (compilation, first allocations)."""
+        excluded = self.warmup_steps
+        if self.run.simulated:
+            return {"warmup_steps_excluded": 0}
+        slowed = self.measured_step - 1 - self.before["step"] if self.step_memory.slows_down else None
+        everything = range(excluded, len(self.samples))
+        counted = [i for i in everything if i != slowed] or everything
+        steps = [self.timer.steps[i] for i in counted]
+        seconds = sorted(sum(step.values()) for step in steps)
+        if not seconds:
+            return {"warmup_steps_excluded": 0}
+        return {
+            "warmup_steps_excluded": excluded,
+            "samples_per_second": sum(self.samples[i] for i in counted) / sum(seconds),
+            "tokens_per_second": sum(self.tokens[i] for i in counted) / sum(seconds),
+            "step_seconds": {
+                "median": statistics.median(seconds),
+                "p10": seconds[int(0.1 * (len(seconds) - 1))],
+                "p90": seconds[math.ceil(0.9 * (len(seconds) - 1))],
+            },
+            "step_phases_seconds": {name: statistics.mean(step[name] for step in steps) for name in PHASES},
+        }
+
+
+def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:
+    """([(step, line)] of metrics.jsonl, what is wrong with it or ""); half a last line, as of a
+    killed run, is no damage."""
+    found, bad = [], []
+    if not os.path.lexists(path):
+        return found, ""
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE_BYTES), b""), 1):
+                try:
+                    record = json.loads(line.decode())
+                except (ValueError, RecursionError):
+                    record = None
+                if isinstance(record, dict) and type(record.get("step")) is int and record.keys() & {"loss", "eval_loss"}:
+                    found.append((record["step"], line if line.endswith(b"\n") else line + b"\n"))
+                elif line.endswith(b"\n") or len(line) == LONGEST_LINE_BYTES:
+                    bad.append(number)
+    except OSError as error:
+        return found, error.strerror
+    return found, f"line {bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}" if bad else ""
+
+
+def open_meter(
+    args, run: Run, folder: Path, model, optimizer, blueprint, steps: int, before: dict, footprint, blocks: int
+) -> Meter:
+    """A `Meter` with all that --profile_memory, --profile and --report_to add to it."""
+    detailed = args.profile_memory or run.simulated
+    unwrapped = getattr(model, "module", model)
+    # Where the loss is computed from all logits, it keeps their log-probabilities in fp32.
+    all_logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size
+
+    def kept_by_loss() -> int:
+        return unwrapped.get_output_embeddings().kept_bytes if blueprint.chunked_loss else all_logits
+
+    step_memory = memory.StepMemory(unwrapped, optimizer, footprint.peak, detailed, kept_by_loss)
+    run.memory_facts.append(step_memory.describe)
+    meter = Meter(args, run, folder, 0 if args.eval_only else steps, blocks, before, footprint, step_memory)
+    meter.trackers = Trackers(args, run, folder, before["step"])
+    if args.profile:
+        meter.trace = tracing.Trace(args.profile, run)
+    return meter
