@@ -46,6 +46,7 @@ demo: setup
 
 lint: setup-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	git ls-files | grep -E '\.(sh|slurm)$$|^\.ci/run$$' | xargs -r $(BIN)/shellcheck
 
 test: setup-dev lint

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Fine-tune a real causal language model, with one flag choosing how the work is spread over processes.
+"""Fine-tune a real causal language model, with one flag choosing how the work is spread over
+processes.
 
     python real_model_example.py                                        # embedded model and text, no network
     python real_model_example.py --model gpt2 --num_samples 100         # one GPU (or the CPU)
@@ -18,9 +19,9 @@ Strategies, by what each of N ranks keeps of parameters (P), gradients (G) and o
     infinity  zero3, with O and P on NVMe
     fsdp      P/N, G/N, O/N          PyTorch's FSDP2
 
-Every strategy computes the same thing: for the same global batch the losses agree, whatever the number of ranks.
-Read main() first, then train_epoch_ddp() beside train_epoch_deepspeed(): what differs is what the strategy changes.
-Results are in <output_dir>/results.json and metrics.jsonl.
+Every strategy computes the same thing: for the same global batch the losses agree, whatever the
+number of ranks. Read main() first, then train_epoch_ddp() beside train_epoch_deepspeed(): what
+differs is what the strategy changes. Results are in <output_dir>/results.json and metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ if __name__ == "__main__":  # before the imports, which take seconds
 from support.cli import validate as preflight
 
 if __name__ == "__main__":
-    # Before torch is imported, which takes seconds: --help and wrong arguments answer at once, and the settings that
-    # libraries read while they are imported (threads, allocator, offline mode) are in place.
+    # Before torch is imported, which takes seconds: --help and wrong arguments answer at once, and
+    # the settings that libraries read while they are imported (threads, allocator, offline mode)
+    # are in place.
     ARGS, LAUNCH = preflight.start(sys.argv[1:])
 
 import contextlib
@@ -51,7 +53,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from support.checkpoints import manager as checkpoint
@@ -83,20 +91,26 @@ from support.report import results as reporting
 from support.strategies import gradients
 from support.strategies.deepspeed import OneByOne, configure_deepspeed, quiet
 
-NOTHING_TO_EVALUATE = "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file"
-STOP_CHECK_BATCHES = 8  # batches of an evaluation between two looks whether a signal came: each look waits for all ranks
+NOTHING_TO_EVALUATE = (
+    "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file"
+)
+# batches of an evaluation between two looks whether a signal came: each look waits for all ranks
+STOP_CHECK_BATCHES = 8
 
 
-# ============================================================================================ the process group
+# ================================================================================ the process group
 
 
 def setup_distributed(args, launch) -> Run:
     """Join the other ranks: NCCL between GPUs, gloo between CPU processes.
 
-    Every strategy and a single process, too, has a process group, so that there is one code path to read.
+    Every strategy and a single process, too, has a process group, so that there is one code path to
+    read.
     """
     if torch.cuda.is_available():
-        device = torch.device("cuda", preflight.check_visible_gpus(launch, torch.cuda.device_count()))
+        device = torch.device(
+            "cuda", preflight.check_visible_gpus(launch, torch.cuda.device_count())
+        )
         torch.cuda.set_device(device)
         backend = "nccl"
     else:
@@ -109,11 +123,15 @@ def setup_distributed(args, launch) -> Run:
         patience = min(args.ddp_timeout, ARRIVAL_SECONDS)
         store, attempt = meet(launch, backend, patience, identify_gpu(device))
         run = Run(launch, device, backend, args.verbose, args.quiet, attempt)
-        if launch.world_size > 1:  # before NCCL connects the ranks, which may wait for one that has ended
+        if (
+            launch.world_size > 1
+        ):  # before NCCL connects the ranks, which may wait for one that has ended
             run.store = open_store(launch, attempt)
             run.watch_for_failures()
         options = group_options(args, device, launch.world_size)
-        dist.init_process_group(store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit, **options)
+        dist.init_process_group(
+            store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit, **options
+        )
         run.nodes = sum(run.gather(launch.is_node_leader))
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if device.type == "cuda":
@@ -126,7 +144,7 @@ def setup_distributed(args, launch) -> Run:
     return run
 
 
-# ============================================================================================ model and data
+# =================================================================================== model and data
 
 
 def find_model(args, run: Run) -> models.Blueprint:
@@ -138,25 +156,40 @@ def find_model(args, run: Run) -> models.Blueprint:
     if args.seq_length is None:
         args.seq_length = min(256 if args.model == EMBEDDED_MODEL else 512, limit or 512)
     if limit and args.seq_length > limit:
-        raise UserError(f"--seq_length {args.seq_length} is more than the {limit} positions of {args.model}.")
-    doing = "Simulating the memory of" if run.simulated else "Evaluating" if args.eval_only else "Fine-tuning"
+        raise UserError(
+            f"--seq_length {args.seq_length} is more than the {limit} positions of {args.model}."
+        )
+    doing = (
+        "Simulating the memory of"
+        if run.simulated
+        else "Evaluating"
+        if args.eval_only
+        else "Fine-tuning"
+    )
     base = blueprint.parameters - (blueprint.trainable if blueprint.lora else 0)
     run.say(f"🚀 {doing} {args.model} ({reporting.human_count(base)} parameters)")
     run.say(f"📋 Strategy: {args.strategy.upper()}")
     if blueprint.own_settings:
-        run.say("🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel (--no_fused_gelu keeps it)")
+        run.say(
+            "🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel (--no_fused_gelu keeps it)"
+        )
     if not blueprint.chunked_loss:
-        run.say("🔧 All logits of a batch are computed at once: this model changes them, or has adapters on its output layer")
+        run.say(
+            "🔧 All logits of a batch are computed at once: this model changes them, or has adapters on its output layer"
+        )
     return blueprint
 
 
 def load_model_and_tokenizer(args, run: Run, blueprint: models.Blueprint):
     """Bring the weights to where the strategy wants them.
 
-    dp, zero1, zero2 and offload hold a whole copy per rank; zero3, infinity and fsdp split it while loading.
+    dp, zero1, zero2 and offload hold a whole copy per rank; zero3, infinity and fsdp split it while
+    loading.
     """
     if args.generate:
-        sampling.tokens_of(args.generate, blueprint.tokenizer)  # a prompt that cannot be used is refused now
+        sampling.tokens_of(
+            args.generate, blueprint.tokenizer
+        )  # a prompt that cannot be used is refused now
     if args.ds_config_dict:
         configure_deepspeed(args, run, blueprint)
     if args.strategy == "fsdp":
@@ -170,37 +203,57 @@ def load_model_and_tokenizer(args, run: Run, blueprint: models.Blueprint):
     dist.barrier()
     if not args.merge_lora:  # which will read them again
         run.clean_up(blueprint.weights)
-    run.say(f"✅ Model loaded: {blueprint.parameters:,} parameters ({blueprint.parameters / 1e6:.1f}M)")
+    run.say(
+        f"✅ Model loaded: {blueprint.parameters:,} parameters ({blueprint.parameters / 1e6:.1f}M)"
+    )
     if blueprint.lora:
         share = blueprint.trainable / blueprint.parameters
-        run.say(f"🔧 LoRA: {blueprint.trainable:,} of {blueprint.parameters:,} parameters are trained ({share:.2%})")
+        run.say(
+            f"🔧 LoRA: {blueprint.trainable:,} of {blueprint.parameters:,} parameters are trained ({share:.2%})"
+        )
         if blueprint.random and not (args.merge_lora or args.no_export):
-            run.warn("The frozen weights are random, and adapters are worth nothing without them: --merge_lora exports both.")
+            run.warn(
+                "The frozen weights are random, and adapters are worth nothing without them: --merge_lora exports both."
+            )
     return model, blueprint.tokenizer
 
 
 def prepare_dataset(args, run: Run, tokenizer):
-    """Read, tokenise and pack the corpus (once per node, and kept for later runs), or under --streaming only open it.
+    """Read, tokenise and pack the corpus (once per node, and kept for later runs), or under
+    --streaming only open it.
 
     Returns:
         Training blocks, validation blocks, and the facts for results.json.
     """
     if args.streaming:
         return streaming.open_stream(args, run, tokenizer)
-    prepared = tokens.tokenize_corpus(args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file)
+    prepared = tokens.tokenize_corpus(
+        args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file
+    )
     train, validation, facts = data.split_blocks(prepared, args)
     reporting.say_dataset(run, args, facts, tokenizer)
     bad_rows = prepared["bad_rows"]
-    return train, validation, {"name": args.dataset, **facts["train"], "bad_rows": bad_rows, "validation": facts["validation"]}
+    return (
+        train,
+        validation,
+        {
+            "name": args.dataset,
+            **facts["train"],
+            "bad_rows": bad_rows,
+            "validation": facts["validation"],
+        },
+    )
 
 
-# ============================================================================================ one wrapper per strategy
+# ========================================================================= one wrapper per strategy
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Decay for matrices and embeddings, none for biases and norms; the same for every strategy."""
     # A parameter partitioned by ZeRO-3 keeps its true shape in ds_shape.
-    matrix = {p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in model.parameters() if p.requires_grad}
+    matrix = {
+        p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in model.parameters() if p.requires_grad
+    }
     groups = [
         {"params": [p for p in matrix if matrix[p]], "weight_decay": weight_decay},
         {"params": [p for p in matrix if not matrix[p]], "weight_decay": 0.0},
@@ -210,7 +263,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def adamw(model: nn.Module, args) -> torch.optim.AdamW:
     """The optimizer of dp and fsdp; the ds_config files ask DeepSpeed for the same one."""
-    return torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    return torch.optim.AdamW(
+        parameter_groups(model, args.weight_decay),
+        lr=args.lr,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        fused=True,
+    )
 
 
 def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
@@ -221,8 +280,10 @@ def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
     wrapped = DistributedDataParallel(
         model,
         device_ids=[run.device.index] if run.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # gradients live in the buckets that are communicated, not beside them
-        broadcast_buffers=False,  # masks and rotary frequencies: the same on every rank, and never changed
+        # gradients live in the buckets that are communicated, not beside them
+        gradient_as_bucket_view=True,
+        # masks and rotary frequencies: the same on every rank, and never changed
+        broadcast_buffers=False,
     )
     if run.simulated:  # DDP's own all-reduce insists on an answer of the other ranks
         wrapped.register_comm_hook(None, noop_hook)
@@ -230,17 +291,25 @@ def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
 
 
 def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
-    """Split parameters, gradients and optimizer states over the ranks, one transformer block at a time.
+    """Split parameters, gradients and optimizer states over the ranks, one transformer block at a
+    time.
 
-    The sharded model is built without memory (meta device); then rank 0's weights are broadcast tensor by tensor and
-    each rank keeps its part.
+    The sharded model is built without memory (meta device); then rank 0's weights are broadcast
+    tensor by tensor and each rank keeps its part.
     """
     whole = blueprint.load(run) if run.is_main else None
     sharded = blueprint.on_meta_device()
-    # Compute in 16 bit, keep the shards and reduce the gradients in fp32. fp16 computes under autocast, see autocast().
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if run.precision == "bf16" else None, reduce_dtype=torch.float32)
+    # Compute in 16 bit, keep the shards and reduce the gradients in fp32. fp16 computes under
+    # autocast, see autocast().
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if run.precision == "bf16" else None, reduce_dtype=torch.float32
+    )
     options = args.fsdp
-    offload = CPUOffloadPolicy(pin_memory=run.device.type == "cuda") if options.offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=run.device.type == "cuda")
+        if options.offload
+        else OffloadPolicy()
+    )
     how = {"mesh": run.mesh(options.hybrid), "mp_policy": policy, "offload_policy": offload}
     blocks = models.blocks_to_shard(sharded, options, run)
     for block in blocks:
@@ -257,16 +326,23 @@ def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
 
 
 def shard_with_zero3(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
-    """Split every parameter over the ranks as it is read (infinity: and write this rank's part to NVMe).
+    """Split every parameter over the ranks as it is read (infinity: and write this rank's part to
+    NVMe).
 
-    Loading only maps the weights file. A parameter is in memory from its copy here until DeepSpeed has taken this
-    rank's part of it, so that no rank ever holds more than its own part and one whole parameter.
+    Loading only maps the weights file. A parameter is in memory from its copy here until DeepSpeed
+    has taken this rank's part of it, so that no rank ever holds more than its own part and one
+    whole parameter.
     """
     import deepspeed
 
-    model = blueprint.load(run, dtype="auto")  # in the file's own type: converting here would copy the whole model
+    model = blueprint.load(
+        run, dtype="auto"
+    )  # in the file's own type: converting here would copy the whole model
     with quiet(args.verbose):
-        deepspeed.zero.Init(module=OneByOne(model, models.DTYPES[run.precision]), config_dict_or_path=args.ds_config_dict)
+        deepspeed.zero.Init(
+            module=OneByOne(model, models.DTYPES[run.precision]),
+            config_dict_or_path=args.ds_config_dict,
+        )
     for buffer in model.buffers():  # they are not split, and DeepSpeed leaves them where they are
         buffer.data = buffer.data.to(run.device)
     return model
@@ -287,15 +363,21 @@ def initialize_deepspeed(model: nn.Module, args, run: Run):
     return engine
 
 
-# ============================================================================================ training
+# ========================================================================================= training
 
 
 def learning_rate(step: int, total_steps: int, args) -> float:
-    """Linear warm-up to --lr, then --lr_scheduler down towards 0 at `total_steps`; `step` counts from 0."""
+    """Linear warm-up to --lr, then --lr_scheduler down towards 0 at `total_steps`; `step` counts
+    from 0.
+    """
     if step < args.warmup_steps:
         return args.lr * (step + 1) / (args.warmup_steps + 1)
     progress = (step - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-    falling = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    falling = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }
     return args.lr * falling[args.lr_scheduler]
 
 
@@ -305,29 +387,37 @@ def set_learning_rate(optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def next_token_loss(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def next_token_loss(
+    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
     """Forward pass, and the cross entropy of each next token: summed, and divided by `tokens`.
 
     Args:
         inputs: token ids [batch, length].
         labels: [batch, length]; data.IGNORED where a token does not count.
-        tokens: of the whole step, on all ranks, so that their sums add up to the mean; a scalar tensor.
+        tokens: of the whole step, on all ranks, so that their sums add up to the mean; a scalar
+            tensor.
     Returns:
         A scalar in fp32.
     """
-    # Shifting the labels instead of the logits saves a copy of the largest tensor of the whole step.
+    # Shifting the labels instead of the logits saves a copy of the largest tensor of the whole
+    # step.
     targets = F.pad(labels[:, 1:], (0, 1), value=data.IGNORED)
     with loss_in_place_of_logits(model, targets, tokens) as chunked:
         output = model(input_ids=inputs, use_cache=False).logits
     if chunked:  # the output layer has computed the loss, and never all logits at once
         return output
     logits = output.flatten(0, 1).float()
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=data.IGNORED, reduction="sum") / tokens
+    return (
+        F.cross_entropy(logits, targets.flatten(), ignore_index=data.IGNORED, reduction="sum")
+        / tokens
+    )
 
 
 def count_tokens(window: data.Window, run: Run) -> torch.Tensor:
-    """Of one optimizer step, over all micro-batches of all ranks: [tokens that its loss is the mean over, all tokens that are
-    read, ranks that were asked to stop]; on the device, from one all-reduce.
+    """Of one optimizer step, over all micro-batches of all ranks: [tokens that its loss is the mean
+    over, all tokens that are read, ranks that were asked to stop]; on the device, from one
+    all-reduce.
     """
     counts = torch.zeros(3, device=run.device)
     counts[0] = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in window.batches)
@@ -340,16 +430,23 @@ def count_tokens(window: data.Window, run: Run) -> torch.Tensor:
 def autocast(model: nn.Module, run: Run):
     """16-bit arithmetic for weights that are kept in fp32.
 
-    DeepSpeed's engine has converted the weights, and FSDP2 converts them to bf16 as it gathers them (its policy).
+    DeepSpeed's engine has converted the weights, and FSDP2 converts them to bf16 as it gathers them
+    (its policy).
     """
     by_fsdp = isinstance(model, FSDPModule) and run.precision == "bf16"
     converted = by_fsdp or hasattr(model, "set_gradient_accumulation_boundary")
-    return torch.autocast(run.device.type, models.DTYPES[run.precision], enabled=run.precision != "fp32" and not converted)
+    return torch.autocast(
+        run.device.type,
+        models.DTYPES[run.precision],
+        enabled=run.precision != "fp32" and not converted,
+    )
 
 
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, needed: bool):
-    """Communicate gradients in this backward pass only if `needed`: on the last micro-batch of a step."""
+    """Communicate gradients in this backward pass only if `needed`: on the last micro-batch of a
+    step.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(needed)
     without = isinstance(model, DistributedDataParallel) and not needed
@@ -358,14 +455,18 @@ def gradient_sync(model: nn.Module, needed: bool):
 
 
 def windows_of_epoch(train, epoch: int, done: int, args, run: Run):
-    """This rank's micro-batches (inputs, labels) of each optimizer step of one epoch, on the device; see data.windows.
+    """This rank's micro-batches (inputs, labels) of each optimizer step of one epoch, on the
+    device; see data.windows.
 
-    The first `done` blocks are left out: they were trained on before a resume, or before an evaluation.
+    The first `done` blocks are left out: they were trained on before a resume, or before an
+    evaluation.
     """
     if args.streaming:
         return train.windows(run.device)
     order = data.epoch_order(train.blocks, args.seed, epoch)[done:]
-    windows = data.windows(train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size)
+    windows = data.windows(
+        train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size
+    )
     return data.prefetch(windows, run.device)
 
 
@@ -388,7 +489,8 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
                 with autocast(model, run):
                     loss = next_token_loss(model, inputs, labels, learned)
                 meter.mark("forward")
-                # DDP and FSDP divide the sum over the ranks by their number; `learned` already counts all ranks.
+                # DDP and FSDP divide the sum over the ranks by their number; `learned` already
+                # counts all ranks.
                 scaler.scale(loss * run.world_size).backward()
                 meter.mark("backward")
             loss_of_step += loss.detach()
@@ -399,7 +501,9 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
         grad_norm = gradients.norm(model)
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        gradients.hold_back_if_not_finite(optimizer, loss_of_step, held_back, run, scaler, grad_norm)
+        gradients.hold_back_if_not_finite(
+            optimizer, loss_of_step, held_back, run, scaler, grad_norm
+        )
         scaler.step(optimizer)  # without loss scaling (fp32, bf16) just optimizer.step()
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -412,7 +516,9 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
 
 
 def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
-    """One epoch under DeepSpeed: the engine clips, scales the loss (fp16), updates and clears the gradients."""
+    """One epoch under DeepSpeed: the engine clips, scales the loss (fp16), updates and clears the
+    gradients.
+    """
     engine.train()
     held_back = torch.zeros((), dtype=torch.bool, device=run.device)
 
@@ -426,12 +532,14 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
         meter.mark("data")
 
         for micro_step, (inputs, labels) in enumerate(window.batches):
-            # The last window of an epoch may be short, so the engine is told where a step ends instead of counting.
+            # The last window of an epoch may be short, so the engine is told where a step ends
+            # instead of counting.
             data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
             engine.set_gradient_accumulation_boundary(micro_step + 1 == len(window.batches))
             loss = next_token_loss(engine, inputs, labels, learned)
             meter.mark("forward")
-            # As in train_epoch_ddp the ranks are averaged; the accumulation steps are already in `learned`.
+            # As in train_epoch_ddp the ranks are averaged; the accumulation steps are already in
+            # `learned`.
             engine.backward(loss * run.world_size, scale_wrt_gas=False)
             meter.mark("backward")
             loss_of_step += loss.detach()
@@ -449,14 +557,16 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
             break
 
 
-# ============================================================================================ evaluation
+# ======================================================================================= evaluation
 
 
 @torch.no_grad()
 def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
-    """Mean loss over every validation token, each counted once, and its perplexity exp(loss); None if asked to stop.
+    """Mean loss over every validation token, each counted once, and its perplexity exp(loss); None
+    if asked to stop.
 
-    The blocks are dealt to the ranks; where they do not come out even, rows without labels fill up the batch.
+    The blocks are dealt to the ranks; where they do not come out even, rows without labels fill up
+    the batch.
     """
     model.eval()
     limit = args.eval_samples or args.num_samples or validation.blocks
@@ -464,7 +574,9 @@ def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     one = torch.ones((), device=run.device)
     batches = data.windows(validation, order, args.batch_size, 1, run.rank, run.world_size)
-    with run.bar("Evaluation", -(-len(order) // (args.batch_size * run.world_size)), "batch") as bar:
+    with run.bar(
+        "Evaluation", -(-len(order) // (args.batch_size * run.world_size)), "batch"
+    ) as bar:
         for number, window in enumerate(data.prefetch(batches, run.device)):
             [(inputs, labels)] = window.batches
             if number % STOP_CHECK_BATCHES == 0 and run.asked_to_stop():
@@ -478,17 +590,20 @@ def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
     return loss, math.exp(loss) if loss < 700 else math.inf
 
 
-# ============================================================================================ the run
+# ========================================================================================== the run
 
 
 def wrap(model, args, run: Run):
     """Apply the strategy; fsdp was applied while loading.
 
     Returns:
-        The wrapped model (DeepSpeed's engine for its strategies) and torch's optimizer (the engine has its own).
+        The wrapped model (DeepSpeed's engine for its strategies) and torch's optimizer (the engine
+        has its own).
     """
     whole_copies = args.strategy in ("dp", "zero1", "zero2", "offload")
-    if args.eval_only and whole_copies:  # without optimizer and gradients nothing is left for ZeRO 1 and 2 to shard
+    if (
+        args.eval_only and whole_copies
+    ):  # without optimizer and gradients nothing is left for ZeRO 1 and 2 to shard
         return model.to(run.device), None
     if args.ds_config_dict:
         engine = initialize_deepspeed(model, args, run)
@@ -500,8 +615,12 @@ def wrap(model, args, run: Run):
     return model, adamw(model, args)
 
 
-def train_and_evaluate(model, optimizer, scaler, train, validation, args, run: Run, meter, saver) -> tuple | None:
-    """All epochs, or as many as early stopping lets be; returns the last evaluation's (loss, perplexity), or None."""
+def train_and_evaluate(
+    model, optimizer, scaler, train, validation, args, run: Run, meter, saver
+) -> tuple | None:
+    """All epochs, or as many as early stopping lets be; returns the last evaluation's (loss,
+    perplexity), or None.
+    """
     last = None
 
     def evaluate_now():
@@ -565,19 +684,25 @@ def train_one_model(args, run: Run):
     if args.ds_config_dict:
         preflight.check_requirements(args, run.device)
 
-    # The data comes before the weights: what is wrong with it shows in seconds, however large the model is.
+    # The data comes before the weights: what is wrong with it shows in seconds, however large the
+    # model is.
     blueprint = find_model(args, run)
     run.ways_to_fit = lambda: preflight.ways_to_fit(args, run, blueprint)
     run.say(f"⏳ Preparing the dataset {args.dataset}")
     train, validation, dataset = prepare_dataset(args, run, blueprint.tokenizer)
-    if not validation.blocks and (needed := [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]):
+    if not validation.blocks and (
+        needed := [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]
+    ):
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
     run.say("⏳ Loading the model")
     model, _tokenizer = load_model_and_tokenizer(args, run, blueprint)
     footprint.note("model_loaded")
     run.say("✅ Dataset ready: " + ("a stream" if args.streaming else f"{train.blocks:,} samples"))
     results.update(
-        parameters=blueprint.parameters, trainable_parameters=blueprint.trainable, seq_length=args.seq_length, dataset=dataset
+        parameters=blueprint.parameters,
+        trainable_parameters=blueprint.trainable,
+        seq_length=args.seq_length,
+        dataset=dataset,
     )
     model, optimizer = wrap(model, args, run)
     footprint.note("wrapped")
@@ -586,7 +711,9 @@ def train_one_model(args, run: Run):
 
     scaler = gradients.loss_scaler(run, run.precision == "fp16" and not args.ds_config_dict)
     identity = checkpoint.identify(args, run, blueprint, dataset, model)
-    saver = checkpoint.Saver(args, run, folder, model, optimizer, scaler, identity, blueprint, train)
+    saver = checkpoint.Saver(
+        args, run, folder, model, optimizer, scaler, identity, blueprint, train
+    )
     over = results.over(data.total_steps(args, run.world_size, train.blocks), args)
     before = saver.resume()
     steps = data.total_steps(args, run.world_size, train.blocks, before["step"], before["samples"])
@@ -595,17 +722,27 @@ def train_one_model(args, run: Run):
         return model
     saves = checkpoint.saves_due(args, before, steps, train.blocks)
     export.check_room(args, run, target, folder, blueprint, saves)
-    meter = metering.open_meter(args, run, folder, model, optimizer, blueprint, steps, before, footprint, train.blocks)
+    meter = metering.open_meter(
+        args, run, folder, model, optimizer, blueprint, steps, before, footprint, train.blocks
+    )
     # Nothing can refuse the run from here on, so files of an earlier run may be changed.
     saver.take_over(before["best"])
     results.begin()
     meter.start_log()
-    run.say("⏳ Evaluating" if args.eval_only else f"⏳ Training: steps {meter.step + 1} to {meter.total_steps}")
+    run.say(
+        "⏳ Evaluating"
+        if args.eval_only
+        else f"⏳ Training: steps {meter.step + 1} to {meter.total_steps}"
+    )
     try:
-        evaluation = train_and_evaluate(model, optimizer, scaler, train, validation, args, run, meter, saver)
+        evaluation = train_and_evaluate(
+            model, optimizer, scaler, train, validation, args, run, meter, saver
+        )
     except Preempted:
         results.preempted(meter.counters())
-        run.say(f"⏸️  Stopped by a signal after step {meter.step} of {meter.total_steps}: go on with --resume")
+        run.say(
+            f"⏸️  Stopped by a signal after step {meter.step} of {meter.total_steps}: go on with --resume"
+        )
         meter.close()
         raise
     footprint.note("trained")
@@ -614,7 +751,9 @@ def train_one_model(args, run: Run):
     if args.load_best_at_end and meter.best:
         saver.load_best(meter.best["step"], meter.step)
     elif args.load_best_at_end:
-        run.warn("--load_best_at_end: no evaluation gave a finite loss, so these are the last weights.")
+        run.warn(
+            "--load_best_at_end: no evaluation gave a finite loss, so these are the last weights."
+        )
 
     results.update(checkpoint_seconds=saver.seconds)
     results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint))
@@ -625,27 +764,40 @@ def train_one_model(args, run: Run):
     return model
 
 
-def finish_again(model, saver, results, step: int, target, args, run: Run, blueprint: models.Blueprint) -> None:
+def finish_again(
+    model, saver, results, step: int, target, args, run: Run, blueprint: models.Blueprint
+) -> None:
     """--resume found a run that was complete: only export or print what was not asked for then."""
     run.say("✅ This run was complete already.")
     results.continue_complete_run()
     if args.load_best_at_end and results.facts.get("best_step"):
         saver.load_best(results.facts["best_step"], step)
     elif step < results.facts["steps"]:
-        run.warn("Its last weights are in no checkpoint, so nothing is exported or generated again.")
+        run.warn(
+            "Its last weights are in no checkpoint, so nothing is exported or generated again."
+        )
         return
     hand_out(model, saver, results, target, args, run, blueprint)
 
 
-def hand_out(model, saver, results, target, args, run: Run, blueprint: models.Blueprint, meter=None) -> None:
-    """Export the trained model and print a sample, if they are asked for and not there, and complete the results."""
+def hand_out(
+    model, saver, results, target, args, run: Run, blueprint: models.Blueprint, meter=None
+) -> None:
+    """Export the trained model and print a sample, if they are asked for and not there, and
+    complete the results.
+    """
     there = run.from_main(results.was_complete and not args.export_hf and target.folder.exists())
     if not (args.no_export or args.eval_only or there):
         facts = {**results.facts, "merged": args.merge_lora}
         if saver.best_is_loaded:
             loss = facts["best_eval_loss"]
-            facts |= {"eval_loss": loss, "perplexity": math.exp(min(loss, 700)), "steps": facts["best_step"],
-                      "train_loss_last": None, "tokens": None}  # fmt: skip
+            facts |= {
+                "eval_loss": loss,
+                "perplexity": math.exp(min(loss, 700)),
+                "steps": facts["best_step"],
+                "train_loss_last": None,
+                "tokens": None,
+            }
         card = export.model_card(facts, saver.identity)
 
         def export_to(target: export.Target) -> dict:

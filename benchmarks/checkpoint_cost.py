@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""What checkpoints and the export cost: seconds that training waits, bytes written, share of the time, host memory.
+"""What checkpoints and the export cost: seconds that training waits, bytes written, share of the
+time, host memory.
 
     python benchmarks/checkpoint_cost.py [--model gpt2] [--every 50] [arguments for the timed run]
 
-Runs each strategy on two processes (or --ranks N), from random weights on the embedded text: 6 steps with a save after
-every second, for the times; then, on blocks of 64 tokens so that activations do not hide the rest, once without and
-once with --resume and export, for the peak of resident memory. The share is that of one save in --every steps.
+Runs each strategy on two processes (or --ranks N), from random weights on the embedded text: 6
+steps with a save after every second, for the times; then, on blocks of 64 tokens so that
+activations do not hide the rest, once without and once with --resume and export, for the peak of
+resident memory. The share is that of one save in --every steps.
 """
 
 from __future__ import annotations
@@ -26,23 +28,63 @@ SMALL = ["--batch_size", "1", "--seq_length", "64"]
 def train(strategy: str, args, out: Path, *more) -> dict:
     """Run the script; returns its results."""
     subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", "--master_port=29631",
-         PROJECT / "real_model_example.py", "--strategy", strategy, "--model", args.model, "--from_scratch", "--dataset",
-         "pydocs", "--no_eval", "--output_dir", out, *more],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={args.ranks}",
+            "--master_port=29631",
+            PROJECT / "real_model_example.py",
+            "--strategy",
+            strategy,
+            "--model",
+            args.model,
+            "--from_scratch",
+            "--dataset",
+            "pydocs",
+            "--no_eval",
+            "--output_dir",
+            out,
+            *more,
+        ],
+        check=True,
+        capture_output=True,
+    )
     return json.loads((out / "results.json").read_text())
 
 
 def measure(strategy: str, args, more: list[str]) -> dict:
-    """Seconds of a save, a step and the export, bytes of a checkpoint, and the highest peak of any rank in bytes."""
+    """Seconds of a save, a step and the export, bytes of a checkpoint, and the highest peak of any
+    rank in bytes.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        timed = train(strategy, args, folder / "timed", "--max_steps", "6", "--save_every", "2", "--keep_last", "1",
-                      "--no_export", *more)  # fmt: skip
+        timed = train(
+            strategy,
+            args,
+            folder / "timed",
+            "--max_steps",
+            "6",
+            "--save_every",
+            "2",
+            "--keep_last",
+            "1",
+            "--no_export",
+            *more,
+        )
         newest = max((folder / "timed" / "checkpoints").glob("step-*"))
         plain = train(strategy, args, folder / "plain", "--max_steps", "2", "--no_export", *SMALL)
-        resumed = train(strategy, args, folder / "resumed", "--max_steps", "8", "--resume", newest, "--resume_force", *SMALL)
+        resumed = train(
+            strategy,
+            args,
+            folder / "resumed",
+            "--max_steps",
+            "8",
+            "--resume",
+            newest,
+            "--resume_force",
+            *SMALL,
+        )
         return {
             "save": statistics.median(timed["checkpoint_seconds"]),
             "step": timed["step_seconds"]["median"],
@@ -56,13 +98,19 @@ def measure(strategy: str, args, more: list[str]) -> dict:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="What checkpoints and the export cost under each strategy.")
+    parser = argparse.ArgumentParser(
+        description="What checkpoints and the export cost under each strategy."
+    )
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--every", type=int, default=50, help="steps between two saves (default: %(default)s)")
+    parser.add_argument(
+        "--every", type=int, default=50, help="steps between two saves (default: %(default)s)"
+    )
     args, more = parser.parse_known_args()
-    print(f"| strategy | save, s | GB | step, s | share, saving every {args.every} steps | export, s | "
-          "peak MB of a rank: plain / after --resume / after export |")  # fmt: skip
+    print(
+        f"| strategy | save, s | GB | step, s | share, saving every {args.every} steps | export, s | "
+        "peak MB of a rank: plain / after --resume / after export |"
+    )
     print("|---|---|---|---|---|---|---|")
     for strategy in STRATEGIES:
         found = measure(strategy, args, more)

@@ -3,8 +3,8 @@
 
     python benchmarks/conversion_memory.py RUN_OR_CHECKPOINT
 
-"Anonymous" is memory that the process fills and that counts against a limit; "resident" adds file pages that are only
-mapped. What importing torch and transformers takes is in both.
+"Anonymous" is memory that the process fills and that counts against a limit; "resident" adds file
+pages that are only mapped. What importing torch and transformers takes is in both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def watch(*args) -> tuple[float, int, int]:
     while process.poll() is None:
         try:
             memory = process.memory_info()
-            anonymous, resident = max(anonymous, memory.rss - memory.shared), max(resident, memory.rss)
+            anonymous, resident = (
+                max(anonymous, memory.rss - memory.shared),
+                max(resident, memory.rss),
+            )
         except psutil.NoSuchProcess:
             break
         time.sleep(0.01)
@@ -43,10 +46,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, args in {
             "--inspect": ["--inspect"],
-            **{f"--to {to}": ["--to", to, Path(folder) / to] for to in ("hf", "torch", "deepspeed-universal")},
+            **{
+                f"--to {to}": ["--to", to, Path(folder) / to]
+                for to in ("hf", "torch", "deepspeed-universal")
+            },
         }.items():
             seconds, anonymous, resident = watch(source, *args)
-            print(f"| {name} | {seconds:.1f} | {anonymous / 2**20:,.0f} / {resident / 2**20:,.0f} |", flush=True)
+            print(
+                f"| {name} | {seconds:.1f} | {anonymous / 2**20:,.0f} / {resident / 2**20:,.0f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ Parts, each of which ends within --part_seconds (570): what it had no time for i
     5  speed: gpt2 at 1,024 tokens, eager and compiled, next to transformers.Trainer
     6  all GPUs (without a GPU two CPU processes), with torchrun and, inside a Slurm job, with srun
 
-Each check is a line, PASS, FAIL or SKIP with a reason. The lines and the tables also go, after every
-check, to <out>/report.md, or <out>/report-1-3.md of parts 1 and 3. Please report them in an issue of
-this repository. No network is needed. Without a GPU the checks that a CPU can do run, on the embedded
-model, and the others are skipped. Exit code: 1 if a line is FAIL.
+Each check is a line, PASS, FAIL or SKIP with a reason. The lines and the tables also go, after
+every check, to <out>/report.md, or <out>/report-1-3.md of parts 1 and 3. Please report them in an
+issue of this repository. No network is needed. Without a GPU the checks that a CPU can do run, on
+the embedded model, and the others are skipped. Exit code: 1 if a line is FAIL.
 """
 
 from __future__ import annotations
@@ -398,8 +398,19 @@ def check_all_gpus(bench: Bench) -> None:
 # -------------------------------------------------------------------------------------------- parts
 
 
-PARTS = dict(enumerate([check_strategies, check_precisions, check_behaviour, check_memory,
-                        check_speed, check_all_gpus], start=1))  # fmt: skip
+PARTS = dict(
+    enumerate(
+        [
+            check_strategies,
+            check_precisions,
+            check_behaviour,
+            check_memory,
+            check_speed,
+            check_all_gpus,
+        ],
+        start=1,
+    )
+)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -409,8 +420,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("parts", nargs="*", type=int, metavar="PART", help="1 to 6 (default: all)")
     add("--strategies", default=",".join(STRATEGIES), help="(default: %(default)s)")
-    add("--out", type=Path, default=PROJECT / "runs" / "gpu_check",
-        help="folder of logs and report (default: runs/gpu_check)")  # fmt: skip
+    add(
+        "--out",
+        type=Path,
+        default=PROJECT / "runs" / "gpu_check",
+        help="folder of logs and report (default: runs/gpu_check)",
+    )
     add("--part_seconds", type=int, default=570, help="(default: %(default)s)")
     args = parser.parse_args(argv)
     args.strategies = args.strategies.split(",")

@@ -3,8 +3,9 @@
 
     python benchmarks/loading_memory.py [--model gpt2] [--ranks 2] [--from_scratch] [--strategies dp zero3 fsdp]
 
-Watches the ranks from outside, through /proc (Linux only), until the line "Model loaded". Two figures for each rank,
-in MB above the same run of the embedded model of 4M parameters (17 MB), so that the memory of the libraries is out:
+Watches the ranks from outside, through /proc (Linux only), until the line "Model loaded". Two
+figures for each rank, in MB above the same run of the embedded model of 4M parameters (17 MB), so
+that the memory of the libraries is out:
 
     anonymous   memory that the process itself filled (RssAnon): what counts against a memory limit
     resident    the same plus pages of the weights file that it has mapped (RSS); the kernel can drop those at any time
@@ -26,7 +27,11 @@ SCRIPT = Path(__file__).resolve().parent.parent / "real_model_example.py"
 
 def memory_of(pid: int) -> tuple[int, int]:
     """(anonymous, resident) bytes of a process."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    status = dict(
+        line.split(":", 1)
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if ":" in line
+    )
     return tuple(int(status[key].split()[0]) * 1024 for key in ("RssAnon", "VmRSS"))
 
 
@@ -42,8 +47,12 @@ def ranks_of(launcher: subprocess.Popen) -> dict[int, int]:
     return found
 
 
-def watch(launcher: subprocess.Popen, started: threading.Event, loaded: threading.Event) -> dict[int, tuple[int, int]]:
-    """Peaks (anonymous, resident) of each rank between the two events, above its memory at the first."""
+def watch(
+    launcher: subprocess.Popen, started: threading.Event, loaded: threading.Event
+) -> dict[int, tuple[int, int]]:
+    """Peaks (anonymous, resident) of each rank between the two events, above its memory at the
+    first.
+    """
     started.wait()
     before = {rank: (pid, memory_of(pid)) for rank, pid in ranks_of(launcher).items()}
     peaks = dict.fromkeys(before, (0, 0))
@@ -53,7 +62,10 @@ def watch(launcher: subprocess.Popen, started: threading.Event, loaded: threadin
                 now = memory_of(pid)
             except (OSError, KeyError):
                 continue
-            peaks[rank] = tuple(max(peak, value - start) for peak, value, start in zip(peaks[rank], now, base, strict=True))
+            peaks[rank] = tuple(
+                max(peak, value - start)
+                for peak, value, start in zip(peaks[rank], now, base, strict=True)
+            )
         time.sleep(0.005)
     return peaks
 
@@ -62,12 +74,34 @@ def measure(strategy: str, model: list[str], args) -> dict[int, tuple[int, int]]
     """One run with these model arguments; see `watch`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", str(SCRIPT), *model,
-            "--strategy", strategy, "--dataset", "pydocs", "--max_steps", "1", "--seq_length", "32", "--batch_size", "1",
-            "--num_samples", "2", "--no_eval", "--precision", args.precision, "--output_dir", folder,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={args.ranks}",
+            str(SCRIPT),
+            *model,
+            "--strategy",
+            strategy,
+            "--dataset",
+            "pydocs",
+            "--max_steps",
+            "1",
+            "--seq_length",
+            "32",
+            "--batch_size",
+            "1",
+            "--num_samples",
+            "2",
+            "--no_eval",
+            "--precision",
+            args.precision,
+            "--output_dir",
+            folder,
+        ]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        launcher = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         started, loaded, peaks = threading.Event(), threading.Event(), {}
         watcher = threading.Thread(target=lambda: peaks.update(watch(launcher, started, loaded)))
         watcher.start()
@@ -90,14 +124,25 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--from_scratch", action="store_true")
-    parser.add_argument("--strategies", nargs="+", default=["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"])
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        default=["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"],
+    )
     args = parser.parse_args()
-    print(f"| strategy | {' | '.join(f'rank {r}: anonymous / resident MB' for r in range(args.ranks))} |")
+    print(
+        f"| strategy | {' | '.join(f'rank {r}: anonymous / resident MB' for r in range(args.ranks))} |"
+    )
     print("|---" * (args.ranks + 1) + "|")
     for strategy in args.strategies:
         libraries = measure(strategy, [], args)
-        peaks = measure(strategy, ["--model", args.model] + ["--from_scratch"] * args.from_scratch, args)
-        above = {rank: [(a - b) / 1e6 for a, b in zip(peaks[rank], libraries[rank], strict=True)] for rank in sorted(peaks)}
+        peaks = measure(
+            strategy, ["--model", args.model] + ["--from_scratch"] * args.from_scratch, args
+        )
+        above = {
+            rank: [(a - b) / 1e6 for a, b in zip(peaks[rank], libraries[rank], strict=True)]
+            for rank in sorted(peaks)
+        }
         cells = [f"{anonymous:.0f} / {resident:.0f}" for anonymous, resident in above.values()]
         print(f"| {strategy} | {' | '.join(cells)} |", flush=True)
 

@@ -43,8 +43,11 @@ class Watch:
         stack = [
             f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)
         ]
-        inner = [f for f in stack if Path(f.filename).is_relative_to(PROJECT)
-                 and "site-packages" not in f.filename]  # fmt: skip
+        inner = [
+            f
+            for f in stack
+            if Path(f.filename).is_relative_to(PROJECT) and "site-packages" not in f.filename
+        ]
         self.seen[_place(stack[-1]), _place(inner[-1]) if inner else "—"] += 1
 
     def warn(self, message, *_rest, **_more) -> None:

@@ -3,10 +3,10 @@
 
     python scripts/compare_report.py comparison_runs/tiny-gpt2
 
-reads <DIR>/<strategy>/<repeat>/ (results.json, metrics.jsonl, outcome.txt, command.txt), prints the report, and writes
-comparison_results_<name>.txt, .json, .md and .png into the current folder (--output_dir), <name> being the folder's.
-The exit code is 1 if a loss curve departs beyond the tolerance, a strategy did not complete (unless it was skipped), or
-nothing could be read.
+reads <DIR>/<strategy>/<repeat>/ (results.json, metrics.jsonl, outcome.txt, command.txt), prints the
+report, and writes comparison_results_<name>.txt, .json, .md and .png into the current folder
+(--output_dir), <name> being the folder's. The exit code is 1 if a loss curve departs beyond the
+tolerance, a strategy did not complete (unless it was skipped), or nothing could be read.
 """
 
 from __future__ import annotations
@@ -35,21 +35,53 @@ from support.report.compare import GB, MB, Attempt, Comparison, Row
 
 EXIT_NOT_COMPLETED = 3
 
-# Okabe and Ito's colours, which stay apart for the colour-blind; one for each kind of memory, one for each strategy.
-KIND_COLOURS = {"parameters": "#0072B2", "gradients": "#56B4E9", "optimizer": "#E69F00", "buffers and other": "#999999",
-                "activations and temporary": "#009E73", "activations": "#009E73", "logits": "#CC79A7"}  # fmt: skip
-STRATEGY_COLOURS = {"dp": "#000000", "zero1": "#E69F00", "zero2": "#56B4E9", "zero3": "#009E73", "offload": "#F0E442",
-                    "infinity": "#D55E00", "fsdp": "#CC79A7"}  # fmt: skip
+# Okabe and Ito's colours, which stay apart for the colour-blind; one for each kind of memory, one
+# for each strategy.
+KIND_COLOURS = {
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer": "#E69F00",
+    "buffers and other": "#999999",
+    "activations and temporary": "#009E73",
+    "activations": "#009E73",
+    "logits": "#CC79A7",
+}
+STRATEGY_COLOURS = {
+    "dp": "#000000",
+    "zero1": "#E69F00",
+    "zero2": "#56B4E9",
+    "zero3": "#009E73",
+    "offload": "#F0E442",
+    "infinity": "#D55E00",
+    "fsdp": "#CC79A7",
+}
 MARKERS = dict(zip(STRATEGY_COLOURS, "os^DvPX", strict=True))
 
 
 def main() -> None:
     """Read the arguments, write the report."""
-    parser = kinds.Parser(description="Report on the runs of compare_strategies.sh.", allow_abbrev=False)
-    parser.add_argument("folder", type=kinds.path, metavar="DIR", help="folder with <strategy>/<repeat>/results.json")
-    parser.add_argument("--output_dir", type=kinds.path, default=Path(), help="where the files go (default: here)")
-    parser.add_argument("--tolerance", type=float, help="largest relative loss difference that counts as the same model")
-    parser.add_argument("--status", action="store_true", help="DIR is one run: print its status; exit code 3 if not completed")
+    parser = kinds.Parser(
+        description="Report on the runs of compare_strategies.sh.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "folder",
+        type=kinds.path,
+        metavar="DIR",
+        help="folder with <strategy>/<repeat>/results.json",
+    )
+    parser.add_argument(
+        "--output_dir", type=kinds.path, default=Path(), help="where the files go (default: here)"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="largest relative loss difference that counts as the same model",
+    )
+    parser.add_argument(
+        "--status",
+        action="store_true",
+        help="DIR is one run: print its status; exit code 3 if not completed",
+    )
     try:
         args = parser.parse_args()
     except UserError as error:
@@ -64,7 +96,9 @@ def main() -> None:
         sys.exit(EXIT_COMPLETED if attempt.completed else EXIT_NOT_COMPLETED)
     comparison = comparing.read_comparison(args.folder, args.tolerance)
     if not comparison.rows:
-        fail(f"{args.folder} holds no runs: compare_strategies.sh leaves them as DIR/<strategy>/<repeat>/results.json.")
+        fail(
+            f"{args.folder} holds no runs: compare_strategies.sh leaves them as DIR/<strategy>/<repeat>/results.json."
+        )
     body = body_text(comparison)
     try:
         files = write_report(comparison, body, args.output_dir)
@@ -87,13 +121,16 @@ def describe_attempt(attempt: Attempt) -> str:
     if not attempt.completed:
         return f"{attempt.status}: {attempt.reason}"
     if attempt.results.get("simulated_world_size"):
-        states = sum(attempt.results["memory"]["device_categories_bytes_by_rank"][0][kind] for kind in comparing.STATES)
+        states = sum(
+            attempt.results["memory"]["device_categories_bytes_by_rank"][0][kind]
+            for kind in comparing.STATES
+        )
         return f"completed: {states / MB:,.1f} MB of model states"
     speed, loss = attempt.results["samples_per_second"], attempt.results["train_loss_last"]
     return f"completed: {comparing.human_rate(speed)} samples/s, loss {attempt.results['train_loss_first']:.4f} to {loss:.4f}"
 
 
-# ------------------------------------------------------------------------------------------------ files
+# -------------------------------------------------------------------------------------------- files
 
 
 def write_report(comparison: Comparison, body: str, folder: Path) -> list[Path]:
@@ -103,7 +140,11 @@ def write_report(comparison: Comparison, body: str, folder: Path) -> list[Path]:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = {".txt": full_text(comparison, body), ".json": as_json(comparison), ".md": as_markdown(comparison)}
+    files = {
+        ".txt": full_text(comparison, body),
+        ".json": as_json(comparison),
+        ".md": as_markdown(comparison),
+    }
     written = []
     for suffix, text in files.items():
         written.append(folder / f"comparison_results_{comparison.name}{suffix}")
@@ -112,7 +153,9 @@ def write_report(comparison: Comparison, body: str, folder: Path) -> list[Path]:
 
 
 def draw_figure(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write the .png file and return its name; without a completed run there is none, and an older one is removed."""
+    """Write the .png file and return its name; without a completed run there is none, and an older
+    one is removed.
+    """
     figure = folder / f"comparison_results_{comparison.name}.png"
     if comparison.reference is None:
         figure.unlink(missing_ok=True)
@@ -135,7 +178,10 @@ def body_text(comparison: Comparison) -> str:
 
 def wrapped(sentences: list[str]) -> str:
     """Each sentence in lines of at most 110 characters, as wide as the table."""
-    return "\n".join(textwrap.fill(line, 110, subsequent_indent="   ", break_on_hyphens=False) for line in sentences)
+    return "\n".join(
+        textwrap.fill(line, 110, subsequent_indent="   ", break_on_hyphens=False)
+        for line in sentences
+    )
 
 
 def full_text(comparison: Comparison, body: str) -> str:
@@ -147,7 +193,9 @@ def full_text(comparison: Comparison, body: str) -> str:
 
 def commands(comparison: Comparison) -> list[str]:
     """The exact command of each run."""
-    return [attempt.command for row in comparison.rows for attempt in row.attempts if attempt.command]
+    return [
+        attempt.command for row in comparison.rows for attempt in row.attempts if attempt.command
+    ]
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -167,7 +215,12 @@ def as_markdown(comparison: Comparison) -> str:
 
 def markdown_table(rows: list[list[str]], headers: list[str]) -> str:
     """A table whose headers are on one line."""
-    return tabulate(rows, [" ".join(header.split()) for header in headers], tablefmt="github", disable_numparse=True)
+    return tabulate(
+        rows,
+        [" ".join(header.split()) for header in headers],
+        tablefmt="github",
+        disable_numparse=True,
+    )
 
 
 def as_json(comparison: Comparison) -> str:
@@ -197,16 +250,26 @@ def as_json(comparison: Comparison) -> str:
 
 def row_as_dict(row: Row) -> dict:
     """One strategy's entry: its numbers, and what is worth knowing of each run."""
-    numbers = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "attempts"}
+    numbers = {
+        field.name: getattr(row, field.name)
+        for field in dataclasses.fields(row)
+        if field.name != "attempts"
+    }
     numbers["attempts"] = [
-        {"status": attempt.status, "reason": attempt.reason, "folder": str(attempt.folder), "command": attempt.command,
-         "started_at": attempt.results.get("started_at"), "samples_per_second": attempt.results.get("samples_per_second")}
+        {
+            "status": attempt.status,
+            "reason": attempt.reason,
+            "folder": str(attempt.folder),
+            "command": attempt.command,
+            "started_at": attempt.results.get("started_at"),
+            "samples_per_second": attempt.results.get("samples_per_second"),
+        }
         for attempt in row.attempts
-    ]  # fmt: skip
+    ]
     return numbers
 
 
-# ------------------------------------------------------------------------------------------------ tables
+# ------------------------------------------------------------------------------------------- tables
 
 
 def title(comparison: Comparison) -> str:
@@ -218,7 +281,10 @@ def title(comparison: Comparison) -> str:
     ranks = f"{work['world_size']} {one if work['world_size'] == 1 else several}"
     if comparison.simulated:
         ranks = f"1 of {work['simulated_world_size']} simulated {several}"
-    micro_steps, repeats = work["gradient_accumulation_steps"], max(len(row.attempts) for row in comparison.rows)
+    micro_steps, repeats = (
+        work["gradient_accumulation_steps"],
+        max(len(row.attempts) for row in comparison.rows),
+    )
     accumulated = f" × {micro_steps} micro-batches" if micro_steps > 1 else ""
     capped = " (the comparison's default cap)" if comparison.step_cap == work["steps"] else ""
     repeated = f", {repeats} repeats" if repeats > 1 else ""
@@ -235,7 +301,11 @@ def provenance(comparison: Comparison) -> list[str]:
     if not facts:
         return []
     machine = facts["hardware"]
-    gpu = f"{machine['gpu']} ({machine['gpu_memory_bytes'] / GB:.1f} GB), " if machine["gpu"] else "no GPU, "
+    gpu = (
+        f"{machine['gpu']} ({machine['gpu_memory_bytes'] / GB:.1f} GB), "
+        if machine["gpu"]
+        else "no GPU, "
+    )
     cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
     return [
         f"Hardware: {gpu}{cores} of {machine['cpu']}, {machine['ram_bytes'] / GB:.1f} GB of memory",
@@ -252,9 +322,21 @@ def first_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
 def memory_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
     """What rank 0 would hold, and what the planner says of it."""
     reference = comparison.reference.strategy if comparison.reference else "dp"
-    headers = ["\nstrategy", "\nstatus", "para-\nmeters", "gradi-\nents", "opti-\nmizer", "model\nstates", "\nplanned",
-               f"saved\nvs {reference}", "buffers,\nother", "activa-\ntions", "\nlogits", "peak of\na step",
-               "\nplanned"]  # fmt: skip
+    headers = [
+        "\nstrategy",
+        "\nstatus",
+        "para-\nmeters",
+        "gradi-\nents",
+        "opti-\nmizer",
+        "model\nstates",
+        "\nplanned",
+        f"saved\nvs {reference}",
+        "buffers,\nother",
+        "activa-\ntions",
+        "\nlogits",
+        "peak of\na step",
+        "\nplanned",
+    ]
     rows = []
     for row in comparison.rows:
         if not row.completed:
@@ -265,8 +347,16 @@ def memory_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
         sizes = [*(kinds[kind] for kind in comparing.STATES), states, planned]
         rest = [kinds["buffers"] + kinds["other"], row.activations, row.logits, row.step_peak_bytes]
         peak = row.planned.get("peak") if row.step_peak_bytes else None
-        rows.append([row.strategy, row.status, *map(in_mb, sizes), "—" if row.saved is None else f"{100 * row.saved:.0f}%",
-                     *map(in_mb, rest), in_mb(peak)])  # fmt: skip
+        rows.append(
+            [
+                row.strategy,
+                row.status,
+                *map(in_mb, sizes),
+                "—" if row.saved is None else f"{100 * row.saved:.0f}%",
+                *map(in_mb, rest),
+                in_mb(peak),
+            ]
+        )
     return rows, headers
 
 
@@ -276,62 +366,94 @@ def in_mb(size: float | None) -> str:
 
 
 def cost_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
-    """The first table: what each strategy needs, how fast it is, and whether it trains the same model."""
+    """The first table: what each strategy needs, how fast it is, and whether it trains the same
+    model.
+    """
     on_gpu = comparison.work.get("device") == "cuda"
     reference = comparison.reference.strategy if comparison.reference else "dp"
     headers = [
-        "\nstrategy", "\nstatus", "GPU\npeak\nGB" if on_gpu else "model\nstate\nMB/rank", "\n\nplanned",
+        "\nstrategy",
+        "\nstatus",
+        "GPU\npeak\nGB" if on_gpu else "model\nstate\nMB/rank",
+        "\n\nplanned",
         f"saved\nvs\n{reference}",
-        "host\npeak\nGB/rank", "\nNVMe\nMB", "\nsamples\n/s", f"\ntokens/s\n/{'GPU' if on_gpu else 'rank'}",
-        f"speed vs {reference}\n(spread of\n{'repeats' if comparison.repeated else 'steps'})", "\nfinal\nloss",
+        "host\npeak\nGB/rank",
+        "\nNVMe\nMB",
+        "\nsamples\n/s",
+        f"\ntokens/s\n/{'GPU' if on_gpu else 'rank'}",
+        f"speed vs {reference}\n(spread of\n{'repeats' if comparison.repeated else 'steps'})",
+        "\nfinal\nloss",
         "largest\nloss\ndifference",
-    ]  # fmt: skip
+    ]
     rows = []
     for row in comparison.rows:
         if not row.completed or comparison.reference is None:
             rows.append([row.strategy, row.status.replace("_", " "), *["—"] * (len(headers) - 2)])
             continue
-        rows.append([
-            row.strategy,
-            row.status.replace("_", " "),
-            f"{row.memory_bytes / GB:.2f}" if on_gpu else f"{row.memory_bytes / MB:.1f}",
-            "—" if row.planned_bytes is None else f"{row.planned_bytes / (GB if on_gpu else MB):.{2 if on_gpu else 1}f}",
-            "—" if row.saved is None else f"{100 * row.saved:.0f}%",
-            f"{row.host_bytes / GB:.2f}",
-            f"{row.nvme_bytes / MB:.0f}" if row.nvme_bytes else "—",
-            comparing.human_rate(row.samples_per_second),
-            f"{row.tokens_per_second_per_gpu:,.0f}",
-            f"{row.speed:.2f}× ({row.speed_low:.2f}–{row.speed_high:.2f})",
-            f"{row.final_loss:.4f}",
-            "reference" if row is comparison.reference and not row.difference else
-            f"{row.difference:.1e}{' ❌' if row.departs_at else ''}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                row.strategy,
+                row.status.replace("_", " "),
+                f"{row.memory_bytes / GB:.2f}" if on_gpu else f"{row.memory_bytes / MB:.1f}",
+                "—"
+                if row.planned_bytes is None
+                else f"{row.planned_bytes / (GB if on_gpu else MB):.{2 if on_gpu else 1}f}",
+                "—" if row.saved is None else f"{100 * row.saved:.0f}%",
+                f"{row.host_bytes / GB:.2f}",
+                f"{row.nvme_bytes / MB:.0f}" if row.nvme_bytes else "—",
+                comparing.human_rate(row.samples_per_second),
+                f"{row.tokens_per_second_per_gpu:,.0f}",
+                f"{row.speed:.2f}× ({row.speed_low:.2f}–{row.speed_high:.2f})",
+                f"{row.final_loss:.4f}",
+                "reference"
+                if row is comparison.reference and not row.difference
+                else f"{row.difference:.1e}{' ❌' if row.departs_at else ''}",
+            ]
+        )
     return rows, headers
 
 
 def why_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
-    """The second table: communication beside the paper's volume, and the phases of a step in milliseconds."""
-    headers = ["strategy", "sent by a rank\nMB/step", "volume\nmeasured", "volume\nZeRO paper", "step\nms", "data\nms",
-               "forward\nms", "backward\nms", "update\nms"]  # fmt: skip
+    """The second table: communication beside the paper's volume, and the phases of a step in
+    milliseconds.
+    """
+    headers = [
+        "strategy",
+        "sent by a rank\nMB/step",
+        "volume\nmeasured",
+        "volume\nZeRO paper",
+        "step\nms",
+        "data\nms",
+        "forward\nms",
+        "backward\nms",
+        "update\nms",
+    ]
     rows = []
     for row in comparison.rows:
         if row.completed:
-            rows.append([
-                row.strategy,
-                "—" if row.sent_bytes is None else f"{row.sent_bytes / MB:.1f}",
-                "—" if row.volume is None else f"{row.volume:.2f}P",
-                f"{comparing.PAPER_VOLUMES[row.strategy]}P",
-                f"{1000 * sum(row.phases_seconds.values()):.0f}",
-                *[f"{1000 * row.phases_seconds[phase]:.0f}" for phase in ("data", "forward", "backward", "update")],
-            ])  # fmt: skip
+            rows.append(
+                [
+                    row.strategy,
+                    "—" if row.sent_bytes is None else f"{row.sent_bytes / MB:.1f}",
+                    "—" if row.volume is None else f"{row.volume:.2f}P",
+                    f"{comparing.PAPER_VOLUMES[row.strategy]}P",
+                    f"{1000 * sum(row.phases_seconds.values()):.0f}",
+                    *[
+                        f"{1000 * row.phases_seconds[phase]:.0f}"
+                        for phase in ("data", "forward", "backward", "update")
+                    ],
+                ]
+            )
     return rows, headers
 
 
-# ------------------------------------------------------------------------------------------------ figure
+# ------------------------------------------------------------------------------------------- figure
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Four panels: memory by category, throughput, loss curves, and their differences from the reference."""
+    """Four panels: memory by category, throughput, loss curves, and their differences from the
+    reference.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -343,7 +465,9 @@ def draw(comparison: Comparison, path: Path) -> None:
         draw_memory(memory, comparison, rows)
         finish_figure(figure, comparison, path)
         return
-    figure, ((memory, speed), (losses, differences)) = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
+    figure, ((memory, speed), (losses, differences)) = plt.subplots(
+        2, 2, figsize=(13, 9), layout="constrained"
+    )
     draw_memory(memory, comparison, rows)
     draw_speed(speed, comparison, rows)
     draw_losses(losses, rows)
@@ -362,7 +486,9 @@ def finish_figure(figure, comparison: Comparison, path: Path) -> None:
 
 
 def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
-    """Stacked bars of live bytes; on a GPU up to the allocator's peak, with the GPU's capacity as a line."""
+    """Stacked bars of live bytes; on a GPU up to the allocator's peak, with the GPU's capacity as a
+    line.
+    """
     on_gpu = comparison.work["device"] == "cuda"
     unit, name = (GB, "GB") if on_gpu else (MB, "MB")
     bottoms = [0.0] * len(rows)
@@ -370,7 +496,11 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
 
     def stack(label: str, sizes: list[float], **style) -> None:
         if any(sizes):
-            drawn = [(position, size / unit, bottoms[position]) for position, size in enumerate(sizes) if size]
+            drawn = [
+                (position, size / unit, bottoms[position])
+                for position, size in enumerate(sizes)
+                if size
+            ]
             places, heights, lows = zip(*drawn, strict=True)
             axes.bar(places, heights, 0.65, bottom=lows, label=label, **style)
             bottoms[:] = [bottom + size / unit for bottom, size in zip(bottoms, sizes, strict=True)]
@@ -381,36 +511,80 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
     if comparison.simulated and not on_gpu:
         for kind in ("activations", "logits"):
             stack(kind, [getattr(row, kind) or 0 for row in rows], color=KIND_COLOURS[kind])
-        planned = [sum(row.planned.get(kind, 0) for kind in (*comparing.STATES, "activations", "logits")) for row in rows]
+        planned = [
+            sum(row.planned.get(kind, 0) for kind in (*comparing.STATES, "activations", "logits"))
+            for row in rows
+        ]
     if on_gpu:
-        stack("buffers and other", [row.categories["buffers"] + row.categories["other"] for row in rows],
-              color=KIND_COLOURS["buffers and other"])  # fmt: skip
+        stack(
+            "buffers and other",
+            [row.categories["buffers"] + row.categories["other"] for row in rows],
+            color=KIND_COLOURS["buffers and other"],
+        )
         rest = [max(0.0, row.memory_bytes - sum(row.categories.values())) for row in rows]
         stack("activations and temporary", rest, color=KIND_COLOURS["activations and temporary"])
     for position, bottom in zip(positions, list(bottoms), strict=True):
-        axes.annotate(f"{bottom:.2f}" if on_gpu else f"{bottom:.1f}", (position, bottom), (0, 3), textcoords="offset points",
-                      ha="center", fontsize=9)  # fmt: skip
+        axes.annotate(
+            f"{bottom:.2f}" if on_gpu else f"{bottom:.1f}",
+            (position, bottom),
+            (0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
     if any(planned):
-        marks = [(position, size / unit) for position, size in zip(positions, planned, strict=True) if size]
-        axes.plot(*zip(*marks, strict=True), linestyle="none", marker="_", markersize=26, color="black", label="planned")
+        marks = [
+            (position, size / unit)
+            for position, size in zip(positions, planned, strict=True)
+            if size
+        ]
+        axes.plot(
+            *zip(*marks, strict=True),
+            linestyle="none",
+            marker="_",
+            markersize=26,
+            color="black",
+            label="planned",
+        )
     if not on_gpu:  # what a GPU would not hold, lighter and above the number
         gap = 0.07 * max(bottoms)
-        bottoms[:] = [bottom + gap * any(row.host_categories.values()) for bottom, row in zip(bottoms, rows, strict=True)]
+        bottoms[:] = [
+            bottom + gap * any(row.host_categories.values())
+            for bottom, row in zip(bottoms, rows, strict=True)
+        ]
         for kind in ("gradients", "optimizer"):
-            stack(f"{kind}, in host memory", [row.host_categories.get(kind, 0) for row in rows], facecolor="white",
-                  edgecolor=KIND_COLOURS[kind], hatch="///")  # fmt: skip
+            stack(
+                f"{kind}, in host memory",
+                [row.host_categories.get(kind, 0) for row in rows],
+                facecolor="white",
+                edgecolor=KIND_COLOURS[kind],
+                hatch="///",
+            )
     axes.set_ylim(0, 1.3 * max(bottoms))
     capacity = comparison.facts["hardware"]["gpu_memory_bytes"]
     if capacity and capacity / unit < 4 * max(bottoms):
-        axes.axhline(capacity / unit, color="#D55E00", linestyle="--", label=f"capacity of the GPU, {capacity / unit:.1f} GB")
+        axes.axhline(
+            capacity / unit,
+            color="#D55E00",
+            linestyle="--",
+            label=f"capacity of the GPU, {capacity / unit:.1f} GB",
+        )
         axes.set_ylim(0, 1.25 * max(capacity / unit, max(bottoms)))
     elif capacity:
-        axes.text(0.99, 0.70, f"capacity of the GPU: {capacity / unit:.1f} GB, far above", transform=axes.transAxes, ha="right",
-                  fontsize=9)  # fmt: skip
+        axes.text(
+            0.99,
+            0.70,
+            f"capacity of the GPU: {capacity / unit:.1f} GB, far above",
+            transform=axes.transAxes,
+            ha="right",
+            fontsize=9,
+        )
     label_strategies(axes, rows)
     axes.set_ylabel(f"{name} on the fullest rank")
     counted = "Model state and activations" if comparison.simulated else "Model state"
-    axes.set_title("GPU memory at its peak" if on_gpu else f"{counted} per rank (counted; a GPU would hold it)")
+    axes.set_title(
+        "GPU memory at its peak" if on_gpu else f"{counted} per rank (counted; a GPU would hold it)"
+    )
     axes.legend(fontsize=8, ncols=2, loc="upper right")
 
 
@@ -419,11 +593,21 @@ def draw_speed(axes, comparison: Comparison, rows: list[Row]) -> None:
     middle = [row.samples_per_second for row in rows]
     below = [max(0.0, row.samples_per_second - row.samples_per_second_low) for row in rows]
     above = [max(0.0, row.samples_per_second_high - row.samples_per_second) for row in rows]
-    axes.bar(range(len(rows)), middle, 0.65, yerr=[below, above], capsize=4, color="#0072B2", ecolor="#333333")
+    axes.bar(
+        range(len(rows)),
+        middle,
+        0.65,
+        yerr=[below, above],
+        capsize=4,
+        color="#0072B2",
+        ecolor="#333333",
+    )
     for position, row in enumerate(rows):
         top = row.samples_per_second + above[position]
         text = comparing.human_rate(row.samples_per_second)
-        axes.annotate(text, (position, top), (0, 4), textcoords="offset points", ha="center", fontsize=9)
+        axes.annotate(
+            text, (position, top), (0, 4), textcoords="offset points", ha="center", fontsize=9
+        )
     label_strategies(axes, rows)
     axes.set_ylabel("samples per second, all ranks")
     if comparison.repeated:
@@ -438,7 +622,13 @@ def draw_losses(axes, rows: list[Row]) -> None:
         width = 1.5 + 1.7 * (len(rows) - 1 - number)
         for repeat, attempt in enumerate(row.completed):
             label = row.strategy if repeat == 0 else None
-            axes.plot(steps_of(attempt), attempt.losses, label=label, color=STRATEGY_COLOURS[row.strategy], linewidth=width)
+            axes.plot(
+                steps_of(attempt),
+                attempt.losses,
+                label=label,
+                color=STRATEGY_COLOURS[row.strategy],
+                linewidth=width,
+            )
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("training loss (nats per token)")
     axes.set_title("Loss (curves that are alike lie over each other, the first one widest)")
@@ -447,22 +637,45 @@ def draw_losses(axes, rows: list[Row]) -> None:
 
 
 def draw_differences(axes, comparison: Comparison, rows: list[Row]) -> None:
-    """Relative difference from the reference over the steps, on a logarithmic axis, with the tolerance as a line."""
+    """Relative difference from the reference over the steps, on a logarithmic axis, with the
+    tolerance as a line.
+    """
     wanted = comparison.reference.completed[0]
     floor = 1e-8  # two equal losses have no logarithm
     shown = rows + ([comparison.control] if comparison.control else [])
     for row in shown:
-        style = {"color": STRATEGY_COLOURS.get(row.strategy, "#777777"), "marker": MARKERS.get(row.strategy, ".")}
+        style = {
+            "color": STRATEGY_COLOURS.get(row.strategy, "#777777"),
+            "marker": MARKERS.get(row.strategy, "."),
+        }
         name = "control: higher lr" if row is comparison.control else row.strategy
         for attempt in row.completed:
             if attempt is wanted:
                 continue
-            off = [max(floor, difference) for difference in comparing.differences(attempt, wanted, comparison.lasting)]
-            axes.plot(steps_of(attempt), off, label=name, linewidth=1.3, markersize=4, markeredgecolor="#333333", **style)
+            off = [
+                max(floor, difference)
+                for difference in comparing.differences(attempt, wanted, comparison.lasting)
+            ]
+            axes.plot(
+                steps_of(attempt),
+                off,
+                label=name,
+                linewidth=1.3,
+                markersize=4,
+                markeredgecolor="#333333",
+                **style,
+            )
             name = None  # one entry for all repeats
-    axes.axhline(comparison.tolerance, color="#D55E00", linestyle="--", label=f"tolerance, {comparison.tolerance:g}")
+    axes.axhline(
+        comparison.tolerance,
+        color="#D55E00",
+        linestyle="--",
+        label=f"tolerance, {comparison.tolerance:g}",
+    )
     axes.set_yscale("log")
-    axes.set_ylim(floor / 2, 100 * max(comparison.tolerance, *(row.difference or 0 for row in shown)))
+    axes.set_ylim(
+        floor / 2, 100 * max(comparison.tolerance, *(row.difference or 0 for row in shown))
+    )
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("relative difference of the loss")
     lasting = f", medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
@@ -478,7 +691,10 @@ def steps_of(attempt: Attempt) -> range:
 
 def label_strategies(axes, rows: list[Row]) -> None:
     """Names below the bars, also what a strategy put elsewhere."""
-    names = [f"{row.strategy}\n{row.nvme_bytes / MB:.0f} MB NVMe" if row.nvme_bytes else row.strategy for row in rows]
+    names = [
+        f"{row.strategy}\n{row.nvme_bytes / MB:.0f} MB NVMe" if row.nvme_bytes else row.strategy
+        for row in rows
+    ]
     axes.set_xticks(range(len(rows)), names, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
 

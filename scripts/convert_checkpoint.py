@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Look into a checkpoint, or turn it into another format. Needs no network, no GPU, and the memory of its largest tensor.
+"""Look into a checkpoint, or turn it into another format. Needs no network, no GPU, and the memory
+of its largest tensor.
 
     python scripts/convert_checkpoint.py runs/mine --inspect
     python scripts/convert_checkpoint.py runs/mine/checkpoints/step-00000100 --to hf my-model
@@ -7,7 +8,8 @@
     python scripts/convert_checkpoint.py runs/mine --to deepspeed-universal universal
     python scripts/convert_checkpoint.py universal --to checkpoint start      # then --resume start
 
-A run's folder stands for its newest checkpoint. To start from a Hugging Face folder give it to the script itself: --model DIR.
+A run's folder stands for its newest checkpoint. To start from a Hugging Face folder give it to the
+script itself: --model DIR.
 """
 
 from __future__ import annotations
@@ -30,21 +32,45 @@ from support.errors import UserError, explain
 def main() -> None:
     """Read the arguments, convert or inspect."""
     parser = kinds.Parser(
-        description=__doc__.splitlines()[0], allow_abbrev=False, epilog="\n".join(__doc__.splitlines()[2:]),
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+        epilog="\n".join(__doc__.splitlines()[2:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("source", type=kinds.path, metavar="CKPT", help="a checkpoint, a run's or a DeepSpeed universal folder")
+    )
+    parser.add_argument(
+        "source",
+        type=kinds.path,
+        metavar="CKPT",
+        help="a checkpoint, a run's or a DeepSpeed universal folder",
+    )
     parser.add_argument("target", type=kinds.path, metavar="OUT", nargs="?", help="the new folder")
-    parser.add_argument("--to", choices=("hf", "torch", "deepspeed-universal", "checkpoint"), help="the format of OUT")
-    parser.add_argument("--inspect", action="store_true", help="print what CKPT holds, and check its files")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of hf's weights (default: fp32)")
-    parser.add_argument("--max_shard_size", default="5GB", help="of one file of hf's weights (default: %(default)s)")
+    parser.add_argument(
+        "--to",
+        choices=("hf", "torch", "deepspeed-universal", "checkpoint"),
+        help="the format of OUT",
+    )
+    parser.add_argument(
+        "--inspect", action="store_true", help="print what CKPT holds, and check its files"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of hf's weights (default: fp32)",
+    )
+    parser.add_argument(
+        "--max_shard_size", default="5GB", help="of one file of hf's weights (default: %(default)s)"
+    )
     try:
         args = parser.parse_intermixed_args()
         if args.inspect == bool(args.to):
             parser.error("give either --inspect or --to FORMAT OUT")
         if bool(args.to) != bool(args.target):
-            parser.error("--to needs OUT, the new folder" if args.to else "--inspect writes nothing: leave OUT out")
+            parser.error(
+                "--to needs OUT, the new folder"
+                if args.to
+                else "--inspect writes nothing: leave OUT out"
+            )
         run(args)
     except Exception as error:
         shown = explain(error)
@@ -67,7 +93,9 @@ def run(args) -> None:
         print(conversion.inspect(source))
         process.check_output()
         return
-    written = conversion.convert(source, args.to, args.target, models.DTYPES[args.dtype], args.max_shard_size)
+    written = conversion.convert(
+        source, args.to, args.target, models.DTYPES[args.dtype], args.max_shard_size
+    )
     print(f"📁 {args.target.with_name(written.name)}")
 
 

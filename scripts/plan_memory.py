@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Which strategy fits: predict the memory of a run without weights, torch or a GPU, and print the command for it.
+"""Which strategy fits: predict the memory of a run without weights, torch or a GPU, and print the
+command for it.
 
     python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16
     python scripts/plan_memory.py --model path/to/config.json --gpus 8 --gpu_memory 80 --seq_length 4096
@@ -7,8 +8,8 @@
     python scripts/plan_memory.py --gpus 4 --gpu_memory 24 --solve model                      # the largest GPT-2
     python scripts/plan_memory.py --model gpt2-xl --gpu_memory 16 --solve gpus                # the fewest GPUs
 
-The formulas and their sources are in support/memory/estimate.py, the measurements that they are held against in
-docs/MEMORY_COMPARISON.md. Exit code: 0, 1 if nothing fits, 2 for wrong usage.
+The formulas and their sources are in support/memory/estimate.py, the measurements that they are
+held against in docs/MEMORY_COMPARISON.md. Exit code: 0, 1 if nothing fits, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -41,32 +42,82 @@ def build_parser() -> kinds.Parser:
     about = "Predict the memory of a run under every strategy."
     parser = kinds.Parser(prog="plan_memory.py", description=about, allow_abbrev=False)
     add = parser.add_argument
-    add("--model", type=kinds.name, default="gpt2",
+    add(
+        "--model",
+        type=kinds.name,
+        default="gpt2",
         help="gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, a model folder or a config.json "
-             "(GPT-2, Llama, Mistral, Qwen, GPT-NeoX; default: %(default)s)")
-    add("--gpus", type=kinds.ranks, default=1,
-        help="ranks in all, one a GPU (default: %(default)s)")
+        "(GPT-2, Llama, Mistral, Qwen, GPT-NeoX; default: %(default)s)",
+    )
+    add(
+        "--gpus", type=kinds.ranks, default=1, help="ranks in all, one a GPU (default: %(default)s)"
+    )
     add("--gpus_per_node", type=kinds.ranks, help="of one node (default: --gpus, at most 8)")
-    add("--gpu_memory", type=kinds.positive_float, required=True, metavar="GB",
-        help="of one GPU, as nvidia-smi counts (2^30 bytes)")
-    add("--host_memory", type=kinds.positive_float, metavar="GB",
-        help="of a node, for offload and infinity (default: no limit)")
-    add("--nvme_free", type=kinds.positive_float, metavar="GB",
-        help="of a node's disk, for infinity (default: no limit)")
-    add("--batch_size", type=kinds.batch, default=4,
-        help="blocks per GPU in a micro-batch (default: %(default)s)")
-    add("--seq_length", type=kinds.block_length,
-        help="tokens in a block (default: as real_model_example.py has it)")
+    add(
+        "--gpu_memory",
+        type=kinds.positive_float,
+        required=True,
+        metavar="GB",
+        help="of one GPU, as nvidia-smi counts (2^30 bytes)",
+    )
+    add(
+        "--host_memory",
+        type=kinds.positive_float,
+        metavar="GB",
+        help="of a node, for offload and infinity (default: no limit)",
+    )
+    add(
+        "--nvme_free",
+        type=kinds.positive_float,
+        metavar="GB",
+        help="of a node's disk, for infinity (default: no limit)",
+    )
+    add(
+        "--batch_size",
+        type=kinds.batch,
+        default=4,
+        help="blocks per GPU in a micro-batch (default: %(default)s)",
+    )
+    add(
+        "--seq_length",
+        type=kinds.block_length,
+        help="tokens in a block (default: as real_model_example.py has it)",
+    )
     add("--gradient_accumulation_steps", type=kinds.batch, default=1, help="(default: %(default)s)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: %(default)s)")
-    add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward pass")
-    add("--no_fused_gelu", action="store_false", dest="fused_gelu", help="GPT-2's activation as transformers writes it")
-    add("--lora_r", type=kinds.rank_of_adapters, metavar="R",
-        help="train adapters of this rank on frozen weights")
-    add("--lora_targets", type=kinds.layer_names, metavar="LIST",
-        help="layers that get one, as in real_model_example.py")
-    add("--solve", choices=("batch", "model", "gpus"),
-        help="find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, for each strategy")
+    add(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default="bf16",
+        help="(default: %(default)s)",
+    )
+    add(
+        "--gradient_checkpointing",
+        action="store_true",
+        help="recompute activations in the backward pass",
+    )
+    add(
+        "--no_fused_gelu",
+        action="store_false",
+        dest="fused_gelu",
+        help="GPT-2's activation as transformers writes it",
+    )
+    add(
+        "--lora_r",
+        type=kinds.rank_of_adapters,
+        metavar="R",
+        help="train adapters of this rank on frozen weights",
+    )
+    add(
+        "--lora_targets",
+        type=kinds.layer_names,
+        metavar="LIST",
+        help="layers that get one, as in real_model_example.py",
+    )
+    add(
+        "--solve",
+        choices=("batch", "model", "gpus"),
+        help="find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, for each strategy",
+    )
     add("--json", action="store_true", help="print JSON instead (bytes)")
     return parser
 
@@ -80,28 +131,47 @@ def main() -> None:
         if args.seq_length is None:
             args.seq_length = min(longest, model.limit or longest)
         if args.gpus_per_node and args.gpus > 1 and args.gpus % min(args.gpus_per_node, args.gpus):
-            raise UserError(f"--gpus {args.gpus} is no multiple of --gpus_per_node {args.gpus_per_node}.")
+            raise UserError(
+                f"--gpus {args.gpus} is no multiple of --gpus_per_node {args.gpus_per_node}."
+            )
         if args.gpus > 8 and not args.gpus_per_node and args.gpus % 8:
-            raise UserError(f"--gpus {args.gpus} on nodes of 8: name another number with --gpus_per_node.")
+            raise UserError(
+                f"--gpus {args.gpus} on nodes of 8: name another number with --gpus_per_node."
+            )
         if model.limit and args.seq_length > model.limit:
-            raise UserError(f"--seq_length {args.seq_length} is more than the {model.limit} positions of {args.model}.")
+            raise UserError(
+                f"--seq_length {args.seq_length} is more than the {model.limit} positions of {args.model}."
+            )
         if args.lora_targets and not args.lora_r:
             raise UserError("--lora_targets needs --lora_r.")
-        work = Work(model, args.gpus, args.batch_size, args.seq_length, args.precision, args.gradient_checkpointing,
-                    args.gradient_accumulation_steps, lora=planner.adapters(model, args.lora_r, args.lora_targets),
-                    fused_gelu=args.fused_gelu)
+        work = Work(
+            model,
+            args.gpus,
+            args.batch_size,
+            args.seq_length,
+            args.precision,
+            args.gradient_checkpointing,
+            args.gradient_accumulation_steps,
+            lora=planner.adapters(model, args.lora_r, args.lora_targets),
+            fused_gelu=args.fused_gelu,
+        )
     except UserError as error:
         print(f"❌ {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     args.most_per_node = args.gpus_per_node or 8
     args.gpus_per_node = min(args.most_per_node, args.gpus)
-    limits = Limits(*(None if size is None else int(size * GB) for size in (args.gpu_memory, args.host_memory, args.nvme_free)),
-                    args.gpus_per_node)  # fmt: skip
+    limits = Limits(
+        *(
+            None if size is None else int(size * GB)
+            for size in (args.gpu_memory, args.host_memory, args.nvme_free)
+        ),
+        args.gpus_per_node,
+    )
     answer = solve if args.solve else plan
     sys.exit(answer(args, work, limits))
 
 
-# ------------------------------------------------------------------------------------------------ one plan
+# ----------------------------------------------------------------------------------------- one plan
 
 
 def plan(args, work: Work, limits: Limits) -> int:
@@ -111,15 +181,37 @@ def plan(args, work: Work, limits: Limits) -> int:
     chosen, work = choose(work, limits)
     command = run_command(args, work, chosen.strategy) if chosen else None
     if args.json:
-        print(json.dumps({
-            "model": args.model, "parameters": work.model.total, "gpus": args.gpus, "cuda_context_bytes": CUDA_CONTEXT,
-            "strategies": [as_dict(need, limits, batches[need.strategy]) for need in needs],
-            "recommended": chosen.strategy if chosen else None, "command": command,
-        }, indent=2))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "model": args.model,
+                    "parameters": work.model.total,
+                    "gpus": args.gpus,
+                    "cuda_context_bytes": CUDA_CONTEXT,
+                    "strategies": [as_dict(need, limits, batches[need.strategy]) for need in needs],
+                    "recommended": chosen.strategy if chosen else None,
+                    "command": command,
+                },
+                indent=2,
+            )
+        )
         return EXIT_COMPLETED if chosen else EXIT_FAILED
     print(title(args, work) + "\n")
-    headers = ["\nstrategy", "para-\nmeters", "gradi-\nents", "opti-\nmizer", "\nbuffers", "activa-\ntions", "\nlogits",
-               "\npeak", "\nfits", "host\n/node", "NVMe\n/node", "sent\n/step", "sent\nvs dp"]  # fmt: skip
+    headers = [
+        "\nstrategy",
+        "para-\nmeters",
+        "gradi-\nents",
+        "opti-\nmizer",
+        "\nbuffers",
+        "activa-\ntions",
+        "\nlogits",
+        "\npeak",
+        "\nfits",
+        "host\n/node",
+        "NVMe\n/node",
+        "sent\n/step",
+        "sent\nvs dp",
+    ]
     plain = needs[0].sent
     rows = [row(need, limits, batches[need.strategy], plain) for need in needs]
     print(tabulate(rows, headers, tablefmt="simple", disable_numparse=True))
@@ -129,15 +221,21 @@ GB (2^30 bytes) per GPU. A peak is the most at any moment; to fit, {slack:.0f} %
 the allocator's holes, the CUDA context and NCCL. Dropout is not counted. "Sent" is by a rank in a step: what
 a strategy costs in speed where the network is slow.""")
     if chosen is None:
-        print("❌ Nothing fits, not even one block at a time: more GPUs (--solve gpus), a smaller model (--solve model), a\n"
-              "   shorter --seq_length, or --gradient_checkpointing.")  # fmt: skip
+        print(
+            "❌ Nothing fits, not even one block at a time: more GPUs (--solve gpus), a smaller model (--solve model), a\n"
+            "   shorter --seq_length, or --gradient_checkpointing."
+        )
         return EXIT_FAILED
-    print(f"Take {chosen.strategy}, the simplest that fits ({chosen.peak / GB:.1f} GB):\n\n    {command}")
+    print(
+        f"Take {chosen.strategy}, the simplest that fits ({chosen.peak / GB:.1f} GB):\n\n    {command}"
+    )
     return EXIT_COMPLETED
 
 
 def choose(work: Work, limits: Limits) -> tuple[Need | None, Work]:
-    """The strategy to take; where none holds the batch, the first that holds a part of it, with accumulation."""
+    """The strategy to take; where none holds the batch, the first that holds a part of it, with
+    accumulation.
+    """
     if need := planner.recommend(work, limits):
         return need, work
     for strategy in PREFERENCE:
@@ -153,9 +251,23 @@ def row(need: Need, limits: Limits, batch: int, plain: int) -> list[str]:
     else:
         fits = f"with batch {batch}" if batch else "no"
     on_node = [size * limits.ranks_per_node for size in (need.host, need.nvme)]
-    sizes = (need.parameters, need.gradients, need.optimizer, need.buffers, need.activations, need.logits, need.peak)
-    return [need.strategy, *map(in_gb, sizes), fits, *map(in_gb, on_node), in_gb(need.sent),
-            f"{need.sent / plain:.2f}" if plain else "—"]
+    sizes = (
+        need.parameters,
+        need.gradients,
+        need.optimizer,
+        need.buffers,
+        need.activations,
+        need.logits,
+        need.peak,
+    )
+    return [
+        need.strategy,
+        *map(in_gb, sizes),
+        fits,
+        *map(in_gb, on_node),
+        in_gb(need.sent),
+        f"{need.sent / plain:.2f}" if plain else "—",
+    ]
 
 
 def in_gb(size: int) -> str:
@@ -168,23 +280,41 @@ def title(args, work: Work) -> str:
     checkpointing = ", gradient checkpointing" if work.gradient_checkpointing else ""
     if work.lora:
         checkpointing += f", LoRA of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
-    accumulated = f" × {args.gradient_accumulation_steps} micro-batches" if args.gradient_accumulation_steps > 1 else ""
-    return (f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on {args.gpus} GPU{'s' * (args.gpus > 1)} of "
-            f"{args.gpu_memory:g} GB: {args.precision}, {args.batch_size} blocks of {args.seq_length} tokens each{accumulated}"
-            f"{checkpointing}")  # fmt: skip
+    accumulated = (
+        f" × {args.gradient_accumulation_steps} micro-batches"
+        if args.gradient_accumulation_steps > 1
+        else ""
+    )
+    return (
+        f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on {args.gpus} GPU{'s' * (args.gpus > 1)} of "
+        f"{args.gpu_memory:g} GB: {args.precision}, {args.batch_size} blocks of {args.seq_length} tokens each{accumulated}"
+        f"{checkpointing}"
+    )
 
 
 def run_command(args, work: Work, strategy: str) -> str:
     """The command line that trains what was planned."""
     path = Path(args.model)
-    folder = path.parent if path.is_file() else path if path.is_dir() else None  # the script takes a folder
+    folder = (
+        path.parent if path.is_file() else path if path.is_dir() else None
+    )  # the script takes a folder
     flags = ["--model", folder or args.model]
     flags += ["--from_scratch"] if folder and not any(folder.glob("*.safetensors")) else []
-    flags += ["--strategy", strategy, "--batch_size", work.batch_size, "--seq_length", args.seq_length,
-             "--precision", args.precision]  # fmt: skip
+    flags += [
+        "--strategy",
+        strategy,
+        "--batch_size",
+        work.batch_size,
+        "--seq_length",
+        args.seq_length,
+        "--precision",
+        args.precision,
+    ]
     if work.accumulation > 1:
         flags += ["--gradient_accumulation_steps", work.accumulation]
-    flags += ["--gradient_checkpointing"] * args.gradient_checkpointing + ["--no_fused_gelu"] * (not args.fused_gelu)
+    flags += ["--gradient_checkpointing"] * args.gradient_checkpointing + ["--no_fused_gelu"] * (
+        not args.fused_gelu
+    )
     flags += ["--lora_r", args.lora_r] if args.lora_r else []
     flags += ["--lora_targets", args.lora_targets] if args.lora_targets else []
     nodes = -(-args.gpus // args.gpus_per_node)
@@ -193,27 +323,41 @@ def run_command(args, work: Work, strategy: str) -> str:
     elif nodes == 1:
         launcher = ["torchrun", f"--nproc_per_node={args.gpus}"]
     else:
-        launcher = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={args.gpus_per_node}",
-                    f"--gpus-per-node={args.gpus_per_node}", "--kill-on-bad-exit=1", "python"]
+        launcher = [
+            "srun",
+            f"--nodes={nodes}",
+            f"--ntasks-per-node={args.gpus_per_node}",
+            f"--gpus-per-node={args.gpus_per_node}",
+            "--kill-on-bad-exit=1",
+            "python",
+        ]
     return shlex.join(map(str, [*launcher, "real_model_example.py", *flags]))
 
 
 def as_dict(need: Need, limits: Limits, batch: int) -> dict:
     """One strategy for --json: bytes of one rank, and whether it fits."""
-    sizes = {f"{name}_bytes": value for name, value in dataclasses.asdict(need).items() if isinstance(value, int)}
+    sizes = {
+        f"{name}_bytes": value
+        for name, value in dataclasses.asdict(need).items()
+        if isinstance(value, int)
+    }
     return {"strategy": need.strategy, **sizes, "fits": limits.hold(need), "largest_batch": batch}
 
 
-# ------------------------------------------------------------------------------------------------ --solve
+# ------------------------------------------------------------------------------------------ --solve
 
 
 WHAT_IS_SOLVED = {"batch": "largest batch", "model": "largest model", "gpus": "fewest GPUs"}
 
 
 def solve(args, work: Work, limits: Limits) -> int:
-    """Print the largest batch or model, or the fewest GPUs, of each strategy; returns the exit code."""
+    """Print the largest batch or model, or the fewest GPUs, of each strategy; returns the exit
+    code.
+    """
     if not args.json:
-        print(f"The {WHAT_IS_SOLVED[args.solve]} of each strategy, else as asked for: {title(args, work)}\n")
+        print(
+            f"The {WHAT_IS_SOLVED[args.solve]} of each strategy, else as asked for: {title(args, work)}\n"
+        )
     found, name = {}, {"batch": "batch_size", "model": "parameters", "gpus": "gpus"}[args.solve]
     for strategy in PREFERENCE:
         if args.solve == "batch":
@@ -226,7 +370,11 @@ def solve(args, work: Work, limits: Limits) -> int:
         else:
             model = planner.largest_gpt2(work, strategy, limits)
             found[strategy] = model.total if model else 0
-            text = f"{model.total / 1e6:,.0f}M: {model.layers} layers, width {model.hidden}" if model else ""
+            text = (
+                f"{model.total / 1e6:,.0f}M: {model.layers} layers, width {model.hidden}"
+                if model
+                else ""
+            )
         if not args.json:
             print(f"{strategy:9} {text if found[strategy] else 'nothing fits'}")
     if args.json:

@@ -1,4 +1,5 @@
-"""What libraries' errors mean, and what to do: one table, from the words of an error to a paragraph.
+"""What libraries' errors mean, and what to do: one table, from the words of an error to a
+paragraph.
 
 support/errors.py asks it for every exception that is not already this project's own.
 """
@@ -12,10 +13,18 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 
-from support.errors import HostOutOfMemory, MissingRequirement, OutOfMemory, TrainingError, UserError
+from support.errors import (
+    HostOutOfMemory,
+    MissingRequirement,
+    OutOfMemory,
+    TrainingError,
+    UserError,
+)
 
-LESS_MEMORY = ("Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
-               "--seq_length, or a strategy that shards more (zero2, zero3, offload).")  # fmt: skip
+LESS_MEMORY = (
+    "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
+    "--seq_length, or a strategy that shards more (zero2, zero3, offload)."
+)
 
 
 ALMOST_NOTHING = 2**20  # bytes that are free on a disk that counts as full
@@ -29,7 +38,8 @@ class Entry:
         name: of the entry.
         words: a regular expression, looked for in "TypeName: message".
         kind: class of the error that is shown.
-        advice: what it means and the next thing to try. "{said}" is the library's own line, "{where}" the file it names.
+        advice: what it means and the next thing to try. "{said}" is the library's own line,
+            "{where}" the file it names.
     """
 
     name: str
@@ -120,7 +130,8 @@ TABLE = (
     ),
     Entry(
         "refused",
-        AMONG_RANKS + r".*(Connection refused|ECONNREFUSED)|connect\(\) failed|client socket has (failed|timed out)",
+        AMONG_RANKS
+        + r".*(Connection refused|ECONNREFUSED)|connect\(\) failed|client socket has (failed|timed out)",
         TrainingError,
         "A rank could not connect to another: it has ended, listens on another network, or a firewall is between. Look "
         "for its message on the other hosts; where a host has several networks set NCCL_SOCKET_IFNAME "
@@ -128,7 +139,8 @@ TABLE = (
     ),
     Entry(
         "peer",
-        AMONG_RANKS + r".*(Connection (reset|closed) by peer|Broken pipe)|remote process has exited|ncclRemoteError",
+        AMONG_RANKS
+        + r".*(Connection (reset|closed) by peer|Broken pipe)|remote process has exited|ncclRemoteError",
         TrainingError,
         "The connection to another rank broke: it has ended, and its own message, on its host, says why; without one it "
         "was killed, as a rule by the kernel when the host's memory was full (`dmesg | grep -i oom`), or by the scheduler. "
@@ -136,7 +148,9 @@ TABLE = (
     ),
     Entry(
         "waiting",
-        r"(Watchdog|watchdog).*(timeout|timed out)|" + AMONG_RANKS + r".*([Tt]imed out|wait timeout after|Timeout)",
+        r"(Watchdog|watchdog).*(timeout|timed out)|"
+        + AMONG_RANKS
+        + r".*([Tt]imed out|wait timeout after|Timeout)",
         TrainingError,
         "A collective waited longer than --ddp_timeout: one rank is much slower than the others, or stopped. Look at what "
         "it prints and at its host's load; for a slow first load give a longer --ddp_timeout; "
@@ -169,7 +183,9 @@ def look_up(error: BaseException) -> UserError | None:
         if re.search(entry.words, f"{name}: {text}", re.DOTALL):
             facts = {
                 "said": said.rstrip("."),
-                "where": getattr(error, "filename", None) or ("{where}" in entry.advice and full_disk()) or "a file",
+                "where": getattr(error, "filename", None)
+                or ("{where}" in entry.advice and full_disk())
+                or "a file",
                 "compiler": compiler_error(lines) or said,
                 "port": os.environ.get("MASTER_PORT", "29500"),
                 "open_files": open_files(),
@@ -180,7 +196,9 @@ def look_up(error: BaseException) -> UserError | None:
 
 
 def compiler_error(lines: list[str]) -> str | None:
-    """The first line of a build's output in which a compiler or linker complains; later ones follow from it."""
+    """The first line of a build's output in which a compiler or linker complains; later ones follow
+    from it.
+    """
     complaint = r"(fatal )?error:|cannot find|undefined reference|not found|No such file"
     found = (line for line in lines if re.search(complaint, line))
     return next((line.strip() for line in found if not line.startswith("Error building")), None)
@@ -194,7 +212,11 @@ def name_before(words: str, text: str) -> str | None:
 
 def full_disk() -> str | None:
     """Which of the folders that libraries write into without naming them is on a full disk."""
-    for name, folder in (("TMPDIR", tempfile.gettempdir()), ("shared memory", "/dev/shm"), ("the current folder", ".")):
+    for name, folder in (
+        ("TMPDIR", tempfile.gettempdir()),
+        ("shared memory", "/dev/shm"),
+        ("the current folder", "."),
+    ):
         with contextlib.suppress(OSError):
             if shutil.disk_usage(folder).free < ALMOST_NOTHING:
                 return f"{folder} ({name})"

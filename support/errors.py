@@ -20,13 +20,17 @@ class UserError(Exception):
 
 
 class MissingRequirement(UserError):
-    """This machine lacks what the strategy needs: a library, a compiler, a suitable disk. Another strategy may run."""
+    """This machine lacks what the strategy needs: a library, a compiler, a suitable disk. Another
+    strategy may run.
+    """
 
     kind = "missing_requirement"
 
 
 class TrainingError(UserError):
-    """The run was set up rightly but cannot go on, for example because the loss is no longer finite."""
+    """The run was set up rightly but cannot go on, for example because the loss is no longer
+    finite.
+    """
 
     exit_code = EXIT_FAILED
     kind = "training"
@@ -49,11 +53,14 @@ class HostOutOfMemory(OutOfMemory):
 
 
 class StoppedBySignal(KeyboardInterrupt):
-    """A signal asks the run to end. No `Exception`: libraries catch those, and would continue as if nothing had happened."""
+    """A signal asks the run to end. No `Exception`: libraries catch those, and would continue as if
+    nothing had happened.
+    """
 
 
 class Preempted(Exception):
-    """The run was asked to stop, and has saved a checkpoint; all ranks raise it after the same step.
+    """The run was asked to stop, and has saved a checkpoint; all ranks raise it after the same
+    step.
 
     Attributes:
         engine: what must be taken down.
@@ -92,12 +99,14 @@ class FirstError:
 
 
 def explain(error: BaseException) -> UserError:
-    """Turn any exception into the error that is shown: what it means and what to do, or the library's first line.
+    """Turn any exception into the error that is shown: what it means and what to do, or the
+    library's first line.
 
     Args:
         error: what was raised, by this project or by a library.
     Returns:
-        The error itself if it is already one of ours, else one with a message of a single line; without secrets.
+        The error itself if it is already one of ours, else one with a message of a single line;
+        without secrets.
     """
     shown = _explained(error)
     shown.args = (redact(str(shown)),)
@@ -110,9 +119,13 @@ def _explained(error: BaseException) -> UserError:
     if isinstance(error, UserError):
         return error
     name, lines = type(error).__name__, str(error).strip().splitlines()
-    if name == "ValidationError" and hasattr(error, "errors"):  # pydantic's, of DeepSpeed's configuration
+    if name == "ValidationError" and hasattr(
+        error, "errors"
+    ):  # pydantic's, of DeepSpeed's configuration
         first = error.errors()[0]
-        return UserError(f"DeepSpeed configuration: {'.'.join(map(str, first['loc']))}: {first['msg']}.")
+        return UserError(
+            f"DeepSpeed configuration: {'.'.join(map(str, first['loc']))}: {first['msg']}."
+        )
     if isinstance(error, StoppedBySignal):
         return TrainingError(str(error))
     if isinstance(error, KeyboardInterrupt):

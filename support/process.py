@@ -1,6 +1,8 @@
-"""What holds from a program's first line on: output that cannot fail, and one line when a signal ends it.
+"""What holds from a program's first line on: output that cannot fail, and one line when a signal
+ends it.
 
-Only small modules of the standard library are imported here, so that little time passes before a signal is handled.
+Only small modules of the standard library are imported here, so that little time passes before a
+signal is handled.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # not SIGHUP, which nohup sets to be ignored
 
 
 class LossyFile(io.FileIO):
-    """A stream that drops what cannot be written: a full disk, a closed pipe or a lost terminal must not end a run.
+    """A stream that drops what cannot be written: a full disk, a closed pipe or a lost terminal
+    must not end a run.
 
     Attributes:
         lost: the first error, or None.
@@ -30,9 +33,13 @@ class LossyFile(io.FileIO):
     lost: OSError | None = None
 
     def write(self, data) -> int:
-        """Write `data`, or a part of it as FileIO does; after an error nothing is written, and all counts as written."""
+        """Write `data`, or a part of it as FileIO does; after an error nothing is written, and all
+        counts as written.
+        """
         try:
-            while (written := super().write(data)) is None:  # another program made this pipe non-blocking
+            while (
+                written := super().write(data)
+            ) is None:  # another program made this pipe non-blocking
                 select.select([], [self], [])
             return written
         except OSError as error:
@@ -41,10 +48,11 @@ class LossyFile(io.FileIO):
 
 
 def protect_output() -> None:
-    """Replace sys.stdout and sys.stderr by streams whose errors are ignored, also in the interpreter's shutdown.
+    """Replace sys.stdout and sys.stderr by streams whose errors are ignored, also in the
+    interpreter's shutdown.
 
-    A descriptor that was closed at the start (`>&-`) is opened on /dev/null: otherwise the next file or socket would get
-    its number, and what a library prints would go into that file.
+    A descriptor that was closed at the start (`>&-`) is opened on /dev/null: otherwise the next
+    file or socket would get its number, and what a library prints would go into that file.
     """
     for number in (0, 1, 2):
         try:
@@ -56,7 +64,9 @@ def protect_output() -> None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 (it stays open)
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if stream is not None and isinstance(getattr(getattr(stream, "buffer", None), "raw", None), LossyFile):
+        if stream is not None and isinstance(
+            getattr(getattr(stream, "buffer", None), "raw", None), LossyFile
+        ):
             continue
         with contextlib.suppress(OSError, AttributeError):
             stream.flush()
@@ -72,7 +82,8 @@ def check_output() -> None:
     """For a program whose result is what it prints.
 
     Raises:
-        TrainingError: a part of stdout was lost, and not because its reader wanted no more (`| head`).
+        TrainingError: a part of stdout was lost, and not because its reader wanted no more (`|
+            head`).
     """
     sys.stdout.flush()
     lost = sys.stdout.buffer.raw.lost
@@ -81,15 +92,19 @@ def check_output() -> None:
 
 
 def run_command_line(main: Callable[[], None], printed: bool = True) -> NoReturn:
-    """Run the `main` of a small program; a full disk, `| head` and Ctrl-C give a proper exit code and no traceback.
+    """Run the `main` of a small program; a full disk, `| head` and Ctrl-C give a proper exit code
+    and no traceback.
 
     Args:
-        printed: the program's result is what it prints, and not in files; it has failed if that cannot be written.
+        printed: the program's result is what it prints, and not in files; it has failed if that
+            cannot be written.
     """
     code: int | str | None = EXIT_COMPLETED
     protect_output()
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # compare_strategies.sh lets its report end undisturbed
+        if (
+            signal.getsignal(number) != signal.SIG_IGN
+        ):  # compare_strategies.sh lets its report end undisturbed
             signal.signal(number, _raise_at_signal)
     try:
         main()
@@ -115,10 +130,12 @@ def _raise_at_signal(number: int, _frame) -> NoReturn:
 
 
 def catch_signals(numbers: Iterable[int] = ()) -> None:
-    """End the process with one line at a signal, until the run has handlers of its own (distributed.StopSignal).
+    """End the process with one line at a signal, until the run has handlers of its own
+    (distributed.StopSignal).
 
     Args:
-        numbers: signals to handle although the parent process set them to be ignored, as a shell does with SIGINT for `&`.
+        numbers: signals to handle although the parent process set them to be ignored, as a shell
+            does with SIGINT for `&`.
     """
     for number in STOP_SIGNALS:
         if number in numbers or signal.getsignal(number) != signal.SIG_IGN:
@@ -126,9 +143,15 @@ def catch_signals(numbers: Iterable[int] = ()) -> None:
 
 
 def _end_before_start(number: int, _frame) -> NoReturn:
-    """Nothing is written yet, so nothing needs to be removed. A launcher signals all ranks, so rank 0 speaks for all."""
+    """Nothing is written yet, so nothing needs to be removed. A launcher signals all ranks, so rank
+    0 speaks for all.
+    """
     if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
-        line = f"❌ Stopped by {signal.Signals(number).name} during the start; nothing was written.\n"
-        with contextlib.suppress(OSError):  # os.write: a handler may interrupt a write to the same buffer
+        line = (
+            f"❌ Stopped by {signal.Signals(number).name} during the start; nothing was written.\n"
+        )
+        with contextlib.suppress(
+            OSError
+        ):  # os.write: a handler may interrupt a write to the same buffer
             os.write(2, line.encode())
     os._exit(EXIT_FAILED)

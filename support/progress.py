@@ -13,15 +13,28 @@ def on_terminal() -> bool:
 
 
 class Bar:
-    """A bar that fills; without a total it counts, and without a unit it only stands there. It vanishes when it is closed."""
+    """A bar that fills; without a total it counts, and without a unit it only stands there. It
+    vanishes when it is closed.
+    """
 
     def __init__(self, what: str, total: int | None, unit: str, active: bool, done: int = 0):
         if total is not None:  # as short as it can be: 80 columns hold the loss, too
             shown = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
         else:
             shown = "{desc} {n_fmt} {unit}, {elapsed}" if unit else "{desc} …"
-        self._bar = tqdm(desc=what, total=total, initial=done, unit=unit, disable=not active, leave=False, dynamic_ncols=True,
-                         mininterval=0.5, file=sys.stderr, unit_scale=total is None, bar_format=shown)  # fmt: skip
+        self._bar = tqdm(
+            desc=what,
+            total=total,
+            initial=done,
+            unit=unit,
+            disable=not active,
+            leave=False,
+            dynamic_ncols=True,
+            mininterval=0.5,
+            file=sys.stderr,
+            unit_scale=total is None,
+            bar_format=shown,
+        )
 
     @property
     def active(self) -> bool:

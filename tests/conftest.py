@@ -24,14 +24,29 @@ import pytest
 PROJECT = Path(__file__).resolve().parent.parent
 SCRIPT = PROJECT / "real_model_example.py"
 FAULT = PROJECT / "tests" / "fault.py"
-SHARED = PROJECT.parent / "shared"  # real tokenizer, WikiText-2 and a stand-in for the hub, where they are at hand
+SHARED = (
+    PROJECT.parent / "shared"
+)  # real tokenizer, WikiText-2 and a stand-in for the hub, where they are at hand
 STRATEGIES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
 
-# Work on which strategies and splits are compared. A global batch of 8 blocks on 77 blocks: nine whole steps, then one of
-# 5 blocks, whose second micro-batch is short by 3. Two epochs make 20 steps, all of them the same work for every strategy
-# and split. The heavy weight decay makes a difference in the parameter groups show.
-SAME_WORK = ["--seq_length", "64", "--num_samples", "77", "--epochs", "2", "--dropout", "0", "--eval_samples", "9",
-             "--weight_decay", "1"]  # fmt: skip
+# Work on which strategies and splits are compared. A global batch of 8 blocks on 77 blocks: nine
+# whole steps, then one of 5 blocks, whose second micro-batch is short by 3. Two epochs make 20
+# steps, all of them the same work for every strategy and split. The heavy weight decay makes a
+# difference in the parameter groups show.
+SAME_WORK = [
+    "--seq_length",
+    "64",
+    "--num_samples",
+    "77",
+    "--epochs",
+    "2",
+    "--dropout",
+    "0",
+    "--eval_samples",
+    "9",
+    "--weight_decay",
+    "1",
+]
 SPLIT = ["--batch_size", "2", "--gradient_accumulation_steps", "2"]  # on two ranks
 
 
@@ -46,20 +61,34 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 
 
 def pytest_configure():
-    """Give each of pytest-xdist's workers cores of its own: threads that wait for a core by spinning cost minutes."""
-    worker, workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    """Give each of pytest-xdist's workers cores of its own: threads that wait for a core by
+    spinning cost minutes.
+    """
+    worker, workers = (
+        os.environ.get("PYTEST_XDIST_WORKER", "gw0"),
+        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+    )
     if workers > 1 and CORES:
         os.sched_setaffinity(0, CORES[int(worker[2:]) :: workers] or CORES)
 
 
 def compile_ops(mark: Path) -> None:
-    """Compile DeepSpeed's ops once and side by side, before several workers need one at the same time."""
+    """Compile DeepSpeed's ops once and side by side, before several workers need one at the same
+    time.
+    """
     build = "import sys; from deepspeed.accelerator import get_accelerator as a; a().create_op_builder(sys.argv[1]).load(False)"
     with open(mark, "a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.getsize(mark) == 0:
-            builders = ("AsyncIOBuilder", "CPUAdamBuilder", "ShareMemCommBuilder", "PinMemoryBuilder")
-            for process in [start([sys.executable, "-c", build, name], cores=CORES) for name in builders]:
+            builders = (
+                "AsyncIOBuilder",
+                "CPUAdamBuilder",
+                "ShareMemCommBuilder",
+                "PinMemoryBuilder",
+            )
+            for process in [
+                start([sys.executable, "-c", build, name], cores=CORES) for name in builders
+            ]:
                 process.communicate()  # what cannot be compiled here is for the tests to say
             lock.write("done")
 
@@ -68,9 +97,15 @@ def compile_ops(mark: Path) -> None:
 def environment(tmp_path_factory):
     """A home of its own for every cache but the compiled ops, which take minutes to build."""
     home = tmp_path_factory.mktemp("home")
-    for name in [n for n in os.environ if n.startswith(("HF_", "SLURM_", "OMP_")) or n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]:
+    for name in [
+        n
+        for n in os.environ
+        if n.startswith(("HF_", "SLURM_", "OMP_")) or n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    ]:
         del os.environ[name]
-    os.environ.update(HF_HOME=str(home / "hf"), TMPDIR=str(tmp_path_factory.mktemp("tmp")), NO_PROXY="127.0.0.1")
+    os.environ.update(
+        HF_HOME=str(home / "hf"), TMPDIR=str(tmp_path_factory.mktemp("tmp")), NO_PROXY="127.0.0.1"
+    )
     tempfile.tempdir = None
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -93,7 +128,9 @@ class Run:
 
     @property
     def metrics(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     @property
     def losses(self) -> list[float]:
@@ -105,7 +142,11 @@ class Run:
         lines = [line for line in (self.out + self.err).splitlines() if "❌" in line]
         assert len(lines) == 1, f"{len(lines)} error lines\n{self.out}\n{self.err}"
         # torchrun prints a traceback of its own when a rank fails; ours must not
-        own = self.err[: self.err.find("torch/distributed/elastic")] if "torch/distributed/elastic" in self.err else self.err
+        own = (
+            self.err[: self.err.find("torch/distributed/elastic")]
+            if "torch/distributed/elastic" in self.err
+            else self.err
+        )
         assert "Traceback" not in own and "Traceback" not in self.out, self.err
         return lines[0]
 
@@ -119,7 +160,14 @@ def launcher_command(launcher: str, ranks: int) -> list[str]:
         "deepspeed": ["deepspeed", f"--num_gpus={ranks}", f"--master_port={port}"],
         "accelerate": ["accelerate", "launch", "--cpu", f"--main_process_port={port}"]
         if ranks == 1
-        else ["accelerate", "launch", "--multi_gpu", "--num_processes", str(ranks), f"--main_process_port={port}"],
+        else [
+            "accelerate",
+            "launch",
+            "--multi_gpu",
+            "--num_processes",
+            str(ranks),
+            f"--main_process_port={port}",
+        ],
         "srun": ["srun", f"--ntasks={ranks}", "--kill-on-bad-exit=1", sys.executable],
     }[launcher]
 
@@ -130,20 +178,32 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(command: list, env: dict | None = None, cwd: Path | None = None, cores: list | None = None) -> subprocess.Popen:
-    """Start a command in a session of its own; Ctrl-C works in it even where these tests run in the background."""
+def start(
+    command: list, env: dict | None = None, cwd: Path | None = None, cores: list | None = None
+) -> subprocess.Popen:
+    """Start a command in a session of its own; Ctrl-C works in it even where these tests run in the
+    background.
+    """
 
     def prepare():
-        for number in (signal.SIGINT, signal.SIGHUP):  # ignored under & and nohup, and that is inherited
+        for number in (
+            signal.SIGINT,
+            signal.SIGHUP,
+        ):  # ignored under & and nohup, and that is inherited
             signal.signal(number, signal.SIG_DFL)
         if cores:
             os.sched_setaffinity(0, cores)
 
     return subprocess.Popen(
-        [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd or PROJECT,
-        env={**os.environ, **{k: str(v) for k, v in (env or {}).items()}}, start_new_session=True,
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd or PROJECT,
+        env={**os.environ, **{k: str(v) for k, v in (env or {}).items()}},
+        start_new_session=True,
         preexec_fn=prepare,
-    )  # fmt: skip
+    )
 
 
 def finish(process: subprocess.Popen, timeout: float) -> tuple[str, str]:
@@ -161,8 +221,22 @@ def finish(process: subprocess.Popen, timeout: float) -> tuple[str, str]:
 def script(tmp_path_factory):
     """script(*args, launcher=, ranks=, env=, ok=) runs real_model_example.py and returns a `Run`."""
 
-    def run(*args, launcher="python", ranks=1, env=None, ok=True, timeout=300, program=SCRIPT, folder=None, cwd=None) -> Run:
-        if "infinity" in args and "PATH" not in (env or {}) and not Path("/usr/include/libaio.h").exists():
+    def run(
+        *args,
+        launcher="python",
+        ranks=1,
+        env=None,
+        ok=True,
+        timeout=300,
+        program=SCRIPT,
+        folder=None,
+        cwd=None,
+    ) -> Run:
+        if (
+            "infinity" in args
+            and "PATH" not in (env or {})
+            and not Path("/usr/include/libaio.h").exists()
+        ):
             skip("infinity needs libaio: apt install libaio-dev")
         folder = folder or tmp_path_factory.mktemp("run") / "out"
         command = [*launcher_command(launcher, ranks), program, *args]
@@ -173,7 +247,9 @@ def script(tmp_path_factory):
         out, err = finish(process, timeout)
         done = Run(process.returncode, out, err, time.monotonic() - begun, Path(folder))
         if ok:
-            assert done.code == 0, f"exit code {done.code} from {' '.join(map(str, command))}\n{out[-3000:]}\n{err[-5000:]}"
+            assert done.code == 0, (
+                f"exit code {done.code} from {' '.join(map(str, command))}\n{out[-3000:]}\n{err[-5000:]}"
+            )
         return done
 
     return run
@@ -192,7 +268,8 @@ def reference(script):
 def fp32_run(script, tmp_path_factory):
     """fp32_run(strategy): the same work on two ranks; each runs once for all tests that look at it.
 
-    At the end it prints a sample, and the logits that the live model gives for the tokens 0 to 31 go to `logits.pt`.
+    At the end it prints a sample, and the logits that the live model gives for the tokens 0 to 31
+    go to `logits.pt`.
     """
     done = {}
 
@@ -200,9 +277,21 @@ def fp32_run(script, tmp_path_factory):
         if strategy not in done:
             folder = tmp_path_factory.mktemp(strategy)
             done[strategy] = script(
-                *SAME_WORK, *SPLIT, "--precision", "fp32", "--strategy", strategy, "--generate", "The", "--profile_memory",
-                launcher="torchrun", ranks=2, program=FAULT, env={"FAULT": f"logits:{folder / 'logits.pt'}"}, folder=folder,
-            )  # fmt: skip
+                *SAME_WORK,
+                *SPLIT,
+                "--precision",
+                "fp32",
+                "--strategy",
+                strategy,
+                "--generate",
+                "The",
+                "--profile_memory",
+                launcher="torchrun",
+                ranks=2,
+                program=FAULT,
+                env={"FAULT": f"logits:{folder / 'logits.pt'}"},
+                folder=folder,
+            )
         return done[strategy]
 
     return run
@@ -226,23 +315,37 @@ def tiny_tokenizer(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"], vocab_size=300, special_tokens=["<|end|>"])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    tokenizer.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog"], vocab_size=300, special_tokens=["<|end|>"]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, eos_token="<|end|>"
+    ).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory, tiny_tokenizer) -> Path:
-    """A small checkpoint of Llama's architecture: grouped-query attention, untied embeddings, rotary positions, bf16."""
+    """A small checkpoint of Llama's architecture: grouped-query attention, untied embeddings,
+    rotary positions, bf16.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for file in tiny_tokenizer.iterdir():
         shutil.copy(file, folder)
@@ -263,10 +366,14 @@ def path_without(tmp_path, *names):
 
 @pytest.fixture
 def without_libaio(tmp_path_factory) -> dict:
-    """An environment for a run: a compiler that cannot link libaio is what a machine without it looks like to DeepSpeed."""
+    """An environment for a run: a compiler that cannot link libaio is what a machine without it
+    looks like to DeepSpeed.
+    """
     path = path_without(tmp_path_factory.mktemp("without"), "gcc", "cc", "x86_64-linux-gnu-gcc")
     for name in ("gcc", "cc"):
-        (path / name).write_text('#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\nexec /usr/bin/gcc "$@"\n')
+        (path / name).write_text(
+            '#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\nexec /usr/bin/gcc "$@"\n'
+        )
         (path / name).chmod(0o755)
     return {"PATH": path, "CC": "gcc"}
 
@@ -274,7 +381,9 @@ def without_libaio(tmp_path_factory) -> dict:
 def shared_module(name: str):
     path = SHARED / "hub" / f"{name}.py"
     if not path.exists():
-        skip(f"needs {path.relative_to(PROJECT.parent)} beside the project (GPT-2's tokenizer, WikiText-2, a hub)")
+        skip(
+            f"needs {path.relative_to(PROJECT.parent)} beside the project (GPT-2's tokenizer, WikiText-2, a hub)"
+        )
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -286,7 +395,11 @@ def hub_root(tmp_path_factory) -> Path:
     """A folder with a small GPT-2 and WikiText-2, laid out as the hub has them."""
     root = tmp_path_factory.mktemp("hub")
     shared_module("serve_hub")
-    subprocess.run([sys.executable, SHARED / "hub" / "make_root.py", root, "--tiny"], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, SHARED / "hub" / "make_root.py", root, "--tiny"],
+        check=True,
+        capture_output=True,
+    )
     return root
 
 
@@ -310,7 +423,9 @@ def hub(hub_root):
 
 @pytest.fixture(scope="session")
 def machines():
-    """Three hosts of their own on this machine: names, addresses, network namespaces. See machines.py."""
+    """Three hosts of their own on this machine: names, addresses, network namespaces. See
+    machines.py.
+    """
     from machines import Machines
 
     missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
@@ -328,10 +443,14 @@ def machines():
 
 @pytest.fixture(scope="session")
 def slurm(machines):
-    """A real Slurm with the first two machines as its nodes: munged, slurmctld and two slurmd, stopped at the end."""
+    """A real Slurm with the first two machines as its nodes: munged, slurmctld and two slurmd,
+    stopped at the end.
+    """
     from machines import Slurm
 
-    missing = [name for name in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(name) is None]
+    missing = [
+        name for name in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(name) is None
+    ]
     if missing:
         skip(f"needs Slurm ({', '.join(missing)} not found): apt install slurm-wlm munge")
     cluster = Slurm(machines)
@@ -381,7 +500,9 @@ def assert_close(values, reference, relative: float) -> None:
     """Two loss curves agree at every step."""
     assert len(values) == len(reference) > 0
     for step, (value, wanted) in enumerate(zip(values, reference, strict=True), 1):
-        assert abs(value - wanted) <= relative * abs(wanted), f"step {step}: {value} instead of {wanted}"
+        assert abs(value - wanted) <= relative * abs(wanted), (
+            f"step {step}: {value} instead of {wanted}"
+        )
 
 
 def descendants_of_test() -> list[psutil.Process]:

@@ -10,7 +10,8 @@
     hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
     kill:RANK:N        that rank is killed (SIGKILL) at its N-th micro-batch
     oom:N              at its N-th micro-batch every rank has used all the memory it may have, to the last MB
-    kill_saving:WHAT:N the process is killed (SIGKILL) before the N-th tensor file, or manifest, of a checkpoint is written
+    kill_saving:WHAT:N the process is killed (SIGKILL) before the N-th tensor file, or manifest, of
+    a checkpoint is written
     full_disk:RANK:N   the N-th tensor file that this rank writes finds no room: a node whose own disk is full
     logits:FILE        no fault: before the model is exported, its logits for the tokens 0 to 31 go to FILE
     witness:FILE       no fault: what DeepSpeed's own communication logger counted goes to FILE
@@ -28,11 +29,16 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-SCRIPT = Path(os.environ.get("FAULT_SCRIPT") or Path(__file__).resolve().parent.parent / "real_model_example.py")
+SCRIPT = Path(
+    os.environ.get("FAULT_SCRIPT")
+    or Path(__file__).resolve().parent.parent / "real_model_example.py"
+)
 
 
 def break_steps(action) -> None:
-    """Call action(n) as the n-th micro-batch is read, counting from 1; reading is one step ahead of training."""
+    """Call action(n) as the n-th micro-batch is read, counting from 1; reading is one step ahead of
+    training.
+    """
     from support.data import batches as data
 
     served, fill_up = [0], data.fill_up
@@ -47,7 +53,9 @@ def break_steps(action) -> None:
 
 
 def let_deepspeed_witness(file: str) -> None:
-    """Write DeepSpeed's counts of the steps after the second, {operation: {message bytes: calls}}, when the run is over."""
+    """Write DeepSpeed's counts of the steps after the second, {operation: {message bytes: calls}},
+    when the run is over.
+    """
     from support.report import metrics_log as metering
     from support.report import results as reporting
 
@@ -57,13 +65,18 @@ def let_deepspeed_witness(file: str) -> None:
         from deepspeed.comm import comm
 
         end_step(meter, *args)
-        if meter.step == 2:  # stage 3 gathers more in its first step, in which it learns the order of the layers
+        if (
+            meter.step == 2
+        ):  # stage 3 gathers more in its first step, in which it learns the order of the layers
             comm.comms_logger.comms_dict.clear()
 
     def write(results):
         from deepspeed.comm import comm
 
-        counts = {op: {size: found[0] for size, found in sizes.items()} for op, sizes in comm.comms_logger.comms_dict.items()}
+        counts = {
+            op: {size: found[0] for size, found in sizes.items()}
+            for op, sizes in comm.comms_logger.comms_dict.items()
+        }
         if results.run.is_main:
             Path(file).write_text(json.dumps(counts))
         complete(results)

@@ -2,8 +2,8 @@
 
     python tests/held_update.py STRATEGY
 
-Prints as JSON whether each of the two updates changed the weights, whether the weights are finite at
-the end, and how often DeepSpeed searched the gradients for infinities.
+Prints as JSON whether each of the two updates changed the weights, whether the weights are finite
+at the end, and how often DeepSpeed searched the gradients for infinities.
 """
 
 import contextlib
@@ -40,8 +40,16 @@ def main(strategy: str) -> dict:
     import deepspeed
 
     config = parse_arguments(["--strategy", strategy, "--precision", "bf16"]).ds_config_dict
-    complete_ds_config(config, precision="bf16", hidden_size=8, parameters=72, largest_parameter=64,
-                       tied=False, world_size=1, nvme_folder=None)  # fmt: skip
+    complete_ds_config(
+        config,
+        precision="bf16",
+        hidden_size=8,
+        parameters=72,
+        largest_parameter=64,
+        tied=False,
+        world_size=1,
+        nvme_folder=None,
+    )
     config["optimizer"]["params"]["lr"] = 0.1
     model = nn.Linear(8, 8)
     engine, *_ = deepspeed.initialize(

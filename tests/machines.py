@@ -1,6 +1,8 @@
-"""Several machines on one: network namespaces with names and addresses of their own, and a real Slurm on them.
+"""Several machines on one: network namespaces with names and addresses of their own, and a real
+Slurm on them.
 
-Needs root. Nothing outside a temporary folder is written, and `stop` ends everything that `start` began.
+Needs root. Nothing outside a temporary folder is written, and `stop` ends everything that `start`
+began.
 """
 
 from __future__ import annotations
@@ -17,22 +19,29 @@ import psutil
 
 
 def run(*command, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True, **options)
+    return subprocess.run(
+        [str(part) for part in command], check=True, capture_output=True, text=True, **options
+    )
 
 
 class Machines:
     """Hosts node1, node2, …, joined by a bridge on which this machine has an address, too.
 
-    Each is a process that sleeps in namespaces of its own (network, host name, mounts); commands enter them.
+    Each is a process that sleeps in namespaces of its own (network, host name, mounts); commands
+    enter them.
     """
 
     def __init__(self, number: int):
         used = run("ip", "-4", "-o", "addr").stdout
         first = 90 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-        self.net = next(net for net in (f"10.{n}.0" for n in range(first, first + 10)) if f" {net}." not in used)
+        self.net = next(
+            net for net in (f"10.{n}.0" for n in range(first, first + 10)) if f" {net}." not in used
+        )
         self.bridge = f"dt{os.getpid()}"
         self.names = [f"node{n}" for n in range(1, number + 1)]
-        self.folder = Path(tempfile.mkdtemp(prefix="machines-", dir="/tmp"))  # munge's socket path must be short
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="machines-", dir="/tmp")
+        )  # munge's socket path must be short
         self.folder.chmod(0o755)
         self.holders: dict[str, subprocess.Popen] = {}
 
@@ -41,19 +50,37 @@ class Machines:
 
     def start(self) -> None:
         here = os.uname().nodename.split(".")[0]
-        hosts = ["127.0.0.1 localhost", f"{self.net}.1 {here}", *(f"{self.address(name)} {name}" for name in self.names)]
+        hosts = [
+            "127.0.0.1 localhost",
+            f"{self.net}.1 {here}",
+            *(f"{self.address(name)} {name}" for name in self.names),
+        ]
         (self.folder / "hosts").write_text("\n".join(hosts) + "\n")
         run("ip", "link", "add", self.bridge, "type", "bridge")
         run("ip", "addr", "add", f"{self.net}.1/24", "dev", self.bridge)
         run("ip", "link", "set", self.bridge, "up")
         for number, name in enumerate(self.names):
             setup = f"hostname {name} && mount --bind {self.folder}/hosts /etc/hosts && exec sleep infinity"
-            holder = self.holders[name] = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sh", "-c", setup])
+            holder = self.holders[name] = subprocess.Popen(
+                ["unshare", "--net", "--uts", "--mount", "sh", "-c", setup]
+            )
             while psutil.Process(holder.pid).name() != "sleep":
                 assert holder.poll() is None, "namespaces cannot be made here"
                 time.sleep(0.01)
             cable = f"{self.bridge}v{number}"
-            run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", holder.pid)
+            run(
+                "ip",
+                "link",
+                "add",
+                cable,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                holder.pid,
+            )
             run("ip", "link", "set", cable, "master", self.bridge, "up")
             self.enter(name, "ip", "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
             self.enter(name, "ip", "link", "set", "eth0", "up")
@@ -61,8 +88,15 @@ class Machines:
 
     def on(self, name: str, *command) -> list[str]:
         """The command that runs `command` on a machine."""
-        return ["nsenter", f"--target={self.holders[name].pid}", "--net", "--uts", "--mount", f"--wd={os.getcwd()}",
-                *(str(part) for part in command)]  # fmt: skip
+        return [
+            "nsenter",
+            f"--target={self.holders[name].pid}",
+            "--net",
+            "--uts",
+            "--mount",
+            f"--wd={os.getcwd()}",
+            *(str(part) for part in command),
+        ]
 
     def enter(self, name: str, *command, **options) -> subprocess.CompletedProcess:
         return run(*self.on(name, *command), **options)
@@ -76,12 +110,18 @@ class Machines:
 
 
 class Slurm:
-    """munged and slurmctld on this machine, a slurmd on each of the first two hosts; with GPUs that are none."""
+    """munged and slurmctld on this machine, a slurmd on each of the first two hosts; with GPUs that
+    are none.
+    """
 
     GPUS = 4
 
     def __init__(self, machines: Machines):
-        self.machines, self.folder, self.nodes = machines, machines.folder / "slurm", machines.names[:2]
+        self.machines, self.folder, self.nodes = (
+            machines,
+            machines.folder / "slurm",
+            machines.names[:2],
+        )
 
     def start(self) -> None:
         for part in ("state", "log", "dev", *(f"spool.{name}" for name in self.nodes)):
@@ -92,48 +132,80 @@ class Slurm:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        files = [f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
+        files = [
+            f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")
+        ]
         run("munged", "--force", f"--socket={self.folder}/munge.sock", *files)
         os.environ["SLURM_CONF"] = str(self.folder / "slurm.conf")
         run("slurmctld")
         for name in self.nodes:
             self.machines.enter(name, "slurmd", "-N", name)
         until = time.monotonic() + 20
-        while len(run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split()) < len(self.nodes):
-            assert time.monotonic() < until, (self.folder / "log" / "slurmctld.log").read_text()[-2000:]
+        while len(run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split()) < len(
+            self.nodes
+        ):
+            assert time.monotonic() < until, (self.folder / "log" / "slurmctld.log").read_text()[
+                -2000:
+            ]
             time.sleep(0.1)
 
     def _write_configuration(self) -> None:
         here = os.uname().nodename.split(".")[0]
         f = self.folder
         lines = [
-            "ClusterName=test", f"SlurmctldHost={here}({self.machines.net}.1)", f"SlurmctldPort={_free_port()}",
-            "SlurmUser=root", "SlurmdUser=root", "AuthType=auth/munge", f"AuthInfo=socket={f}/munge.sock,cred_expire=5",
-            f"StateSaveLocation={f}/state", f"SlurmdSpoolDir={f}/spool.%n", f"SlurmctldPidFile={f}/slurmctld.pid",
-            f"SlurmdPidFile={f}/slurmd.%n.pid", f"SlurmctldLogFile={f}/log/slurmctld.log",
+            "ClusterName=test",
+            f"SlurmctldHost={here}({self.machines.net}.1)",
+            f"SlurmctldPort={_free_port()}",
+            "SlurmUser=root",
+            "SlurmdUser=root",
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={f}/munge.sock,cred_expire=5",
+            f"StateSaveLocation={f}/state",
+            f"SlurmdSpoolDir={f}/spool.%n",
+            f"SlurmctldPidFile={f}/slurmctld.pid",
+            f"SlurmdPidFile={f}/slurmd.%n.pid",
+            f"SlurmctldLogFile={f}/log/slurmctld.log",
             f"SlurmdLogFile={f}/log/slurmd.%n.log",
             # nothing asked of systemd, of cgroups or of an accounting database
-            "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none", "JobAcctGatherType=jobacct_gather/none",
-            "MpiDefault=none", "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core", "GresTypes=gpu",
-            "SlurmdParameters=config_overrides", "ReturnToService=2", "KillWait=20",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "JobAcctGatherType=jobacct_gather/none",
+            "MpiDefault=none",
+            "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_Core",
+            "GresTypes=gpu",
+            "SlurmdParameters=config_overrides",
+            "ReturnToService=2",
+            "KillWait=20",
             "SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0",
-            *(f"NodeName={name} NodeAddr={self.machines.address(name)} Port=17000 CPUs=16 RealMemory=4000 Gres=gpu:{self.GPUS}"
-              for name in self.nodes),
+            *(
+                f"NodeName={name} NodeAddr={self.machines.address(name)} Port=17000 CPUs=16 RealMemory=4000 Gres=gpu:{self.GPUS}"
+                for name in self.nodes
+            ),
             "PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
-        ]  # fmt: skip
+        ]
         (f / "slurm.conf").write_text("\n".join(lines) + "\n")
         (f / "gres.conf").write_text(f"Name=gpu File={f}/dev/gpu[0-{self.GPUS - 1}]\n")
         (f / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
     def stop(self) -> None:
         if "SLURM_CONF" in os.environ:
-            for job in subprocess.run(["squeue", "-h", "-o", "%A"], capture_output=True, text=True).stdout.split():
+            for job in subprocess.run(
+                ["squeue", "-h", "-o", "%A"], capture_output=True, text=True
+            ).stdout.split():
                 subprocess.run(["scancel", job], capture_output=True)
             until = time.monotonic() + 30
-            while time.monotonic() < until and subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout:
+            while (
+                time.monotonic() < until
+                and subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout
+            ):
                 time.sleep(0.2)
             del os.environ["SLURM_CONF"]
-        for pid_file in (*(f"slurmd.{name}.pid" for name in self.nodes), "slurmctld.pid", "munge.pid"):
+        for pid_file in (
+            *(f"slurmd.{name}.pid" for name in self.nodes),
+            "slurmctld.pid",
+            "munge.pid",
+        ):
             _stop_daemon(self.folder / pid_file)
 
 

@@ -9,13 +9,43 @@ from conftest import PROJECT, assert_close
 
 sys.path.insert(0, str(PROJECT))
 
-# Global batches of 6 blocks on 40: an epoch has 7 steps, the last one short. The schedule spans the whole run.
-WORK = ["--seq_length", "32", "--num_samples", "40", "--epochs", "2", "--dropout", "0", "--eval_samples", "9", "--precision",
-        "fp32", "--lr_scheduler", "cosine", "--warmup_steps", "3", "--save_every", "2", "--no_export"]  # fmt: skip
-SPLIT = {1: ["--batch_size", "2", "--gradient_accumulation_steps", "3"],
-         2: ["--batch_size", "1", "--gradient_accumulation_steps", "3"],
-         3: ["--batch_size", "2"]}  # fmt: skip
-FROM_DP = [("dp", 1), ("zero3", 2), ("infinity", 2), ("fsdp", 2), ("zero1", 3), ("offload", 1), ("dp", 2)]
+# Global batches of 6 blocks on 40: an epoch has 7 steps, the last one short. The schedule spans the
+# whole run.
+WORK = [
+    "--seq_length",
+    "32",
+    "--num_samples",
+    "40",
+    "--epochs",
+    "2",
+    "--dropout",
+    "0",
+    "--eval_samples",
+    "9",
+    "--precision",
+    "fp32",
+    "--lr_scheduler",
+    "cosine",
+    "--warmup_steps",
+    "3",
+    "--save_every",
+    "2",
+    "--no_export",
+]
+SPLIT = {
+    1: ["--batch_size", "2", "--gradient_accumulation_steps", "3"],
+    2: ["--batch_size", "1", "--gradient_accumulation_steps", "3"],
+    3: ["--batch_size", "2"],
+}
+FROM_DP = [
+    ("dp", 1),
+    ("zero3", 2),
+    ("infinity", 2),
+    ("fsdp", 2),
+    ("zero1", 3),
+    ("offload", 1),
+    ("dp", 2),
+]
 FROM_INFINITY = [("infinity", 2), ("dp", 1), ("infinity", 1)]
 FROM_FSDP = [("fsdp", 2), ("zero2", 2), ("fsdp", 1)]
 
@@ -29,19 +59,25 @@ def moments(run, step):
     from support.checkpoints.convert import OwnCheckpoint
 
     source = OwnCheckpoint(checkpoint(run, step))
-    return {(name, kind): source.read(name, kind) for name in source.shapes for kind in source.kinds}
+    return {
+        (name, kind): source.read(name, kind) for name in source.shapes for kind in source.kinds
+    }
 
 
 @pytest.fixture
 def chain(script):
-    """chain(links, *args): the first link runs to the end; each further one goes on from the one before, two steps later."""
+    """chain(links, *args): the first link runs to the end; each further one goes on from the one
+    before, two steps later.
+    """
 
     def run(links, *args):
         runs = []
         for number, (strategy, ranks) in enumerate(links):
             resume = ["--resume", checkpoint(runs[-1], 2 * number)] if runs else []
             launcher = {"launcher": "torchrun", "ranks": ranks} if ranks > 1 else {}
-            runs.append(script(*WORK, *args, *SPLIT[ranks], "--strategy", strategy, *resume, **launcher))
+            runs.append(
+                script(*WORK, *args, *SPLIT[ranks], "--strategy", strategy, *resume, **launcher)
+            )
         return runs
 
     return run
@@ -72,30 +108,71 @@ def test_from_dp_over_every_strategy_back_to_dp(chain):
     check(chain(FROM_DP), FROM_DP)
 
 
-@pytest.mark.parametrize("links", [FROM_INFINITY, pytest.param(FROM_FSDP, marks=pytest.mark.soak)], ids=["infinity", "fsdp"])
+@pytest.mark.parametrize(
+    "links",
+    [FROM_INFINITY, pytest.param(FROM_FSDP, marks=pytest.mark.soak)],
+    ids=["infinity", "fsdp"],
+)
 def test_llama_from_infinity_and_from_fsdp(chain, llama, text_file, links):
     """Grouped-query attention, untied embeddings, a tokenizer of its own."""
     check(chain(links, "--model", llama, "--dataset", text_file, "--lr", "1e-3"), links)
 
 
-def test_other_global_batch_is_refused_and_forced_keeps_the_position_in_the_data(script, text_file, tmp_path):
-    work = ["--dataset", text_file, "--seq_length", "32", "--num_samples", "20", "--epochs", "2", "--no_eval", "--no_export"]
+def test_other_global_batch_is_refused_and_forced_keeps_the_position_in_the_data(
+    script, text_file, tmp_path
+):
+    work = [
+        "--dataset",
+        text_file,
+        "--seq_length",
+        "32",
+        "--num_samples",
+        "20",
+        "--epochs",
+        "2",
+        "--no_eval",
+        "--no_export",
+    ]
     first = script(*work, "--batch_size", "4", "--save_every", "2")
     refused = script(*work, "--batch_size", "6", "--resume", checkpoint(first, 2), ok=False)
     assert refused.code == 2 and "global batch 4 there, 6 here" in refused.error
     # Into a folder that holds another run's checkpoints: they are not mixed up with this one's.
     shutil.copytree(first.folder, tmp_path / "used")
-    run = script(*work, "--batch_size", "6", "--resume", checkpoint(first, 2), "--resume_force", "--output_dir",
-                 tmp_path / "used", folder=tmp_path / "used")  # fmt: skip
-    assert all(path.name.startswith("aside-") for path in (tmp_path / "used" / "checkpoints").glob("*step-*"))
-    # 8 blocks are behind it, 12 of this epoch and 20 of the next are left: 2 steps of 6, then 6, 6, 6 and 2.
+    run = script(
+        *work,
+        "--batch_size",
+        "6",
+        "--resume",
+        checkpoint(first, 2),
+        "--resume_force",
+        "--output_dir",
+        tmp_path / "used",
+        folder=tmp_path / "used",
+    )
+    assert all(
+        path.name.startswith("aside-")
+        for path in (tmp_path / "used" / "checkpoints").glob("*step-*")
+    )
+    # 8 blocks are behind it, 12 of this epoch and 20 of the next are left: 2 steps of 6, then 6, 6,
+    # 6 and 2.
     assert run.results["steps"] == 2 + 2 + 4 and run.results["samples"] == 40
     assert [record["epoch"] for record in run.metrics if record["step"] > 2] == [1, 1, 2, 2, 2, 2]
 
 
 def test_another_precision_goes_on_too(script):
-    work = ["--seq_length", "32", "--num_samples", "24", "--batch_size", "4", "--no_eval", "--no_export"]
+    work = [
+        "--seq_length",
+        "32",
+        "--num_samples",
+        "24",
+        "--batch_size",
+        "4",
+        "--no_eval",
+        "--no_export",
+    ]
     whole = script(*work, "--precision", "fp32", "--save_every", "3")
-    run = script(*work, "--precision", "bf16", "--strategy", "zero1", "--resume", checkpoint(whole, 3))
+    run = script(
+        *work, "--precision", "bf16", "--strategy", "zero1", "--resume", checkpoint(whole, 3)
+    )
     assert_close(run.losses, whole.losses[3:], 1e-2)
     assert json.loads((run.folder / "results.json").read_text())["precision"] == "bf16"

@@ -33,8 +33,21 @@ sys.path.insert(0, str(PROJECT))
 def work(llama, text_file) -> list:
     """Arguments of a run of four steps; its checkpoints have 2 MB, and the copies that are damaged
     here take no time."""
-    return ["--model", llama, "--dataset", text_file, "--seq_length", "32", "--num_samples", "16", "--batch_size", "4",
-            "--precision", "fp32", "--no_eval"]  # fmt: skip
+    return [
+        "--model",
+        llama,
+        "--dataset",
+        text_file,
+        "--seq_length",
+        "32",
+        "--num_samples",
+        "16",
+        "--batch_size",
+        "4",
+        "--precision",
+        "fp32",
+        "--no_eval",
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -51,11 +64,20 @@ def copy(trained, tmp_path) -> Path:
 
 @pytest.fixture
 def alone():
-    """What the functions of support.checkpoints.manager need of a run, in a single process; `said` collects
-    its messages."""
+    """What the functions of support.checkpoints.manager need of a run, in a single process; `said`
+    collects its messages.
+    """
     said = []
-    return SimpleNamespace(rank=0, world_size=1, is_main=True, said=said, warn=said.append, from_main=lambda value: value,
-                           gather=lambda value: [value], lock=True)  # fmt: skip
+    return SimpleNamespace(
+        rank=0,
+        world_size=1,
+        is_main=True,
+        said=said,
+        warn=said.append,
+        from_main=lambda value: value,
+        gather=lambda value: [value],
+        lock=True,
+    )
 
 
 def step(folder: Path, number: int) -> Path:
@@ -195,11 +217,32 @@ IN_MANIFEST = [
     raw("a number of 10,000 digits", '{"format_version": ' + "1" * 10_000 + "}"),
     raw("a lone surrogate", '{"format_version": 1, "\\ud800": 1}'),
     raw("UTF-16", '{"format_version": 1}'.encode("utf-16")),
-    *(manifest(f"without {'.'.join(keys)}", without(*keys)) for keys in (
-        ("counters",), ("shapes",), ("pieces",), ("files",), ("adam_step",), ("format_version",))),
-    *(manifest(f"{key} is {value!r}", set_in(key, value=value)) for key in
-      ("counters", "identity", "shapes", "pieces", "files", "adam_step", "groups", "scaling", "lr_scheduler")
-      for value in (None, 3.5, "x", [[]], [None])),
+    *(
+        manifest(f"without {'.'.join(keys)}", without(*keys))
+        for keys in (
+            ("counters",),
+            ("shapes",),
+            ("pieces",),
+            ("files",),
+            ("adam_step",),
+            ("format_version",),
+        )
+    ),
+    *(
+        manifest(f"{key} is {value!r}", set_in(key, value=value))
+        for key in (
+            "counters",
+            "identity",
+            "shapes",
+            "pieces",
+            "files",
+            "adam_step",
+            "groups",
+            "scaling",
+            "lr_scheduler",
+        )
+        for value in (None, 3.5, "x", [[]], [None])
+    ),
     manifest("adam_step -1", set_in("adam_step", value=-1)),
     manifest("adam_step true", set_in("adam_step", value=True)),
     manifest("adam_step 10^15", set_in("adam_step", value=10**15)),
@@ -210,26 +253,39 @@ IN_MANIFEST = [
     manifest("a loss of 10^400", set_in("counters", "last_loss", value=10**400)),
     manifest("a version that turns the text", set_in("format_version", value="\u202e1")),
     manifest("best without a step", set_in("counters", "best", value={"loss": 1.0})),
-    manifest("best at ../..", set_in("counters", "best", value={"loss": 1.0, "step": "../..", "waited": 0})),
+    manifest(
+        "best at ../..",
+        set_in("counters", "best", value={"loss": 1.0, "step": "../..", "waited": 0}),
+    ),
     manifest("identity.hard a list", set_in("identity", "hard", value=["parameters"])),
     manifest("scale 0", set_in("scaling", value={"scale": 0})),
     manifest("scale not a number", set_in("scaling", value={"cur_scale": float("nan")})),
-    manifest("a method as scaler's state", set_in("scaling", value={"cur_scale": 1, "update_scale": "x"})),
-    manifest("a group without betas", set_in("groups", value=[{"lr": 1, "eps": 1, "weight_decay": 0}])),
+    manifest(
+        "a method as scaler's state", set_in("scaling", value={"cur_scale": 1, "update_scale": "x"})
+    ),
+    manifest(
+        "a group without betas", set_in("groups", value=[{"lr": 1, "eps": 1, "weight_decay": 0}])
+    ),
     manifest("betas of 1", set_in("groups", 0, "betas", value=[0.9, 1])),
     manifest("scale 10^300", set_in("scaling", value={"scale": 1e300})),
     manifest("nested groups", set_in("groups", value=[[[[[]]]]])),
     manifest("shape of 10^15", set_in("shapes", "model.embed_tokens.weight", value=[10**15])),
     manifest("shape of 10^300", set_in("shapes", "model.embed_tokens.weight", value=[10**300])),
-    manifest("shape negative twice", set_in("shapes", "model.embed_tokens.weight", value=[-300, -64])),
+    manifest(
+        "shape negative twice", set_in("shapes", "model.embed_tokens.weight", value=[-300, -64])
+    ),
     manifest("shape of floats", set_in("shapes", "model.embed_tokens.weight", value=[300.0, 64.0])),
-    manifest("shape with 100 dimensions", set_in("shapes", "model.embed_tokens.weight", value=[1] * 100)),
+    manifest(
+        "shape with 100 dimensions", set_in("shapes", "model.embed_tokens.weight", value=[1] * 100)
+    ),
     manifest("a piece of 10^15", set_in("pieces", 0, "numel", value=10**15)),
     manifest("a piece from -1", set_in("pieces", 0, "start", value=-1)),
     manifest("a piece too few", lambda m: m["pieces"].pop()),
     manifest("a piece twice", lambda m: m["pieces"].append(m["pieces"][0])),
     manifest("overlapping pieces", lambda m: m["pieces"].append(PIECE)),
-    manifest("a piece of nothing known", lambda m: m["pieces"].append({**PIECE, "name": "nothing"})),
+    manifest(
+        "a piece of nothing known", lambda m: m["pieces"].append({**PIECE, "name": "nothing"})
+    ),
     manifest("a piece's moments are text", set_in("pieces", 0, "moments", value="yes")),
     manifest("a piece in a file not listed", outside_file),
     manifest("a piece in a listed file outside", listed_outside_file),
@@ -237,13 +293,35 @@ IN_MANIFEST = [
     manifest("a piece in JSON", set_in("pieces", 0, "file", value="model/config.json")),
     manifest("a piece whose file is null", set_in("pieces", 0, "file", value=None)),
     manifest("a piece whose name is a list", set_in("pieces", 0, "name", value=["x"])),
-    *(manifest(f"a parameter named {name!r}", rename_parameter(name)) for name in (
-        "../../../escaped", "/tmp/escaped", "..", "", "a/../b", "a\\..\\b", "a\nb", "\x1b[31mred", "x" * 2000, "a//b", "a\0b")),
-    manifest("a listed file of /dev/zero", set_in("files", "/dev/zero", value={"bytes": 0, "sha256": "0" * 64})),
-    manifest("a listed file above", set_in("files", "../latest", value={"bytes": 14, "sha256": "0" * 64})),
+    *(
+        manifest(f"a parameter named {name!r}", rename_parameter(name))
+        for name in (
+            "../../../escaped",
+            "/tmp/escaped",
+            "..",
+            "",
+            "a/../b",
+            "a\\..\\b",
+            "a\nb",
+            "\x1b[31mred",
+            "x" * 2000,
+            "a//b",
+            "a\0b",
+        )
+    ),
+    manifest(
+        "a listed file of /dev/zero",
+        set_in("files", "/dev/zero", value={"bytes": 0, "sha256": "0" * 64}),
+    ),
+    manifest(
+        "a listed file above", set_in("files", "../latest", value={"bytes": 14, "sha256": "0" * 64})
+    ),
     manifest("a file's size is text", set_in("files", RANK_FILE, "bytes", value="many")),
     manifest("a file without a digest", without("files", RANK_FILE, "sha256")),
-    manifest("a listed file that is not there", set_in("files", "rank-1", value={"bytes": 0, "sha256": "0" * 64})),
+    manifest(
+        "a listed file that is not there",
+        set_in("files", "rank-1", value={"bytes": 0, "sha256": "0" * 64}),
+    ),
     replaced("a pipe", "manifest.json", os.mkfifo),
     replaced("a folder", "manifest.json", os.mkdir),
     replaced("a link", "manifest.json", elsewhere),
@@ -253,8 +331,12 @@ IN_MANIFEST = [
     replaced("a link", RANK_FILE, elsewhere),
     replaced("a device", RANK_FILE, lambda path: path.symlink_to("/dev/zero")),
     replaced("a link", "model/config.json", lambda path: path.symlink_to("/etc/hostname")),
-    replaced("a link of a folder", "model", lambda path: path.symlink_to(step(path.parents[2], 2) / "model")),
-]  # fmt: skip
+    replaced(
+        "a link of a folder",
+        "model",
+        lambda path: path.symlink_to(step(path.parents[2], 2) / "model"),
+    ),
+]
 
 
 @table(*IN_MANIFEST)
@@ -275,9 +357,17 @@ def test_a_malformed_checkpoint_is_passed_over(copy, alone, attack):
     assert type(error.value).__name__ == "UserError"
 
 
-@pytest.mark.parametrize("name", [
-    "step-²²²²²²²²", "step-٠٠٠٠٠٠٠٩", "step-9", "step-000000009", "step-+0000009", "step-0000000a",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-²²²²²²²²",
+        "step-٠٠٠٠٠٠٠٩",
+        "step-9",
+        "step-000000009",
+        "step-+0000009",
+        "step-0000000a",
+    ],
+)
 def test_other_names_are_no_checkpoints(copy, alone, name):
     from support.checkpoints import manager as checkpoint
 
@@ -285,11 +375,21 @@ def test_other_names_are_no_checkpoints(copy, alone, name):
     assert checkpoint.list_checkpoints(copy / "checkpoints") == [step(copy, 4), step(copy, 2)]
 
 
-@pytest.mark.parametrize("change", [
-    without("stream"), without("lr_scheduler"), without("groups"), without("scaling"), without("identity", "told"),
-    without("counters", "tokens"), without("counters", "best"), without("counters", "training_seconds"),
-    set_in("something new", value={"of": "a later version"}), set_in("counters", "more", value=1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        without("stream"),
+        without("lr_scheduler"),
+        without("groups"),
+        without("scaling"),
+        without("identity", "told"),
+        without("counters", "tokens"),
+        without("counters", "best"),
+        without("counters", "training_seconds"),
+        set_in("something new", value={"of": "a later version"}),
+        set_in("counters", "more", value=1),
+    ],
+)
 def test_checkpoints_of_other_versions_are_read(copy, alone, change):
     from support.checkpoints import manager as checkpoint
 
@@ -351,10 +451,25 @@ def test_damaged_metrics_are_seen(copy, damage):
         assert why
 
 
-@pytest.mark.parametrize("name", [
-    "/tmp", ".", "..", "../..", "/", "", "step-2", "step-00000002/..", "../step-00000002", "step-²²²²²²²²", "step-00000002\0",
-    "step-00000002\nstep-00000004", "step-000000021", "x" * 10_000,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/tmp",
+        ".",
+        "..",
+        "../..",
+        "/",
+        "",
+        "step-2",
+        "step-00000002/..",
+        "../step-00000002",
+        "step-²²²²²²²²",
+        "step-00000002\0",
+        "step-00000002\nstep-00000004",
+        "step-000000021",
+        "x" * 10_000,
+    ],
+)
 @pytest.mark.parametrize("mark", ["best", "latest"])
 def test_a_mark_names_a_checkpoint_or_nothing(copy, name, mark):
     from support.checkpoints import manager as checkpoint
@@ -371,8 +486,11 @@ def saver(copy, alone):
     from support.checkpoints.manager import Saver
 
     found = object.__new__(Saver)
-    found.run, found.folder, found.args = alone, copy / "checkpoints", SimpleNamespace(load_best_at_end=True, save_every=None,
-                                                                                       save_epochs=False)  # fmt: skip
+    found.run, found.folder, found.args = (
+        alone,
+        copy / "checkpoints",
+        SimpleNamespace(load_best_at_end=True, save_every=None, save_epochs=False),
+    )
     found._resumed_at = found._saved_at = 2
     return found
 
@@ -450,13 +568,34 @@ def other_shape(folder):
 
 
 @table(
-    Attack("a block length that differs", interrupted, ("--resume", "--seq_length", "16"), says="seq_length 32 there, 16"),
-    Attack("an older checkpoint of the same run", interrupted, ("--resume", "{}/checkpoints/step-00000002", "--seed", "9"),
-           says="seed", soak=True),
-    Attack("nothing whole is left", lambda f: (interrupted(f), break_newest(f)), ("--resume",), says="no whole", soak=True),
-    Attack("a parameter of another name", lambda f: (interrupted(f), other_shape(f)), ("--resume",), says="missing there",
-           soak=True),
-)  # fmt: skip
+    Attack(
+        "a block length that differs",
+        interrupted,
+        ("--resume", "--seq_length", "16"),
+        says="seq_length 32 there, 16",
+    ),
+    Attack(
+        "an older checkpoint of the same run",
+        interrupted,
+        ("--resume", "{}/checkpoints/step-00000002", "--seed", "9"),
+        says="seed",
+        soak=True,
+    ),
+    Attack(
+        "nothing whole is left",
+        lambda f: (interrupted(f), break_newest(f)),
+        ("--resume",),
+        says="no whole",
+        soak=True,
+    ),
+    Attack(
+        "a parameter of another name",
+        lambda f: (interrupted(f), other_shape(f)),
+        ("--resume",),
+        says="missing there",
+        soak=True,
+    ),
+)
 def test_a_refused_resume_changes_nothing(script, work, copy, attack):
     attack.prepare(copy)
     before = contents(copy)
@@ -497,10 +636,21 @@ def test_resume_with_every_file_of_the_run_damaged(script, work, trained, copy):
 
     assert losses(copy) == losses(trained) and run.results["status"] == "completed"
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == [
-        "aside-step-00000004", "aside-step-00000004.2", "best.damaged", "latest", "latest.damaged", "step-00000002",
-        "step-00000004"]  # fmt: skip
+        "aside-step-00000004",
+        "aside-step-00000004.2",
+        "best.damaged",
+        "latest",
+        "latest.damaged",
+        "step-00000002",
+        "step-00000004",
+    ]
     assert sorted(path.name for path in copy.iterdir() if path.name != ".lock") == [
-        "checkpoints", "metrics.jsonl", "metrics.jsonl.damaged", "results.json", "results.json.damaged"]  # fmt: skip
+        "checkpoints",
+        "metrics.jsonl",
+        "metrics.jsonl.damaged",
+        "results.json",
+        "results.json.damaged",
+    ]
 
 
 # ---------------------------------------------------------------------------- export and conversion
@@ -530,19 +680,23 @@ def convert(folder: Path, to: str):
     return conversion.convert(source, to, folder / "converted", torch.float32, "5GB")
 
 
-@pytest.mark.parametrize("prepare", [
-    lambda f: (step(f, 4) / "model" / "modeling_evil.py").write_text("print('executed')"),
-    lambda f: (step(f, 4) / "model" / "secret.json").symlink_to("/etc/passwd"),
-    lambda f: (step(f, 4) / "model" / "secrets").symlink_to("/etc"),
-    lambda f: os.mkfifo(step(f, 4) / "model" / "pipe.json"),
-    lambda f: (step(f, 4) / "model" / "buffers.safetensors").write_bytes(b"not listed"),
-    lambda f: (step(f, 4) / "model" / "adapter_config.json").write_text("{}"),
-    listed("model/modeling_evil.py", b"print('executed')"),
-    listed("model/pytorch_model.bin", b"\x80\x04."),
-    listed("model/model.safetensors.index.json", b'{"weight_map": {}}'),
-    listed("model/training_args.pt", b"x"),
-    listed("model/tokenizer_evil.so", b"\x7fELF"),
-], ids=range(11))  # fmt: skip
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda f: (step(f, 4) / "model" / "modeling_evil.py").write_text("print('executed')"),
+        lambda f: (step(f, 4) / "model" / "secret.json").symlink_to("/etc/passwd"),
+        lambda f: (step(f, 4) / "model" / "secrets").symlink_to("/etc"),
+        lambda f: os.mkfifo(step(f, 4) / "model" / "pipe.json"),
+        lambda f: (step(f, 4) / "model" / "buffers.safetensors").write_bytes(b"not listed"),
+        lambda f: (step(f, 4) / "model" / "adapter_config.json").write_text("{}"),
+        listed("model/modeling_evil.py", b"print('executed')"),
+        listed("model/pytorch_model.bin", b"\x80\x04."),
+        listed("model/model.safetensors.index.json", b'{"weight_map": {}}'),
+        listed("model/training_args.pt", b"x"),
+        listed("model/tokenizer_evil.so", b"\x7fELF"),
+    ],
+    ids=range(11),
+)
 def test_only_listed_data_is_converted(copy, prepare):
     usual = {path.name for path in (step(copy, 4) / "model").iterdir()} | {
         "model.safetensors",
@@ -656,8 +810,10 @@ def test_two_exports_at_the_same_instant(tmp_path):
     writing = [start_folder(target.folder) for target in targets]
     for number, temporary in enumerate(writing):
         (temporary.path / "new" / "number").write_text(str(number))
-    done = [finish_folder(temporary, target.folder, target.may_be_replaced)
-            for temporary, target in zip(writing, targets, strict=True)]  # fmt: skip
+    done = [
+        finish_folder(temporary, target.folder, target.may_be_replaced)
+        for temporary, target in zip(writing, targets, strict=True)
+    ]
     for temporary in writing:
         temporary.remove()
     assert [path.name for path in done] == ["model", "model-2"]
@@ -710,11 +866,20 @@ def test_a_manifest_that_could_not_be_read_again_is_not_written(copy, monkeypatc
 def test_temporary_folders_go_when_their_owner_is_dead(tmp_path):
     from support.files.atomic import TemporaryFolder
 
-    program = ("import sys, os, signal; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
-               "from support.files.atomic import TemporaryFolder; t = TemporaryFolder(Path(sys.argv[2]), 'x-');"
-               "(t.path / 'big').write_text('x'); print(t.path, flush=True); sys.stdin.read()")  # fmt: skip
-    started = [subprocess.Popen([sys.executable, "-c", program, PROJECT, tmp_path], stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE, text=True) for _ in range(2)]  # fmt: skip
+    program = (
+        "import sys, os, signal; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
+        "from support.files.atomic import TemporaryFolder; t = TemporaryFolder(Path(sys.argv[2]), 'x-');"
+        "(t.path / 'big').write_text('x'); print(t.path, flush=True); sys.stdin.read()"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, PROJECT, tmp_path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
     dead, alive = (Path(process.stdout.readline().strip()) for process in started)
     other = (
         tmp_path / "x-of another machine"
@@ -781,9 +946,16 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert (tmp_path / "x-1").exists()  # whose owner may live
 
 
-@pytest.mark.parametrize("how", [
-    lambda path: path.symlink_to(path.parent / "precious"), os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/full"),
-], ids=["a link", "a pipe", "a folder", "a device"])  # fmt: skip
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda path: path.symlink_to(path.parent / "precious"),
+        os.mkfifo,
+        os.mkdir,
+        lambda path: path.symlink_to("/dev/full"),
+    ],
+    ids=["a link", "a pipe", "a folder", "a device"],
+)
 def test_what_has_the_lock_files_name_is_not_touched(tmp_path, how):
     from support.errors import UserError
     from support.report.results import lock_folder
@@ -959,7 +1131,7 @@ def test_bias_correction_of_any_number_of_steps_is_quick():
     assert calls == list(range(1, 1001))
 
 
-# ------------------------------------------------------------------------------------------------ links
+# -------------------------------------------------------------------------------------------- links
 
 
 def test_a_checkpoint_may_be_a_link_to_another_disk(copy, alone, saver):

@@ -1,7 +1,8 @@
-"""Attacks on what a user types and writes: flags, run files, DeepSpeed's and FSDP's JSON, config.json, results.json.
+"""Attacks on what a user types and writes: flags, run files, DeepSpeed's and FSDP's JSON,
+config.json, results.json.
 
-What the parser alone can refuse runs in this process, in milliseconds; the rest starts the script, and ends before torch is
-imported.
+What the parser alone can refuse runs in this process, in milliseconds; the rest starts the script,
+and ends before torch is imported.
 """
 
 import json
@@ -24,7 +25,9 @@ from support.errors import UserError
 LONG = "a" * 5000
 DIGITS = "9" * 5000
 DEEP = 100_000
-SPARE_SECONDS = 20  # for anything that runs in this process; a loop over a number of the user would take hours
+SPARE_SECONDS = (
+    20  # for anything that runs in this process; a loop over a number of the user would take hours
+)
 
 
 def parsed(argv: list) -> Run:
@@ -46,17 +49,21 @@ def settings(run: Run) -> dict:
 
 def flag(*args, says: str | None = None, **settled) -> Attack:
     """A row about flags alone; `settled` are settings that must come of them."""
+
     def holds(_folder, run):
         found = settings(run)
         assert {name: found[name] for name in settled} == settled
 
     shown = " ".join(args)
     shown = shown if len(shown) < 60 else shown[:40] + "…"
-    return Attack(shown, args=args, code=2 if says else 0, says=says, holds=holds if settled else None)
+    return Attack(
+        shown, args=args, code=2 if says else 0, says=says, holds=holds if settled else None
+    )
 
 
 def written(name: str, content: str | bytes, *args, says: str | None = None, **settled) -> Attack:
     """A row about a file; args has "FILE" where its path goes."""
+
     def prepare(folder: Path) -> list:
         file = folder / "mine"
         file.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -65,31 +72,76 @@ def written(name: str, content: str | bytes, *args, says: str | None = None, **s
     return replace(flag(says=says, **settled), name=name, prepare=prepare)
 
 
-PATHS = ["--model", "--dataset", "--validation_file", "--chat_template", "--cache_dir", "--ds_config", "--fsdp_config",
-         "--nvme_path", "--output_dir", "--resume", "--export_hf", "--memory_snapshot", "--profile", "--config",
-         "--deepspeed"]  # fmt: skip
+PATHS = [
+    "--model",
+    "--dataset",
+    "--validation_file",
+    "--chat_template",
+    "--cache_dir",
+    "--ds_config",
+    "--fsdp_config",
+    "--nvme_path",
+    "--output_dir",
+    "--resume",
+    "--export_hf",
+    "--memory_snapshot",
+    "--profile",
+    "--config",
+    "--deepspeed",
+]
 TEXTS = ["--dataset_config", "--text_column", "--lora_targets", "--generate"]
 
 
-# ------------------------------------------------------------------------------------------------ flags
+# -------------------------------------------------------------------------------------------- flags
 
 
 @table(
-    *[flag(path, "", says=f"{path}.*empty") for path in PATHS + TEXTS if path not in ("--lora_targets", "--generate")],
+    *[
+        flag(path, "", says=f"{path}.*empty")
+        for path in PATHS + TEXTS
+        if path not in ("--lora_targets", "--generate")
+    ],
     flag("--lora_targets", " ", says="--lora_targets"),
     flag("--generate", "", says="--generate"),
     *[flag(path, LONG, says=f"{path}.*longer than a file name") for path in PATHS],
     *[flag(path, "/" + 1100 * "abcd/", says=f"{path}.*longer than a file name") for path in PATHS],
     *[flag(path, "a\nb", says=f"{path}.*control characters") for path in PATHS],
-    *[flag(path, "~nobody-at-all/x", says=f"{path}.*home folder of an unknown user") for path in PATHS],
+    *[
+        flag(path, "~nobody-at-all/x", says=f"{path}.*home folder of an unknown user")
+        for path in PATHS
+    ],
     flag("--output_dir", "a\udcffb", says="not UTF-8"),
     flag("--generate", "a\udcffb", says="not UTF-8"),
     flag("--output_dir", "läufe/ä b\u00a0c", output_dir="läufe/ä b\u00a0c"),
-    *[flag(f"--{name}", value, says=f"--{name}.*{re.escape(value[:20])}") for name in (
-        "seed", "batch_size", "seq_length", "gradient_accumulation_steps", "epochs", "max_steps", "warmup_steps", "num_samples",
-        "eval_samples", "eval_every", "save_every", "keep_last", "logging_steps", "early_stopping_patience", "ddp_timeout",
-        "simulate_gpus", "lora_r", "shuffle_buffer", "max_bad_rows", "lora_alpha", "lr", "weight_decay", "max_grad_norm",
-    ) for value in ("100000000000000000000000", DIGITS, "-1", "1e400")],
+    *[
+        flag(f"--{name}", value, says=f"--{name}.*{re.escape(value[:20])}")
+        for name in (
+            "seed",
+            "batch_size",
+            "seq_length",
+            "gradient_accumulation_steps",
+            "epochs",
+            "max_steps",
+            "warmup_steps",
+            "num_samples",
+            "eval_samples",
+            "eval_every",
+            "save_every",
+            "keep_last",
+            "logging_steps",
+            "early_stopping_patience",
+            "ddp_timeout",
+            "simulate_gpus",
+            "lora_r",
+            "shuffle_buffer",
+            "max_bad_rows",
+            "lora_alpha",
+            "lr",
+            "weight_decay",
+            "max_grad_norm",
+        )
+        for value in ("100000000000000000000000", DIGITS, "-1", "1e400")
+    ],
     flag("--local_rank", DIGITS, says="--local_rank"),
     flag("--lr", "1e308", says="--lr"),
     flag("--dropout", DIGITS, says="--dropout"),
@@ -99,7 +151,7 @@ TEXTS = ["--dataset_config", "--text_column", "--lora_targets", "--generate"]
     flag("--strategy", LONG, says="--strategy"),
     flag("--report_to", LONG, says="no tracker"),
     flag("--unknown\nflag", says=r"unknown argument --unknown\\nflag"),
-)  # fmt: skip
+)
 def test_flag(attack, tmp_path):
     attack.check(tmp_path, parsed(attack.args))
 
@@ -118,11 +170,20 @@ def test_flag(attack, tmp_path):
     flag("--learning_rate", "1e-3", "--lr", "1e-4", says="--learning_rate and --lr are two names"),
     flag("--num_epochs=2", "--num_train_epochs=3", says="two names"),
     flag("--lr", "1e-3", "--lr", "1e-4", lr=1e-4),  # one spelling: the last wins, as always
-    flag("--deepspeed", "ds_config_stage2.json", strategy="zero2", ds_config="ds_config_stage2.json"),
+    flag(
+        "--deepspeed", "ds_config_stage2.json", strategy="zero2", ds_config="ds_config_stage2.json"
+    ),
     flag("--deepspeed=ds_config_stage3.json", strategy="zero3"),
     flag("--deepspeed", "--deepspeed_config", "ds_config_stage1.json", strategy="zero1"),
     flag("--deepspeed_config", "ds_config_offload.json", "--deepspeed", strategy="offload"),
-    flag("--deepspeed", "ds_config_infinity.json", "--batch_size", "2", strategy="infinity", batch_size=2),
+    flag(
+        "--deepspeed",
+        "ds_config_infinity.json",
+        "--batch_size",
+        "2",
+        strategy="infinity",
+        batch_size=2,
+    ),
     flag("--deepspeed", "--strategy", "zero3", strategy="zero3"),
     flag("--use_deepspeed", "--strategy", "zero1", strategy="zero1"),
     flag("--use_fsdp", strategy="fsdp"),
@@ -130,7 +191,13 @@ def test_flag(attack, tmp_path):
     flag("--deepspeed", "--strategy", "dp", says="--strategy dp"),
     flag("--deepspeed", "ds_config_stage2.json", "--strategy", "fsdp", says="--strategy fsdp"),
     flag("--deepspeed", "ds_config_stage2.json", "--strategy", "zero3", says="stage 2"),
-    flag("--deepspeed", "ds_config_stage2.json", "--ds_config", "ds_config_stage3.json", says="two names"),
+    flag(
+        "--deepspeed",
+        "ds_config_stage2.json",
+        "--ds_config",
+        "ds_config_stage3.json",
+        says="two names",
+    ),
     flag("--use_fsdp", "--strategy", "zero2", says="--use_fsdp contradicts"),
     flag("--use_fsdp", "--deepspeed", says="cannot both"),
     flag("--hostfile", "x", says="flag of the launcher"),
@@ -142,13 +209,13 @@ def test_flag(attack, tmp_path):
     flag("--batch-size", "2", says="did you mean --batch_size"),
     flag("--learning_rat", "2", says="did you mean --learning_rate"),
     flag("--zzz", says=r"unknown argument --zzz \("),  # no guess
-)  # fmt: skip
+)
 def test_spelling(attack, tmp_path, monkeypatch):
     monkeypatch.chdir(PROJECT)
     attack.check(tmp_path, parsed(attack.args))
 
 
-# ------------------------------------------------------------------------------------------------ run files
+# ---------------------------------------------------------------------------------------- run files
 
 
 def run_file(name: str, content: str | bytes, says: str | None = None, **settled) -> Attack:
@@ -157,7 +224,12 @@ def run_file(name: str, content: str | bytes, says: str | None = None, **settled
 
 def bomb(first: str, line: str) -> str:
     """Nine lines, each of which has ten aliases of the one before."""
-    return "\n".join([f"a: &a {first}", *(line.format(new=b, old=", ".join([f"*{a}"] * 10)) for a, b in pairwise("abcdefghi"))])
+    return "\n".join(
+        [
+            f"a: &a {first}",
+            *(line.format(new=b, old=", ".join([f"*{a}"] * 10)) for a, b in pairwise("abcdefghi")),
+        ]
+    )
 
 
 @table(
@@ -169,8 +241,14 @@ def bomb(first: str, line: str) -> str:
     run_file("nested lists", "model: " + DEEP * "[", "nested"),
     run_file("nested mappings", "model: " + DEEP * "{a: ", "nested"),
     run_file("nested by indentation", "\n".join(" " * i + "a:" for i in range(1000)), "nested"),
-    run_file("a key given twice", "batch_size: 2\nlr: 1\nbatch_size: 3", "line 3.*batch_size is given twice"),
-    run_file("a key given twice in a section", "training:\n  lr: 1\n  lr: 2", "line 3.*lr is given twice"),
+    run_file(
+        "a key given twice",
+        "batch_size: 2\nlr: 1\nbatch_size: 3",
+        "line 3.*batch_size is given twice",
+    ),
+    run_file(
+        "a key given twice in a section", "training:\n  lr: 1\n  lr: 2", "line 3.*lr is given twice"
+    ),
     run_file("a key in and outside of a section", "lr: 1\ntraining:\n  lr: 2", "lr"),
     run_file("two names of one key", "lr: 1\nlearning_rate: 2", "lr"),
     run_file("digits", f"batch_size: {DIGITS}", "batch_size"),
@@ -178,7 +256,11 @@ def bomb(first: str, line: str) -> str:
     run_file("a bomb of aliases", bomb("[x]", "{new}: &{new} [{old}]"), "aliases"),
     run_file("a bomb that merges", bomb("{x: 1}", "{new}: &{new} {{<<: [{old}]}}"), "<<|alias"),
     run_file("an alias of itself", "model: &a [*a]", "nested"),
-    run_file("a long text many times", f"a: &a {'x' * 100_000}\nmodel: [{','.join(['*a'] * 10_000)}]", "alias"),
+    run_file(
+        "a long text many times",
+        f"a: &a {'x' * 100_000}\nmodel: [{','.join(['*a'] * 10_000)}]",
+        "alias",
+    ),
     run_file("an alias that is fine", "seed: &n 3\nbatch_size: *n", seed=3, batch_size=3),
     run_file("a tag of Python", "model: !!python/object/apply:os.system ['exit 7']", "tag"),
     run_file("a NUL in a path", 'output_dir: "a\\0b"', "control characters"),
@@ -204,9 +286,19 @@ def bomb(first: str, line: str) -> str:
     run_file("a list for a number", "batch_size: [1, 2]", "batch_size cannot be"),
     run_file("a switch with a number", "no_export: 1", "no_export cannot be"),
     run_file("deepspeed as a switch", "deepspeed: true\nstrategy: zero3", strategy="zero3"),
-    run_file("deepspeed as a file", f"deepspeed: {PROJECT}/ds_config_stage3.json", strategy="zero3"),
-    run_file("a file and no switch", f"deepspeed_config: {PROJECT}/ds_config_stage3.json", strategy="zero3"),
-    run_file("a file that is off", f"use_deepspeed: false\ndeepspeed_config: {PROJECT}/ds_config_stage3.json", strategy="dp"),
+    run_file(
+        "deepspeed as a file", f"deepspeed: {PROJECT}/ds_config_stage3.json", strategy="zero3"
+    ),
+    run_file(
+        "a file and no switch",
+        f"deepspeed_config: {PROJECT}/ds_config_stage3.json",
+        strategy="zero3",
+    ),
+    run_file(
+        "a file that is off",
+        f"use_deepspeed: false\ndeepspeed_config: {PROJECT}/ds_config_stage3.json",
+        strategy="dp",
+    ),
     run_file("deepspeed and fsdp", "use_deepspeed: true\nuse_fsdp: true", "both"),
     run_file("a key far from all", "hostfile: x", r"unknown key hostfile \("),
     run_file("an alias as key", "&a model: gpt2\n*a : x", "model is given twice"),
@@ -216,9 +308,13 @@ def bomb(first: str, line: str) -> str:
     run_file("another version of YAML", "%YAML 9.9\n---\nlr: 1", "incompatible"),
     run_file("infinity", "lr: .inf", "lr"),
     run_file("a line separator in a path", 'output_dir: "a\\u2028b"', "control characters"),
-    run_file("a list of trackers", "report_to: [tensorboard, wandb]", report_to=["tensorboard", "wandb"]),
+    run_file(
+        "a list of trackers", "report_to: [tensorboard, wandb]", report_to=["tensorboard", "wandb"]
+    ),
     run_file("a list in a list", "report_to: [[tensorboard]]", "no tracker"),
-    run_file("a section in a section", "training:\n  distributed:\n    lr: 1", "unknown key distributed"),
+    run_file(
+        "a section in a section", "training:\n  distributed:\n    lr: 1", "unknown key distributed"
+    ),
     run_file("a text for a switch", 'eval: "no"', "eval cannot be"),
     run_file("another run file", "config: x.yaml", "unknown key config"),
     run_file("the version", "version: true", "unknown key version"),
@@ -228,9 +324,16 @@ def bomb(first: str, line: str) -> str:
     Attack("a folder", prepare=lambda folder: ["--config", folder], says="directory"),
     Attack("a device", args=("--config", "/dev/zero"), says="not an ordinary file"),
     Attack("a file that is missing", args=("--config", "no-such.yaml"), says="No such file"),
-    Attack("the command line wins over another name", prepare=lambda folder: (folder / "r").write_text("learning_rate: 1") and
-           ["--config", folder / "r", "--lr", "2"], code=0, holds=lambda _, run: settings(run)["lr"] == 2 or pytest.fail()),
-)  # fmt: skip
+    Attack(
+        "the command line wins over another name",
+        prepare=lambda folder: (
+            (folder / "r").write_text("learning_rate: 1")
+            and ["--config", folder / "r", "--lr", "2"]
+        ),
+        code=0,
+        holds=lambda _, run: settings(run)["lr"] == 2 or pytest.fail(),
+    ),
+)
 def test_run_file(attack, tmp_path):
     attack.check(tmp_path, parsed([*attack.args, *(attack.prepare(tmp_path) or [])]))
 
@@ -238,7 +341,18 @@ def test_run_file(attack, tmp_path):
 def test_printed_settings_are_read_back(tmp_path):
     from support.cli.run_file import as_yaml
 
-    args = ["--lr", "2e-5", "--resume", "--output_dir", "0x10", "--no_eval", "--report_to", "tensorboard,wandb", "--seed", "7"]
+    args = [
+        "--lr",
+        "2e-5",
+        "--resume",
+        "--output_dir",
+        "0x10",
+        "--no_eval",
+        "--report_to",
+        "tensorboard,wandb",
+        "--seed",
+        "7",
+    ]
     first = parse_arguments(args)
     (tmp_path / "run.yaml").write_text(as_yaml(first))
     again = parse_arguments(["--config", str(tmp_path / "run.yaml")])
@@ -246,7 +360,7 @@ def test_printed_settings_are_read_back(tmp_path):
     assert again.output_dir == "0x10" and again.resume == "" and again.seed == 7
 
 
-# ------------------------------------------------------------------------------------------------ JSON files
+# --------------------------------------------------------------------------------------- JSON files
 
 
 def ds(name: str, content: str, says: str | None = None, **settled) -> Attack:
@@ -259,7 +373,14 @@ def stage2(**change) -> str:
 
 
 def on_nvme(path: str) -> str:
-    return json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": path}}})
+    return json.dumps(
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": path},
+            }
+        }
+    )
 
 
 def zero(**change) -> str:
@@ -267,82 +388,181 @@ def zero(**change) -> str:
 
 
 @table(
-    ds("a key given twice", '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1, "gradient_clipping": 2}',
-       "gradient_clipping twice"),
-    ds("a key given twice inside", '{"zero_optimization": {"stage": 2, "stage": 3}}', "stage twice"),
-    ds("many keys, the last one twice", "{" + "".join(f'"{key}": 1, ' for key in range(60_000)) + '"59999": 2}', "59999 twice"),
-    ds("a key given twice, with a comment", '{// mine\n"zero_optimization": {"stage": 2, "stage": 3}}', "stage twice"),
+    ds(
+        "a key given twice",
+        '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1, "gradient_clipping": 2}',
+        "gradient_clipping twice",
+    ),
+    ds(
+        "a key given twice inside", '{"zero_optimization": {"stage": 2, "stage": 3}}', "stage twice"
+    ),
+    ds(
+        "many keys, the last one twice",
+        "{" + "".join(f'"{key}": 1, ' for key in range(60_000)) + '"59999": 2}',
+        "59999 twice",
+    ),
+    ds(
+        "a key given twice, with a comment",
+        '{// mine\n"zero_optimization": {"stage": 2, "stage": 3}}',
+        "stage twice",
+    ),
     ds("enabled: yes", stage2(bf16={"enabled": "yes"}), "bf16.enabled must be true or false"),
     ds("enabled: 1", stage2(bf16={"enabled": 1}), "bf16.enabled"),
     ds("enabled in quotes", stage2(fp16={"enabled": "true"}), "fp16.enabled"),
     ds("auto_cast: on", stage2(fp16={"auto_cast": "on"}), "fp16.auto_cast"),
     ds("overlap_comm: yes", zero(overlap_comm="yes"), "zero_optimization.overlap_comm"),
     ds("a bucket in quotes", zero(reduce_bucket_size="5e8"), "reduce_bucket_size must be a number"),
-    ds("a stage in quotes", stage2(zero_optimization={"stage": "2"}), "zero_optimization.stage must be a number"),
-    ds("a stage that is no whole number", stage2(zero_optimization={"stage": 2.0}), "stage must be a whole number"),
+    ds(
+        "a stage in quotes",
+        stage2(zero_optimization={"stage": "2"}),
+        "zero_optimization.stage must be a number",
+    ),
+    ds(
+        "a stage that is no whole number",
+        stage2(zero_optimization={"stage": 2.0}),
+        "stage must be a whole number",
+    ),
     ds("a stage that there is not", stage2(zero_optimization={"stage": 4}), "must be 1, 2 or 3"),
-    ds("a device that there is not", zero(offload_optimizer={"device": "gpu"}), "device must be one of"),
+    ds(
+        "a device that there is not",
+        zero(offload_optimizer={"device": "gpu"}),
+        "device must be one of",
+    ),
     ds("a number as device", zero(offload_param={"device": 3}), "device must be one of"),
     ds("a list as device", zero(offload_param={"device": []}), "device must be one of"),
     ds("a total batch of 10^26", stage2(train_batch_size=10**26), "train_batch_size"),
-    ds("a micro-batch that is a list", stage2(train_micro_batch_size_per_gpu=[2]), "train_micro_batch_size_per_gpu"),
-    ds("a clipping that is no number", '{"zero_optimization": {"stage": 2}, "gradient_clipping": NaN}', "gradient_clipping"),
-    ds("a rate that is true", stage2(optimizer={"type": "AdamW", "params": {"lr": True}}), "optimizer.params.lr"),
-    ds("a stage that is true", stage2(zero_optimization={"stage": True}), "zero_optimization.stage must be a number"),
-    ds("a section that is true", stage2(zero_optimization=True), "zero_optimization must be an object"),
-    ds("an offload that is true", zero(offload_optimizer=True), "offload_optimizer must be an object"),
+    ds(
+        "a micro-batch that is a list",
+        stage2(train_micro_batch_size_per_gpu=[2]),
+        "train_micro_batch_size_per_gpu",
+    ),
+    ds(
+        "a clipping that is no number",
+        '{"zero_optimization": {"stage": 2}, "gradient_clipping": NaN}',
+        "gradient_clipping",
+    ),
+    ds(
+        "a rate that is true",
+        stage2(optimizer={"type": "AdamW", "params": {"lr": True}}),
+        "optimizer.params.lr",
+    ),
+    ds(
+        "a stage that is true",
+        stage2(zero_optimization={"stage": True}),
+        "zero_optimization.stage must be a number",
+    ),
+    ds(
+        "a section that is true",
+        stage2(zero_optimization=True),
+        "zero_optimization must be an object",
+    ),
+    ds(
+        "an offload that is true",
+        zero(offload_optimizer=True),
+        "offload_optimizer must be an object",
+    ),
     ds("a section that is null", stage2(optimizer=None), "optimizer must be an object"),
-    ds("pin_memory: yes", zero(offload_optimizer={"device": "cpu", "pin_memory": "yes"}), "pin_memory"),
-    ds("torch_adam: 1", stage2(optimizer={"type": "AdamW", "params": {"torch_adam": 1}}), "torch_adam"),
-    ds("digits", f'{{"zero_optimization": {{"stage": 2}}, "train_batch_size": {DIGITS}}}', "digits"),
-    ds("digits, with a comment", f'{{// x\n"train_batch_size": {DIGITS}, "zero_optimization": {{"stage": 2}}}}', "digits"),
+    ds(
+        "pin_memory: yes",
+        zero(offload_optimizer={"device": "cpu", "pin_memory": "yes"}),
+        "pin_memory",
+    ),
+    ds(
+        "torch_adam: 1",
+        stage2(optimizer={"type": "AdamW", "params": {"torch_adam": 1}}),
+        "torch_adam",
+    ),
+    ds(
+        "digits", f'{{"zero_optimization": {{"stage": 2}}, "train_batch_size": {DIGITS}}}', "digits"
+    ),
+    ds(
+        "digits, with a comment",
+        f'{{// x\n"train_batch_size": {DIGITS}, "zero_optimization": {{"stage": 2}}}}',
+        "digits",
+    ),
     ds("nested", '{"a":' * DEEP, "nested"),
     ds("nested lists", "[" * DEEP, "nested"),
     ds("nested, with a comment", "/* x */" + '{"a":' * DEEP, "nested"),
     ds("nested, but parsed", '{"a":' * 60 + "1" + "}" * 60, "nested"),
     ds("a list", "[1]", "object"),
     ds("empty", "", "stage"),
-    ds("a large micro-batch", stage2(train_micro_batch_size_per_gpu=10**12), "train_micro_batch_size_per_gpu"),
-    ds("a micro-batch that is true", stage2(train_micro_batch_size_per_gpu=True), "train_micro_batch_size_per_gpu"),
+    ds(
+        "a large micro-batch",
+        stage2(train_micro_batch_size_per_gpu=10**12),
+        "train_micro_batch_size_per_gpu",
+    ),
+    ds(
+        "a micro-batch that is true",
+        stage2(train_micro_batch_size_per_gpu=True),
+        "train_micro_batch_size_per_gpu",
+    ),
     ds("a NUL in nvme_path", on_nvme("a\0b"), "nvme_path.*control"),
     ds("a long nvme_path", on_nvme(LONG), "nvme_path"),
     ds("a rate in quotes", stage2(optimizer={"type": "AdamW", "params": {"lr": "7e-5"}}), lr=7e-5),
     ds("a mark of byte order", "\ufeff" + stage2(), strategy="zero2"),
-    ds("everything auto", stage2(train_batch_size="auto", zero_optimization={"stage": 2, "reduce_scatter": True}),
-       strategy="zero2"),
-    ds("betas and eps auto", stage2(optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}),
-       strategy="zero2"),
-)  # fmt: skip
+    ds(
+        "everything auto",
+        stage2(train_batch_size="auto", zero_optimization={"stage": 2, "reduce_scatter": True}),
+        strategy="zero2",
+    ),
+    ds(
+        "betas and eps auto",
+        stage2(
+            optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}
+        ),
+        strategy="zero2",
+    ),
+)
 def test_deepspeed_file(attack, tmp_path):
     attack.check(tmp_path, parsed(attack.prepare(tmp_path)))
 
 
 def test_auto_in_deepspeeds_file_leaves_the_run_file_to_decide(tmp_path):
     (tmp_path / "ds.json").write_text(stage2())
-    (tmp_path / "run.yaml").write_text(f"batch_size: 2\ngradient_accumulation_steps: 3\ndeepspeed: {tmp_path}/ds.json\n")
+    (tmp_path / "run.yaml").write_text(
+        f"batch_size: 2\ngradient_accumulation_steps: 3\ndeepspeed: {tmp_path}/ds.json\n"
+    )
     args = parse_arguments(["--config", str(tmp_path / "run.yaml")])
-    assert args.ds_config_dict["train_micro_batch_size_per_gpu"] == 2 and args.ds_config_dict["train_batch_size"] == 6
+    assert (
+        args.ds_config_dict["train_micro_batch_size_per_gpu"] == 2
+        and args.ds_config_dict["train_batch_size"] == 6
+    )
     (tmp_path / "ds.json").write_text(stage2(train_micro_batch_size_per_gpu=4))
-    with pytest.raises(UserError, match=r"--batch_size 2 contradicts train_micro_batch_size_per_gpu 4"):
+    with pytest.raises(
+        UserError, match=r"--batch_size 2 contradicts train_micro_batch_size_per_gpu 4"
+    ):
         parse_arguments(["--config", str(tmp_path / "run.yaml")])
 
 
 @table(
-    written("a key given twice", '{"fsdp_offload_params": true, "fsdp_offload_params": false}', *(fsdp := ("--strategy", "fsdp",
-            "--fsdp_config", "FILE")), says="twice"),
+    written(
+        "a key given twice",
+        '{"fsdp_offload_params": true, "fsdp_offload_params": false}',
+        *(fsdp := ("--strategy", "fsdp", "--fsdp_config", "FILE")),
+        says="twice",
+    ),
     written("a text for a switch", '{"fsdp_offload_params": "yes"}', *fsdp, says="true or false"),
     written("nested", '{"a":' * DEEP, *fsdp, says="nested"),
     written("digits", f'{{"fsdp_version": {DIGITS}}}', *fsdp, says="digits"),
-    written("a list as a value", '{"fsdp_sharding_strategy": ["FULL_SHARD"]}', *fsdp, says="fsdp_sharding_strategy"),
-    written("an object as a value", '{"fsdp_auto_wrap_policy": {}}', *fsdp, says="fsdp_auto_wrap_policy"),
-    written("true as a number", '{"fsdp_sharding_strategy": true}', *fsdp, says="fsdp_sharding_strategy"),
+    written(
+        "a list as a value",
+        '{"fsdp_sharding_strategy": ["FULL_SHARD"]}',
+        *fsdp,
+        says="fsdp_sharding_strategy",
+    ),
+    written(
+        "an object as a value", '{"fsdp_auto_wrap_policy": {}}', *fsdp, says="fsdp_auto_wrap_policy"
+    ),
+    written(
+        "true as a number", '{"fsdp_sharding_strategy": true}', *fsdp, says="fsdp_sharding_strategy"
+    ),
     written("not UTF-8", b'{"\xff": 1}', *fsdp, says="UTF-8"),
-)  # fmt: skip
+)
 def test_fsdp_file(attack, tmp_path):
     attack.check(tmp_path, parsed(attack.prepare(tmp_path)))
 
 
-# ------------------------------------------------------------------------------------------------ other command lines
+# ------------------------------------------------------------------------------ other command lines
 
 
 @pytest.fixture
@@ -364,7 +584,14 @@ def main_of(capsys, monkeypatch):
     return run
 
 
-GPT2_FILE = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 64}
+GPT2_FILE = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": 100,
+    "n_positions": 64,
+}
 
 
 @table(
@@ -372,14 +599,22 @@ GPT2_FILE = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "voc
     written("digits", f'{{"n_embd": {DIGITS}}}', says="digits"),
     written("a list", "[]", says="object"),
     written("a list as model_type", '{"model_type": ["gpt2"]}', says="this planner knows"),
-    written("a thousand million layers", json.dumps({**GPT2_FILE, "n_layer": 10**9}), says="n_layer"),
+    written(
+        "a thousand million layers", json.dumps({**GPT2_FILE, "n_layer": 10**9}), says="n_layer"
+    ),
     written("true as a size", json.dumps({**GPT2_FILE, "n_embd": True}), says="n_embd"),
-    written("a text as a size", json.dumps({**GPT2_FILE, "n_positions": "many"}), says="n_positions"),
-    written("more heads than width", json.dumps({**GPT2_FILE, "n_head": 65}), says="attention heads"),
-)  # fmt: skip
+    written(
+        "a text as a size", json.dumps({**GPT2_FILE, "n_positions": "many"}), says="n_positions"
+    ),
+    written(
+        "more heads than width", json.dumps({**GPT2_FILE, "n_head": 65}), says="attention heads"
+    ),
+)
 def test_config_json_of_the_planner(attack, tmp_path, main_of):
     attack.prepare(tmp_path)
-    attack.check(tmp_path, main_of("plan_memory", "--model", tmp_path / "mine", "--gpu_memory", "16"))
+    attack.check(
+        tmp_path, main_of("plan_memory", "--model", tmp_path / "mine", "--gpu_memory", "16")
+    )
 
 
 @table(
@@ -392,7 +627,7 @@ def test_config_json_of_the_planner(attack, tmp_path, main_of):
     flag("--gpu_memory", "16", "--model", "", says="--model"),
     flag("--gpu_memori", "16", "--gpu_memory", "16", says="did you mean --gpu_memory"),
     flag("--num_gpus", "4", "--gpu_memory", "16", says="did you mean --gpus"),
-)  # fmt: skip
+)
 def test_flag_of_the_planner(attack, tmp_path, main_of):
     attack.check(tmp_path, main_of("plan_memory", *attack.args))
 
@@ -404,7 +639,7 @@ def test_flag_of_the_planner(attack, tmp_path, main_of):
     flag("", "--inspect", says="CKPT"),
     flag("a\nb", "--inspect", says="CKPT"),
     flag("x", "--inspec", says="--inspec"),
-)  # fmt: skip
+)
 def test_flag_of_the_converter(attack, tmp_path, main_of):
     run = main_of("convert_checkpoint", *attack.args)
     attack.check(tmp_path, run)
@@ -412,7 +647,16 @@ def test_flag_of_the_converter(attack, tmp_path, main_of):
 
 
 def test_the_largest_numbers_are_planned_at_once(main_of):
-    largest = ["--gpus", 2**17, "--gpus_per_node", "8", "--batch_size", 2**20, "--gradient_accumulation_steps", 2**20]
+    largest = [
+        "--gpus",
+        2**17,
+        "--gpus_per_node",
+        "8",
+        "--batch_size",
+        2**20,
+        "--gradient_accumulation_steps",
+        2**20,
+    ]
     for solve in ([], ["--solve", "batch"], ["--solve", "gpus"], ["--solve", "model"]):
         assert main_of("plan_memory", "--gpu_memory", "16", *largest, *solve).code in (0, 1)
 
@@ -434,16 +678,23 @@ def test_the_split_that_fits_is_the_largest(batch_size):
     from support.memory import estimate as planner
     from support.memory.architectures import find_architecture
 
-    work = planner.Work(find_architecture("gpt2"), world_size=2, batch_size=batch_size, seq_length=256)
+    work = planner.Work(
+        find_architecture("gpt2"), world_size=2, batch_size=batch_size, seq_length=256
+    )
     for memory in (3, 6, 9, 20, 60):
         limits = planner.Limits(memory * planner.GB)
-        splits = [replace(work, batch_size=size, accumulation=batch_size // size) for size in range(batch_size, 0, -1)
-                  if batch_size % size == 0]  # fmt: skip
-        wanted = next((split for split in splits if limits.hold(planner.predict(split, "zero2"))), None)
+        splits = [
+            replace(work, batch_size=size, accumulation=batch_size // size)
+            for size in range(batch_size, 0, -1)
+            if batch_size % size == 0
+        ]
+        wanted = next(
+            (split for split in splits if limits.hold(planner.predict(split, "zero2"))), None
+        )
         assert planner.fitting_split(work, "zero2", limits) == wanted
 
 
-# ------------------------------------------------------------------------------------------------ before torch is imported
+# ------------------------------------------------------------------------- before torch is imported
 
 
 def model_folder(name: str, content: str | dict, says: str, file: str = "config.json") -> Attack:
@@ -457,6 +708,7 @@ def model_folder(name: str, content: str | dict, says: str, file: str = "config.
 
 def cached(*files: str) -> dict:
     """How another program may have left a model in the hub's cache."""
+
     def prepare(folder: Path) -> list:
         snapshot = folder / "hf" / "hub" / "models--some--model" / "snapshots" / "abc"
         snapshot.mkdir(parents=True)
@@ -481,76 +733,206 @@ def with_tensorboard(path: str) -> list[str]:
     model_folder("config.json not JSON", "{", "line 1"),
     model_folder("config.json not finite", json.dumps({**GPT2_FILE, "n_embd": 1e999}), "n_embd"),
     model_folder("a thousand million layers", {**GPT2_FILE, "n_layer": 10**9}, "n_layer"),
-    model_folder("layers inside", {"model_type": "llama", "text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers"),
+    model_folder(
+        "layers inside",
+        {"model_type": "llama", "text_config": {"num_hidden_layers": 10**9}},
+        "num_hidden_layers",
+    ),
     model_folder("a text as vocabulary", {**GPT2_FILE, "vocab_size": "many"}, "vocab_size"),
     model_folder("negative positions", {**GPT2_FILE, "n_positions": -1}, "n_positions"),
-    Attack("config.json a folder", says="cannot be read|no config.json",
-           prepare=lambda folder: (folder / "config.json").mkdir() or ["--model", folder]),
-    Attack("weights without a tokenizer in the cache", says="no tokenizer files of some/model.*--prefetch --model some/model",
-           **cached("config.json", "model.safetensors")),
-    Attack("only a tokenizer's configuration", says="no tokenizer files", **cached("config.json", "tokenizer_config.json",
-                                                                                  "model.safetensors")),
-    Attack("a tokenizer without weights in the cache", says="no weights of some/model.*--prefetch",
-           **cached("config.json", "tokenizer.json")),
-    Attack("neither", says="no config.json and no tokenizer files and no weights", **cached("README.md")),
-    Attack("nothing in the cache", args=("--model", "gpt2", "--dataset", "wikitext"),
-           env={"HF_HUB_OFFLINE": "1", "HF_HOME": "hf"},
-           says="--prefetch --model gpt2 --dataset wikitext"),
-    Attack("a rank that is no number", env={"RANK": "x", "WORLD_SIZE": "2"}, says="environment is incomplete"),
-    Attack("a world of many digits", env={"RANK": "0", "WORLD_SIZE": DIGITS}, says="environment is incomplete"),
-    Attack("Slurm's rank no number", says="environment is incomplete",
-           env={"SLURM_PROCID": "x", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}),
-    Attack("an endpoint that is a file", args=("--model", "gpt2"), env={"HF_ENDPOINT": "file:///etc/passwd", "HF_HOME": "hf"},
-           says="cannot be reached"),
-    Attack("an endpoint that is no address", args=("--model", "gpt2"), env={"HF_ENDPOINT": "http://[::1", "HF_HOME": "hf"},
-           says="cannot be reached"),
-    Attack("HF_HOME is a file", args=("--model", "gpt2"), env={"HF_HOME": "file", "HF_HUB_OFFLINE": "1"},
-           says="not in the cache", prepare=lambda folder: (folder / "file").write_text("") and None),
-    Attack("Python's own encoding is ASCII", args=("--strategy", "ä"), env={"PYTHONIOENCODING": "ascii"}),
-    Attack("a locale without UTF-8", args=("--model", "ä€"),
-           env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
-    *[Attack(f"{path} under a file", prepare=lambda folder, path=path: (folder / "file").write_text("") or
-             [path, folder / "file" / "x", *with_tensorboard(path)], says="is a file")
-      for path in ("--output_dir", "--export_hf", "--logging_dir")],
-    *[Attack(f"{path} a link to itself", prepare=lambda folder, path=path: (folder / "l").symlink_to("l") or
-             [path, folder / "l" / "x", *with_tensorboard(path)], says="a link to nothing, or to itself")
-      for path in ("--output_dir", "--export_hf", "--logging_dir")],
-    Attack("a template that never ends", args=("--chat_template", "/dev/zero"), says="not an ordinary file"),
-    Attack("a template that is a pipe", says="not an ordinary file",
-           prepare=lambda folder: os.mkfifo(folder / "p") or ["--chat_template", folder / "p"]),
-    Attack("a run file that is a pipe", says="not an ordinary file",
-           prepare=lambda folder: os.mkfifo(folder / "p") or ["--config", folder / "p"]),
-    Attack("a pipe as earlier results", says="holds another run",
-           prepare=lambda folder: os.mkfifo(folder / "results.json") or ["--output_dir", folder]),
-    Attack("nested earlier results", says="holds another run",
-           prepare=lambda folder: (folder / "results.json").write_text('{"a":' * DEEP) and ["--output_dir", folder]),
-    Attack("--prefetch on two ranks", args=("--prefetch",), env={"RANK": "0", "WORLD_SIZE": "2"}, says="one process"),
+    Attack(
+        "config.json a folder",
+        says="cannot be read|no config.json",
+        prepare=lambda folder: (folder / "config.json").mkdir() or ["--model", folder],
+    ),
+    Attack(
+        "weights without a tokenizer in the cache",
+        says="no tokenizer files of some/model.*--prefetch --model some/model",
+        **cached("config.json", "model.safetensors"),
+    ),
+    Attack(
+        "only a tokenizer's configuration",
+        says="no tokenizer files",
+        **cached("config.json", "tokenizer_config.json", "model.safetensors"),
+    ),
+    Attack(
+        "a tokenizer without weights in the cache",
+        says="no weights of some/model.*--prefetch",
+        **cached("config.json", "tokenizer.json"),
+    ),
+    Attack(
+        "neither",
+        says="no config.json and no tokenizer files and no weights",
+        **cached("README.md"),
+    ),
+    Attack(
+        "nothing in the cache",
+        args=("--model", "gpt2", "--dataset", "wikitext"),
+        env={"HF_HUB_OFFLINE": "1", "HF_HOME": "hf"},
+        says="--prefetch --model gpt2 --dataset wikitext",
+    ),
+    Attack(
+        "a rank that is no number",
+        env={"RANK": "x", "WORLD_SIZE": "2"},
+        says="environment is incomplete",
+    ),
+    Attack(
+        "a world of many digits",
+        env={"RANK": "0", "WORLD_SIZE": DIGITS},
+        says="environment is incomplete",
+    ),
+    Attack(
+        "Slurm's rank no number",
+        says="environment is incomplete",
+        env={"SLURM_PROCID": "x", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
+    ),
+    Attack(
+        "an endpoint that is a file",
+        args=("--model", "gpt2"),
+        env={"HF_ENDPOINT": "file:///etc/passwd", "HF_HOME": "hf"},
+        says="cannot be reached",
+    ),
+    Attack(
+        "an endpoint that is no address",
+        args=("--model", "gpt2"),
+        env={"HF_ENDPOINT": "http://[::1", "HF_HOME": "hf"},
+        says="cannot be reached",
+    ),
+    Attack(
+        "HF_HOME is a file",
+        args=("--model", "gpt2"),
+        env={"HF_HOME": "file", "HF_HUB_OFFLINE": "1"},
+        says="not in the cache",
+        prepare=lambda folder: (folder / "file").write_text("") and None,
+    ),
+    Attack(
+        "Python's own encoding is ASCII",
+        args=("--strategy", "ä"),
+        env={"PYTHONIOENCODING": "ascii"},
+    ),
+    Attack(
+        "a locale without UTF-8",
+        args=("--model", "ä€"),
+        env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ),
+    *[
+        Attack(
+            f"{path} under a file",
+            prepare=lambda folder, path=path: (
+                (folder / "file").write_text("")
+                or [path, folder / "file" / "x", *with_tensorboard(path)]
+            ),
+            says="is a file",
+        )
+        for path in ("--output_dir", "--export_hf", "--logging_dir")
+    ],
+    *[
+        Attack(
+            f"{path} a link to itself",
+            prepare=lambda folder, path=path: (
+                (folder / "l").symlink_to("l")
+                or [path, folder / "l" / "x", *with_tensorboard(path)]
+            ),
+            says="a link to nothing, or to itself",
+        )
+        for path in ("--output_dir", "--export_hf", "--logging_dir")
+    ],
+    Attack(
+        "a template that never ends",
+        args=("--chat_template", "/dev/zero"),
+        says="not an ordinary file",
+    ),
+    Attack(
+        "a template that is a pipe",
+        says="not an ordinary file",
+        prepare=lambda folder: os.mkfifo(folder / "p") or ["--chat_template", folder / "p"],
+    ),
+    Attack(
+        "a run file that is a pipe",
+        says="not an ordinary file",
+        prepare=lambda folder: os.mkfifo(folder / "p") or ["--config", folder / "p"],
+    ),
+    Attack(
+        "a pipe as earlier results",
+        says="holds another run",
+        prepare=lambda folder: os.mkfifo(folder / "results.json") or ["--output_dir", folder],
+    ),
+    Attack(
+        "nested earlier results",
+        says="holds another run",
+        prepare=lambda folder: (
+            (folder / "results.json").write_text('{"a":' * DEEP) and ["--output_dir", folder]
+        ),
+    ),
+    Attack(
+        "--prefetch on two ranks",
+        args=("--prefetch",),
+        env={"RANK": "0", "WORLD_SIZE": "2"},
+        says="one process",
+    ),
     Attack("--prefetch and --check", args=("--prefetch", "--check"), says="cannot both"),
-    Attack("--logging_dir without TensorBoard", args=("--logging_dir", "x"), says="--report_to tensorboard"),
-    Attack("--logging_dir of another run", args=("--report_to", "tensorboard"), says="curves of another run",
-           prepare=lambda folder: (folder / "events.out.tfevents.1.x").write_text("") or ["--logging_dir", folder]),
-)  # fmt: skip
+    Attack(
+        "--logging_dir without TensorBoard",
+        args=("--logging_dir", "x"),
+        says="--report_to tensorboard",
+    ),
+    Attack(
+        "--logging_dir of another run",
+        args=("--report_to", "tensorboard"),
+        says="curves of another run",
+        prepare=lambda folder: (
+            (folder / "events.out.tfevents.1.x").write_text("") or ["--logging_dir", folder]
+        ),
+    ),
+)
 def test_refused_before_torch_is_imported(attack, script, tmp_path):
     args = [*attack.args, *(attack.prepare(tmp_path) or [])]
-    env = {name: tmp_path / value if name == "HF_HOME" else value for name, value in attack.env.items()}
+    env = {
+        name: tmp_path / value if name == "HF_HOME" else value for name, value in attack.env.items()
+    }
     run = script(*args, env=env, ok=False, timeout=60)
     attack.check(tmp_path, run)
     assert "import torch" not in run.err and run.seconds < 5
 
 
 def test_after_prefetch_the_run_needs_no_hub(script, hub, tmp_path):
-    """On a head node, with the flags of the job: what the job needs of its own machine is not asked for."""
-    work = ["--model", "gpt2", "--num_samples", "4", "--seq_length", "32", "--max_steps", "1", "--no_eval", "--no_export",
-            "--precision", "fp32"]  # fmt: skip
+    """On a head node, with the flags of the job: what the job needs of its own machine is not asked
+    for.
+    """
+    work = [
+        "--model",
+        "gpt2",
+        "--num_samples",
+        "4",
+        "--seq_length",
+        "32",
+        "--max_steps",
+        "1",
+        "--no_eval",
+        "--no_export",
+        "--precision",
+        "fp32",
+    ]
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path / "hf"}
     folder = tmp_path / "out"
-    first = script(*work, "--prefetch", "--strategy", "infinity", "--nvme_path", "/no/such/disk", env=env, folder=folder)
+    first = script(
+        *work,
+        "--prefetch",
+        "--strategy",
+        "infinity",
+        "--nvme_path",
+        "/no/such/disk",
+        env=env,
+        folder=folder,
+    )
     assert "Prefetched" in first.out and not folder.exists()
     cached = sorted((tmp_path / "hf" / "distributed_training").iterdir())
     hub.close()
     run = script(*work, env={**env, "HF_HUB_OFFLINE": "1"}, folder=folder)
     assert run.results["status"] == "completed" and len(run.losses) == 1
-    assert sorted((tmp_path / "hf" / "distributed_training").iterdir()) == cached, "it was tokenised a second time"
+    assert sorted((tmp_path / "hf" / "distributed_training").iterdir()) == cached, (
+        "it was tokenised a second time"
+    )
 
 
 @pytest.mark.parametrize("nodes, host_is_named", [(1, False), (2, True)])
@@ -571,35 +953,78 @@ def test_tensorboard_replaces_only_its_own_files(tmp_path):
     board = TensorBoard(tmp_path, 0, {})
     board.curves(1, {"train/loss": 1.0})
     board.close()
-    assert (tmp_path / "mine.txt").read_text() == "mine" and not (tmp_path / "events.out.tfevents.1.x").exists()
-    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1 and not (tmp_path / "out").exists()
+    assert (tmp_path / "mine.txt").read_text() == "mine" and not (
+        tmp_path / "events.out.tfevents.1.x"
+    ).exists()
+    assert (
+        len(list(tmp_path.glob("events.out.tfevents.*"))) == 1 and not (tmp_path / "out").exists()
+    )
 
 
-# ------------------------------------------------------------------------------------------------ results.json
+# ------------------------------------------------------------------------------------- results.json
 
 
-RANK = {"parameters": 8, "gradients": 8, "optimizer": 16, "buffers": 0, "other": 1, "activations": None, "logits": None}
+RANK = {
+    "parameters": 8,
+    "gradients": 8,
+    "optimizer": 16,
+    "buffers": 0,
+    "other": 1,
+    "activations": None,
+    "logits": None,
+}
 RESULTS = {
-    "status": "completed", "strategy": "dp", "model": "tiny-gpt2", "parameters": 2, "trainable_parameters": 2, "world_size": 2,
-    "simulated_world_size": None, "device": "cpu", "precision": "fp32", "batch_size": 1, "gradient_accumulation_steps": 1,
-    "global_batch_size": 2, "seq_length": 8, "seed": 1, "steps": 2, "samples": 4, "dataset": {"name": "d", "sha256": "x"},
-    "hardware": {"cpu": "c", "cores": 1, "gpu": None, "gpu_memory_bytes": None, "ram_bytes": 9}, "command": "python x",
-    "versions": {"torch": "2", "deepspeed": "1", "transformers": "5"}, "started_at": "2026-01-01T00:00:00+00:00",
-    "memory": {"peak_bytes": [9, 9], "host_peak_bytes": [9, 9], "nvme_bytes": 0, "categories_bytes_by_rank": [RANK, RANK],
-               "device_categories_bytes_by_rank": [RANK, RANK], "placement": {"optimizer": "device"},
-               "predicted_bytes": {"parameters": 8, "gradients": 8, "optimizer": 16, "peak": 40}, "step_bytes_by_rank": [None]},
-    "samples_per_second": 2.0, "tokens_per_second_per_gpu": 16.0, "warmup_steps_excluded": 0, "train_loss_first": 3.0,
-    "train_loss_last": 2.0, "step_phases_seconds": {"data": 0.1, "forward": 0.1, "backward": 0.1, "update": 0.1},
+    "status": "completed",
+    "strategy": "dp",
+    "model": "tiny-gpt2",
+    "parameters": 2,
+    "trainable_parameters": 2,
+    "world_size": 2,
+    "simulated_world_size": None,
+    "device": "cpu",
+    "precision": "fp32",
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "global_batch_size": 2,
+    "seq_length": 8,
+    "seed": 1,
+    "steps": 2,
+    "samples": 4,
+    "dataset": {"name": "d", "sha256": "x"},
+    "hardware": {"cpu": "c", "cores": 1, "gpu": None, "gpu_memory_bytes": None, "ram_bytes": 9},
+    "command": "python x",
+    "versions": {"torch": "2", "deepspeed": "1", "transformers": "5"},
+    "started_at": "2026-01-01T00:00:00+00:00",
+    "memory": {
+        "peak_bytes": [9, 9],
+        "host_peak_bytes": [9, 9],
+        "nvme_bytes": 0,
+        "categories_bytes_by_rank": [RANK, RANK],
+        "device_categories_bytes_by_rank": [RANK, RANK],
+        "placement": {"optimizer": "device"},
+        "predicted_bytes": {"parameters": 8, "gradients": 8, "optimizer": 16, "peak": 40},
+        "step_bytes_by_rank": [None],
+    },
+    "samples_per_second": 2.0,
+    "tokens_per_second_per_gpu": 16.0,
+    "warmup_steps_excluded": 0,
+    "train_loss_first": 3.0,
+    "train_loss_last": 2.0,
+    "step_phases_seconds": {"data": 0.1, "forward": 0.1, "backward": 0.1, "update": 0.1},
     "communication_bytes_per_step": 8.0,
-    "communication_per_step": {"all_reduce float32": {"calls": 1, "message_bytes": 8, "sent_bytes": 8}},
-}  # fmt: skip
+    "communication_per_step": {
+        "all_reduce float32": {"calls": 1, "message_bytes": 8, "sent_bytes": 8}
+    },
+}
 STEP = {"loss": 3.0, "lr": 0.1, "tokens_per_second": 16.0}
 WRONG = [None, "x", "²", -1, True, [], {}, [None], {"x": 1}, [[[]]], 10**400, float("nan")]
 
 
 def save_run(folder: Path, results, metrics=(STEP, STEP)) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(results if isinstance(results, str) else json.dumps(results))
+    (folder / "results.json").write_text(
+        results if isinstance(results, str) else json.dumps(results)
+    )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in metrics))
 
 
@@ -618,7 +1043,9 @@ def damaged(value, wrong):
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
-    """report() reads the runs in tmp_path and makes all texts of the report; returns the comparison."""
+    """report() reads the runs in tmp_path and makes all texts of the report; returns the
+    comparison.
+    """
     monkeypatch.syspath_prepend(str(PROJECT / "scripts"))
     import compare_report
 
@@ -627,17 +1054,28 @@ def report(tmp_path, monkeypatch):
     def make():
         comparison = comparing.read_comparison(tmp_path)
         body = compare_report.body_text(comparison)
-        compare_report.full_text(comparison, body), compare_report.as_json(comparison), compare_report.as_markdown(comparison)
+        (
+            compare_report.full_text(comparison, body),
+            compare_report.as_json(comparison),
+            compare_report.as_markdown(comparison),
+        )
         return comparison
 
     return make
 
 
-@pytest.mark.parametrize("change", [
-    {}, {"world_size": 1}, {"communication_bytes_per_step": None, "communication_per_step": None},
-    {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G", "gpu_memory_bytes": 99}},
-    {"memory": RESULTS["memory"] | {"predicted_bytes": None}}, {"precision": "bf16"}, {"train_loss_last": 0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"world_size": 1},
+        {"communication_bytes_per_step": None, "communication_per_step": None},
+        {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G", "gpu_memory_bytes": 99}},
+        {"memory": RESULTS["memory"] | {"predicted_bytes": None}},
+        {"precision": "bf16"},
+        {"train_loss_last": 0},
+    ],
+)
 def test_results_that_are_right_are_compared(tmp_path, report, change):
     save_run(tmp_path / "dp" / "1", RESULTS | change)
     save_run(tmp_path / "zero2" / "1", RESULTS | change | {"strategy": "zero2"})
@@ -645,17 +1083,27 @@ def test_results_that_are_right_are_compared(tmp_path, report, change):
 
 
 def test_a_simulation_is_reported(tmp_path, report):
-    gone = ("samples_per_second", "tokens_per_second_per_gpu", "step_phases_seconds", "train_loss_last", "train_loss_first")
-    results = {key: None if key in gone else value for key, value in RESULTS.items()} | {"simulated_world_size": 4}
+    gone = (
+        "samples_per_second",
+        "tokens_per_second_per_gpu",
+        "step_phases_seconds",
+        "train_loss_last",
+        "train_loss_first",
+    )
+    results = {key: None if key in gone else value for key, value in RESULTS.items()} | {
+        "simulated_world_size": 4
+    }
     save_run(tmp_path / "dp" / "1", results, [])
     comparison = report()
     assert comparison.reference is not None and comparison.simulated
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("strategy, wrong", [
-    *[("zero2", wrong) for wrong in WRONG], ("dp", None), ("dp", []),
-], ids=lambda value: repr(value)[:9])  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy, wrong",
+    [*[("zero2", wrong) for wrong in WRONG], ("dp", None), ("dp", [])],
+    ids=lambda value: repr(value)[:9],
+)
 def test_any_damage_to_results_ends_in_a_report(tmp_path, report, wrong, strategy):
     save_run(tmp_path / "dp" / "1", RESULTS)
     save_run(tmp_path / "zero2" / "1", RESULTS | {"strategy": "zero2"})
@@ -663,21 +1111,40 @@ def test_any_damage_to_results_ends_in_a_report(tmp_path, report, wrong, strateg
         save_run(tmp_path / strategy / "1", results)
         report()
     for metrics in damaged([STEP, STEP], wrong):
-        save_run(tmp_path / strategy / "1", RESULTS, metrics if isinstance(metrics, list) else [metrics])
+        save_run(
+            tmp_path / strategy / "1", RESULTS, metrics if isinstance(metrics, list) else [metrics]
+        )
         report()
 
 
 @table(
     Attack("nested", prepare=lambda folder: save_run(folder / "dp" / "1", '{"a":' * DEEP), code=3),
-    Attack("digits", prepare=lambda folder: save_run(folder / "dp" / "1", f'{{"steps": {DIGITS}}}'), code=3),
-    Attack("a pipe", prepare=lambda folder: (folder / "dp" / "1").mkdir(parents=True) or
-           os.mkfifo(folder / "dp" / "1" / "results.json"), code=3),
+    Attack(
+        "digits",
+        prepare=lambda folder: save_run(folder / "dp" / "1", f'{{"steps": {DIGITS}}}'),
+        code=3,
+    ),
+    Attack(
+        "a pipe",
+        prepare=lambda folder: (
+            (folder / "dp" / "1").mkdir(parents=True)
+            or os.mkfifo(folder / "dp" / "1" / "results.json")
+        ),
+        code=3,
+    ),
     Attack("a list", prepare=lambda folder: save_run(folder / "dp" / "1", "[]"), code=3),
     Attack("a number", prepare=lambda folder: save_run(folder / "dp" / "1", "7"), code=3),
-    Attack("a number as status", prepare=lambda folder: save_run(folder / "dp" / "1", {"status": 7, "reason": 8}), code=3),
-    Attack("no samples_per_second", prepare=lambda folder: save_run(folder / "dp" / "1", RESULTS | {"samples_per_second": "x"}),
-           code=3),
-)  # fmt: skip
+    Attack(
+        "a number as status",
+        prepare=lambda folder: save_run(folder / "dp" / "1", {"status": 7, "reason": 8}),
+        code=3,
+    ),
+    Attack(
+        "no samples_per_second",
+        prepare=lambda folder: save_run(folder / "dp" / "1", RESULTS | {"samples_per_second": "x"}),
+        code=3,
+    ),
+)
 def test_status_of_a_damaged_run(attack, tmp_path, main_of):
     attack.prepare(tmp_path)
     attack.check(tmp_path, main_of("compare_report", tmp_path / "dp" / "1", "--status"))

@@ -1,4 +1,6 @@
-"""Attacks on the compilation of C++ ops: killed, stopped, at the same time. A trivial op stands for DeepSpeed's."""
+"""Attacks on the compilation of C++ ops: killed, stopped, at the same time. A trivial op stands for
+DeepSpeed's.
+"""
 
 import fcntl
 import json
@@ -37,7 +39,9 @@ print("loaded")
 
 @pytest.fixture
 def build(tmp_path):
-    """build(run, seconds) starts a process that compiles the op, with a compiler that takes so long."""
+    """build(run, seconds) starts a process that compiles the op, with a compiler that takes so
+    long.
+    """
     (tmp_path / "op.cpp").write_text(OP)
     processes = []
 
@@ -46,7 +50,9 @@ def build(tmp_path):
         compiler.write_text(COMPILER.format(pids=tmp_path / "pids", seconds=seconds))
         compiler.chmod(0o755)
         env = {"TORCH_EXTENSIONS_DIR": tmp_path / "extensions", "CXX": compiler}
-        processes.append(start([sys.executable, "-c", BUILD, PROJECT, name, tmp_path / "op.cpp"], env))
+        processes.append(
+            start([sys.executable, "-c", BUILD, PROJECT, name, tmp_path / "op.cpp"], env)
+        )
         return processes[-1]
 
     yield run
@@ -62,12 +68,21 @@ def compilers(tmp_path, seconds: float = 60) -> list[psutil.Process]:
         assert time.monotonic() < until
         time.sleep(0.1)
     time.sleep(0.2)
-    return [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split() if psutil.pid_exists(int(pid))]
+    return [
+        psutil.Process(int(pid))
+        for pid in (tmp_path / "pids").read_text().split()
+        if psutil.pid_exists(int(pid))
+    ]
 
 
-@pytest.mark.parametrize("number", [
-    signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak), pytest.param(signal.SIGINT, marks=pytest.mark.soak),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.soak),
+        pytest.param(signal.SIGINT, marks=pytest.mark.soak),
+    ],
+)
 def test_killed_compilation_leaves_no_compiler_and_no_lock(build, tmp_path, number):
     first = build("first run", 1000)
     running = compilers(tmp_path)
@@ -92,7 +107,7 @@ def test_second_run_says_what_it_waits_for(build, tmp_path):
     assert "loaded" in first.communicate(timeout=20)[0]
 
 
-# ------------------------------------------------------------------------------------------ the lock alone
+# ----------------------------------------------------------------------------------- the lock alone
 
 
 @pytest.fixture
@@ -134,7 +149,9 @@ def test_the_file_of_a_killed_compilation_is_removed(lock, tmp_path, age):
 def test_the_file_of_a_live_compilation_stays_however_old_it_is(lock, tmp_path):
     (tmp_path / "lock").touch()
     os.utime(tmp_path / "lock", (0, 0))
-    ninja = subprocess.Popen(["sleep", "1000"], cwd=tmp_path)  # of a program that does not know our lock
+    ninja = subprocess.Popen(
+        ["sleep", "1000"], cwd=tmp_path
+    )  # of a program that does not know our lock
     try:
         thread, said = in_background(lock)
         thread.join(3)
@@ -153,7 +170,9 @@ def test_a_young_file_of_another_machine_is_respected(lock, tmp_path, monkeypatc
 
     monkeypatch.setattr(compilation, "UNLOCKED_SECONDS", 4)
     (tmp_path / "lock").touch()
-    (tmp_path / ".building").write_text(json.dumps({"process": 1, "host": "there", "run": "another"}))
+    (tmp_path / ".building").write_text(
+        json.dumps({"process": 1, "host": "there", "run": "another"})
+    )
     begun = time.monotonic()
     said = lock()
     assert time.monotonic() - begun > 3

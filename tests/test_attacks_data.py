@@ -1,4 +1,6 @@
-"""Attacks on data: damaged caches, files that are not what they seem, rows that break readers, templates that do not end."""
+"""Attacks on data: damaged caches, files that are not what they seem, rows that break readers,
+templates that do not end.
+"""
 
 import errno
 import gzip
@@ -42,19 +44,30 @@ def tokenizer(tiny_tokenizer):
 def tokenized(tokenizer, dataset, root, bad=0, include=None, said=None, text_column=None):
     """Tokenize a file or folder: what `tokenize_once` returns."""
     cache = Cache(root, [], (said if said is not None else []).append)
-    return tokenize_once(open_source(str(dataset), None, text_column, None, include), tokenizer, cache, lambda n: None, bad)
+    return tokenize_once(
+        open_source(str(dataset), None, text_column, None, include),
+        tokenizer,
+        cache,
+        lambda n: None,
+        bad,
+    )
 
 
 def items(path, include=None):
     """What a file or folder holds, in three lists: texts, bad rows, notices."""
     source = open_source(str(path), None, None, None, include)
-    found = [["".join(item.pieces) if isinstance(item, Document) else item, item] for item in source.splits["train"]()]
-    return ([one for one, item in found if isinstance(item, Document | Example)],
-            [str(item) for _, item in found if isinstance(item, BadRow)],
-            source.notices + [item.text for _, item in found if isinstance(item, Notice)])  # fmt: skip
+    found = [
+        ["".join(item.pieces) if isinstance(item, Document) else item, item]
+        for item in source.splits["train"]()
+    ]
+    return (
+        [one for one, item in found if isinstance(item, Document | Example)],
+        [str(item) for _, item in found if isinstance(item, BadRow)],
+        source.notices + [item.text for _, item in found if isinstance(item, Notice)],
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- the token cache
+# ---------------------------------------------------------------------------------- the token cache
 
 
 def flip(path: Path, at: int) -> None:
@@ -76,19 +89,27 @@ DAMAGE = {
     "a flipped bit in the tokens": lambda folder: flip(folder / "train.bin", 100),
     "half of the tokens": lambda folder: shorten(folder / "train.bin"),
     "no tokens": lambda folder: (folder / "train.bin").write_bytes(b""),
-    "more tokens": lambda folder: (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes() * 2),
+    "more tokens": lambda folder: (folder / "train.bin").write_bytes(
+        (folder / "train.bin").read_bytes() * 2
+    ),
     "the file of the tokens is gone": lambda folder: (folder / "train.bin").unlink(),
-    "a folder in the place of the tokens": lambda folder: (folder / "train.bin").unlink() or (folder / "train.bin").mkdir(),
+    "a folder in the place of the tokens": lambda folder: (
+        (folder / "train.bin").unlink() or (folder / "train.bin").mkdir()
+    ),
     "a pipe in the place of the tokens": lambda folder: pipe(folder / "train.bin"),
     "a pipe in the place of meta.json": lambda folder: pipe(folder / META),
     "a flipped bit in meta.json": lambda folder: flip(folder / META, 120),
     "half of meta.json": lambda folder: shorten(folder / META),
     "an empty meta.json": lambda folder: (folder / META).write_bytes(b""),
     "meta.json is gone": lambda folder: (folder / META).unlink(),
-    "meta.json of another version": lambda folder: (folder / META).write_text('{"dtype": "uint16", "splits": {}}'),
+    "meta.json of another version": lambda folder: (folder / META).write_text(
+        '{"dtype": "uint16", "splits": {}}'
+    ),
     "a deeply nested meta.json": lambda folder: (folder / META).write_text("[" * 100_000),
-    "a list in meta.json": lambda folder: (folder / META).write_text('[1, 2]'),
-    "names instead of sizes in meta.json": lambda folder: (folder / META).write_text('{"facts": 1, "files": 2, "sha256": 3}'),
+    "a list in meta.json": lambda folder: (folder / META).write_text("[1, 2]"),
+    "names instead of sizes in meta.json": lambda folder: (folder / META).write_text(
+        '{"facts": 1, "files": 2, "sha256": 3}'
+    ),
     "no list of bad rows": lambda folder: (folder / "bad_rows.json").unlink(),
     "an empty folder": lambda folder: [file.unlink() for file in folder.iterdir()],
 }
@@ -103,14 +124,19 @@ def test_a_damaged_cache_is_written_again(tokenizer, tmp_path, damage):
     good = (folder / "train.bin").read_bytes()
     damage(folder)
     said = []
-    if folder.joinpath("train.bin").is_dir():  # a folder is not replaced by a file: it is nothing that a disk does
+    if folder.joinpath(
+        "train.bin"
+    ).is_dir():  # a folder is not replaced by a file: it is nothing that a disk does
         with pytest.raises(UserError, match=r"cannot be written .*--cache_dir"):
             tokenized(tokenizer, tmp_path / "text.txt", tmp_path / "cache", said=said)
         return
     again = tokenized(tokenizer, tmp_path / "text.txt", tmp_path / "cache", said=said)
     assert again == first and (folder / "train.bin").read_bytes() == good
     assert len(said) == 1 and str(folder) in said[0] and "damaged" in said[0]
-    assert tokenized(tokenizer, tmp_path / "text.txt", tmp_path / "cache", said=said) == first and len(said) == 1
+    assert (
+        tokenized(tokenizer, tmp_path / "text.txt", tmp_path / "cache", said=said) == first
+        and len(said) == 1
+    )
     assert not list((tmp_path / "cache").glob(".writing-*"))
 
 
@@ -177,19 +203,24 @@ except UserError as error:
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("mode, damaged, said", [
-    (0o755, False, "{'n': 1}"),  # may read and not write
-    (0o755, True, "--cache_dir"),  # may not repair
-    (0o777, True, "--cache_dir"),  # the damaged folder itself belongs to the first user
-    (0o700, False, "--cache_dir"),  # may not even look
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode, damaged, said",
+    [
+        (0o755, False, "{'n': 1}"),  # may read and not write
+        (0o755, True, "--cache_dir"),  # may not repair
+        (0o777, True, "--cache_dir"),  # the damaged folder itself belongs to the first user
+        (0o700, False, "--cache_dir"),  # may not even look
+    ],
+)
 def test_two_users_share_a_cache(mode, damaged, said):
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
     folder = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own folders are closed to others
     try:
         root = folder / "cache"
-        Cache(root, [], print).get("name", lambda folder: (folder / "x.bin").write_bytes(b"tokens") and {"n": 1})
+        Cache(root, [], print).get(
+            "name", lambda folder: (folder / "x.bin").write_bytes(b"tokens") and {"n": 1}
+        )
         if damaged:
             (root / "name" / "x.bin").write_bytes(b"")
         folder.chmod(0o755)
@@ -216,14 +247,20 @@ Cache(Path(sys.argv[1]), [], print).get("name", write)
 
 @pytest.mark.attack
 def test_a_run_that_is_killed_while_it_writes_the_cache(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "writing\n"
     process.kill()
     process.communicate()
     said = []
-    folder, facts = Cache(tmp_path, [], said.append).get("name", lambda to: (to / "x.bin").write_bytes(b"tokens") and {"n": 1})
+    folder, facts = Cache(tmp_path, [], said.append).get(
+        "name", lambda to: (to / "x.bin").write_bytes(b"tokens") and {"n": 1}
+    )
     assert (folder / "x.bin").read_bytes() == b"tokens" and facts == {"n": 1} and not said
-    assert [path.name for path in tmp_path.iterdir()] == ["name"]  # nothing of the killed run is left
+    assert [path.name for path in tmp_path.iterdir()] == [
+        "name"
+    ]  # nothing of the killed run is left
 
 
 def test_the_store_gets_no_more_for_a_hundred_thousand_bad_rows(tokenizer, tmp_path):
@@ -237,10 +274,19 @@ def test_the_store_gets_no_more_for_a_hundred_thousand_bad_rows(tokenizer, tmp_p
 
 def test_ranks_of_a_stream_send_each_bad_row_once():
     sent, lines = [], []
-    run = SimpleNamespace(gather=lambda value: sent.append(value) or [value, ({"1": {}}, ["seen by the other rank"])],
-                          is_main=True, print=lines.append, warn=lines.append)  # fmt: skip
+    run = SimpleNamespace(
+        gather=lambda value: sent.append(value) or [value, ({"1": {}}, ["seen by the other rank"])],
+        is_main=True,
+        print=lines.append,
+        warn=lines.append,
+    )
     stream = Stream.__new__(Stream)
-    stream.run, stream.args, stream.advice, stream.shown = run, SimpleNamespace(max_bad_rows=200_000), "", 0
+    stream.run, stream.args, stream.advice, stream.shown = (
+        run,
+        SimpleNamespace(max_bad_rows=200_000),
+        "",
+        0,
+    )
     stream.bad, stream.found, stream.fresh, stream.gathered = {}, [], [], set()
 
     def arrive():
@@ -253,7 +299,10 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
             stream._refuse(BadRow(f"line {number}"))
     arrive()
     assert time.monotonic() - begin < 20
-    assert len(stream.progress()["bad"]) == 120_001 and stream.progress()["lanes"] == {"0": {}, "1": {}}
+    assert len(stream.progress()["bad"]) == 120_001 and stream.progress()["lanes"] == {
+        "0": {},
+        "1": {},
+    }
     stream._refuse(BadRow("line 120000"))
     arrive()
     assert "line 7" in stream.progress()["bad"] and len(stream.progress()["bad"]) == 120_002
@@ -263,16 +312,30 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
 @pytest.mark.soak
 def test_two_ranks_and_a_hundred_thousand_bad_rows(script, tmp_path):
     (tmp_path / "a.jsonl").write_text("{\n" * 120_000 + (json.dumps({"text": TEXT * 9}) + "\n") * 9)
-    run = script("--dataset", tmp_path / "a.jsonl", "--max_bad_rows", "150000", "--seq_length", "64", "--max_steps", "2",
-                 "--no_eval", "--no_export", launcher="torchrun", ranks=2)  # fmt: skip
+    run = script(
+        "--dataset",
+        tmp_path / "a.jsonl",
+        "--max_bad_rows",
+        "150000",
+        "--seq_length",
+        "64",
+        "--max_steps",
+        "2",
+        "--no_eval",
+        "--no_export",
+        launcher="torchrun",
+        ranks=2,
+    )
     assert len(run.results["dataset"]["bad_rows"]) == 120_000 and run.out.count("Left out") == 11
 
 
 PLACES = {
-    "a file": lambda path: path.write_text("x"), "a link to nothing": lambda path: path.symlink_to("no/such"),
-    "a link to itself": lambda path: path.symlink_to(path.name), "/proc": lambda path: path.symlink_to("/proc"),
+    "a file": lambda path: path.write_text("x"),
+    "a link to nothing": lambda path: path.symlink_to("no/such"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "/proc": lambda path: path.symlink_to("/proc"),
     "a name that is too long": lambda path: path.with_name("x" * 300),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("make", PLACES.values(), ids=PLACES)
@@ -296,25 +359,75 @@ def test_a_cache_that_cannot_be_written(tokenizer, tmp_path, monkeypatch, error)
     assert not list((tmp_path / "cache").iterdir())
 
 
-# ---------------------------------------------------------------------------------------------------- rows and files
+# ----------------------------------------------------------------------------------- rows and files
 
 DEEP = "[" * 100_000 + "]" * 100_000
 # A file's name and content; how many texts it has; and, for each bad row, words of its line.
 FILES = {
-    "deep row": ("a.jsonl", f'{FINE}\n{{"text": {DEEP}}}\n{FINE}\n', 2, ["a.jsonl, line 2: .*nested"]),
-    "deep value in another key": ("a.jsonl", f'{{"text": "x", "more": {DEEP}}}\n{FINE}\n', 1, ["line 1: .*nested"]),
-    "huge number": ("a.jsonl", f'{FINE}\n{{"text": "x", "id": {"7" * 5000}}}\n', 1, ["line 2: .*4300 digits"]),
-    "number as text": ("a.jsonl", f'{{"text": {"7" * 4000}}}\n{FINE}\n', 1, ["line 1: .*not a text"]),
-    "list as text": ("a.jsonl", f'{{"text": {[[1] * 9] * 99_999}}}\n{FINE}\n', 1, ["line 1: .*not a text"]),
-    "key twice": ("a.jsonl", f'{{"text": "a", "text": "b"}}\n{FINE}\n', 1, ["line 1: .*'text' is given twice"]),
-    "key twice inside": ("a.jsonl", '{"messages": [{"role": "user", "role": "assistant"}]}', 0, ["'role' is given"]),
-    "NaN": ("a.jsonl", f'{{"text": NaN}}\n{{"text": "x", "score": NaN}}\n{FINE}\n', 2, ["line 1: .*not a text"]),
-    "a million keys": ("a.jsonl", json.dumps({f"k{n}": 1 for n in range(100_000)}) + f"\n{FINE}\n", 1, ["line 1: no 'text'"]),
+    "deep row": (
+        "a.jsonl",
+        f'{FINE}\n{{"text": {DEEP}}}\n{FINE}\n',
+        2,
+        ["a.jsonl, line 2: .*nested"],
+    ),
+    "deep value in another key": (
+        "a.jsonl",
+        f'{{"text": "x", "more": {DEEP}}}\n{FINE}\n',
+        1,
+        ["line 1: .*nested"],
+    ),
+    "huge number": (
+        "a.jsonl",
+        f'{FINE}\n{{"text": "x", "id": {"7" * 5000}}}\n',
+        1,
+        ["line 2: .*4300 digits"],
+    ),
+    "number as text": (
+        "a.jsonl",
+        f'{{"text": {"7" * 4000}}}\n{FINE}\n',
+        1,
+        ["line 1: .*not a text"],
+    ),
+    "list as text": (
+        "a.jsonl",
+        f'{{"text": {[[1] * 9] * 99_999}}}\n{FINE}\n',
+        1,
+        ["line 1: .*not a text"],
+    ),
+    "key twice": (
+        "a.jsonl",
+        f'{{"text": "a", "text": "b"}}\n{FINE}\n',
+        1,
+        ["line 1: .*'text' is given twice"],
+    ),
+    "key twice inside": (
+        "a.jsonl",
+        '{"messages": [{"role": "user", "role": "assistant"}]}',
+        0,
+        ["'role' is given"],
+    ),
+    "NaN": (
+        "a.jsonl",
+        f'{{"text": NaN}}\n{{"text": "x", "score": NaN}}\n{FINE}\n',
+        2,
+        ["line 1: .*not a text"],
+    ),
+    "a million keys": (
+        "a.jsonl",
+        json.dumps({f"k{n}": 1 for n in range(100_000)}) + f"\n{FINE}\n",
+        1,
+        ["line 1: no 'text'"],
+    ),
     "control characters": ("a.jsonl", f'{{"a\\u001b[2J\\nb": 1}}\n{FINE}\n', 1, [r"\\x1b\[2J\\nb"]),
-    "half a surrogate pair": ("a.jsonl", f'{{"text": "\\ud800"}}\n{FINE}\n', 1, ["line 1: .*not UTF-8"]),
+    "half a surrogate pair": (
+        "a.jsonl",
+        f'{{"text": "\\ud800"}}\n{FINE}\n',
+        1,
+        ["line 1: .*not UTF-8"],
+    ),
     "a key that is no text": ("a.jsonl", f'{{"\\ud800": 1}}\n{FINE}\n', 1, ["line 1: no 'text'"]),
     "NUL bytes in a text": ("a.txt", "a\0b" * 100, 1, []),
-    "NUL bytes in JSON": ("a.jsonl", f'\0\0\0\n{FINE}\n', 1, ["line 1, column 1: not valid JSON"]),
+    "NUL bytes in JSON": ("a.jsonl", f"\0\0\0\n{FINE}\n", 1, ["line 1, column 1: not valid JSON"]),
     "NUL bytes in a table": ("a.csv", "text\na\0b\nfine\n", 2, []),
     "a byte-order mark": ("a.jsonl", "\ufeff" + FINE, 1, []),
     "a byte-order mark in a table": ("a.csv", "\ufefftext\nfine\n", 1, []),
@@ -323,7 +436,12 @@ FILES = {
     "old Macintosh line ends": ("a.jsonl", f"{FINE}\r{FINE}\r", 2, []),
     "line separators in a text": ("a.jsonl", '{"text": "a\u2028b\x85c"}\n', 1, []),
     "blank lines only": ("a.jsonl", "\n \n\t\n", 0, []),
-    "mixed encodings": ("a.jsonl", FINE.encode() + b'\n{"text": "caf\xe9"}\n{"text": "caf\xc3\xa9"}\n', 2, ["line 2: .*UTF-8"]),
+    "mixed encodings": (
+        "a.jsonl",
+        FINE.encode() + b'\n{"text": "caf\xe9"}\n{"text": "caf\xc3\xa9"}\n',
+        2,
+        ["line 2: .*UTF-8"],
+    ),
     "UTF-16": ("a.jsonl", FINE.encode("utf-16"), 0, ["a.jsonl is UTF-16"]),
     "UTF-16 text": ("a.txt", TEXT.encode("utf-16"), 0, ["a.txt is UTF-16"]),
     "gzip": ("a.json", gzip.compress(FINE.encode()), 0, ["a.json is compressed with gzip"]),
@@ -331,18 +449,28 @@ FILES = {
     "a document of Word": ("a.txt", b"PK\x03\x04" + b"\0" * 100, 0, ["a.txt is a zip"]),
     "deep file": ("a.json", DEEP, 0, ["a.json: .*nested"]),
     "deep entry": ("a.json", f'[{FINE}, {{"text": {DEEP}}}]', 0, ["a.json: .*nested"]),
-    "huge number in a file": ("a.json", f'[{FINE}, {"7" * 5000}]', 0, ["a.json: .*4300 digits"]),
-    "an end that is missing": ("a.json", f'[{FINE},\n {FINE}', 0, ["a.json, line 2, column"]),
+    "huge number in a file": ("a.json", f"[{FINE}, {'7' * 5000}]", 0, ["a.json: .*4300 digits"]),
+    "an end that is missing": ("a.json", f"[{FINE},\n {FINE}", 0, ["a.json, line 2, column"]),
     "a number": ("a.json", "7", 0, ["entry 1: neither"]),
     "null": ("a.json", "null", 0, ["entry 1: neither"]),
     "strings": ("a.json", '["one", "two", 3]', 2, ["entry 3: neither"]),
     "an empty list": ("a.json", "[]", 0, []),
-    "a thousand lists": ("a.json", json.dumps({f"k{n}": [1] for n in range(1000)}), 0, ["several lists, k0, .*k9, …:"]),
+    "a thousand lists": (
+        "a.json",
+        json.dumps({f"k{n}": [1] for n in range(1000)}),
+        0,
+        ["several lists, k0, .*k9, …:"],
+    ),
     "no columns": ("a.csv", "\n\n", 0, []),
     "a header only": ("a.csv", "text\n", 0, []),
-    "not Parquet": ("a.parquet", b"PAR1" + b"\0" * 100 + b"PAR1", 0, ["a.parquet is not a Parquet file"]),
+    "not Parquet": (
+        "a.parquet",
+        b"PAR1" + b"\0" * 100 + b"PAR1",
+        0,
+        ["a.parquet is not a Parquet file"],
+    ),
     "half of a name": ("a.parquet", b"PA", 0, ["a.parquet is not a Parquet file"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.attack
@@ -352,13 +480,17 @@ def test_what_a_file_may_hold(tmp_path, name, content, texts, bad):
     found, wrong, _ = items(tmp_path / name)
     assert len(found) == texts and len(wrong) == len(bad), wrong
     for line, words in zip(wrong, bad, strict=True):
-        assert re.search(words, line) and name in line and len(line) < 1000 and "\n" not in line, line
+        assert re.search(words, line) and name in line and len(line) < 1000 and "\n" not in line, (
+            line
+        )
 
 
 def test_a_row_of_50_million_characters(tokenizer, tmp_path):
     with open(tmp_path / "a.jsonl", "w") as file:
         for size in (1, 2_000_000, 1):
-            file.write(json.dumps({"text": TEXT * size if size == 1 else "lazy dog " * (size * 3)}) + "\n")
+            file.write(
+                json.dumps({"text": TEXT * size if size == 1 else "lazy dog " * (size * 3)}) + "\n"
+            )
     texts, bad, _ = items(tmp_path / "a.jsonl")
     assert [len(text) for text in texts] == [len(TEXT), 54_000_000, len(TEXT)] and not bad
 
@@ -387,22 +519,28 @@ def test_a_json_file_of_a_gigabyte(tmp_path):
         for _ in range(2**30 // len(row)):
             file.write(",\n" + row)
         file.write("]")
-    code = ("import resource; from support.data.sources import open_source, Document; import sys\n"
-            "rows = sum(isinstance(i, Document) for i in open_source(sys.argv[1], None, None, None).splits['train']())\n"
-            "print(rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)")  # fmt: skip
+    code = (
+        "import resource; from support.data.sources import open_source, Document; import sys\n"
+        "rows = sum(isinstance(i, Document) for i in open_source(sys.argv[1], None, None, None).splits['train']())\n"
+        "print(rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, cwd=PROJECT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, cwd=PROJECT, check=True
+    )
     rows, peak = map(int, done.stdout.split())
     print(f"{rows:,} rows, {peak / 1e9:.2f} GB, {time.monotonic() - begin:.0f} s")
     assert rows == 2**30 // len(row) + 1 and peak < 6e9
 
 
-# ---------------------------------------------------------------------------------------------------- files and folders
+# -------------------------------------------------------------------------------- files and folders
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE, errno.ENOENT])
-def test_an_error_while_reading_names_the_file_that_is_read(tokenizer, tmp_path, monkeypatch, name, error):
+def test_an_error_while_reading_names_the_file_that_is_read(
+    tokenizer, tmp_path, monkeypatch, name, error
+):
     """And not the cache. The first time it is read, for its digest, nothing is wrong yet."""
     write_table(tmp_path / name, ["fine"])
     source = open_source(str(tmp_path / name), None, None, None)
@@ -414,9 +552,15 @@ def test_an_error_while_reading_names_the_file_that_is_read(tokenizer, tmp_path,
 
     read = Path.read_text
     monkeypatch.setattr(corpus, "open", lambda path, *rest, **more: fail(path), raising=False)
-    monkeypatch.setattr(Path, "read_text", lambda path, **more: fail(path) if path.name == name else read(path, **more))
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda path, **more: fail(path) if path.name == name else read(path, **more),
+    )
     monkeypatch.setattr(pyarrow.parquet, "ParquetFile", fail)
-    with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path / name))} cannot be read: {os.strerror(error)}"):
+    with pytest.raises(
+        UserError, match=rf"{re.escape(str(tmp_path / name))} cannot be read: {os.strerror(error)}"
+    ):
         tokenize_once(source, tokenizer, Cache(tmp_path / "cache", [], print), lambda n: None, 9)
 
 
@@ -427,7 +571,9 @@ def write_table(path: Path, texts: list, **columns) -> Path:
 
     rows = [{"text": text} for text in texts]
     if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts, **columns}), path, row_group_size=1024)
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": texts, **columns}), path, row_group_size=1024
+        )
     elif path.suffix == ".csv":
         path.write_text("text\n" + "".join(f'"{text}"\n' for text in texts))
     elif path.suffix == ".jsonl":
@@ -438,11 +584,16 @@ def write_table(path: Path, texts: list, **columns) -> Path:
 
 
 def test_a_parquet_file_that_is_damaged_inside(tokenizer, tmp_path):
-    """Before its first row it is a bad row; behind it the run ends, because nobody knows how much would be lost."""
+    """Before its first row it is a bad row; behind it the run ends, because nobody knows how much
+    would be lost.
+    """
     path = write_table(tmp_path / "a.parquet", [f"{n} {TEXT}" for n in range(3000)])
     good = path.read_bytes()
     end = good.rindex(b"PAR1") - 4 - int.from_bytes(good[-8:-4], "little")
-    for begin, said in ((4, "a.parquet is not a Parquet file"), (end * 2 // 3, "a.parquet: what follows row [0-9]+")):
+    for begin, said in (
+        (4, "a.parquet is not a Parquet file"),
+        (end * 2 // 3, "a.parquet: what follows row [0-9]+"),
+    ):
         path.write_bytes(good[:begin] + b"\xff" * 2000 + good[begin + 2000 :])
         with pytest.raises(UserError, match=said):
             tokenized(tokenizer, path, tmp_path / "cache")
@@ -457,7 +608,10 @@ def test_what_a_parquet_file_may_hold(tmp_path):
     write_table(path, pyarrow.array([None, None]))
     assert items(path)[:2] == (["", ""], [])
     write_table(path, [1, 2])
-    assert ["row 1: 'text' is not a text but 1" in items(path)[1][0], len(items(path)[1])] == [True, 2]
+    assert ["row 1: 'text' is not a text but 1" in items(path)[1][0], len(items(path)[1])] == [
+        True,
+        2,
+    ]
     write_table(path, [b"bytes", None])
     assert "is not a text but b'bytes'" in items(path)[1][0]
     write_table(path, pyarrow.array([], pyarrow.string()))
@@ -465,7 +619,13 @@ def test_what_a_parquet_file_may_hold(tmp_path):
     write_table(path, [["a", "b"]])
     assert "is not a text but ['a', 'b']" in items(path)[1][0]
     bad_utf8 = pyarrow.Array.from_buffers(
-        pyarrow.string(), 1, [None, pyarrow.py_buffer(np.array([0, 4], np.int32).tobytes()), pyarrow.py_buffer(b"caf\xe9")]
+        pyarrow.string(),
+        1,
+        [
+            None,
+            pyarrow.py_buffer(np.array([0, 4], np.int32).tobytes()),
+            pyarrow.py_buffer(b"caf\xe9"),
+        ],
     )
     write_table(path, bad_utf8)
     assert "a.parquet is not a Parquet file" in items(path)[1][0]
@@ -502,9 +662,16 @@ def test_pipes_links_and_hidden_or_empty_files_in_a_folder(tmp_path):
     assert items(tmp_path)[0] == [TEXT]
 
 
-@pytest.mark.parametrize("make", [lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/zero"),
-                                  lambda path: path.symlink_to("/dev/null"), lambda path: path.symlink_to(path.name)],
-                         ids=["pipe", "zeros", "null", "loop"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: os.mkfifo(path),
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to("/dev/null"),
+        lambda path: path.symlink_to(path.name),
+    ],
+    ids=["pipe", "zeros", "null", "loop"],
+)
 def test_what_is_neither_a_file_nor_a_folder(tmp_path, make):
     with pytest.raises(UserError, match=r"x cannot be read: File name too long"):
         files_of(tmp_path / ("x" * 5000), "--dataset x")
@@ -555,12 +722,17 @@ def test_names_that_are_no_text_and_names_with_line_ends(tokenizer, tmp_path):
     assert "\n" not in line
 
 
-INCLUDED = [  # patterns, and what they choose of a.txt, b.md, config.json, sub/a.txt, sub/deep/c.TXT
-    ("*.txt", ["a.txt", "sub/a.txt"]), ("*.md,*.txt", ["a.txt", "b.md", "sub/a.txt"]), ("a.*", ["a.txt", "sub/a.txt"]),
-    ("sub/*.txt", ["sub/a.txt"]), ("sub/*", ["sub/a.txt", "sub/deep/c.TXT"]),
+# patterns, and what they choose of a.txt, b.md, config.json, sub/a.txt, sub/deep/c.TXT
+INCLUDED = [
+    ("*.txt", ["a.txt", "sub/a.txt"]),
+    ("*.md,*.txt", ["a.txt", "b.md", "sub/a.txt"]),
+    ("a.*", ["a.txt", "sub/a.txt"]),
+    ("sub/*.txt", ["sub/a.txt"]),
+    ("sub/*", ["sub/a.txt", "sub/deep/c.TXT"]),
     ("*.[tT][xX][tT]", ["a.txt", "sub/a.txt", "sub/deep/c.TXT"]),
-    (" *.md , *.json ", ["b.md", "config.json"]), ("[!a]*", ["b.md", "config.json", "sub/deep/c.TXT"]),
-]  # fmt: skip
+    (" *.md , *.json ", ["b.md", "config.json"]),
+    ("[!a]*", ["b.md", "config.json", "sub/deep/c.TXT"]),
+]
 
 
 @pytest.mark.parametrize("patterns, chosen", INCLUDED)
@@ -591,21 +763,36 @@ def test_a_file_of_another_type_in_a_folder_of_texts(tokenizer, tmp_path):
 def test_the_same_content_is_used_once(tokenizer, tmp_path):
     (tmp_path / "data").mkdir()
     for name in ("a.txt", "b.txt", "c.md", "d.jsonl"):
-        (tmp_path / "data" / name).write_text(TEXT if name != "d.jsonl" else json.dumps({"text": "other"}))
+        (tmp_path / "data" / name).write_text(
+            TEXT if name != "d.jsonl" else json.dumps({"text": "other"})
+        )
     texts, bad, notices = items(tmp_path / "data")
     assert texts == [TEXT, "other"] and not bad
-    assert len(notices) == 2 and "b.txt has the same content as" in notices[0] and "c.md" in notices[1]
+    assert (
+        len(notices) == 2 and "b.txt has the same content as" in notices[0] and "c.md" in notices[1]
+    )
     alone = tmp_path / "alone"
     shutil.copytree(tmp_path / "data", alone)
     for name in ("b.txt", "c.md"):
         (alone / name).unlink()
-    found = [tokenized(tokenizer, folder, tmp_path / "cache") for folder in (tmp_path / "data", alone)]
+    found = [
+        tokenized(tokenizer, folder, tmp_path / "cache") for folder in (tmp_path / "data", alone)
+    ]
     assert found[0] == found[1]  # one folder of the cache, and one text for --resume
 
 
-@pytest.mark.parametrize("first, second", [("a.json", "b.txt"), ("a.jsonl", "b.txt"), ("a.csv", "b.txt"),
-                                           ("a.parquet", "b.txt"),
-                                           ("a.txt", "b.json"), ("a.jsonl", "b.parquet"), ("a.csv", "b.json")])  # fmt: skip
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ("a.json", "b.txt"),
+        ("a.jsonl", "b.txt"),
+        ("a.csv", "b.txt"),
+        ("a.parquet", "b.txt"),
+        ("a.txt", "b.json"),
+        ("a.jsonl", "b.parquet"),
+        ("a.csv", "b.json"),
+    ],
+)
 def test_the_same_text_in_two_formats_is_used_once(tokenizer, tmp_path, first, second):
     texts = [f"{number} {TEXT}" for number in range(10)]
     for name in (first, second):
@@ -615,7 +802,9 @@ def test_the_same_text_in_two_formats_is_used_once(tokenizer, tmp_path, first, s
     (tmp_path / second).unlink()
     alone = tokenized(tokenizer, tmp_path, tmp_path.parent / "cache")
     assert found["splits"] == alone["splits"] and alone["notices"] == []
-    assert len(found["notices"]) == 1 and re.search(f"{second} has the same text as .*{first}", found["notices"][0])
+    assert len(found["notices"]) == 1 and re.search(
+        f"{second} has the same text as .*{first}", found["notices"][0]
+    )
 
 
 def test_texts_that_differ_are_all_used(tokenizer, tmp_path):
@@ -626,50 +815,92 @@ def test_texts_that_differ_are_all_used(tokenizer, tmp_path):
     assert len(items(tmp_path)[0]) == 7 and items(tmp_path)[2] == []
 
 
-# ---------------------------------------------------------------------------------------------------- chat templates
+# ----------------------------------------------------------------------------------- chat templates
 
 TEMPLATES = {  # a template, whether it ends the run or is a bad row, and what is said
-    "a range of 10^9": ("{% for i in range(10**9) %}x{% endfor %}", False, "power|[Rr]ange too big"),
-    "loops in loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", True, "does not end"),
-    "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", False, "nested too deeply"),
+    "a range of 10^9": (
+        "{% for i in range(10**9) %}x{% endfor %}",
+        False,
+        "power|[Rr]ange too big",
+    ),
+    "loops in loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        True,
+        "does not end",
+    ),
+    "a macro that calls itself": (
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        False,
+        "nested too deeply",
+    ),
     "a huge text": ("{{ 'a' * 10**10 }}", False, "repeated too often"),
     "a text that is long enough to fill the memory when it is tokenized": (
-        "{% for i in range(99999) %}{{ 'abc' * 100 }}{% endfor %}{{ messages[0].content }}", False,
-        "29,999,7.. characters of 4"),
-    "a text that is there nine times": ("{% for i in range(9) %}{{ messages[0].content }}{% endfor %}", False, "changes"),
+        "{% for i in range(99999) %}{{ 'abc' * 100 }}{% endfor %}{{ messages[0].content }}",
+        False,
+        "29,999,7.. characters of 4",
+    ),
+    "a text that is there nine times": (
+        "{% for i in range(9) %}{{ messages[0].content }}{% endfor %}",
+        False,
+        "changes",
+    ),
     "a loop in what is learned": (
         "{% generation %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endgeneration %}",
-        True, "does not end"),
+        True,
+        "does not end",
+    ),
     "a huge list": ("{{ ([1] * 999999999) | length }}", False, "repeated too often"),
     "a huge power": ("{{ 9**(9**9) }}", False, "too many digits"),
-    "a huge power of a variable": ("{% set n = messages|length + 9 %}{{ n**(n**n) }}", False, "too many digits"),
-    "squares of squares": ("{% set x = namespace(n=9) %}{% for i in range(99) %}{% set x.n = x.n * x.n %}{% endfor %}", False,
-                           "too many digits"),
-    "a text that doubles": ("{% set x = namespace(s='ab') %}{% for i in range(60) %}{% set x.s = x.s ~ x.s %}{% endfor %}",
-                            False, "more memory"),
-    "a list that doubles": ("{% set x = namespace(s=[1]) %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}",
-                            False, "more memory"),
+    "a huge power of a variable": (
+        "{% set n = messages|length + 9 %}{{ n**(n**n) }}",
+        False,
+        "too many digits",
+    ),
+    "squares of squares": (
+        "{% set x = namespace(n=9) %}{% for i in range(99) %}{% set x.n = x.n * x.n %}{% endfor %}",
+        False,
+        "too many digits",
+    ),
+    "a text that doubles": (
+        "{% set x = namespace(s='ab') %}{% for i in range(60) %}{% set x.s = x.s ~ x.s %}{% endfor %}",
+        False,
+        "more memory",
+    ),
+    "a list that doubles": (
+        "{% set x = namespace(s=[1]) %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}",
+        False,
+        "more memory",
+    ),
     "a wide format": ("{{ '%099999999999d' % 1 }}", False, "refuses it"),
     "a centred text": ("{{ 'a' | center(99999999999) }}", False, "more memory"),
     "Lorem ipsum": ("{{ lipsum(n=99999999) }}", True, "does not end|more memory"),
     "a division by zero": ("{{ 1 / 0 }}", False, "division"),
     "a key that is not there": ("{{ messages[0].no.such }}", False, "no attribute|undefined"),
-    "Python's insides": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", False, "unsafe|undefined"),
+    "Python's insides": (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        False,
+        "unsafe|undefined",
+    ),
     "a file": ("{% include '/etc/passwd' %}", False, "refuses it"),
     "deep parentheses": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", False, "nested too deeply"),
     "an exception of its own": ("{{ raise_exception('two\nlines') }}", False, "refuses it: two"),
     "a filter that is not there": ("{{ 1 | nosuch }}", True, "cannot be read"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.attack
 @pytest.mark.parametrize("template, ends, said", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_chat_template_that_loops_or_fills_the_memory(tokenizer, monkeypatch, template, ends, said):
+def test_a_chat_template_that_loops_or_fills_the_memory(
+    tokenizer, monkeypatch, template, ends, said
+):
     from copy import copy
 
     monkeypatch.setattr(templates, "SECONDS", 2)
     monkeypatch.setattr(templates, "BYTES", 1 << 29)
-    attacked, example = copy(tokenizer), Example("chat.jsonl, line 7", [{"role": "assistant", "content": "Yes."}])
+    attacked, example = (
+        copy(tokenizer),
+        Example("chat.jsonl, line 7", [{"role": "assistant", "content": "Yes."}]),
+    )
     attacked.chat_template, begin = template, time.monotonic()
     try:
         [found] = Encoder(attacked).encode([example])

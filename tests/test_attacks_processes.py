@@ -1,4 +1,6 @@
-"""Attacks on processes: ranks that are stopped or killed, output that cannot be written, signals at any moment."""
+"""Attacks on processes: ranks that are stopped or killed, output that cannot be written, signals at
+any moment.
+"""
 
 import json
 import os
@@ -14,7 +16,17 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from attacks import Attack, table
-from conftest import PROJECT, SCRIPT, Run, descendants_of_test, fill, finish, free_port, launcher_command, start
+from conftest import (
+    PROJECT,
+    SCRIPT,
+    Run,
+    descendants_of_test,
+    fill,
+    finish,
+    free_port,
+    launcher_command,
+    start,
+)
 
 from support import process
 from support.cluster import failures
@@ -23,7 +35,7 @@ from support.files.atomic import overwrite
 
 TINY = ["--seq_length", "64", "--batch_size", "1", "--no_eval", "--no_export"]
 
-# ------------------------------------------------------------------------------------------ ranks that do not answer
+# ------------------------------------------------------------------------- ranks that do not answer
 
 
 class FakeStore:
@@ -49,7 +61,9 @@ class FakeStore:
         return self.alive[int(key[-1])]
 
 
-def watch(seconds: float, store: FakeStore, monitor, period=1.0, asks=True, neighbour=True) -> str | None:
+def watch(
+    seconds: float, store: FakeStore, monitor, period=1.0, asks=True, neighbour=True
+) -> str | None:
     """Let time pass for rank 0; returns what the monitor reports at last."""
     found = None
     for _ in range(round(seconds / period)):
@@ -91,7 +105,9 @@ def test_a_rank_that_stops_answering_is_reported_in_time(watched):
 
 
 def test_a_neighbour_that_computes_has_more_time(watched, monkeypatch):
-    """Its main thread may hold Python's lock for minutes; one that is stopped or waits has no such excuse."""
+    """Its main thread may hold Python's lock for minutes; one that is stopped or waits has no such
+    excuse.
+    """
     store, monitor = watched
     store.place = f"{socket.gethostname()} {os.getpid()}"
     watch(5, store, monitor)
@@ -155,14 +171,18 @@ def test_a_call_that_blocks_is_given_up():
 
 @contextmanager
 def two_ranks(folder, *args):
-    """Two ranks without a launcher, rank 0 hosting the store; yields them once they train. Both are killed at the end."""
+    """Two ranks without a launcher, rank 0 hosting the store; yields them once they train. Both are
+    killed at the end.
+    """
     port, env = free_port(), {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
     command = [sys.executable, SCRIPT, *TINY, "--epochs", "1000", "--output_dir", folder, *args]
     ranks = [start(command, {**env, "RANK": rank, "MASTER_PORT": port}) for rank in (0, 1)]
     try:
         while "Epoch 1" not in (line := ranks[0].stdout.readline()):
             assert line, ranks[0].stderr.read()
-        threading.Thread(target=ranks[0].stdout.read, daemon=True).start()  # a full pipe would stop it
+        threading.Thread(
+            target=ranks[0].stdout.read, daemon=True
+        ).start()  # a full pipe would stop it
         yield ranks
     finally:
         for rank in ranks:
@@ -230,10 +250,24 @@ def test_a_suspension_does_not_end_a_run(tmp_path, stopped, seconds):
 
 @pytest.mark.soak
 def test_ranks_end_when_torchrun_is_killed(tmp_path):
-    launcher = start([*launcher_command("torchrun", 2), SCRIPT, *TINY, "--epochs", "1000", "--output_dir", tmp_path / "out"])
+    launcher = start(
+        [
+            *launcher_command("torchrun", 2),
+            SCRIPT,
+            *TINY,
+            "--epochs",
+            "1000",
+            "--output_dir",
+            tmp_path / "out",
+        ]
+    )
     while "Epoch 1" not in (line := launcher.stdout.readline()):
         assert line, launcher.stderr.read()
-    ranks = [child for child in psutil.Process(launcher.pid).children(recursive=True) if str(SCRIPT) in child.cmdline()]
+    ranks = [
+        child
+        for child in psutil.Process(launcher.pid).children(recursive=True)
+        if str(SCRIPT) in child.cmdline()
+    ]
     launcher.kill()
     psutil.wait_procs(ranks, 30)
     assert descendants_of_test() == []
@@ -242,7 +276,7 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path):
     assert json.loads((tmp_path / "out" / "results.json").read_text())["status"] == "failed"
 
 
-# ------------------------------------------------------------------------------------------ who writes the results
+# --------------------------------------------------------------------------- who writes the results
 
 
 def results_of(folder, main=True):
@@ -252,18 +286,30 @@ def results_of(folder, main=True):
     from support.report.results import Results
 
     run = SimpleNamespace(
-        is_main=main, from_main=lambda value: value, device=torch.device("cpu"), on_failure=[], lock=None
+        is_main=main,
+        from_main=lambda value: value,
+        device=torch.device("cpu"),
+        on_failure=[],
+        lock=None,
     )
     results = Results(run, folder, {}, resuming=False)
     if not main:  # what rank 0 has announced
-        results.facts["started_at"] = json.loads((folder / "results.json").read_text())["started_at"]
+        results.facts["started_at"] = json.loads((folder / "results.json").read_text())[
+            "started_at"
+        ]
     return results
 
 
-@pytest.mark.parametrize("status, first, after", [
-    ("running", True, "failed"), ("failed", False, "failed"), ("oom", False, "oom"), ("completed", True, "completed"),
-    ("preempted", True, "preempted"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "status, first, after",
+    [
+        ("running", True, "failed"),
+        ("failed", False, "failed"),
+        ("oom", False, "oom"),
+        ("completed", True, "completed"),
+        ("preempted", True, "preempted"),
+    ],
+)
 def test_the_first_error_stays_and_a_good_end_stays(tmp_path, status, first, after):
     results_of(tmp_path)  # rank 0's
     other = results_of(tmp_path, main=False)
@@ -277,7 +323,11 @@ def test_the_first_error_stays_and_a_good_end_stays(tmp_path, status, first, aft
 
 def test_an_error_of_an_earlier_run_does_not_stay(tmp_path):
     other = results_of(tmp_path)
-    earlier = {"status": "failed", "reason": "an earlier error", "started_at": "2020-01-01T00:00:00+00:00"}
+    earlier = {
+        "status": "failed",
+        "reason": "an earlier error",
+        "started_at": "2020-01-01T00:00:00+00:00",
+    }
     (tmp_path / "results.json").write_text(json.dumps(earlier))
     assert other.fail(TrainingError("an error"))
     assert json.loads((tmp_path / "results.json").read_text())["reason"] == "an error"
@@ -292,7 +342,7 @@ def test_an_error_is_written_over_damaged_results(tmp_path, damage):
     assert json.loads((tmp_path / "results.json").read_text())["reason"] == "an error"
 
 
-# ------------------------------------------------------------------------------------------ full disks
+# --------------------------------------------------------------------------------------- full disks
 
 
 def test_results_are_written_to_a_full_disk(disk):
@@ -314,7 +364,19 @@ def test_a_text_that_does_not_fit_leaves_the_file_as_it_was(disk):
 
 def test_full_disk_while_metrics_are_written(disk):
     folder = disk(1)
-    run = start([sys.executable, SCRIPT, *TINY, "--epochs", "1000", "--logging_steps", "1", "--output_dir", folder / "out"])
+    run = start(
+        [
+            sys.executable,
+            SCRIPT,
+            *TINY,
+            "--epochs",
+            "1000",
+            "--logging_steps",
+            "1",
+            "--output_dir",
+            folder / "out",
+        ]
+    )
     while "Epoch 1" not in (line := run.stdout.readline()):
         assert line, run.stderr.read()
     fill(folder)
@@ -338,8 +400,13 @@ def test_full_temporary_folder_is_named(script, disk):
 
 
 def run_shell(command: str, folder, redirection: str) -> Run:
-    """Run a command in bash with redirected streams; the exit code is the command's, also before a pipe."""
-    process = start(["bash", "-c", f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"], {"PYTHON": sys.executable})
+    """Run a command in bash with redirected streams; the exit code is the command's, also before a
+    pipe.
+    """
+    process = start(
+        ["bash", "-c", f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"],
+        {"PYTHON": sys.executable},
+    )
     out, err = finish(process, 120)
     return Run(process.returncode, out, err, 0, folder)
 
@@ -355,23 +422,56 @@ PLAN = f"{sys.executable} {PROJECT}/scripts/plan_memory.py --gpus 2 --gpu_memory
 
 
 @table(
-    Attack("stdout and stderr on a full disk", args=(TRAIN, "> /dev/full 2>&1"), code=0, holds=completed),
+    Attack(
+        "stdout and stderr on a full disk",
+        args=(TRAIN, "> /dev/full 2>&1"),
+        code=0,
+        holds=completed,
+    ),
     Attack("everything closed", args=(TRAIN, "<&- >&- 2>&-"), code=0, holds=completed),
     Attack("head", args=(TRAIN, "| head -n 1"), code=0, holds=completed, soak=True),
-    Attack("head with SIGPIPE ignored", args=(f"trap '' PIPE; {TRAIN}", "| head -n 1"), code=0, holds=completed, soak=True),
+    Attack(
+        "head with SIGPIPE ignored",
+        args=(f"trap '' PIPE; {TRAIN}", "| head -n 1"),
+        code=0,
+        holds=completed,
+        soak=True,
+    ),
     Attack("bars on a full disk", args=(TRAIN, "2> /dev/full"), code=0, holds=completed, soak=True),
-    Attack("file size limit", args=(f"ulimit -f 20000; {TRAIN}", "> @/log"), code=0, holds=completed, soak=True),
-    Attack("torchrun, full disk", args=(TORCHRUN, "> /dev/full 2> /dev/full"), code=0, holds=completed, soak=True),
-    Attack("torchrun, head", args=(TORCHRUN, "2>&1 | head -n 1"), code=0, holds=completed, soak=True),
+    Attack(
+        "file size limit",
+        args=(f"ulimit -f 20000; {TRAIN}", "> @/log"),
+        code=0,
+        holds=completed,
+        soak=True,
+    ),
+    Attack(
+        "torchrun, full disk",
+        args=(TORCHRUN, "> /dev/full 2> /dev/full"),
+        code=0,
+        holds=completed,
+        soak=True,
+    ),
+    Attack(
+        "torchrun, head", args=(TORCHRUN, "2>&1 | head -n 1"), code=0, holds=completed, soak=True
+    ),
     Attack("help, head", args=(f"{sys.executable} {SCRIPT} --help", "| head -n 1"), code=0),
     Attack("help, full disk", args=(f"{sys.executable} {SCRIPT} --help", "> /dev/full"), code=0),
-    Attack("configuration, full disk", args=(f"{sys.executable} {SCRIPT} --print_config", "> /dev/full"), code=1,
-           says="No space left"),
-    Attack("wrong flag, everything closed", args=(f"{sys.executable} {SCRIPT} --nope", "<&- >&- 2>&-"), code=2),
+    Attack(
+        "configuration, full disk",
+        args=(f"{sys.executable} {SCRIPT} --print_config", "> /dev/full"),
+        code=1,
+        says="No space left",
+    ),
+    Attack(
+        "wrong flag, everything closed",
+        args=(f"{sys.executable} {SCRIPT} --nope", "<&- >&- 2>&-"),
+        code=2,
+    ),
     Attack("plan, head", args=(PLAN, "| head -n 1"), code=0),
     Attack("plan, full disk", args=(PLAN, "> /dev/full"), code=1, says="No space left"),
     Attack("plan, closed", args=(PLAN, ">&-"), code=0),
-)  # fmt: skip
+)
 def test_output_that_cannot_be_written(attack, tmp_path):
     command, redirection = (text.replace("@", str(tmp_path)) for text in attack.args)
     attack.check(tmp_path, run_shell(command, tmp_path / "out", redirection))
@@ -381,7 +481,12 @@ def test_a_library_that_writes_to_the_first_descriptors_harms_no_file(tmp_path):
     """With stdout closed the next file would get number 1, and everything that is printed."""
     code = "from support import process; process.protect_output(); f = open('data', 'w'); print('printed'); f.write('data')"
     env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" <&- >&- 2>&-'], cwd=tmp_path, check=True, env=env)
+    subprocess.run(
+        ["bash", "-c", f'{sys.executable} -c "{code}" <&- >&- 2>&-'],
+        cwd=tmp_path,
+        check=True,
+        env=env,
+    )
     assert (tmp_path / "data").read_text() == "data"
 
 
@@ -391,14 +496,19 @@ def test_a_library_that_writes_to_the_first_descriptors_harms_no_file(tmp_path):
 @pytest.fixture
 def signal_while_importing(tmp_path):
     """An environment in which importing torch sends this process a signal."""
-    (tmp_path / "torch.py").write_text("import os, time\nos.kill(os.getpid(), int(os.environ['SENT']))\ntime.sleep(30)\n")
+    (tmp_path / "torch.py").write_text(
+        "import os, time\nos.kill(os.getpid(), int(os.environ['SENT']))\ntime.sleep(30)\n"
+    )
     return {"PYTHONPATH": tmp_path}
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_signal_during_imports(signal_while_importing, tmp_path, name):
     number = signal.Signals[name].value
-    run = start([sys.executable, SCRIPT, "--output_dir", tmp_path / "out"], {**signal_while_importing, "SENT": number})
+    run = start(
+        [sys.executable, SCRIPT, "--output_dir", tmp_path / "out"],
+        {**signal_while_importing, "SENT": number},
+    )
     _, err = finish(run, 20)
     assert run.returncode == 1
     assert err.count("❌") == 1 and name in err and "Traceback" not in err
@@ -406,19 +516,29 @@ def test_signal_during_imports(signal_while_importing, tmp_path, name):
 
 def test_signal_during_imports_is_reported_once(signal_while_importing, tmp_path):
     env = {**signal_while_importing, "SENT": 15, "WORLD_SIZE": 2}
-    ranks = [start([sys.executable, SCRIPT, "--output_dir", tmp_path / "out"], {**env, "RANK": rank}) for rank in (0, 1)]
+    ranks = [
+        start([sys.executable, SCRIPT, "--output_dir", tmp_path / "out"], {**env, "RANK": rank})
+        for rank in (0, 1)
+    ]
     said = [finish(rank, 20)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "".join(said).count("❌") == 1
 
 
-@pytest.mark.parametrize("error, code, says", [
-    ("ImportError('libtorch.so: failed to map segment')", 1, "libtorch.so"), ("MemoryError", 3, "Out of memory"),
-    ("OSError(24, 'Too many open files')", 1, "ulimit -n"), ("KeyboardInterrupt", 1, "Interrupted"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, code, says",
+    [
+        ("ImportError('libtorch.so: failed to map segment')", 1, "libtorch.so"),
+        ("MemoryError", 3, "Out of memory"),
+        ("OSError(24, 'Too many open files')", 1, "ulimit -n"),
+        ("KeyboardInterrupt", 1, "Interrupted"),
+    ],
+)
 def test_libraries_that_cannot_be_imported(tmp_path, error, code, says):
     (tmp_path / "torch.py").write_text(f"raise {error}\n")
-    run = start([sys.executable, SCRIPT, "--output_dir", tmp_path / "out"], {"PYTHONPATH": tmp_path})
+    run = start(
+        [sys.executable, SCRIPT, "--output_dir", tmp_path / "out"], {"PYTHONPATH": tmp_path}
+    )
     _, err = finish(run, 20)
     assert run.returncode == code
     assert err.count("❌") == 1 and says in err and "Traceback" not in err
@@ -426,7 +546,9 @@ def test_libraries_that_cannot_be_imported(tmp_path, error, code, says):
 
 @pytest.mark.parametrize("program", ["plan_memory.py", "compare_report.py"])
 def test_command_line_that_is_interrupted_during_imports(tmp_path, program):
-    (tmp_path / "tabulate.py").write_text("import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(30)\n")
+    (tmp_path / "tabulate.py").write_text(
+        "import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(30)\n"
+    )
     run = start([sys.executable, PROJECT / "scripts" / program], {"PYTHONPATH": tmp_path})
     _, err = finish(run, 20)
     assert run.returncode == 1
@@ -477,7 +599,9 @@ def test_a_disk_that_hangs_hides_no_message(stop, monkeypatch, capfd):
     from support.cluster.launch import Launch
 
     monkeypatch.setattr(distributed, "DISK_SECONDS", 0.1)
-    run = distributed.Run(Launch("python", 0, 0, 1, 1, 0, "", 0), torch.device("cpu"), "gloo", False, stop=stop)
+    run = distributed.Run(
+        Launch("python", 0, 0, 1, 1, 0, "", 0), torch.device("cpu"), "gloo", False, stop=stop
+    )
     run.on_failure.append(lambda _: time.sleep(20))
     begun = time.monotonic()
     run._report(TrainingError("the first error"))
@@ -501,7 +625,9 @@ def test_a_signal_that_was_swallowed_ends_the_run_later(stop):
         time.sleep(5)
     except BaseException:
         pass
-    os.kill(os.getpid(), signal.SIGTERM)  # the launcher's repetition does not disturb what `finally` does
+    os.kill(
+        os.getpid(), signal.SIGTERM
+    )  # the launcher's repetition does not disturb what `finally` does
     with pytest.raises(StoppedBySignal):
         stop.defer()
 

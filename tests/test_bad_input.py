@@ -1,4 +1,6 @@
-"""Whatever a user can get wrong ends before anything trains, with exit code 2 and one line that says what to do."""
+"""Whatever a user can get wrong ends before anything trains, with exit code 2 and one line that
+says what to do.
+"""
 
 import json
 import os
@@ -19,32 +21,37 @@ def refused(script):
     def run(*args, timeout=60, **options):
         done = script(*args, ok=False, timeout=timeout, **options)
         # A launcher turns every exit code but 0 into its own.
-        assert done.code == 2 if options.get("ranks", 1) == 1 else done.code != 0, done.out + done.err
+        assert done.code == 2 if options.get("ranks", 1) == 1 else done.code != 0, (
+            done.out + done.err
+        )
         return done.error
 
     return run
 
 
-# ------------------------------------------------------------------------------------------------ the command line
+# --------------------------------------------------------------------------------- the command line
 
 
-@pytest.mark.parametrize("args, said", [
-    (["--strategy", "zero4"], "zero4"),
-    (["--stratgy", "dp"], "did you mean --strategy"),
-    (["--batch_size", "0"], "--batch_size"),
-    (["--batch_size", "-3"], "--batch_size"),
-    (["--seq_length", "0"], "--seq_length"),
-    (["--seq_length", "1"], "--seq_length"),
-    (["--num_samples", "0"], "--num_samples"),
-    (["--epochs", "two"], "two"),
-    (["--lr", "-1"], "--lr"),
-    (["--lr", "nan"], "--lr"),
-    (["--dropout", "1.5"], "--dropout"),
-    (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps"),
-    (["--eval_only", "--no_eval"], "--eval_only"),
-    (["extra"], "extra"),
-    (["--model"], "--model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["--strategy", "zero4"], "zero4"),
+        (["--stratgy", "dp"], "did you mean --strategy"),
+        (["--batch_size", "0"], "--batch_size"),
+        (["--batch_size", "-3"], "--batch_size"),
+        (["--seq_length", "0"], "--seq_length"),
+        (["--seq_length", "1"], "--seq_length"),
+        (["--num_samples", "0"], "--num_samples"),
+        (["--epochs", "two"], "two"),
+        (["--lr", "-1"], "--lr"),
+        (["--lr", "nan"], "--lr"),
+        (["--dropout", "1.5"], "--dropout"),
+        (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps"),
+        (["--eval_only", "--no_eval"], "--eval_only"),
+        (["extra"], "extra"),
+        (["--model"], "--model"),
+    ],
+)
 def test_wrong_arguments(refused, args, said):
     assert said in refused(*args)
 
@@ -55,7 +62,11 @@ def test_help_and_argument_errors_import_nothing_heavy():
         command = [python, "-X", "importtime", "real_model_example.py", argument]
         done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
         assert done.returncode == code
-        imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+        imported = {
+            line.split("|")[-1].strip()
+            for line in done.stderr.splitlines()
+            if line.startswith("import time")
+        }
         assert not imported & {"torch", "numpy", "transformers", "datasets", "deepspeed"}
 
 
@@ -73,12 +84,14 @@ def test_fp16_on_a_cpu(refused):
 
 
 def test_fewer_gpus_than_ranks(script):
-    done = script(launcher="torchrun", ranks=2, program=FAULT, env={"FAULT": "gpus:1"}, ok=False, timeout=60)
+    done = script(
+        launcher="torchrun", ranks=2, program=FAULT, env={"FAULT": "gpus:1"}, ok=False, timeout=60
+    )
     assert done.code != 0
     assert "2 ranks were started on this node, but only 1 GPU(s) are visible" in done.error
 
 
-# ------------------------------------------------------------------------------------------------ models
+# ------------------------------------------------------------------------------------------- models
 
 
 def test_missing_model_folder(refused):
@@ -102,7 +115,9 @@ def test_model_without_tokenizer(refused, llama, tmp_path):
 
 def test_nothing_to_evaluate_on(refused, tmp_path):
     (tmp_path / "tiny.txt").write_text("the function returns the value of the object")
-    assert "nothing to evaluate on" in refused("--eval_only", "--dataset", tmp_path / "tiny.txt", "--seq_length", "8")
+    assert "nothing to evaluate on" in refused(
+        "--eval_only", "--dataset", tmp_path / "tiny.txt", "--seq_length", "8"
+    )
 
 
 def test_model_without_weights(refused, llama, tmp_path):
@@ -111,12 +126,15 @@ def test_model_without_weights(refused, llama, tmp_path):
             (tmp_path / file.name).write_bytes(file.read_bytes())
     assert "cannot be loaded" in refused("--model", tmp_path, "--dataset", "pydocs")
     # On two ranks one line, too, although both fail.
-    assert "cannot be loaded" in refused("--model", tmp_path, "--dataset", "pydocs", launcher="torchrun", ranks=2)
+    assert "cannot be loaded" in refused(
+        "--model", tmp_path, "--dataset", "pydocs", launcher="torchrun", ranks=2
+    )
 
 
-# ------------------------------------------------------------------------------------------------ the hub
+# ------------------------------------------------------------------------------------------ the hub
 
-ASKED_FIRST = 20  # seconds: without a question of our own, Hugging Face's clients retry for 23 s to 11 minutes
+# seconds: without a question of our own, Hugging Face's clients retry for 23 s to 11 minutes
+ASKED_FIRST = 20
 
 
 def test_hub_that_refuses(refused):
@@ -124,7 +142,9 @@ def test_hub_that_refuses(refused):
         unused.bind(("127.0.0.1", 0))  # bound and not listening: refused
         env = {"HF_ENDPOINT": f"http://127.0.0.1:{unused.getsockname()[1]}"}
         error = refused("--model", "gpt2", env=env, timeout=ASKED_FIRST)
-        assert "cannot be reached" in error and "--from_scratch" in error and "HF_HUB_OFFLINE" in error
+        assert (
+            "cannot be reached" in error and "--from_scratch" in error and "HF_HUB_OFFLINE" in error
+        )
         assert "cannot be reached" in refused("--dataset", "wikitext", env=env, timeout=ASKED_FIRST)
 
 
@@ -134,7 +154,9 @@ def test_hub_that_never_answers(refused):
         silent.listen()
         env = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         assert "cannot be reached" in refused("--model", "gpt2", env=env, timeout=ASKED_FIRST)
-        assert "cannot be reached" in refused("--model", "gpt2", env=env, launcher="torchrun", ranks=2, timeout=ASKED_FIRST)
+        assert "cannot be reached" in refused(
+            "--model", "gpt2", env=env, launcher="torchrun", ranks=2, timeout=ASKED_FIRST
+        )
 
 
 def test_repositories_that_are_missing(refused, hub):
@@ -166,21 +188,24 @@ def test_gated_model(refused):
         server.server_close()
 
 
-# ------------------------------------------------------------------------------------------------ data
+# --------------------------------------------------------------------------------------------- data
 
 
-@pytest.mark.parametrize("name, content, said", [
-    ("empty.txt", b"", "is empty"),
-    ("latin.txt", "caf\u00e9 ".encode("latin-1") * 2000, "not UTF-8"),
-    ("short.txt", b"a few words", "less than one block"),
-    ("rows.jsonl", b'{"body": "x"}\n', "body"),
-    ("broken.jsonl", b'{"text": "x"}\n{"text": \n', "line 2"),
-    ("number.jsonl", b'{"text": 7}\n', "line 1"),
-    ("rows.json", b'[{"body": "x"}]', "body"),
-    ("broken.json", b'[{"text": "x"},\n oops]', "line 2, column 2"),
-    ("rows.csv", b"title,body\nx,y\n", "title, body"),
-    ("no.parquet", b"PAR0", "not a Parquet file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("empty.txt", b"", "is empty"),
+        ("latin.txt", "caf\u00e9 ".encode("latin-1") * 2000, "not UTF-8"),
+        ("short.txt", b"a few words", "less than one block"),
+        ("rows.jsonl", b'{"body": "x"}\n', "body"),
+        ("broken.jsonl", b'{"text": "x"}\n{"text": \n', "line 2"),
+        ("number.jsonl", b'{"text": 7}\n', "line 1"),
+        ("rows.json", b'[{"body": "x"}]', "body"),
+        ("broken.json", b'[{"text": "x"},\n oops]', "line 2, column 2"),
+        ("rows.csv", b"title,body\nx,y\n", "title, body"),
+        ("no.parquet", b"PAR0", "not a Parquet file"),
+    ],
+)
 def test_data_that_cannot_be_used(refused, tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     error = refused("--dataset", tmp_path / name)
@@ -195,17 +220,21 @@ def test_missing_data(refused, tmp_path):
 
 def test_short_corpus_on_two_ranks(refused, tmp_path):
     (tmp_path / "short.txt").write_text("a few words")
-    assert "less than one block" in refused("--dataset", tmp_path / "short.txt", launcher="torchrun", ranks=2)
+    assert "less than one block" in refused(
+        "--dataset", tmp_path / "short.txt", launcher="torchrun", ranks=2
+    )
     assert descendants_of_test() == []
 
 
 def test_more_samples_than_there_are_uses_all_and_says_so(script, tmp_path, text_file):
-    run = script("--dataset", text_file, "--num_samples", "1000000", "--max_steps", "1", "--no_eval")
+    run = script(
+        "--dataset", text_file, "--num_samples", "1000000", "--max_steps", "1", "--no_eval"
+    )
     assert "using all" in run.out
     assert f"✅ Dataset ready: {run.results['dataset']['blocks']:,} samples" in run.out
 
 
-# ------------------------------------------------------------------------------------------------ DeepSpeed's file
+# --------------------------------------------------------------------------------- DeepSpeed's file
 
 
 @pytest.fixture
@@ -225,28 +254,61 @@ def test_broken_json_is_located(refused, ds_config):
     broken = '{\n  "train_micro_batch_size_per_gpu": 4,\n  "zero_optimization": {"stage": 2,\n  "bf16" {"enabled": true}\n}'
     error = refused("--strategy", "zero2", "--ds_config", ds_config(broken))
     assert "mine.json" in error and "line 4" in error and "column" in error
-    missing_comma = '{\n  "train_micro_batch_size_per_gpu": 4 "x": 3,\n  "zero_optimization": {"stage": 2}\n}'
+    missing_comma = (
+        '{\n  "train_micro_batch_size_per_gpu": 4 "x": 3,\n  "zero_optimization": {"stage": 2}\n}'
+    )
     assert "line 2" in refused("--strategy", "zero2", "--ds_config", ds_config(missing_comma))
     assert "cannot be read" in refused("--strategy", "zero2", "--ds_config", "no-such.json")
 
 
-@pytest.mark.parametrize("args, change, said", [
-    (["--strategy", "zero3"], {}, ["stage 2", "--strategy zero3"]),
-    (["--strategy", "offload"], {}, ["offload_optimizer", "--strategy offload"]),
-    (["--batch_size", "2"], {"train_micro_batch_size_per_gpu": 4}, ["--batch_size 2", "train_micro_batch_size_per_gpu 4"]),
-    (["--lr", "0.1"], {"optimizer": {"type": "AdamW", "params": {"lr": 0.2}}}, ["--lr 0.1", "optimizer.params.lr 0.2"]),
-    (["--max_grad_norm", "2"], {"gradient_clipping": 1.0}, ["--max_grad_norm 2.0", "gradient_clipping 1.0"]),
-    (["--precision", "fp32"], {"bf16": {"enabled": True}}, ["--precision fp32", "bf16"]),
-    (["--precision", "bf16"], {"bf16": {"enabled": False}}, ["--precision bf16", "bf16.enabled false"]),
-    (["--lr", "0.1"], {"scheduler": {"type": "WarmupLR", "params": {}}}, ["--lr", "WarmupLR"]),
-    (["--warmup_steps", "3"], {"scheduler": {"type": "WarmupLR", "params": {}}}, ["--warmup_steps", "WarmupLR"]),
-    ([], {"train_batch_size": 13}, ["train_batch_size 13", "--batch_size 4"]),
-    (["--gradient_accumulation_steps", "2"], {"train_batch_size": 12}, ["size 12", "--gradient_accumulation_steps 2"]),
-    ([], {"optimizer": None}, ["optimizer must be an object"]),
-    ([], {"fp16": True}, ["fp16 must be an object"]),
-    (["--lr", "5e-5"], {"optimizer": {"type": "AdamW", "params": {"lr": "7e-5"}}}, ["--lr 5e-05", "optimizer.params.lr 7e-5"]),
-    ([], {"train_micro_batch_size_per_gpu": -1}, ["train_micro_batch_size_per_gpu"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "args, change, said",
+    [
+        (["--strategy", "zero3"], {}, ["stage 2", "--strategy zero3"]),
+        (["--strategy", "offload"], {}, ["offload_optimizer", "--strategy offload"]),
+        (
+            ["--batch_size", "2"],
+            {"train_micro_batch_size_per_gpu": 4},
+            ["--batch_size 2", "train_micro_batch_size_per_gpu 4"],
+        ),
+        (
+            ["--lr", "0.1"],
+            {"optimizer": {"type": "AdamW", "params": {"lr": 0.2}}},
+            ["--lr 0.1", "optimizer.params.lr 0.2"],
+        ),
+        (
+            ["--max_grad_norm", "2"],
+            {"gradient_clipping": 1.0},
+            ["--max_grad_norm 2.0", "gradient_clipping 1.0"],
+        ),
+        (["--precision", "fp32"], {"bf16": {"enabled": True}}, ["--precision fp32", "bf16"]),
+        (
+            ["--precision", "bf16"],
+            {"bf16": {"enabled": False}},
+            ["--precision bf16", "bf16.enabled false"],
+        ),
+        (["--lr", "0.1"], {"scheduler": {"type": "WarmupLR", "params": {}}}, ["--lr", "WarmupLR"]),
+        (
+            ["--warmup_steps", "3"],
+            {"scheduler": {"type": "WarmupLR", "params": {}}},
+            ["--warmup_steps", "WarmupLR"],
+        ),
+        ([], {"train_batch_size": 13}, ["train_batch_size 13", "--batch_size 4"]),
+        (
+            ["--gradient_accumulation_steps", "2"],
+            {"train_batch_size": 12},
+            ["size 12", "--gradient_accumulation_steps 2"],
+        ),
+        ([], {"optimizer": None}, ["optimizer must be an object"]),
+        ([], {"fp16": True}, ["fp16 must be an object"]),
+        (
+            ["--lr", "5e-5"],
+            {"optimizer": {"type": "AdamW", "params": {"lr": "7e-5"}}},
+            ["--lr 5e-05", "optimizer.params.lr 7e-5"],
+        ),
+        ([], {"train_micro_batch_size_per_gpu": -1}, ["train_micro_batch_size_per_gpu"]),
+    ],
+)
 def test_contradictions_name_both_sides(refused, ds_config, args, change, said):
     strategy = [] if "--strategy" in args else ["--strategy", "zero2"]
     error = refused(*strategy, *args, "--ds_config", ds_config(**change))
@@ -258,7 +320,7 @@ def test_value_that_deepspeed_refuses_is_named(refused, ds_config):
     assert "reduce_bucket_size" in refused("--strategy", "zero2", "--ds_config", path)
 
 
-# ------------------------------------------------------------------------------------------------ the machine
+# -------------------------------------------------------------------------------------- the machine
 
 
 def test_nvme_path_that_is_missing(refused):
@@ -274,7 +336,9 @@ def test_nvme_path_that_cannot_be_written(refused):
 def test_nvme_path_that_is_too_small(refused, tmp_path):
     if os.geteuid() != 0:
         skip("needs root to mount a small file system")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True, text=True
+    )
     if mounted.returncode != 0:
         skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
     try:
@@ -298,5 +362,14 @@ def test_missing_libaio(refused, without_libaio):
 def test_output_dir_that_holds_another_run(refused, script):
     first = script("--max_steps", "1", "--no_eval", "--seq_length", "32")
     assert "--overwrite" in refused("--output_dir", first.folder)
-    script("--max_steps", "1", "--no_eval", "--seq_length", "32", "--output_dir", first.folder, "--overwrite")
+    script(
+        "--max_steps",
+        "1",
+        "--no_eval",
+        "--seq_length",
+        "32",
+        "--output_dir",
+        first.folder,
+        "--overwrite",
+    )
     assert "is a file" in refused("--output_dir", first.folder / "results.json")

@@ -5,26 +5,72 @@ import json
 import pytest
 
 # 24 blocks, seen again and again at a high rate: what was held out gets worse before long.
-WORK = ["--seq_length", "32", "--num_samples", "24", "--batch_size", "8", "--epochs", "20", "--lr", "3e-3", "--precision",
-        "fp32", "--eval_every", "4", "--eval_samples", "16", "--lr_scheduler", "constant"]  # fmt: skip
+WORK = [
+    "--seq_length",
+    "32",
+    "--num_samples",
+    "24",
+    "--batch_size",
+    "8",
+    "--epochs",
+    "20",
+    "--lr",
+    "3e-3",
+    "--precision",
+    "fp32",
+    "--eval_every",
+    "4",
+    "--eval_samples",
+    "16",
+    "--lr_scheduler",
+    "constant",
+]
 
 
 def test_early_stopping_keeps_and_exports_the_best(script, tmp_path):
-    work = [*WORK, "--early_stopping_patience", "2", "--load_best_at_end", "--keep_last", "1", "--output_dir", tmp_path]
+    work = [
+        *WORK,
+        "--early_stopping_patience",
+        "2",
+        "--load_best_at_end",
+        "--keep_last",
+        "1",
+        "--output_dir",
+        tmp_path,
+    ]
     run = script(*work, folder=tmp_path)
-    evaluations = {record["step"]: record["eval_loss"] for record in run.metrics if "eval_loss" in record}
+    evaluations = {
+        record["step"]: record["eval_loss"] for record in run.metrics if "eval_loss" in record
+    }
     best = min(evaluations, key=evaluations.get)
-    assert list(evaluations) == list(range(4, best + 9, 4)) and best + 8 < 60  # two more after the best
+    assert (
+        list(evaluations) == list(range(4, best + 9, 4)) and best + 8 < 60
+    )  # two more after the best
     found = run.results
     assert (found["best_step"], found["stopped_early"], found["steps"]) == (best, 2, best + 8)
     assert found["best_eval_loss"] == evaluations[best] < found["eval_loss"]
     assert (tmp_path / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
-    held = found["memory"]["categories_bytes"]  # measured although nobody knew which step would be the last
+    held = found["memory"][
+        "categories_bytes"
+    ]  # measured although nobody knew which step would be the last
     assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=1e-3)
-    exported = script("--model", tmp_path / "hf", "--dataset", "pydocs", "--eval_only", "--eval_samples", "16",
-                      "--seq_length", "32", "--precision", "fp32")  # fmt: skip
+    exported = script(
+        "--model",
+        tmp_path / "hf",
+        "--dataset",
+        "pydocs",
+        "--eval_only",
+        "--eval_samples",
+        "16",
+        "--seq_length",
+        "32",
+        "--precision",
+        "fp32",
+    )
     assert exported.results["eval_loss"] == pytest.approx(found["best_eval_loss"], rel=1e-5)
-    again = script(*work, "--resume", folder=tmp_path)  # it is over, although more epochs were asked for
+    again = script(
+        *work, "--resume", folder=tmp_path
+    )  # it is over, although more epochs were asked for
     assert "complete already" in again.out and again.results["best_step"] == best
 
 
@@ -32,27 +78,50 @@ def test_patience_and_the_best_survive_a_resume(script, tmp_path):
     work = [*WORK, "--early_stopping_patience", "2", "--no_export"]
     whole = script(*work, "--save_every", "2", "--strategy", "zero2", launcher="torchrun", ranks=2)
     best = whole.results["best_step"]
-    start = whole.folder / "checkpoints" / f"step-{best + 4:08d}"  # one evaluation that was no better is just to come
+    start = (
+        whole.folder / "checkpoints" / f"step-{best + 4:08d}"
+    )  # one evaluation that was no better is just to come
     resumed = script(*work, "--batch_size", "16", "--no_save", "--resume", start)
     assert json.loads((start / "manifest.json").read_text())["counters"]["best"]["waited"] == 0
     assert len(resumed.losses) == 4
     assert (resumed.results["steps"], resumed.results["best_step"]) == (best + 8, best)
 
 
-IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero2", "zero3", "infinity", "fsdp")]
+IN_SOAK = [
+    pytest.param(strategy, marks=pytest.mark.soak)
+    for strategy in ("zero2", "zero3", "infinity", "fsdp")
+]
 
 
 @pytest.mark.parametrize("strategy", ["kept", *IN_SOAK])
 def test_the_best_weights_are_everywhere(script, tmp_path, strategy):
-    """Also where a strategy held them whole for the last evaluation: the sample comes from the live model, not the export."""
+    """Also where a strategy held them whole for the last evaluation: the sample comes from the live
+    model, not the export.
+    """
     how = ["--strategy", strategy]
     if strategy == "kept":  # what FSDP gathered for the last block's forward pass
         (tmp_path / "fsdp.json").write_text('{"fsdp_sharding_strategy": "SHARD_GRAD_OP"}')
         how = ["--strategy", "fsdp", "--fsdp_config", tmp_path / "fsdp.json"]
     work = [*WORK, "--load_best_at_end", "--eval_samples", "16", "--generate", "A list is", *how]
     run = script(*work, "--max_steps", "16", "--batch_size", "4", launcher="torchrun", ranks=2)
-    assert run.results["best_step"] < 16 and len(list((run.folder / "checkpoints").glob("step-*"))) == 1
-    loaded = script("--model", run.folder / "hf", "--dataset", "pydocs", "--eval_only", "--generate", "A list is",
-                    "--seq_length", "32", "--precision", "fp32", "--eval_samples", "16")  # fmt: skip
+    assert (
+        run.results["best_step"] < 16
+        and len(list((run.folder / "checkpoints").glob("step-*"))) == 1
+    )
+    loaded = script(
+        "--model",
+        run.folder / "hf",
+        "--dataset",
+        "pydocs",
+        "--eval_only",
+        "--generate",
+        "A list is",
+        "--seq_length",
+        "32",
+        "--precision",
+        "fp32",
+        "--eval_samples",
+        "16",
+    )
     assert loaded.results["eval_loss"] == pytest.approx(run.results["best_eval_loss"], rel=1e-5)
     assert loaded.results["sample"] == run.results["sample"]

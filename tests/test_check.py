@@ -1,4 +1,6 @@
-"""--check says what would keep a run from running, and an error that happens says what to do about it."""
+"""--check says what would keep a run from running, and an error that happens says what to do about
+it.
+"""
 
 import json
 import os
@@ -10,7 +12,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PROJECT, SCRIPT, descendants_of_test, finish, free_port, path_without, skip, start
+from conftest import (
+    PROJECT,
+    SCRIPT,
+    descendants_of_test,
+    finish,
+    free_port,
+    path_without,
+    skip,
+    start,
+)
 
 sys.path.insert(0, str(PROJECT))
 
@@ -20,14 +31,27 @@ def lines_of(run, name):
 
 
 @pytest.mark.parametrize(
-    "launcher, ranks, strategy", [("python", 1, "infinity"), ("torchrun", 2, "zero3"), ("deepspeed", 2, "dp")]
+    "launcher, ranks, strategy",
+    [("python", 1, "infinity"), ("torchrun", 2, "zero3"), ("deepspeed", 2, "dp")],
 )
 def test_machine_that_can_run(script, launcher, ranks, strategy):
     run = script("--check", "--strategy", strategy, launcher=launcher, ranks=ranks)
-    for name in ("Python", "GPU", "compiler", "DeepSpeed ops", "disk", "open files", "memory", "hub", "rendezvous"):
+    for name in (
+        "Python",
+        "GPU",
+        "compiler",
+        "DeepSpeed ops",
+        "disk",
+        "open files",
+        "memory",
+        "hub",
+        "rendezvous",
+    ):
         assert len(lines_of(run, name)) == 1, (name, run.out)
     assert "it can run" in run.out and "❌" not in run.out
-    own = [line for line in run.out.splitlines() if not line.startswith("[2")]  # deepspeed's launcher logs with the date
+    own = [
+        line for line in run.out.splitlines() if not line.startswith("[2")
+    ]  # deepspeed's launcher logs with the date
     assert len(own) < 24 and not run.folder.exists()  # one screen, and nothing is written
     [communication] = lines_of(run, "communication")
     assert ranks == 1 or re.search(r"over 2 ranks .* \d+\.\d\d GB/s, \d+ µs", communication)
@@ -36,7 +60,15 @@ def test_machine_that_can_run(script, launcher, ranks, strategy):
 
 
 def test_two_nodes_under_srun(slurm, script):
-    command = ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1", sys.executable, SCRIPT, "--check"]
+    command = [
+        "srun",
+        "--nodes=2",
+        "--ntasks=2",
+        "--kill-on-bad-exit=1",
+        sys.executable,
+        SCRIPT,
+        "--check",
+    ]
     process = start(command)
     out, err = finish(process, 120)
     assert process.returncode == 0, out + err
@@ -51,7 +83,10 @@ def test_without_libaio(script, without_libaio):
 
 
 def test_without_a_compiler(script, tmp_path):
-    env = {"PATH": path_without(tmp_path, "c++", "g++", "gcc", "cc", "clang"), "TORCH_EXTENSIONS_DIR": tmp_path / "none"}
+    env = {
+        "PATH": path_without(tmp_path, "c++", "g++", "gcc", "cc", "clang"),
+        "TORCH_EXTENSIONS_DIR": tmp_path / "none",
+    }
     run = script("--check", "--strategy", "offload", env=env, ok=False)
     assert run.code == 1 and "build-essential" in run.out and "cpu_adam" in run.out
     assert script("--check", env=env).code == 0  # dp needs none
@@ -65,8 +100,13 @@ def test_hub_out_of_reach(script, tmp_path):
 
 def limited(command, files):
     """Run a command with a limit on open files; returns exit code and output."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120,
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)))  # fmt: skip
+    done = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout + done.stderr
 
@@ -82,7 +122,9 @@ def test_full_disk(tmp_path):
     if os.geteuid() != 0:
         skip("needs root to mount a small disk")
     mount = f"mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} {SCRIPT} --check --output_dir {tmp_path}/out"
-    done = subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1 and "free some space" in done.stdout, done.stdout + done.stderr
 
 
@@ -90,12 +132,18 @@ def test_port_that_is_taken(script):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        env = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken.getsockname()[1]}
+        env = {
+            "RANK": 0,
+            "WORLD_SIZE": 1,
+            "LOCAL_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": taken.getsockname()[1],
+        }
         run = script("--check", env=env, ok=False)
     assert run.code == 1 and str(env["MASTER_PORT"]) in run.error and "--master_port" in run.error
 
 
-# ------------------------------------------------------------------------------------------------ errors with advice
+# ------------------------------------------------------------------------------- errors with advice
 
 
 def broken_compiler(folder):
@@ -129,28 +177,76 @@ def test_collective_that_waits_too_long(script):
     """One rank sleeps in the middle of training."""
     from conftest import FAULT
 
-    work = ["--seq_length", "32", "--max_steps", "8", "--no_eval", "--no_export", "--ddp_timeout", "4"]
-    run = script(*work, launcher="torchrun", ranks=2, program=FAULT, env={"FAULT": "hang:1:3"}, ok=False, timeout=90)
+    work = [
+        "--seq_length",
+        "32",
+        "--max_steps",
+        "8",
+        "--no_eval",
+        "--no_export",
+        "--ddp_timeout",
+        "4",
+    ]
+    run = script(
+        *work,
+        launcher="torchrun",
+        ranks=2,
+        program=FAULT,
+        env={"FAULT": "hang:1:3"},
+        ok=False,
+        timeout=90,
+    )
     assert "--ddp_timeout" in run.error and run.results["status"] == "failed"
     assert descendants_of_test() == []
 
 
 # What cannot happen here, in the words of the libraries that say it.
-@pytest.mark.parametrize("name, text, said", [
-    ("DistBackendError", "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error, NCCL version 2.21.5", "NCCL_DEBUG"),
-    ("DistBackendError", "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", "--ddp_timeout"),
-    ("RuntimeError", "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4711", "dmesg"),
-    ("RuntimeError", "The NVIDIA driver: CUDA driver version is insufficient for CUDA runtime version", "nvidia-smi"),
-    ("MissingCUDAException", "CUDA_HOME does not exist, unable to compile CUDA op(s)", "CUDA_HOME"),
-    ("OSError", "[Errno 122] Disk quota exceeded: 'file'", "quota -s"),
-    ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", "Out of memory"),
-    ("RuntimeError", "[../gloo/transport/tcp/pair.cc] Timed out waiting 4000ms for recv operation", "--ddp_timeout"),
-    ("RuntimeError", "NCCL Error 2: /dev/shm/nccl-x: No space left on device", "--shm-size"),
-    ("RuntimeError", "TCPStore: connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
-    ("ModuleNotFoundError", "No module named 'deepspeed'", "pip install deepspeed"),
-    ("RuntimeError", "_histc_cuda does not have a deterministic implementation, but you set 'torch.use_deterministic_algo"
-     "rithms(True)'. You can turn off determinism just for this operation, or you can use", "needs _histc_cuda"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        (
+            "DistBackendError",
+            "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error, NCCL version 2.21.5",
+            "NCCL_DEBUG",
+        ),
+        (
+            "DistBackendError",
+            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+            "--ddp_timeout",
+        ),
+        (
+            "RuntimeError",
+            "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4711",
+            "dmesg",
+        ),
+        (
+            "RuntimeError",
+            "The NVIDIA driver: CUDA driver version is insufficient for CUDA runtime version",
+            "nvidia-smi",
+        ),
+        (
+            "MissingCUDAException",
+            "CUDA_HOME does not exist, unable to compile CUDA op(s)",
+            "CUDA_HOME",
+        ),
+        ("OSError", "[Errno 122] Disk quota exceeded: 'file'", "quota -s"),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", "Out of memory"),
+        (
+            "RuntimeError",
+            "[../gloo/transport/tcp/pair.cc] Timed out waiting 4000ms for recv operation",
+            "--ddp_timeout",
+        ),
+        ("RuntimeError", "NCCL Error 2: /dev/shm/nccl-x: No space left on device", "--shm-size"),
+        ("RuntimeError", "TCPStore: connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
+        ("ModuleNotFoundError", "No module named 'deepspeed'", "pip install deepspeed"),
+        (
+            "RuntimeError",
+            "_histc_cuda does not have a deterministic implementation, but you set 'torch.use_deterministic_algo"
+            "rithms(True)'. You can turn off determinism just for this operation, or you can use",
+            "needs _histc_cuda",
+        ),
+    ],
+)
 def test_library_error_gets_advice(name, text, said):
     from support.errors import explain
 
@@ -158,10 +254,14 @@ def test_library_error_gets_advice(name, text, said):
     assert said in shown and "\n" not in shown
 
 
-@pytest.mark.parametrize("text, on_host", [
-    ("CUDA error: out of memory", False), ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
-    ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, on_host",
+    [
+        ("CUDA error: out of memory", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),
+    ],
+)
 def test_whose_memory_is_out(text, on_host):
     from support.errors import explain
 
@@ -178,38 +278,72 @@ def test_variables_that_are_advised_exist():
 
     from support.advice import TABLE
 
-    named = {name for entry in TABLE for name in re.findall(r"\b(?:TORCH|NCCL|GLOO)_[A-Z0-9_]+", entry.advice)}
+    named = {
+        name
+        for entry in TABLE
+        for name in re.findall(r"\b(?:TORCH|NCCL|GLOO)_[A-Z0-9_]+", entry.advice)
+    }
     folder = Path(torch.__file__).parent / "lib"
-    held = b"".join((folder / f"lib{name}.so").read_bytes() for name in ("torch_cpu", "torch_python"))
+    held = b"".join(
+        (folder / f"lib{name}.so").read_bytes() for name in ("torch_cpu", "torch_python")
+    )
     assert {name for name in named if name.startswith("NCCL_")} <= NCCLS_OWN
     assert all(name.encode() in held for name in named if not name.startswith("NCCL_")), named
 
 
-# ------------------------------------------------------------------------------------------------ the command line
+# --------------------------------------------------------------------------------- the command line
 
 
 def test_help_fits_80_columns_and_names_every_default(script):
-    out = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True
+    ).stdout
     assert max(map(len, out.splitlines())) <= 80
-    for group in ("model:", "data:", "training:", "strategy:", "cluster:", "output:", "debugging:", "exit codes:"):
+    for group in (
+        "model:",
+        "data:",
+        "training:",
+        "strategy:",
+        "cluster:",
+        "output:",
+        "debugging:",
+        "exit codes:",
+    ):
         assert f"\n{group}" in out
-    version = subprocess.run([sys.executable, SCRIPT, "--version"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run(
+        [sys.executable, SCRIPT, "--version"], capture_output=True, text=True, check=True
+    ).stdout
     assert re.fullmatch(r"distributed-training \d+\.\d+\n", version)
 
 
-@pytest.mark.parametrize("args, said", [
-    (["--strategy", "zero-2"], "did you mean zero2"),
-    (["--stratgy", "zero2"], "did you mean --strategy"),
-    (["--report_to", "tensorbord"], "did you mean tensorboard"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["--strategy", "zero-2"], "did you mean zero2"),
+        (["--stratgy", "zero2"], "did you mean --strategy"),
+        (["--report_to", "tensorbord"], "did you mean tensorboard"),
+    ],
+)
 def test_misspelt_flags_and_values(script, args, said):
     run = script(*args, ok=False)
     assert run.code == 2 and said in run.error
 
 
 def test_quiet(script):
-    run = script("--quiet", "--max_steps", "2", "--seq_length", "32", "--no_eval", "--no_export", "--num_samples", "100000")
-    assert len(run.out.splitlines()) == 1 and "--num_samples" in run.out and run.err == ""  # the warning alone
+    run = script(
+        "--quiet",
+        "--max_steps",
+        "2",
+        "--seq_length",
+        "32",
+        "--no_eval",
+        "--no_export",
+        "--num_samples",
+        "100000",
+    )
+    assert (
+        len(run.out.splitlines()) == 1 and "--num_samples" in run.out and run.err == ""
+    )  # the warning alone
 
 
 @pytest.mark.parametrize("columns", [80, 200])
@@ -222,9 +356,24 @@ def test_live_bar_on_a_terminal(tmp_path, columns):
 
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    command = [sys.executable, SCRIPT, "--max_steps", "30", "--seq_length", "64", "--save_every", "20", "--no_export",
-               "--output_dir", tmp_path / "out", "--cache_dir", tmp_path / "cache"]  # fmt: skip
-    process = subprocess.Popen([str(part) for part in command], stdin=theirs, stdout=theirs, stderr=theirs)
+    command = [
+        sys.executable,
+        SCRIPT,
+        "--max_steps",
+        "30",
+        "--seq_length",
+        "64",
+        "--save_every",
+        "20",
+        "--no_export",
+        "--output_dir",
+        tmp_path / "out",
+        "--cache_dir",
+        tmp_path / "cache",
+    ]
+    process = subprocess.Popen(
+        [str(part) for part in command], stdin=theirs, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     shown = b""
     while True:
@@ -243,13 +392,24 @@ def test_live_bar_on_a_terminal(tmp_path, columns):
     assert "Epoch 1 | Batch 29/30 | Loss" in text
 
 
-# ------------------------------------------------------------------------------------------------ --report_to
+# -------------------------------------------------------------------------------------- --report_to
 
 
 def test_tensorboard_and_wandb_have_what_metrics_have(script, tmp_path):
     """Stopped, resumed, and one curve in the end."""
-    work = ["--max_steps", "12", "--seq_length", "32", "--logging_steps", "2", "--report_to", "tensorboard,wandb",
-            "--no_export", "--eval_samples", "4"]  # fmt: skip
+    work = [
+        "--max_steps",
+        "12",
+        "--seq_length",
+        "32",
+        "--logging_steps",
+        "2",
+        "--report_to",
+        "tensorboard,wandb",
+        "--no_export",
+        "--eval_samples",
+        "4",
+    ]
     env, folder = {"WANDB_MODE": "offline"}, tmp_path / "out"
     args = [*work, "--save_every", "5", "--output_dir", folder]
     script(*args, env=env, folder=folder)
@@ -265,7 +425,13 @@ def test_tensorboard_and_wandb_have_what_metrics_have(script, tmp_path):
     assert [event.step for event in losses] == list(range(1, 13))
     assert [event.value for event in losses] == pytest.approx(run.losses)
     tags = events.Tags()
-    assert {"train/lr", "train/grad_norm", "train/tokens_per_second", "eval/loss", "memory_gb/rank0"} <= set(tags["scalars"])
+    assert {
+        "train/lr",
+        "train/grad_norm",
+        "train/tokens_per_second",
+        "eval/loss",
+        "memory_gb/rank0",
+    } <= set(tags["scalars"])
     assert {"arguments/text_summary", "sample/text_summary"} <= set(tags["tensors"])
 
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
@@ -276,7 +442,9 @@ def test_tensorboard_and_wandb_have_what_metrics_have(script, tmp_path):
 
 
 def wandb_history(file):
-    """(step, loss) of every record of a run's file: protobuf messages in LevelDB's log format, after a header of 7 bytes."""
+    """(step, loss) of every record of a run's file: protobuf messages in LevelDB's log format,
+    after a header of 7 bytes.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, place, message = file.read_bytes(), 7, b""
@@ -291,13 +459,18 @@ def wandb_history(file):
         if kind in (1, 4):  # whole, or the last part
             record = wandb_internal_pb2.Record()
             record.ParseFromString(message)
-            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            items = {
+                item.key or "/".join(item.nested_key): item.value_json
+                for item in record.history.item
+            }
             if "train/loss" in items:
                 yield record.history.step.num, json.loads(items["train/loss"])
             message = b""
 
 
 def test_tracker_that_is_not_installed(script, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['wandb'] = None\n")  # as if it were not there
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['wandb'] = None\n"
+    )  # as if it were not there
     run = script("--report_to", "wandb", "--max_steps", "1", env={"PYTHONPATH": tmp_path}, ok=False)
     assert run.code == 2 and "pip install wandb" in run.error

@@ -1,4 +1,6 @@
-"""compare_strategies.sh and its report: the same work for all, a true verdict, and no failure that stops the others."""
+"""compare_strategies.sh and its report: the same work for all, a true verdict, and no failure that
+stops the others.
+"""
 
 import fcntl
 import json
@@ -13,27 +15,53 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from conftest import PROJECT, SAME_WORK, SPLIT, STRATEGIES, assert_close, descendants_of_test, finish, skip, start
+from conftest import (
+    PROJECT,
+    SAME_WORK,
+    SPLIT,
+    STRATEGIES,
+    assert_close,
+    descendants_of_test,
+    finish,
+    skip,
+    start,
+)
 
 REPORT = PROJECT / "scripts" / "compare_report.py"
 BF16 = [*SAME_WORK, *SPLIT, "--precision", "bf16"]
 SMALL = ["--seq_length", "32", "--batch_size", "2", "--precision", "fp32"]
 
 
-def compare(folder, *args, script=PROJECT / "compare_strategies.sh", name="tiny-gpt2", timeout=600, **env):
-    """Run a comparison in `folder`; returns exit code, output and comparison_results_<name>.json (or None)."""
+def compare(
+    folder, *args, script=PROJECT / "compare_strategies.sh", name="tiny-gpt2", timeout=600, **env
+):
+    """Run a comparison in `folder`; returns exit code, output and comparison_results_<name>.json
+    (or None).
+    """
     env = {"PYTHON": sys.executable, "NUM_GPUS": 2, **env}
     process = start(["bash", script, *args], env=env, cwd=folder)
     out, err = finish(process, timeout)
     report = folder / f"comparison_results_{name}.json"
-    return process.returncode, out + err, json.loads(report.read_text()) if report.exists() else None
+    return (
+        process.returncode,
+        out + err,
+        json.loads(report.read_text()) if report.exists() else None,
+    )
 
 
 def report(runs, folder, *args):
     """Rebuild the report from saved runs; returns exit code, output and the .json."""
-    done = subprocess.run([sys.executable, REPORT, runs, "--output_dir", folder, *args], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, REPORT, runs, "--output_dir", folder, *args],
+        capture_output=True,
+        text=True,
+    )
     assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout, json.loads((folder / f"comparison_results_{runs.name}.json").read_text())
+    return (
+        done.returncode,
+        done.stdout,
+        json.loads((folder / f"comparison_results_{runs.name}.json").read_text()),
+    )
 
 
 def by_strategy(found):
@@ -46,12 +74,16 @@ def flat(text):
 
 
 def losses(folder):
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
 def all_seven(tmp_path_factory):
-    """All strategies in bf16 on two processes, in a folder with a space in its name: (folder, output, report)."""
+    """All strategies in bf16 on two processes, in a folder with a space in its name: (folder,
+    output, report).
+    """
     if not Path("/usr/include/libaio.h").exists():
         skip("infinity needs libaio: apt install libaio-dev")
     folder = tmp_path_factory.mktemp("my work")
@@ -66,13 +98,24 @@ def test_planned_stands_beside_measured(all_seven):
 
 
 def test_simulated_comparison(tmp_path):
-    """The memory of four ranks, from one process for each strategy; no losses, no speeds, and never mixed with real runs."""
-    code, out, found = compare(tmp_path, "tiny-gpt2", *SMALL, STRATEGIES="dp zero2 fsdp", SIMULATE_GPUS=4)
+    """The memory of four ranks, from one process for each strategy; no losses, no speeds, and never
+    mixed with real runs.
+    """
+    code, out, found = compare(
+        tmp_path, "tiny-gpt2", *SMALL, STRATEGIES="dp zero2 fsdp", SIMULATE_GPUS=4
+    )
     assert code == 0 and "memory simulation" in out, out
-    assert found["work"]["simulated_world_size"] == 4 and found["work"]["world_size"] == 1 and found["same_model"] is None
+    assert (
+        found["work"]["simulated_world_size"] == 4
+        and found["work"]["world_size"] == 1
+        and found["same_model"] is None
+    )
     rows = by_strategy(found)
     assert all(row["speed"] is None and row["final_loss"] is None for row in rows.values())
-    assert all(row["planned_bytes"] == pytest.approx(row["memory_bytes"], rel=0.02) for row in rows.values())
+    assert all(
+        row["planned_bytes"] == pytest.approx(row["memory_bytes"], rel=0.02)
+        for row in rows.values()
+    )
     assert rows["fsdp"]["saved"] == pytest.approx(0.75, abs=0.01)
     assert (tmp_path / "comparison_results_tiny-gpt2.png").stat().st_size > 10_000
 
@@ -93,52 +136,92 @@ def test_all_strategies_do_the_same_work(all_seven, reference):
         assert results["precision"] == "bf16"
         assert row["samples_per_second"] == results["samples_per_second"]
         assert row["final_loss"] == raw[-1]
-        assert not (runs / name / "1" / "hf").exists() and not (runs / name / "1" / "checkpoints").exists()
+        assert (
+            not (runs / name / "1" / "hf").exists()
+            and not (runs / name / "1" / "checkpoints").exists()
+        )
         assert_close(raw, reference.losses, 1e-2)  # bf16 stays within one percent of fp32
     assert all(name in out for name in STRATEGIES)
 
 
 def test_memory_saved_on_two_ranks(all_seven):
-    """Bytes a parameter in bf16 with Adam: 16 for dp; of ZeRO 2 + 2/2 + 12/2, for stage 3 (2 + 2 + 12)/2 (1910.02054).
+    """Bytes a parameter in bf16 with Adam: 16 for dp; of ZeRO 2 + 2/2 + 12/2, for stage 3 (2 + 2 +
+    12)/2 (1910.02054).
 
     DeepSpeed's stage 1 has let go of the other ranks' gradients by the end of backward.
     """
     rows = by_strategy(all_seven[2])
     parameters = all_seven[2]["work"]["parameters"]
-    for name, each in {"dp": 16, "zero1": 9, "zero2": 9, "zero3": 8, "offload": 2, "fsdp": 8}.items():
+    for name, each in {
+        "dp": 16,
+        "zero1": 9,
+        "zero2": 9,
+        "zero3": 8,
+        "offload": 2,
+        "fsdp": 8,
+    }.items():
         assert rows[name]["memory_bytes"] / parameters == pytest.approx(each, rel=0.02), name
     assert rows["dp"]["saved"] is None
     assert rows["fsdp"]["saved"] == pytest.approx(0.5, abs=0.02)
     assert rows["infinity"]["memory_bytes"] < rows["offload"]["memory_bytes"]
-    assert sum(rows["offload"]["host_categories"].values()) > 6 * parameters  # masters and moments, and gradients
-    assert rows["infinity"]["nvme_bytes"] > 12 * parameters  # masters and moments of both ranks, and the working copy
+    assert (
+        sum(rows["offload"]["host_categories"].values()) > 6 * parameters
+    )  # masters and moments, and gradients
+    assert (
+        rows["infinity"]["nvme_bytes"] > 12 * parameters
+    )  # masters and moments of both ranks, and the working copy
 
 
 def test_bytes_sent(all_seven):
-    """On two ranks a rank sends half of each element that is gathered or reduced, twice in an all-reduce."""
+    """On two ranks a rank sends half of each element that is gathered or reduced, twice in an
+    all-reduce.
+    """
     found = all_seven[2]
     rows, parameters = by_strategy(found), found["work"]["parameters"]
-    assert rows["dp"]["sent_bytes"] == pytest.approx(2 * 4 * parameters / 2, rel=1e-3)  # gradients in fp32
-    assert rows["zero1"]["sent_bytes"] == pytest.approx(3 * 2 * parameters / 2, rel=1e-3)  # and parameters, in bf16
+    assert rows["dp"]["sent_bytes"] == pytest.approx(
+        2 * 4 * parameters / 2, rel=1e-3
+    )  # gradients in fp32
+    assert rows["zero1"]["sent_bytes"] == pytest.approx(
+        3 * 2 * parameters / 2, rel=1e-3
+    )  # and parameters, in bf16
     for name in ("zero2", "offload"):  # gradients after each of two micro-batches
-        assert rows[name]["sent_bytes"] == pytest.approx((2 * 2 + 1) * 2 * parameters / 2, rel=1e-3), name
+        assert rows[name]["sent_bytes"] == pytest.approx(
+            (2 * 2 + 1) * 2 * parameters / 2, rel=1e-3
+        ), name
     for name in ("zero3", "infinity"):  # gathered twice, and scattered, in each micro-batch
         assert 6 <= rows[name]["volume"] < 7, name
-        assert rows[name]["sent_bytes"] == pytest.approx(rows[name]["volume"] * 2 * parameters / 2, rel=1e-3), name
-    outermost = (4096 + 512) * 256 + 2 * 256  # both embeddings and the last norm stay gathered from forward to backward
-    assert rows["fsdp"]["volume"] == pytest.approx(2 * (2 - outermost / parameters) + 1, rel=1e-3)  # scattered once a step
+        assert rows[name]["sent_bytes"] == pytest.approx(
+            rows[name]["volume"] * 2 * parameters / 2, rel=1e-3
+        ), name
+    outermost = (
+        4096 + 512
+    ) * 256 + 2 * 256  # both embeddings and the last norm stay gathered from forward to backward
+    assert rows["fsdp"]["volume"] == pytest.approx(
+        2 * (2 - outermost / parameters) + 1, rel=1e-3
+    )  # scattered once a step
 
 
 def test_control_shows_what_the_comparison_could_see(all_seven, tmp_path):
     """A tenth more learning rate, and whether that is beyond the tolerance."""
     folder, out, found = all_seven
     control = found["control"]
-    lrs = [json.loads((folder / "comparison_runs/tiny-gpt2" / name / "1/metrics.jsonl").read_text().splitlines()[0])["lr"]
-           for name in ("control", "dp")]  # fmt: skip
+    lrs = [
+        json.loads(
+            (folder / "comparison_runs/tiny-gpt2" / name / "1/metrics.jsonl")
+            .read_text()
+            .splitlines()[0]
+        )["lr"]
+        for name in ("control", "dp")
+    ]
     assert lrs[0] == pytest.approx(1.1 * lrs[1])
     assert control["difference"] > max(row["difference"] for row in found["strategies"])
-    for tolerance, seen in ((0.5 * control["difference"], True), (2 * control["difference"], False)):
-        _, out, _ = report(folder / "comparison_runs" / "tiny-gpt2", tmp_path, "--tolerance", str(tolerance))
+    for tolerance, seen in (
+        (0.5 * control["difference"], True),
+        (2 * control["difference"], False),
+    ):
+        _, out, _ = report(
+            folder / "comparison_runs" / "tiny-gpt2", tmp_path, "--tolerance", str(tolerance)
+        )
         assert ("a fault of that size would show" in flat(out)) == seen
         assert ("a fault of that size would not show" in flat(out)) != seen
     assert "control" not in by_strategy(found)
@@ -153,7 +236,9 @@ def test_files(all_seven):
     for strategy in STRATEGIES:  # the table, and the exact command
         assert re.search(rf"^{strategy} +completed ", text, re.M)
         assert re.search(rf"--precision bf16 --strategy {strategy}$", text, re.M)
-    assert "torch 2" in text and re.search(r"cores? of", text) and re.search(r"20\d\d-\d\d-\d\d", text)
+    assert (
+        "torch 2" in text and re.search(r"cores? of", text) and re.search(r"20\d\d-\d\d-\d\d", text)
+    )
     assert (folder / f"{name}.md").read_text().count("| completed") == 7
     from matplotlib.image import imread
 
@@ -169,16 +254,28 @@ def test_report_is_rebuilt_from_saved_runs_alone(all_seven, tmp_path):
     assert code == 0
     assert (tmp_path / "rebuilt" / "comparison_results_tiny-gpt2.png").stat().st_size > 10_000
     for old, new in zip(found["strategies"], again["strategies"], strict=True):
-        assert {k: v for k, v in old.items() if k != "attempts"} == {k: v for k, v in new.items() if k != "attempts"}
+        assert {k: v for k, v in old.items() if k != "attempts"} == {
+            k: v for k, v in new.items() if k != "attempts"
+        }
 
 
-@pytest.mark.parametrize("strategy, change, status, said", [
-    ("zero2", {"seed": 43}, "other_work", "seed is 43"),
-    ("zero3", {"steps": 80}, "failed", "every step"),
-    ("zero1", {"train_loss_last": None}, "failed", "lacks train_loss_last"),  # an older version's, or --eval_only's
-    ("fsdp", {"simulated_world_size": 4}, "other_work", "simulated_world_size"),
-])  # fmt: skip
-def test_a_result_of_other_work_is_never_mixed_in(all_seven, tmp_path, strategy, change, status, said):
+@pytest.mark.parametrize(
+    "strategy, change, status, said",
+    [
+        ("zero2", {"seed": 43}, "other_work", "seed is 43"),
+        ("zero3", {"steps": 80}, "failed", "every step"),
+        (
+            "zero1",
+            {"train_loss_last": None},
+            "failed",
+            "lacks train_loss_last",
+        ),  # an older version's, or --eval_only's
+        ("fsdp", {"simulated_world_size": 4}, "other_work", "simulated_world_size"),
+    ],
+)
+def test_a_result_of_other_work_is_never_mixed_in(
+    all_seven, tmp_path, strategy, change, status, said
+):
     copy = tmp_path / "tiny-gpt2"
     shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2", copy)
     file = copy / strategy / "1" / "results.json"
@@ -207,7 +304,10 @@ def test_in_bf16_a_difference_counts_that_lasts(all_seven, tmp_path, steps, same
         shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2" / strategy, copy / strategy)
     file = copy / "zero1" / "1" / "metrics.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    moved = [{**record, "loss": record["loss"] * (1.02 if record["step"] in steps else 1)} for record in records]
+    moved = [
+        {**record, "loss": record["loss"] * (1.02 if record["step"] in steps else 1)}
+        for record in records
+    ]
     file.write_text("".join(json.dumps(record) + "\n" for record in moved))
     code, _, found = report(copy, tmp_path)
     assert (code, found["same_model"]) == (0 if same else 1, same)
@@ -225,16 +325,26 @@ def test_repeats_give_medians_and_spread(all_seven, tmp_path):
             file.write_text(json.dumps(results))
     _, _, found = report(copy, tmp_path)
     row = by_strategy(found)["zero1"]
-    assert (row["samples_per_second"], row["speed"], row["speed_low"], row["speed_high"]) == (150, 1.5, 1.0, 2.0)
+    assert (row["samples_per_second"], row["speed"], row["speed_low"], row["speed_high"]) == (
+        150,
+        1.5,
+        1.0,
+        2.0,
+    )
 
 
 def test_a_repeat_that_fails_shows_and_the_others_count(all_seven, tmp_path):
     copy = tmp_path / "tiny-gpt2"
     for repeat in (1, 2):
         for strategy in ("dp", "zero1"):
-            shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2" / strategy / "1", copy / strategy / str(repeat))
+            shutil.copytree(
+                all_seven[0] / "comparison_runs" / "tiny-gpt2" / strategy / "1",
+                copy / strategy / str(repeat),
+            )
     (copy / "zero1" / "2" / "outcome.txt").write_text("exit 1\n")
-    (copy / "zero1" / "2" / "results.json").write_text('{"status": "failed", "reason": "its own reason"}')
+    (copy / "zero1" / "2" / "results.json").write_text(
+        '{"status": "failed", "reason": "its own reason"}'
+    )
     code, out, found = report(copy, tmp_path)
     row = by_strategy(found)["zero1"]
     assert code == 1 and row["status"] == "failed" and row["final_loss"] is not None
@@ -242,10 +352,20 @@ def test_a_repeat_that_fails_shows_and_the_others_count(all_seven, tmp_path):
 
 
 def test_figures_of_a_gpu(all_seven, tmp_path):
-    """There is no GPU here: the saved runs are changed to say what a GPU's would, and the report must follow."""
+    """There is no GPU here: the saved runs are changed to say what a GPU's would, and the report
+    must follow.
+    """
     copy = tmp_path / "tiny-gpt2"
     shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2", copy)
-    peaks = {"dp": 8, "zero1": 6, "zero2": 5, "zero3": 4, "offload": 3, "infinity": 3.5, "fsdp": 4.5}
+    peaks = {
+        "dp": 8,
+        "zero1": 6,
+        "zero2": 5,
+        "zero3": 4,
+        "offload": 3,
+        "infinity": 3.5,
+        "fsdp": 4.5,
+    }
     for file in copy.glob("*/1/results.json"):
         results = json.loads(file.read_text())
         results["device"] = "cuda"
@@ -257,13 +377,21 @@ def test_figures_of_a_gpu(all_seven, tmp_path):
     assert code == 0
     assert {name: row["memory_bytes"] / 2**30 for name, row in rows.items()} == peaks
     assert rows["zero2"]["saved"] == 1 - 5 / 8
-    assert "offload needs least, at its peak 3.00 GB" in flat(out) and "2 GPUs" in out and "On a CPU" not in out
+    assert (
+        "offload needs least, at its peak 3.00 GB" in flat(out)
+        and "2 GPUs" in out
+        and "On a CPU" not in out
+    )
 
 
 def test_resume_does_only_what_is_missing(all_seven):
     folder, _, before = all_seven
     runs = folder / "comparison_runs" / "tiny-gpt2"
-    kept = {file: file.stat().st_mtime_ns for file in runs.glob("*/1/results.json") if file.parent.parent.name != "zero1"}
+    kept = {
+        file: file.stat().st_mtime_ns
+        for file in runs.glob("*/1/results.json")
+        if file.parent.parent.name != "zero1"
+    }
     (runs / "zero1" / "1" / "outcome.txt").write_text("interrupted\n")
     code, out, found = compare(folder, "tiny-gpt2", *BF16, RESUME=1)
     assert code == 0 and out.count("(kept)") == 7  # the control, too
@@ -276,8 +404,9 @@ def test_resume_does_only_what_is_missing(all_seven):
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
 
 
-# Stands in for the script in a copy of the project: one strategy each has another learning rate, crashes, hangs, runs
-# out of memory, and loses a rank to SIGKILL, as the kernel's out-of-memory killer does it.
+# Stands in for the script in a copy of the project: one strategy each has another learning rate,
+# crashes, hangs, runs out of memory, and loses a rank to SIGKILL, as the kernel's out-of-memory
+# killer does it.
 PLANTED = """
 import os, runpy, sys
 strategy = sys.argv[sys.argv.index("--strategy") + 1]
@@ -292,11 +421,15 @@ runpy.run_path(%r, run_name="__main__")
 
 
 def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_seven):
-    """(all_seven has compiled what DeepSpeed needs, which would count as a hang here, and shows how fast this machine is.)"""
+    """(all_seven has compiled what DeepSpeed needs, which would count as a hang here, and shows how
+    fast this machine is.)
+    """
     limit = 3 * int(re.search(r"\] dp .*\((\d+) s\)", all_seven[1])[1])
     project, work = tmp_path / "my project", tmp_path / "results"
     work.mkdir()
-    shutil.copytree(PROJECT / "support", project / "support", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        PROJECT / "support", project / "support", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copytree(PROJECT / "scripts", project / "scripts")
     for file in [*PROJECT.glob("ds_config_*.json"), PROJECT / "compare_strategies.sh"]:
         shutil.copy(file, project)
@@ -304,13 +437,23 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_s
     (project / "real_model_example.py").write_text(PLANTED % str(PROJECT / "tests" / "fault.py"))
 
     code, out, found = compare(
-        work, *SMALL, "--max_steps", "6", script=project / "compare_strategies.sh",
-        STRATEGIES="dp zero2 zero3 fsdp zero1", TIMEOUT=limit, CONTROL=0,
-    )  # fmt: skip
+        work,
+        *SMALL,
+        "--max_steps",
+        "6",
+        script=project / "compare_strategies.sh",
+        STRATEGIES="dp zero2 zero3 fsdp zero1",
+        TIMEOUT=limit,
+        CONTROL=0,
+    )
     rows = by_strategy(found)
     assert {name: row["status"] for name, row in rows.items()} == {
-        "dp": "completed", "zero1": "completed", "zero2": "failed", "zero3": "timeout", "fsdp": "oom",
-    }, out  # fmt: skip
+        "dp": "completed",
+        "zero1": "completed",
+        "zero2": "failed",
+        "zero3": "timeout",
+        "fsdp": "oom",
+    }, out
     assert code == 1 and found["departing"] == ["zero1"]
     assert rows["zero1"]["departs_at"] == 2  # step 1 comes before any update
     said = flat(out)
@@ -326,18 +469,41 @@ def test_without_libaio_infinity_is_skipped_and_dp_may_be_left_out(tmp_path, wit
     """Also: a model in a folder, the default number of steps, repeats in turn."""
     model = str(llama)
     code, out, found = compare(
-        tmp_path, model, "--seq_length", "32", "--batch_size", "1", "--dataset", "pydocs", "--precision", "fp32",
-        name=model.replace("/", "_"), STRATEGIES="infinity zero1", NUM_GPUS=1, REPEATS=2, **without_libaio,
-    )  # fmt: skip
+        tmp_path,
+        model,
+        "--seq_length",
+        "32",
+        "--batch_size",
+        "1",
+        "--dataset",
+        "pydocs",
+        "--precision",
+        "fp32",
+        name=model.replace("/", "_"),
+        STRATEGIES="infinity zero1",
+        NUM_GPUS=1,
+        REPEATS=2,
+        **without_libaio,
+    )
     rows = by_strategy(found)
     assert code == 0, out
-    assert rows["infinity"]["status"] == "skipped" and "apt install libaio-dev" in rows["infinity"]["reason"]
+    assert (
+        rows["infinity"]["status"] == "skipped"
+        and "apt install libaio-dev" in rows["infinity"]["reason"]
+    )
     assert rows["zero1"]["status"] == "completed" and rows["zero1"]["saved"] is None
     assert found["reference"] == "zero1" and "dp, the plain reference, was left out" in out
     assert found["same_model"] is None and found["control"] is None  # nothing was compared
     assert "One process cannot show" in out
-    assert found["work"]["steps"] == found["step_cap"] == 30 and "30 steps (the comparison's default cap), 2 repeats" in out
-    begun = [row["attempts"][repeat]["started_at"] for repeat in (0, 1) for row in found["strategies"][::-1]]
+    assert (
+        found["work"]["steps"] == found["step_cap"] == 30
+        and "30 steps (the comparison's default cap), 2 repeats" in out
+    )
+    begun = [
+        row["attempts"][repeat]["started_at"]
+        for repeat in (0, 1)
+        for row in found["strategies"][::-1]
+    ]
     assert begun == sorted(begun) and len(begun) == 4
 
 
@@ -345,8 +511,11 @@ def test_interrupt_stops_the_running_one_and_reports_the_finished(tmp_path):
     earlier = tmp_path / "comparison_runs" / "tiny-gpt2" / "dp" / "1"
     earlier.mkdir(parents=True)
     (earlier / "results.json").write_text("{}")
-    process = start(["bash", PROJECT / "compare_strategies.sh", *SMALL, "--max_steps", "6"], cwd=tmp_path,
-                    env={"PYTHON": sys.executable, "NUM_GPUS": 2, "STRATEGIES": "dp infinity fsdp"})  # fmt: skip
+    process = start(
+        ["bash", PROJECT / "compare_strategies.sh", *SMALL, "--max_steps", "6"],
+        cwd=tmp_path,
+        env={"PYTHON": sys.executable, "NUM_GPUS": 2, "STRATEGIES": "dp infinity fsdp"},
+    )
     runs = tmp_path / "comparison_runs" / "tiny-gpt2"
     until = time.monotonic() + 120
     while not (runs / "infinity" / "1" / "results.json").exists():  # in the middle of its start
@@ -360,27 +529,36 @@ def test_interrupt_stops_the_running_one_and_reports_the_finished(tmp_path):
     assert "Traceback" not in err
     found = json.loads((tmp_path / "comparison_results_tiny-gpt2.json").read_text())
     assert {name: row["status"] for name, row in by_strategy(found).items()} == {
-        "dp": "completed", "infinity": "interrupted", "fsdp": "not run",
-    }  # fmt: skip
+        "dp": "completed",
+        "infinity": "interrupted",
+        "fsdp": "not run",
+    }
     assert descendants_of_test() == []
-    assert list(Path(os.environ["TMPDIR"]).glob("tmp.*")) == []  # nothing of infinity's files either
-    assert (tmp_path / "comparison_runs" / "tiny-gpt2.previous" / "dp" / "1" / "results.json").exists()
+    assert (
+        list(Path(os.environ["TMPDIR"]).glob("tmp.*")) == []
+    )  # nothing of infinity's files either
+    assert (
+        tmp_path / "comparison_runs" / "tiny-gpt2.previous" / "dp" / "1" / "results.json"
+    ).exists()
 
 
-@pytest.mark.parametrize("args, env, said", [
-    ([], {"STRATEGIES": "dp zero9"}, "zero9"),
-    ([], {"NUM_GPUS": "0"}, "NUM_GPUS=0"),
-    ([], {"REPEATS": "two"}, "REPEATS=two"),
-    ([], {"TIMEOUT": "-1"}, "TIMEOUT=-1"),
-    ([], {"RESUME": "yes"}, "RESUME=yes"),
-    ([], {"STRATEGIES": "dp dp"}, "dp twice"),
-    ([], {"STRATEGIES": " "}, "STRATEGIES is empty"),
-    (["."], {}, "MODEL is ."),
-    (["gpt2", "--strategy", "dp"], {}, "--strategy is not for a comparison"),
-    (["--output_dir=here"], {}, "--output_dir is not for a comparison"),
-    (["--stratgy", "dp"], {}, "--stratgy"),
-    (["./no/such/model"], {}, "no such folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "args, env, said",
+    [
+        ([], {"STRATEGIES": "dp zero9"}, "zero9"),
+        ([], {"NUM_GPUS": "0"}, "NUM_GPUS=0"),
+        ([], {"REPEATS": "two"}, "REPEATS=two"),
+        ([], {"TIMEOUT": "-1"}, "TIMEOUT=-1"),
+        ([], {"RESUME": "yes"}, "RESUME=yes"),
+        ([], {"STRATEGIES": "dp dp"}, "dp twice"),
+        ([], {"STRATEGIES": " "}, "STRATEGIES is empty"),
+        (["."], {}, "MODEL is ."),
+        (["gpt2", "--strategy", "dp"], {}, "--strategy is not for a comparison"),
+        (["--output_dir=here"], {}, "--output_dir is not for a comparison"),
+        (["--stratgy", "dp"], {}, "--stratgy"),
+        (["./no/such/model"], {}, "no such folder"),
+    ],
+)
 def test_wrong_usage(tmp_path, args, env, said):
     code, out, found = compare(tmp_path, *args, timeout=60, **env)
     assert code == 2 and found is None
@@ -398,24 +576,48 @@ def test_two_comparisons_of_a_model_in_one_folder(tmp_path):
 
 def test_report_of_nothing(tmp_path):
     for folder in (tmp_path / "none", tmp_path):
-        done = subprocess.run([sys.executable, REPORT, folder], capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 2 and done.stderr.count("❌") == 1 and "Traceback" not in done.stderr
+        done = subprocess.run(
+            [sys.executable, REPORT, folder], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert (
+            done.returncode == 2 and done.stderr.count("❌") == 1 and "Traceback" not in done.stderr
+        )
 
 
-@pytest.mark.parametrize("strategy, stage", [("zero3", 3), pytest.param("zero2", 2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "strategy, stage", [("zero3", 3), pytest.param("zero2", 2, marks=pytest.mark.soak)]
+)
 def test_deepspeeds_own_logger_counts_the_same_bytes(script, tmp_path, strategy, stage):
     config = json.loads((PROJECT / f"ds_config_stage{stage}.json").read_text())
     config["comms_logger"] = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    run = script(*SMALL, "--max_steps", "6", "--no_eval", "--strategy", strategy, "--ds_config", tmp_path / "ds.json",
-                 launcher="torchrun", ranks=2, program=PROJECT / "tests" / "fault.py",
-                 env={"FAULT": f"witness:{tmp_path / 'counts.json'}"})  # fmt: skip
+    run = script(
+        *SMALL,
+        "--max_steps",
+        "6",
+        "--no_eval",
+        "--strategy",
+        strategy,
+        "--ds_config",
+        tmp_path / "ds.json",
+        launcher="torchrun",
+        ranks=2,
+        program=PROJECT / "tests" / "fault.py",
+        env={"FAULT": f"witness:{tmp_path / 'counts.json'}"},
+    )
     theirs = json.loads((tmp_path / "counts.json").read_text())
     ours = run.results["communication_per_step"]
-    for name, operations in {"all_reduce": ("all_reduce",), "all_gather": ("all_gather_into_tensor",),
-                             "reduce_scatter": ("reduce_scatter_tensor",)}.items():  # fmt: skip
-        total = sum(int(size) * calls for op in operations for size, calls in theirs.get(op, {}).items())
+    for name, operations in {
+        "all_reduce": ("all_reduce",),
+        "all_gather": ("all_gather_into_tensor",),
+        "reduce_scatter": ("reduce_scatter_tensor",),
+    }.items():
+        total = sum(
+            int(size) * calls for op in operations for size, calls in theirs.get(op, {}).items()
+        )
         # DeepSpeed notes a rank's part of a gathered tensor
         total *= 2 if name == "all_gather" else 1
-        mine = sum(found["message_bytes"] for key, found in ours.items() if key.startswith(f"{name} "))
+        mine = sum(
+            found["message_bytes"] for key, found in ours.items() if key.startswith(f"{name} ")
+        )
         assert mine == pytest.approx(total / (run.results["steps"] - 2), rel=1e-3, abs=100), name

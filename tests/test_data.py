@@ -7,8 +7,22 @@ import numpy as np
 import pytest
 from conftest import PROJECT
 
-TEXTS = ["the quick brown fox " * 40, "jumps over \n\nthe lazy dog " * 50, "an\u00e9mone \u732b " * 30]
-WORK = ["--seq_length", "32", "--max_steps", "1", "--batch_size", "2", "--no_eval", "--precision", "fp32"]
+TEXTS = [
+    "the quick brown fox " * 40,
+    "jumps over \n\nthe lazy dog " * 50,
+    "an\u00e9mone \u732b " * 30,
+]
+WORK = [
+    "--seq_length",
+    "32",
+    "--max_steps",
+    "1",
+    "--batch_size",
+    "2",
+    "--no_eval",
+    "--precision",
+    "fp32",
+]
 
 
 def write(folder, kind):
@@ -41,13 +55,25 @@ def expected_tokens(llama):
 
     tokenizer = AutoTokenizer.from_pretrained(llama)
     encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    return encoded[0] + [tokenizer.eos_token_id] + encoded[1] + [tokenizer.eos_token_id] + encoded[2]
+    return (
+        encoded[0] + [tokenizer.eos_token_id] + encoded[1] + [tokenizer.eos_token_id] + encoded[2]
+    )
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
 def test_every_format_gives_the_same_stream(script, llama, tmp_path, expected_tokens, kind):
     cache = tmp_path / "cache"
-    run = script("--model", llama, "--dataset", write(tmp_path, kind), "--text_column", "body", "--cache_dir", cache, *WORK)
+    run = script(
+        "--model",
+        llama,
+        "--dataset",
+        write(tmp_path, kind),
+        "--text_column",
+        "body",
+        "--cache_dir",
+        cache,
+        *WORK,
+    )
     [stream] = cache.glob("*/train.bin")
     assert np.fromfile(stream, dtype="uint16").tolist() == expected_tokens
     assert run.results["dataset"]["tokens"] == len(expected_tokens)
@@ -60,18 +86,32 @@ def test_long_document_is_cut_without_changing_a_token(llama, script, tmp_path, 
     cache = tmp_path / "cache"
     script("--model", llama, "--dataset", text_file, "--cache_dir", cache, *WORK)
     [stream] = cache.glob("*/train.bin")
-    whole = AutoTokenizer.from_pretrained(llama)(text_file.read_text(), add_special_tokens=False)["input_ids"]
+    whole = AutoTokenizer.from_pretrained(llama)(text_file.read_text(), add_special_tokens=False)[
+        "input_ids"
+    ]
     assert np.fromfile(stream, dtype="uint16").tolist() == whole
 
 
-def test_tokenised_once_for_every_length_and_again_when_the_text_changes(script, llama, tmp_path, text_file):
+def test_tokenised_once_for_every_length_and_again_when_the_text_changes(
+    script, llama, tmp_path, text_file
+):
     cache, copy = tmp_path / "cache", tmp_path / "copy.txt"
     copy.write_bytes(text_file.read_bytes())
 
     def files():
         return {path: path.stat().st_mtime_ns for path in cache.glob("*/*")}
 
-    common = ["--model", llama, "--dataset", copy, "--cache_dir", cache, "--max_steps", "1", "--no_eval"]
+    common = [
+        "--model",
+        llama,
+        "--dataset",
+        copy,
+        "--cache_dir",
+        cache,
+        "--max_steps",
+        "1",
+        "--no_eval",
+    ]
     first = script(*common, "--seq_length", "32")
     written = files()
     second = script(*common, "--seq_length", "64")
@@ -86,8 +126,22 @@ def test_tokenised_once_for_every_length_and_again_when_the_text_changes(script,
 def test_the_order_differs_between_epochs_and_seeds_and_not_between_runs(script):
     def losses(*args):
         # At this learning rate the model does not move, so a loss names its block.
-        run = script("--seq_length", "32", "--num_samples", "6", "--batch_size", "1", "--epochs", "2", "--lr", "1e-30",
-                     "--no_eval", "--precision", "fp32", *args)  # fmt: skip
+        run = script(
+            "--seq_length",
+            "32",
+            "--num_samples",
+            "6",
+            "--batch_size",
+            "1",
+            "--epochs",
+            "2",
+            "--lr",
+            "1e-30",
+            "--no_eval",
+            "--precision",
+            "fp32",
+            *args,
+        )
         assert len(run.losses) == 12
         return [round(loss, 4) for loss in run.losses]
 
@@ -98,7 +152,17 @@ def test_the_order_differs_between_epochs_and_seeds_and_not_between_runs(script)
 
 
 def test_num_samples_is_the_whole_runs_number(script):
-    run = script("--seq_length", "32", "--num_samples", "10", "--batch_size", "2", "--no_eval", launcher="torchrun", ranks=2)
+    run = script(
+        "--seq_length",
+        "32",
+        "--num_samples",
+        "10",
+        "--batch_size",
+        "2",
+        "--no_eval",
+        launcher="torchrun",
+        ranks=2,
+    )
     assert run.results["samples"] == 10
     assert run.results["steps"] == 3
     assert run.results["tokens"] == 320
@@ -119,9 +183,11 @@ def test_memory_does_not_grow_with_the_corpus(script, tmp_path, text_file):
         return run.results["memory"]["host_peak_bytes"][0] / 1e6
 
     (_, small), (first, large) = start_twice(1), start_twice(100)
-    print(f"100 MB: {first.results['seconds_to_first_step']:.1f} s to the first step, "
-          f"then {large.results['seconds_to_first_step']:.1f} s; peak {peak(first):.0f}, then {peak(large):.0f} MB, "
-          f"against {peak(small):.0f} MB with 1 MB of text")  # fmt: skip
+    print(
+        f"100 MB: {first.results['seconds_to_first_step']:.1f} s to the first step, "
+        f"then {large.results['seconds_to_first_step']:.1f} s; peak {peak(first):.0f}, then {peak(large):.0f} MB, "
+        f"against {peak(small):.0f} MB with 1 MB of text"
+    )
     assert large.results["seconds_to_first_step"] < 10
     assert peak(large) < peak(small) + 100
     assert peak(first) < peak(small) + 200
@@ -138,13 +204,27 @@ def test_pydocs_is_pythons_own_reference(script):
 
 
 def test_ds_config_values_are_used_where_no_flag_was_given(script, tmp_path):
-    """A user's file with comments, its own batch size and learning rate, and the strategy it implies."""
+    """A user's file with comments, its own batch size and learning rate, and the strategy it
+    implies.
+    """
     config = (PROJECT / "ds_config_stage2.json").read_text()
-    config = config.replace('"train_micro_batch_size_per_gpu": "auto"', '"train_micro_batch_size_per_gpu": 3')
+    config = config.replace(
+        '"train_micro_batch_size_per_gpu": "auto"', '"train_micro_batch_size_per_gpu": 3'
+    )
     config = config.replace('"lr": "auto"', '"lr": 0.0007').replace("{", "{ // with a comment", 1)
     path = tmp_path / "mine.json"
     path.write_text(config)
-    run = script("--ds_config", path, "--seq_length", "32", "--max_steps", "2", "--no_eval", "--lr_scheduler", "constant")
+    run = script(
+        "--ds_config",
+        path,
+        "--seq_length",
+        "32",
+        "--max_steps",
+        "2",
+        "--no_eval",
+        "--lr_scheduler",
+        "constant",
+    )
     assert run.results["strategy"] == "zero2"
     assert run.results["batch_size"] == 3
     assert run.metrics[0]["lr"] == 0.0007

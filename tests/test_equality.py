@@ -1,4 +1,5 @@
-"""Every strategy, on any number of ranks, trains the same model: one loss curve for one global batch.
+"""Every strategy, on any number of ranks, trains the same model: one loss curve for one global
+batch.
 
 In fp32; for bf16 see test_comparison.py.
 """
@@ -11,14 +12,19 @@ from conftest import SAME_WORK, SPLIT, STRATEGIES, assert_close, load_exported
 def test_two_ranks_with_accumulation_equal_one_process_in_fp32(fp32_run, reference, strategy):
     run = fp32_run(strategy)
     assert_close(run.losses, reference.losses, 1e-5)
-    # The norm of the whole gradient shows a wrong scale at once. Later it also magnifies rounding, so: the first steps.
-    norms, wanted = ([m["grad_norm"] for m in r.metrics if "loss" in m][:5] for r in (run, reference))
+    # The norm of the whole gradient shows a wrong scale at once. Later it also magnifies rounding,
+    # so: the first steps.
+    norms, wanted = (
+        [m["grad_norm"] for m in r.metrics if "loss" in m][:5] for r in (run, reference)
+    )
     assert_close(norms, wanted, 1e-5)
     assert run.results["eval_loss"] == pytest.approx(reference.results["eval_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("batch_size, accumulation, ranks", [(4, 2, 1), (4, 1, 2)])
-def test_other_splits_of_the_global_batch_give_the_same_curve(script, reference, batch_size, accumulation, ranks):
+def test_other_splits_of_the_global_batch_give_the_same_curve(
+    script, reference, batch_size, accumulation, ranks
+):
     launcher = "torchrun" if ranks > 1 else "python"
     split = ["--batch_size", batch_size, "--gradient_accumulation_steps", accumulation]
     run = script(*SAME_WORK, "--precision", "fp32", *split, launcher=launcher, ranks=ranks)
@@ -35,7 +41,9 @@ def test_no_strategy_is_another_in_disguise(fp32_run):
     # DeepSpeed keeps fp32 masters of its own, so half of the states is half of masters and moments.
     for strategy in ("zero1", "zero2", "zero3", "offload"):
         assert kinds[strategy]["optimizer"] == pytest.approx(3 * whole / 2, rel=0.02), strategy
-        assert held[strategy]["moments_bytes"] == pytest.approx(held["dp"]["moments_bytes"] / 2, rel=0.02), strategy
+        assert held[strategy]["moments_bytes"] == pytest.approx(
+            held["dp"]["moments_bytes"] / 2, rel=0.02
+        ), strategy
     assert kinds["fsdp"]["optimizer"] == pytest.approx(whole, rel=0.02)
     for strategy in ("zero1", "zero2", "offload"):
         assert kinds[strategy]["parameters"] == pytest.approx(whole, rel=0.02), strategy
@@ -46,13 +54,21 @@ def test_no_strategy_is_another_in_disguise(fp32_run):
 
     assert held["offload"]["placement"]["optimizer"] == "host"
     assert held["zero2"]["placement"]["optimizer"] == "device"
-    assert held["infinity"]["placement"] == {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
-    assert kinds["infinity"]["optimizer"] < 0.05 * whole  # in memory only while a part of it is updated
+    assert held["infinity"]["placement"] == {
+        "parameters": "nvme",
+        "gradients": "host",
+        "optimizer": "nvme",
+    }
+    assert (
+        kinds["infinity"]["optimizer"] < 0.05 * whole
+    )  # in memory only while a part of it is updated
     assert held["infinity"]["nvme_bytes"] >= 3 * whole  # masters and moments of all parameters
     assert all(held[s]["nvme_bytes"] == 0 for s in STRATEGIES if s != "infinity")
 
 
-IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero2", "infinity", "fsdp")]
+IN_SOAK = [
+    pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero2", "infinity", "fsdp")
+]
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3", "offload", *IN_SOAK])
@@ -60,14 +76,18 @@ def test_simulated_rank_holds_what_a_real_one_does(script, fp32_run, strategy):
     """Rank 0 of two: model states within 2 %, activations within 10 %."""
     args = [*SAME_WORK[:2], "--dropout", "0", *SPLIT, "--precision", "fp32"]
     run = script(*args, "--strategy", strategy, "--simulate_gpus", "2")
-    real, simulated = (found.results["memory"]["categories_bytes"] for found in (fp32_run(strategy), run))
+    real, simulated = (
+        found.results["memory"]["categories_bytes"] for found in (fp32_run(strategy), run)
+    )
     for kind in ("parameters", "gradients", "optimizer"):
         assert simulated[kind] == pytest.approx(real[kind], rel=0.02), kind
-    if strategy != "infinity":  # on a CPU what it reads from NVMe meanwhile is not to be told from them
+    if (
+        strategy != "infinity"
+    ):  # on a CPU what it reads from NVMe meanwhile is not to be told from them
         assert simulated["activations"] == pytest.approx(real["activations"], rel=0.1)
 
 
-# ------------------------------------------------------------------------------------------------ and they give it away alike
+# ---------------------------------------------------------------------- and they give it away alike
 
 
 def logits(model):
@@ -85,14 +105,16 @@ def test_exported_model_is_the_live_one(fp32_run, strategy):
     model = load_exported(run.folder / "hf")
     assert (logits(model) - torch.load(run.folder / "logits.pt")).abs().max() < 1e-5
     assert model.lm_head.weight is model.transformer.wte.weight  # tied, and stored once
-    assert sorted(path.name for path in (run.folder / "hf").iterdir() if "token" not in path.name) == [
-        "README.md", "config.json", "generation_config.json", "model.safetensors"]  # fmt: skip
+    assert sorted(
+        path.name for path in (run.folder / "hf").iterdir() if "token" not in path.name
+    ) == ["README.md", "config.json", "generation_config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sample_is_the_same_from_every_strategy(fp32_run, strategy):
     sample = fp32_run(strategy).results["sample"]
     assert sample.startswith("The") and len(sample) > 50
-    # The curves agree to 1e-5, so the first choices do; a coin that lands on its edge may part them later.
+    # The curves agree to 1e-5, so the first choices do; a coin that lands on its edge may part them
+    # later.
     assert sample[:20] == fp32_run("dp").results["sample"][:20]
     assert f"💬 {sample}" in fp32_run(strategy).out

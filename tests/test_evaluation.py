@@ -8,34 +8,62 @@ SEQ_LENGTH, BLOCKS = 48, 7  # a number of blocks that 2 does not divide
 
 @pytest.fixture(scope="module")
 def expected(llama, text_file):
-    """Loss by transformers alone, over the blocks that the documentation promises: the last tenth of the corpus."""
+    """Loss by transformers alone, over the blocks that the documentation promises: the last tenth
+    of the corpus.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(llama)(text_file.read_text(), add_special_tokens=False)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(llama)(text_file.read_text(), add_special_tokens=False)[
+        "input_ids"
+    ]
     total = len(ids) // SEQ_LENGTH
     held_out = total // 10
-    blocks = np.array(ids[: total * SEQ_LENGTH]).reshape(total, SEQ_LENGTH)[total - held_out :][:BLOCKS]
+    blocks = np.array(ids[: total * SEQ_LENGTH]).reshape(total, SEQ_LENGTH)[total - held_out :][
+        :BLOCKS
+    ]
     model = AutoModelForCausalLM.from_pretrained(llama).float().eval()
-    with torch.no_grad():  # all blocks have the same number of targets, so the mean of their means is the token mean
-        return np.mean([model(input_ids=row, labels=row).loss.item() for row in torch.tensor(blocks)[:, None]])
+    with (
+        torch.no_grad()
+    ):  # all blocks have the same number of targets, so the mean of their means is the token mean
+        return np.mean(
+            [model(input_ids=row, labels=row).loss.item() for row in torch.tensor(blocks)[:, None]]
+        )
 
 
 @pytest.mark.parametrize("strategy, ranks", [("dp", 1), ("dp", 2), ("zero3", 2), ("fsdp", 2)])
 def test_evaluation_equals_transformers(script, llama, text_file, expected, strategy, ranks):
     run = script(
-        "--model", llama, "--dataset", text_file, "--seq_length", SEQ_LENGTH, "--eval_only", "--eval_samples", BLOCKS,
-        "--batch_size", "2", "--precision", "fp32", "--strategy", strategy,
-        launcher="torchrun" if ranks > 1 else "python", ranks=ranks,
-    )  # fmt: skip
+        "--model",
+        llama,
+        "--dataset",
+        text_file,
+        "--seq_length",
+        SEQ_LENGTH,
+        "--eval_only",
+        "--eval_samples",
+        BLOCKS,
+        "--batch_size",
+        "2",
+        "--precision",
+        "fp32",
+        "--strategy",
+        strategy,
+        launcher="torchrun" if ranks > 1 else "python",
+        ranks=ranks,
+    )
     assert run.results["eval_loss"] == pytest.approx(expected, rel=1e-5)
     assert run.results["perplexity"] == pytest.approx(np.exp(expected), rel=1e-4)
     assert run.losses == []  # nothing was trained
-    assert run.metrics == [{"step": 0, "eval_loss": run.results["eval_loss"], "perplexity": run.results["perplexity"]}]
+    assert run.metrics == [
+        {"step": 0, "eval_loss": run.results["eval_loss"], "perplexity": run.results["perplexity"]}
+    ]
 
 
 def test_perplexity_of_a_whole_document(script, llama, tmp_path):
-    """A document of several chunks and a Llama-style tokenizer: transformers alone finds the same perplexity."""
+    """A document of several chunks and a Llama-style tokenizer: transformers alone finds the same
+    perplexity.
+    """
     import shutil
     from pydoc_data.topics import topics
 
@@ -62,8 +90,26 @@ def test_perplexity_of_a_whole_document(script, llama, tmp_path):
     ids = tokenizer(file.read_text(), add_special_tokens=False, verbose=False)["input_ids"]
     blocks = torch.tensor(ids[: len(ids) // 128 * 128]).view(-1, 128)
     with torch.no_grad():
-        losses = [model(input_ids=some, labels=some).loss.double() * len(some) for some in blocks.split(32)]
-    run = script("--model", folder, "--dataset", file, "--validation_file", file, "--eval_only", "--seq_length", "128",
-                 "--batch_size", "16", "--precision", "fp32")  # fmt: skip
+        losses = [
+            model(input_ids=some, labels=some).loss.double() * len(some)
+            for some in blocks.split(32)
+        ]
+    run = script(
+        "--model",
+        folder,
+        "--dataset",
+        file,
+        "--validation_file",
+        file,
+        "--eval_only",
+        "--seq_length",
+        "128",
+        "--batch_size",
+        "16",
+        "--precision",
+        "fp32",
+    )
     assert run.results["dataset"]["validation"]["tokens"] == len(ids)
-    assert run.results["perplexity"] == pytest.approx(float(torch.exp(sum(losses) / len(blocks))), rel=1e-5)
+    assert run.results["perplexity"] == pytest.approx(
+        float(torch.exp(sum(losses) / len(blocks))), rel=1e-5
+    )

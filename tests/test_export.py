@@ -17,8 +17,21 @@ def test_export_goes_where_and_how_it_is_asked_for(script, llama, text_file, tmp
     import torch
     from transformers import AutoTokenizer
 
-    run = script("--model", llama, "--dataset", text_file, *WORK, "--strategy", "zero2", "--export_hf", tmp_path / "mine",
-                 "--export_dtype", "bf16", launcher="torchrun", ranks=2)  # fmt: skip
+    run = script(
+        "--model",
+        llama,
+        "--dataset",
+        text_file,
+        *WORK,
+        "--strategy",
+        "zero2",
+        "--export_hf",
+        tmp_path / "mine",
+        "--export_dtype",
+        "bf16",
+        launcher="torchrun",
+        ranks=2,
+    )
     model = load_exported(tmp_path / "mine")
     assert model.dtype == torch.bfloat16 and model.config.use_cache
     assert model.lm_head.weight is not model.model.embed_tokens.weight
@@ -27,15 +40,41 @@ def test_export_goes_where_and_how_it_is_asked_for(script, llama, text_file, tmp
     card = (tmp_path / "mine" / "README.md").read_text()
     assert f"{run.results['parameters']:,} parameters" in card and "zero2" in card
     assert f"{run.results['train_loss_last']:.4g}" in card
-    assert not (run.folder / "hf").exists() and run.results["export"]["folder"] == str(tmp_path / "mine")
-    again = script("--model", llama, "--dataset", text_file, *WORK, "--export_hf", tmp_path / "mine", ok=False)
+    assert not (run.folder / "hf").exists() and run.results["export"]["folder"] == str(
+        tmp_path / "mine"
+    )
+    again = script(
+        "--model", llama, "--dataset", text_file, *WORK, "--export_hf", tmp_path / "mine", ok=False
+    )
     assert again.code == 2 and "--overwrite" in again.error
     for target, said in [(llama, "--model"), (".", "current"), (text_file.parent, "--dataset")]:
-        refused = script("--model", llama, "--dataset", text_file, *WORK, "--export_hf", target, "--overwrite", ok=False)
-        assert refused.code == 2 and f"would replace {said}" in refused.error.replace("the current", "current")
+        refused = script(
+            "--model",
+            llama,
+            "--dataset",
+            text_file,
+            *WORK,
+            "--export_hf",
+            target,
+            "--overwrite",
+            ok=False,
+        )
+        assert refused.code == 2 and f"would replace {said}" in refused.error.replace(
+            "the current", "current"
+        )
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.txt").write_text("years of work")
-    other = script("--model", llama, "--dataset", text_file, *WORK, "--export_hf", tmp_path / "papers", "--overwrite", ok=False)
+    other = script(
+        "--model",
+        llama,
+        "--dataset",
+        text_file,
+        *WORK,
+        "--export_hf",
+        tmp_path / "papers",
+        "--overwrite",
+        ok=False,
+    )
     assert other.code == 2 and (tmp_path / "papers" / "thesis.txt").exists()
 
 
@@ -44,12 +83,14 @@ def test_no_export(script):
     assert not (run.folder / "hf").exists() and "export" not in run.results
 
 
-# ------------------------------------------------------------------------------------------------ converting
+# --------------------------------------------------------------------------------------- converting
 
 
 def convert(*args):
     """Run the converter; returns exit code and output."""
-    done = subprocess.run([*CONVERT, *map(str, args)], capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        [*CONVERT, *map(str, args)], capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"}
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout + done.stderr
 
@@ -57,7 +98,17 @@ def convert(*args):
 @pytest.fixture(scope="module")
 def saved(script):
     """Two ranks, zero2, a checkpoint at the end; and the export of the same moment."""
-    return script(*WORK, "--precision", "fp32", "--strategy", "zero2", "--save_every", "2", launcher="torchrun", ranks=2)
+    return script(
+        *WORK,
+        "--precision",
+        "fp32",
+        "--strategy",
+        "zero2",
+        "--save_every",
+        "2",
+        launcher="torchrun",
+        ranks=2,
+    )
 
 
 def test_inspect(saved):
@@ -71,7 +122,10 @@ def test_to_hf_is_the_export(saved, tmp_path):
     code, out = convert(saved.folder, "--to", "hf", tmp_path / "hf", "--max_shard_size", "5MB")
     assert code == 0, out
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
-    exported, converted = load_exported(saved.folder / "hf").state_dict(), load_exported(tmp_path / "hf").state_dict()
+    exported, converted = (
+        load_exported(saved.folder / "hf").state_dict(),
+        load_exported(tmp_path / "hf").state_dict(),
+    )
     assert all((converted[name] == weight).all() for name, weight in exported.items())
     code, out = convert(saved.folder, "--to", "hf", tmp_path / "hf")
     assert code == 2 and "exists" in out
@@ -86,7 +140,10 @@ def test_to_torch(saved, tmp_path):
     model = load_exported(saved.folder / "hf")
     assert all((weights[name] == weight).all() for name, weight in model.named_parameters())
     optimizer = torch.load(tmp_path / "torch" / "optimizer.pt", weights_only=True)
-    assert optimizer["step"] == 2 and optimizer["exp_avg"].keys() == optimizer["exp_avg_sq"].keys() == weights.keys()
+    assert (
+        optimizer["step"] == 2
+        and optimizer["exp_avg"].keys() == optimizer["exp_avg_sq"].keys() == weights.keys()
+    )
     assert all(moment.abs().max() > 0 for moment in optimizer["exp_avg_sq"].values())
 
 
@@ -96,9 +153,13 @@ def test_a_damaged_or_wrong_source_is_refused(saved, tmp_path):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    for args, said in [((copy, "--inspect"), "damaged"), ((tmp_path / "no", "--inspect"), "no such folder"),
-                       ((saved.folder, "--to", "hf"), "OUT"), ((PROJECT / "docs", "--inspect"), "manifest"),
-                       ((PROJECT / "docs", "--to", "checkpoint", tmp_path / "x"), "universal")]:  # fmt: skip
+    for args, said in [
+        ((copy, "--inspect"), "damaged"),
+        ((tmp_path / "no", "--inspect"), "no such folder"),
+        ((saved.folder, "--to", "hf"), "OUT"),
+        ((PROJECT / "docs", "--inspect"), "manifest"),
+        ((PROJECT / "docs", "--to", "checkpoint", tmp_path / "x"), "universal"),
+    ]:
         code, out = convert(*args)
         assert code == 2 and said in out, out
     assert not (tmp_path / "x").exists()
@@ -129,17 +190,40 @@ print("LOSSES", json.dumps(losses))
 
 @pytest.fixture
 def plain_deepspeed(saved):
-    """plain_deepspeed(stage, universal, save): losses of four steps of a program that knows DeepSpeed only."""
+    """plain_deepspeed(stage, universal, save): losses of four steps of a program that knows
+    DeepSpeed only.
+    """
 
     def run(stage, universal="-", save="-"):
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0,
-                  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}  # fmt: skip
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        }
         if universal != "-":
             config["checkpoint"] = {"load_universal": True}
-        command = [sys.executable, "-c", DEEPSPEED, json.dumps(config), saved.folder / "hf", universal, save]
-        env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}  # fmt: skip
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=env)
+        command = [
+            sys.executable,
+            "-c",
+            DEEPSPEED,
+            json.dumps(config),
+            saved.folder / "hf",
+            universal,
+            save,
+        ]
+        env = {
+            **os.environ,
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "DS_ACCELERATOR": "cpu",
+        }
+        done = subprocess.run(
+            [str(part) for part in command], capture_output=True, text=True, env=env
+        )
         lines = [line for line in done.stdout.splitlines() if line.startswith("LOSSES")]
         assert lines, done.stdout + done.stderr
         return json.loads(lines[0].split(" ", 1)[1])
@@ -153,12 +237,17 @@ def plain_pytorch(folder, hf, lr):
 
     model, state = load_exported(hf).train(), torch.load(folder / "optimizer.pt", weights_only=True)
     named = dict(model.named_parameters())
-    groups = [{"params": [p for p in named.values() if p.dim() > 1], "weight_decay": 0.01},
-              {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
+    groups = [
+        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=lr)
     for name, parameter in named.items():
-        optimizer.state[parameter] = {"step": torch.tensor(float(state["step"])), "exp_avg": state["exp_avg"][name],
-                                      "exp_avg_sq": state["exp_avg_sq"][name]}  # fmt: skip
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(state["step"])),
+            "exp_avg": state["exp_avg"][name],
+            "exp_avg_sq": state["exp_avg_sq"][name],
+        }
     ids, losses = torch.arange(64).view(2, 32), []
     for _ in range(4):
         loss = model(input_ids=ids, labels=ids).loss
@@ -174,22 +263,38 @@ def test_deepspeed_goes_on_from_a_universal_folder(saved, plain_deepspeed, tmp_p
     """Weights, moments and Adam's step: without one of them the second loss would be another."""
     assert convert(saved.folder, "--to", "torch", tmp_path / "torch")[0] == 0
     assert convert(saved.folder, "--to", "deepspeed-universal", tmp_path / "universal")[0] == 0
-    manifest = json.loads((saved.folder / "checkpoints" / "step-00000002" / "manifest.json").read_text())
+    manifest = json.loads(
+        (saved.folder / "checkpoints" / "step-00000002" / "manifest.json").read_text()
+    )
     wanted = plain_pytorch(tmp_path / "torch", saved.folder / "hf", lr=manifest["groups"][0]["lr"])
     assert wanted[-1] < wanted[0] - 0.1
     assert_close(plain_deepspeed(2, universal=tmp_path / "universal"), wanted, 1e-4)
-    # DeepSpeed 0.19.8 gives all groups of stage 3 one tensor for the step, which torch's AdamW then counts up for each.
+    # DeepSpeed 0.19.8 gives all groups of stage 3 one tensor for the step, which torch's AdamW then
+    # counts up for each.
     assert_close(plain_deepspeed(3, universal=tmp_path / "universal")[:2], wanted[:2], 1e-4)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_start_from_a_universal_folder_that_deepspeed_made(script, saved, plain_deepspeed, tmp_path, stage):
+def test_start_from_a_universal_folder_that_deepspeed_made(
+    script, saved, plain_deepspeed, tmp_path, stage
+):
     import torch
 
     plain_deepspeed(stage, save=tmp_path / "native")
-    subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", tmp_path / "native" / "two",
-                    "--output_folder", tmp_path / "universal", "--inject_missing_state"], check=True,
-                   capture_output=True)  # fmt: skip
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "deepspeed.checkpoint.ds_to_universal",
+            "--input_folder",
+            tmp_path / "native" / "two",
+            "--output_folder",
+            tmp_path / "universal",
+            "--inject_missing_state",
+        ],
+        check=True,
+        capture_output=True,
+    )
     code, out = convert(tmp_path / "universal", "--to", "checkpoint", tmp_path / "start")
     assert code == 0, out
     code, out = convert(tmp_path / "start", "--to", "torch", tmp_path / "torch")
@@ -198,9 +303,24 @@ def test_start_from_a_universal_folder_that_deepspeed_made(script, saved, plain_
     state = torch.load(tmp_path / "torch" / "optimizer.pt", weights_only=True)
     state["fp32"] = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
     for kind in ("fp32", "exp_avg", "exp_avg_sq"):
-        theirs = torch.load(tmp_path / "universal" / "zero" / name / f"{kind}.pt", weights_only=True)
-        assert (state[kind][name] == (theirs["param"] if stage == 2 else theirs)).all()  # stage 3 keeps them flat
-    run = script(*WORK, "--strategy", "zero3", "--resume", tmp_path / "start", "--save_every", "2",
-                 launcher="torchrun", ranks=2)  # fmt: skip
-    manifest = json.loads((run.folder / "checkpoints" / "step-00000002" / "manifest.json").read_text())
+        theirs = torch.load(
+            tmp_path / "universal" / "zero" / name / f"{kind}.pt", weights_only=True
+        )
+        assert (
+            state[kind][name] == (theirs["param"] if stage == 2 else theirs)
+        ).all()  # stage 3 keeps them flat
+    run = script(
+        *WORK,
+        "--strategy",
+        "zero3",
+        "--resume",
+        tmp_path / "start",
+        "--save_every",
+        "2",
+        launcher="torchrun",
+        ranks=2,
+    )
+    manifest = json.loads(
+        (run.folder / "checkpoints" / "step-00000002" / "manifest.json").read_text()
+    )
     assert manifest["counters"]["step"] == 2 and manifest["adam_step"] == 4

@@ -10,16 +10,32 @@ from conftest import FAULT, SCRIPT, descendants_of_test, finish, launcher_comman
 WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval"]
 
 
-@pytest.mark.parametrize("strategy, rank, launcher", [
-    ("fsdp", 0, "torchrun"), ("zero2", 1, "deepspeed"),
-    pytest.param("dp", 1, "torchrun", marks=pytest.mark.soak), pytest.param("zero3", 1, "torchrun", marks=pytest.mark.soak),
-    pytest.param("dp", 1, "srun", marks=pytest.mark.soak),  # test_cluster.py has a job that fails
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy, rank, launcher",
+    [
+        ("fsdp", 0, "torchrun"),
+        ("zero2", 1, "deepspeed"),
+        pytest.param("dp", 1, "torchrun", marks=pytest.mark.soak),
+        pytest.param("zero3", 1, "torchrun", marks=pytest.mark.soak),
+        pytest.param(
+            "dp", 1, "srun", marks=pytest.mark.soak
+        ),  # test_cluster.py has a job that fails
+    ],
+)
 def test_crash_of_one_rank_ends_all(script, request, strategy, rank, launcher):
     if launcher == "srun":
         request.getfixturevalue("slurm")
-    run = script(*WORK, "--strategy", strategy, launcher=launcher, ranks=2, program=FAULT,
-                 env={"FAULT": f"crash:{rank}:3"}, ok=False, timeout=60)  # fmt: skip
+    run = script(
+        *WORK,
+        "--strategy",
+        strategy,
+        launcher=launcher,
+        ranks=2,
+        program=FAULT,
+        env={"FAULT": f"crash:{rank}:3"},
+        ok=False,
+        timeout=60,
+    )
     assert run.code != 0
     assert "a planted crash" in run.error and f"rank {rank}" in run.error
     assert run.results["status"] == "failed"
@@ -31,17 +47,25 @@ def test_crash_of_one_rank_ends_all(script, request, strategy, rank, launcher):
 def test_srun_without_kill_on_bad_exit_ends_too(slurm, tmp_path):
     """Without that option Slurm itself lets the other ranks wait for the one that is gone."""
     command = [part for part in launcher_command("srun", 2) if not part.startswith("--kill")]
-    process = start([*command, FAULT, *WORK, "--output_dir", tmp_path / "out"], env={"FAULT": "crash:1:3"})
+    process = start(
+        [*command, FAULT, *WORK, "--output_dir", tmp_path / "out"], env={"FAULT": "crash:1:3"}
+    )
     out, err = finish(process, 60)
     assert process.returncode != 0
     assert (out + err).count("❌") == 1 and "a planted crash" in out + err
 
 
 def test_killed_rank_ends_all_within_30_seconds(tmp_path):
-    process = start([*launcher_command("torchrun", 2), SCRIPT, *WORK, "--output_dir", tmp_path / "out"])
+    process = start(
+        [*launcher_command("torchrun", 2), SCRIPT, *WORK, "--output_dir", tmp_path / "out"]
+    )
     while "Epoch 1" not in (line := process.stdout.readline()):
         assert line, process.stderr.read()
-    ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if str(SCRIPT) in child.cmdline()]
+    ranks = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if str(SCRIPT) in child.cmdline()
+    ]
     victim = next(child for child in ranks if child.environ()["RANK"] == "1")
     victim.send_signal(signal.SIGKILL)
     killed = time.monotonic()
@@ -64,18 +88,42 @@ def test_loss_that_is_not_finite_stops_the_run(script, strategy):
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])
 def test_gradient_that_is_not_finite_stops_the_run_and_is_in_no_checkpoint(script, strategy):
     """DeepSpeed leaves out such an update under zero3, and not in bf16 under zero1."""
-    run = script(*WORK, "--strategy", strategy, "--precision", "bf16", "--save_every", "1", program=FAULT,
-                 env={"FAULT": "infinite:3"}, ok=False)  # fmt: skip
+    run = script(
+        *WORK,
+        "--strategy",
+        strategy,
+        "--precision",
+        "bf16",
+        "--save_every",
+        "1",
+        program=FAULT,
+        env={"FAULT": "infinite:3"},
+        ok=False,
+    )
     assert run.code == 1 and "gradient" in run.error
     assert run.results["status"] == "failed" and len(run.losses) == 2
-    assert sorted(path.name for path in (run.folder / "checkpoints").glob("step-*")) == ["step-00000001", "step-00000002"]
+    assert sorted(path.name for path in (run.folder / "checkpoints").glob("step-*")) == [
+        "step-00000001",
+        "step-00000002",
+    ]
 
 
 def test_stopped_infinity_leaves_nothing_on_nvme(tmp_path):
     nvme = tmp_path / "nvme"
     nvme.mkdir()
-    process = start([*launcher_command("python", 1), SCRIPT, *WORK, "--strategy", "infinity", "--nvme_path", nvme,
-                     "--output_dir", tmp_path / "out"])  # fmt: skip
+    process = start(
+        [
+            *launcher_command("python", 1),
+            SCRIPT,
+            *WORK,
+            "--strategy",
+            "infinity",
+            "--nvme_path",
+            nvme,
+            "--output_dir",
+            tmp_path / "out",
+        ]
+    )
     while "Epoch 1" not in (line := process.stdout.readline()):
         assert line, process.stderr.read()
     assert list(nvme.iterdir())  # at work there
@@ -86,7 +134,16 @@ def test_stopped_infinity_leaves_nothing_on_nvme(tmp_path):
 
 
 def test_signal_with_no_save_ends_with_one_line(tmp_path):
-    process = start([*launcher_command("python", 1), SCRIPT, *WORK, "--no_save", "--output_dir", tmp_path / "out"])
+    process = start(
+        [
+            *launcher_command("python", 1),
+            SCRIPT,
+            *WORK,
+            "--no_save",
+            "--output_dir",
+            tmp_path / "out",
+        ]
+    )
     while "Epoch 1" not in (line := process.stdout.readline()):
         assert line, process.stderr.read()
     process.send_signal(signal.SIGTERM)

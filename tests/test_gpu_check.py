@@ -30,9 +30,12 @@ def test_cpu_part(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:-1]
     assert [line.split(":")[0] for line in lines] == [
-        "PASS strategy dp", "PASS strategy fsdp", "PASS resume dp under fsdp",
-        "PASS resume fsdp under dp", "SKIP speed",
-    ]  # fmt: skip
+        "PASS strategy dp",
+        "PASS strategy fsdp",
+        "PASS resume dp under fsdp",
+        "PASS resume fsdp under dp",
+        "SKIP speed",
+    ]
     assert "needs a GPU" in lines[-1]
     report = (tmp_path / "report-1-5.md").read_text()
     assert "| strategy fsdp | PASS |" in report and "torch 2." in report
@@ -108,17 +111,27 @@ class Pretended(bench.Bench):
     def right(self, command, flags, folder) -> dict:
         peak = {"dp": 17, "zero2": 9}.get(flags.get("--strategy", "dp"), 8) * GB
         tasks = next((w.split("=")[1] for w in command if "nproc" in w or "ntasks" in w), "1")
-        memory = {"predicted_bytes": {"peak": 1.05 * peak, "host": 0}, "peak_bytes": [peak],
-                  "reserved_bytes": [20 * GB], "device_used": [{"unseen": GB}],
-                  "host_peak_bytes": [2 * GB],
-                  "step_bytes_by_rank": [{"forward": {"peak": peak}}]}  # fmt: skip
-        results = {"memory": memory, "world_size": int(tasks), "tokens_per_second": 1e5, "mfu": 0.3,
-                   "step_seconds": {"median": 0.05}}  # fmt: skip
+        memory = {
+            "predicted_bytes": {"peak": 1.05 * peak, "host": 0},
+            "peak_bytes": [peak],
+            "reserved_bytes": [20 * GB],
+            "device_used": [{"unseen": GB}],
+            "host_peak_bytes": [2 * GB],
+            "step_bytes_by_rank": [{"forward": {"peak": peak}}],
+        }
+        results = {
+            "memory": memory,
+            "world_size": int(tasks),
+            "tokens_per_second": 1e5,
+            "mfu": 0.3,
+            "step_seconds": {"median": 0.05},
+        }
         run = {"code": 0, "status": "completed", "log": "", "results": results, "files": {}}
         resume = flags.get("--resume")
         begin = 1 if resume is None else 5 if "step-00000004" in resume else 1
-        run["losses"] = {n: 5 - n / 10 for n in range(begin, int(flags.get("--max_steps", 3)) + 1)
-                         if n < 20}  # fmt: skip
+        run["losses"] = {
+            n: 5 - n / 10 for n in range(begin, int(flags.get("--max_steps", 3)) + 1) if n < 20
+        }
         if "--save_every" in flags:
             run["files"]["checkpoints/step-00000004/manifest.json"] = "{}"
         if "--no_export" not in flags:
@@ -200,38 +213,70 @@ def without(path):
 
 
 def peak_of(size):
-    return lambda results: {**results, "memory": {
-        **results["memory"], "step_bytes_by_rank": [{"forward": {"peak": size * GB}}]}}  # fmt: skip
+    return lambda results: {
+        **results,
+        "memory": {**results["memory"], "step_bytes_by_rank": [{"forward": {"peak": size * GB}}]},
+    }
 
 
-@pytest.mark.parametrize("part, fault, failed", [
-    (1, at("strategy-zero2", losses=slower_by(2e-3)), "strategy zero2: loss off by 2.0e-03"),
-    (1, at("strategy-fsdp", losses=slower_by(float("nan"))), "strategy fsdp: loss off by inf"),
-    (1, at("strategy-offload", status="running"), "strategy offload: status running"),
-    (1, at("strategy-zero1", files=without("hf/")), "strategy zero1: no exported model"),
-    (1, at("strategy-zero1", files=without("checkpoints/")), "resume zero1 under zero2: no check"),
-    (1, at("resume-zero3-offload", losses=slower_by(2e-3)), "resume zero3 under offload: loss"),
-    (1, at("resume-fsdp-dp", losses={7: 4.3, 8: 4.2}), "resume fsdp under dp: losses of the st"),
-    (2, at("fp32-dp", code=1, log="RuntimeError: x"), "fp32 dp: exit code 1 instead of 0: Runt"),
-    (2, at("fp16-zero3", losses=slower_by(0.02)), "fp16 zero3: loss off by 2.0e-02"),
-    (2, at("bf16-fsdp-with-CPU-offload", code=1), "bf16 fsdp with CPU offload: exit code 1"),
-    (3, at("check-infinity", code=1, log="❌ no libaio"), "--check infinity: exit code 1: ❌ no l"),
-    (3, at("sigterm", code=1), "SIGTERM: exit code 1 instead of 75"),
-    (3, at("sigterm", losses={1: 5, 2: 4, 3: 3, 5: 2}), "--resume after SIGTERM: 4 steps"),
-    (3, at("deterministic-2", losses=slower_by(1e-12)), "--deterministic twice: loss off"),
-    (3, at("deterministic-resumed", losses=slower_by(1e-12)), "--deterministic --resume: loss"),
-    (3, at("oom", code=1), "out of memory: exit code 1 instead of 3"),
-    (3, at("oom", log="❌ CUDA out of memory"), "out of memory: no smaller batch is advised"),
-    (3, at("oom-advice", code=3), "following the advice: exit code 3"),
-    (3, at("sync-dp", files=without("sync")), "synchronizing calls dp: nothing was recorded"),
-    (4, at("simulated-8-gpt2-fsdp", results=peak_of(10)), "fsdp, gpt2, 8 simulated GPUs: predic"),
-    (4, at("simulated-4-gpt2-medium-zero3", results=peak_of(9.1)), "gpt2-medium on 4 simulated"),
-    (5, at("speed-4-eager", results={}), "speed, batch 4 eager: no throughput"),
-    (5, at("trainer-32-compiled", files=without("trainer"), log="TypeError: y"),
-     "speed of the Trainer, batch 32 compiled: no result: TypeError: y"),
-    (6, at("torchrun-zero3", losses=slower_by(2e-3)), "torchrun, 2 ranks, zero3: loss off"),
-    (6, at("srun-dp", results={"world_size": 1}), "srun, 2 ranks, dp: 1 ranks instead of 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "part, fault, failed",
+    [
+        (1, at("strategy-zero2", losses=slower_by(2e-3)), "strategy zero2: loss off by 2.0e-03"),
+        (1, at("strategy-fsdp", losses=slower_by(float("nan"))), "strategy fsdp: loss off by inf"),
+        (1, at("strategy-offload", status="running"), "strategy offload: status running"),
+        (1, at("strategy-zero1", files=without("hf/")), "strategy zero1: no exported model"),
+        (
+            1,
+            at("strategy-zero1", files=without("checkpoints/")),
+            "resume zero1 under zero2: no check",
+        ),
+        (1, at("resume-zero3-offload", losses=slower_by(2e-3)), "resume zero3 under offload: loss"),
+        (
+            1,
+            at("resume-fsdp-dp", losses={7: 4.3, 8: 4.2}),
+            "resume fsdp under dp: losses of the st",
+        ),
+        (
+            2,
+            at("fp32-dp", code=1, log="RuntimeError: x"),
+            "fp32 dp: exit code 1 instead of 0: Runt",
+        ),
+        (2, at("fp16-zero3", losses=slower_by(0.02)), "fp16 zero3: loss off by 2.0e-02"),
+        (2, at("bf16-fsdp-with-CPU-offload", code=1), "bf16 fsdp with CPU offload: exit code 1"),
+        (
+            3,
+            at("check-infinity", code=1, log="❌ no libaio"),
+            "--check infinity: exit code 1: ❌ no l",
+        ),
+        (3, at("sigterm", code=1), "SIGTERM: exit code 1 instead of 75"),
+        (3, at("sigterm", losses={1: 5, 2: 4, 3: 3, 5: 2}), "--resume after SIGTERM: 4 steps"),
+        (3, at("deterministic-2", losses=slower_by(1e-12)), "--deterministic twice: loss off"),
+        (3, at("deterministic-resumed", losses=slower_by(1e-12)), "--deterministic --resume: loss"),
+        (3, at("oom", code=1), "out of memory: exit code 1 instead of 3"),
+        (3, at("oom", log="❌ CUDA out of memory"), "out of memory: no smaller batch is advised"),
+        (3, at("oom-advice", code=3), "following the advice: exit code 3"),
+        (3, at("sync-dp", files=without("sync")), "synchronizing calls dp: nothing was recorded"),
+        (
+            4,
+            at("simulated-8-gpt2-fsdp", results=peak_of(10)),
+            "fsdp, gpt2, 8 simulated GPUs: predic",
+        ),
+        (
+            4,
+            at("simulated-4-gpt2-medium-zero3", results=peak_of(9.1)),
+            "gpt2-medium on 4 simulated",
+        ),
+        (5, at("speed-4-eager", results={}), "speed, batch 4 eager: no throughput"),
+        (
+            5,
+            at("trainer-32-compiled", files=without("trainer"), log="TypeError: y"),
+            "speed of the Trainer, batch 32 compiled: no result: TypeError: y",
+        ),
+        (6, at("torchrun-zero3", losses=slower_by(2e-3)), "torchrun, 2 ranks, zero3: loss off"),
+        (6, at("srun-dp", results={"world_size": 1}), "srun, 2 ranks, dp: 1 ranks instead of 2"),
+    ],
+)
 def test_every_check_can_fail(pretend, part, fault, failed):
     code, lines, report, _ = pretend(fault, part)
     assert code == 1

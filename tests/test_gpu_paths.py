@@ -1,4 +1,5 @@
-"""Lines that only a GPU runs, with torch.cuda's functions replaced: which of them are called, when, and with what.
+"""Lines that only a GPU runs, with torch.cuda's functions replaced: which of them are called, when,
+and with what.
 
 None of this shows that a GPU does what is asked for; benchmarks/gpu_check.sh does.
 """
@@ -70,10 +71,16 @@ def test_memory_of_a_step_by_phase(gpu_memory, monkeypatch):
     monkeypatch.setattr(memory, "live_bytes", lambda *_: {"categories": {}, "on_device": {}})
     peak = memory.DevicePeak(GPU)
     gpu_memory.take(1000, temporary=9999)  # earlier steps, which are not measured
-    step = memory.StepMemory(torch.nn.Linear(1, 1), None, peak, detailed=False, kept_by_loss=lambda: 40)
+    step = memory.StepMemory(
+        torch.nn.Linear(1, 1), None, peak, detailed=False, kept_by_loss=lambda: 40
+    )
     peak.mark()  # as Meter does at each mark of this step
     step.begin()
-    for phase, size, temporary in (("forward", 300, 60), ("backward", -200, 400), ("update", -100, 50)):
+    for phase, size, temporary in (
+        ("forward", 300, 60),
+        ("backward", -200, 400),
+        ("update", -100, 50),
+    ):
         gpu_memory.take(size, temporary)
         peak.mark()
         step.mark(phase)
@@ -81,8 +88,11 @@ def test_memory_of_a_step_by_phase(gpu_memory, monkeypatch):
             step.after_backward()
     step.end()
     assert {name: (found["live"], found["peak"]) for name, found in step.phases.items()} == {
-        "data": (1000, 1000), "forward": (1300, 1360), "backward": (1100, 1700), "update": (1000, 1150),
-    }  # fmt: skip
+        "data": (1000, 1000),
+        "forward": (1300, 1360),
+        "backward": (1100, 1700),
+        "update": (1000, 1150),
+    }
     assert step.live["categories"] == {"activations": 260, "logits": 40}
 
 
@@ -126,14 +136,18 @@ def test_phases_of_a_step_are_timed_by_the_gpu_without_waiting_for_it(event, mon
     assert waits == []
     timer.read()
     assert waits == [1]
-    assert [list(step.values()) for step in timer.steps] == [[n, 2 * n, 3 * n, 4 * n] for n in (1, 2, 3)]
+    assert [list(step.values()) for step in timer.steps] == [
+        [n, 2 * n, 3 * n, 4 * n] for n in (1, 2, 3)
+    ]
 
 
 class OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU, and must not be read there."""
 
     is_cuda = True
-    __torch_function__ = torch._C._disabled_torch_function_impl  # a copy on the host is a plain tensor
+    __torch_function__ = (
+        torch._C._disabled_torch_function_impl
+    )  # a copy on the host is a plain tensor
 
     def item(self):
         raise AssertionError("the host waits for the GPU")
@@ -151,7 +165,9 @@ def test_stop_is_answered_one_step_later_from_host_memory(event, monkeypatch):
     answers = []
     for asked in (0.0, 2.0, 0.0):
         answers.append(checkpoint.Saver._asked(saver, torch.tensor(asked).as_subclass(OnGpu)))
-        assert not hasattr(saver._stop_before[1], "has_waited")  # this step's copy is still on its way
+        assert not hasattr(
+            saver._stop_before[1], "has_waited"
+        )  # this step's copy is still on its way
     assert answers == [False, False, True]
     assert locked == [True] * 3 and event.waited == 2
 
@@ -175,10 +191,17 @@ def test_batches_are_locked_and_sent_without_waiting_one_ahead():
     assert set(sent) == {(GPU, True, True)}
 
 
-@pytest.mark.parametrize("capability, asked, chosen", [
-    ((7, 0), "auto", "fp16"), ((8, 0), "auto", "bf16"), ((9, 0), "bf16", "bf16"), ((7, 5), "fp16", "fp16"),
-    ((9, 0), "fp32", "fp32"), ((7, 5), "bf16", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "capability, asked, chosen",
+    [
+        ((7, 0), "auto", "fp16"),
+        ((8, 0), "auto", "bf16"),
+        ((9, 0), "bf16", "bf16"),
+        ((7, 5), "fp16", "fp16"),
+        ((9, 0), "fp32", "fp32"),
+        ((7, 5), "bf16", None),
+    ],
+)
 def test_precision_on_a_gpu(monkeypatch, capability, asked, chosen):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
@@ -198,5 +221,9 @@ def test_check_shows_the_gpu_and_who_holds_it(monkeypatch, others, status):
     answers = {"--query-gpu=driver_version": "570.1\n570.1", "topo": "GPU0 X NV12"}
     monkeypatch.setattr(checks, "_run", lambda *command: answers.get(command[1]))
     line, joined = checks._gpu(None, SimpleNamespace(device=GPU, precision="bf16"))
-    assert line.status == status and "driver 570.1," in line.text and "compute capability 8.0" in line.text
+    assert (
+        line.status == status
+        and "driver 570.1," in line.text
+        and "compute capability 8.0" in line.text
+    )
     assert joined.text == "NVLink (4 on this host)"

@@ -60,6 +60,7 @@ def test_ops_that_infinity_compiles_are_those_that_async_io_loads(monkeypatch):
     from deepspeed.ops.op_builder.async_io import AsyncIOBuilder  # the one for GPUs
 
     loaded = []
+
     def load(self, verbose=False):
         loaded.append(self.name)
 
@@ -81,7 +82,7 @@ def test_pin_memory_is_compiled_where_deepspeed_has_it(tmp_path, monkeypatch, ha
     assert ("pin_memory" in preflight.needed_ops("infinity", GPU)) is has_op
 
 
-# ------------------------------------------------------------------------------------------------ DeepSpeed's settings
+# ----------------------------------------------------------------------------- DeepSpeed's settings
 
 
 def completed(strategy: str, precision: str, world_size: int, **sections) -> dict:
@@ -90,9 +91,15 @@ def completed(strategy: str, precision: str, world_size: int, **sections) -> dic
     for name, values in sections.items():
         config[name] = {**config.get(name, {}), **values}
     return complete_ds_config(
-        config, precision=precision, hidden_size=256, parameters=10**6, largest_parameter=10**5,
-        tied=True, world_size=world_size, nvme_folder="folder",
-    )  # fmt: skip
+        config,
+        precision=precision,
+        hidden_size=256,
+        parameters=10**6,
+        largest_parameter=10**5,
+        tied=True,
+        world_size=world_size,
+        nvme_folder="folder",
+    )
 
 
 def scales_of_deepspeed(overflows: list[bool], strategy: str, monkeypatch) -> list[float]:
@@ -102,7 +109,9 @@ def scales_of_deepspeed(overflows: list[bool], strategy: str, monkeypatch) -> li
 
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)  # it wants to know who logs
     settings = get_float16_config(completed(strategy, "fp16", 2))
-    scaler = CreateLossScaler(torch.half, settings.loss_scale, True, settings.dynamic_loss_scale_args())
+    scaler = CreateLossScaler(
+        torch.half, settings.loss_scale, True, settings.dynamic_loss_scale_args()
+    )
     scales = []
     for overflow in overflows:
         scaler.update_scale(overflow)
@@ -146,10 +155,17 @@ def test_loss_scaling_of_a_users_file_is_kept():
     assert kept == {"enabled": True, **own}
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "overlaps"), [
-    ("zero1", 1, False), ("zero1", 2, True), ("zero2", 1, False), ("zero2", 2, True),
-    ("zero3", 1, True), ("offload", 1, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "overlaps"),
+    [
+        ("zero1", 1, False),
+        ("zero1", 2, True),
+        ("zero2", 1, False),
+        ("zero2", 2, True),
+        ("zero3", 1, True),
+        ("offload", 1, True),
+    ],
+)
 def test_reductions_overlap_where_there_is_something_to_overlap(strategy, ranks, overlaps):
     """Stage 3 and offload also overlap copies, on one rank too."""
     assert completed(strategy, "bf16", ranks)["zero_optimization"]["overlap_comm"] is overlaps
@@ -178,7 +194,7 @@ def test_loss_that_is_not_finite_leaves_the_weights_in_bf16(strategy):
     assert json.loads(done.stdout) == {"changed": [True, False], "finite": True, "searches": 0}
 
 
-# ------------------------------------------------------------------------------------------------ one GPU for each rank
+# ---------------------------------------------------------------------------- one GPU for each rank
 
 
 def arrived(*places: tuple[str, str | None]) -> dict:
@@ -186,17 +202,27 @@ def arrived(*places: tuple[str, str | None]) -> dict:
     return {rank: {"host": host, "gpu": gpu} for rank, (host, gpu) in enumerate(places)}
 
 
-@pytest.mark.parametrize("seen", [
-    arrived(("node1", None), ("node1", None)),  # CPU processes
-    arrived(("node1", "GPU-a"), ("node1", "GPU-b")),
-    arrived(("node1", "GPU-a"), ("node2", "GPU-a")),  # NCCL looks within a host, too
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "seen",
+    [
+        arrived(("node1", None), ("node1", None)),  # CPU processes
+        arrived(("node1", "GPU-a"), ("node1", "GPU-b")),
+        arrived(("node1", "GPU-a"), ("node2", "GPU-a")),  # NCCL looks within a host, too
+    ],
+)
 def test_ranks_with_a_gpu_each(seen):
     assert distributed._who_shares_a_gpu(seen) == ""
 
 
 def test_every_host_whose_ranks_share_a_gpu_is_named():
-    seen = arrived(("node1", "a"), ("node1", "a"), ("node2", "b"), ("node2", "c"), ("node3", "d"), ("node3", "d"))
+    seen = arrived(
+        ("node1", "a"),
+        ("node1", "a"),
+        ("node2", "b"),
+        ("node2", "c"),
+        ("node3", "d"),
+        ("node3", "d"),
+    )
     said = distributed._who_shares_a_gpu(seen)
     assert "ranks 0, 1 on node1" in said and "ranks 4, 5 on node3" in said and "node2" not in said
 
@@ -215,7 +241,9 @@ def gpu_of(monkeypatch):
 
 
 def test_slices_of_a_gpu_are_different_gpus(gpu_of):
-    slices = [gpu_of("NVIDIA A100 MIG 1g.5gb", "a", visible) for visible in ("MIG-1", "MIG-1", "MIG-2")]
+    slices = [
+        gpu_of("NVIDIA A100 MIG 1g.5gb", "a", visible) for visible in ("MIG-1", "MIG-1", "MIG-2")
+    ]
     assert slices[0] == slices[1] != slices[2]
     assert gpu_of("NVIDIA A100", "a", "0") == gpu_of("NVIDIA A100", "a", "1,0")
 
@@ -227,12 +255,18 @@ def test_ranks_that_may_share_a_gpu(gpu_of, monkeypatch):
 
 def test_tasks_that_slurm_gives_the_same_gpu_end_with_one_line(tmp_path):
     shared = {
-        "FAULT": "same_gpu", "SLURM_NTASKS": 2, "SLURM_STEP_ID": 0, "SLURM_JOB_ID": 1,
-        "SLURM_STEP_TASKS_PER_NODE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
-    }  # fmt: skip
+        "FAULT": "same_gpu",
+        "SLURM_NTASKS": 2,
+        "SLURM_STEP_ID": 0,
+        "SLURM_JOB_ID": 1,
+        "SLURM_STEP_TASKS_PER_NODE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     command = [sys.executable, FAULT, "--output_dir", tmp_path / "out"]
     tasks = [
-        start(command, env={**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in (0, 1)
+        start(command, env={**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+        for rank in (0, 1)
     ]
     said = "".join(text for task in tasks for text in finish(task, 60))
     assert all(task.returncode == 1 for task in tasks), said
@@ -240,7 +274,7 @@ def test_tasks_that_slurm_gives_the_same_gpu_end_with_one_line(tmp_path):
     assert "ranks 0, 1" in line and "Traceback" not in said
 
 
-# ------------------------------------------------------------------------------------------------ the process group
+# -------------------------------------------------------------------------------- the process group
 
 
 def offloading(tmp_path: Path) -> list[str]:
@@ -249,11 +283,20 @@ def offloading(tmp_path: Path) -> list[str]:
     return ["--strategy", "fsdp", "--fsdp_config", str(tmp_path / "fsdp.json")]
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "torch_version", "bound"), [
-    ("zero2", 2, "2.13.0", True), ("infinity", 8, "2.6.0+cu124", True), ("zero3", 2, "2.7.1", True),
-    ("zero2", 2, "2.7.0+cu126", False), ("zero2", 1, "2.13.0", False), ("dp", 2, "2.13.0", False),
-])  # fmt: skip
-def test_group_that_deepspeed_clones_is_bound_to_the_gpu(monkeypatch, strategy, ranks, torch_version, bound):
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "torch_version", "bound"),
+    [
+        ("zero2", 2, "2.13.0", True),
+        ("infinity", 8, "2.6.0+cu124", True),
+        ("zero3", 2, "2.7.1", True),
+        ("zero2", 2, "2.7.0+cu126", False),
+        ("zero2", 1, "2.13.0", False),
+        ("dp", 2, "2.13.0", False),
+    ],
+)
+def test_group_that_deepspeed_clones_is_bound_to_the_gpu(
+    monkeypatch, strategy, ranks, torch_version, bound
+):
     monkeypatch.setattr(torch, "__version__", torch_version)
     options = distributed.group_options(parse_arguments(["--strategy", strategy]), GPU, ranks)
     assert options == {"backend": "nccl", **({"device_id": GPU} if bound else {})}
@@ -266,12 +309,18 @@ def test_group_on_a_cpu(tmp_path):
 
 @pytest.mark.parametrize("offloads", [True, False])
 def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, offloads):
-    """fp16 under FSDP with CPU offload. gloo stands for NCCL, and like it gets no tensors of the host;
-    without offload, where gradients are on the GPU, the group cannot reduce these."""
+    """fp16 under FSDP with CPU offload. gloo stands for NCCL, and like it gets no tensors of the
+    host; without offload, where gradients are on the GPU, the group cannot reduce these.
+    """
     args = parse_arguments(offloading(tmp_path) if offloads else ["--strategy", "fsdp"])
     backend = distributed.group_options(args, GPU, 2)["backend"]
     backend = {"nccl": "cuda:nccl"}.get(backend, backend).replace("nccl", "gloo")
-    command = [sys.executable, Path(__file__).with_name("host_gradients.py"), backend, tmp_path / "store"]
+    command = [
+        sys.executable,
+        Path(__file__).with_name("host_gradients.py"),
+        backend,
+        tmp_path / "store",
+    ]
     ranks = [start(command, env={"RANK": rank}) for rank in (0, 1)]
     said = [finish(rank, 60) for rank in ranks]
     if not offloads:

@@ -30,7 +30,9 @@ def test_norm_on_a_gpu_copies_no_gradient_to_fp64():
         model = model_with_gradients("cuda")
         with Operations() as operations:
             norm = gradients.norm(model)
-    assert norm.device.type == "cuda" and norm.dtype == torch.float32  # the type by which clipping multiplies at once
+    assert (
+        norm.device.type == "cuda" and norm.dtype == torch.float32
+    )  # the type by which clipping multiplies at once
     assert set(operations.of_type(torch.float64)) == {1}
     assert "aten::_local_scalar_dense" not in operations.names
 

@@ -2,8 +2,20 @@
 
 import pytest
 
-GUIDE = ["--model", "gpt2", "--strategy", "dp", "--batch_size", "4", "--epochs", "1", "--num_samples", "20",
-         "--seq_length", "64"]  # fmt: skip
+GUIDE = [
+    "--model",
+    "gpt2",
+    "--strategy",
+    "dp",
+    "--batch_size",
+    "4",
+    "--epochs",
+    "1",
+    "--num_samples",
+    "20",
+    "--seq_length",
+    "64",
+]
 
 
 @pytest.fixture
@@ -27,8 +39,20 @@ def test_guides_command_online_then_offline_with_the_hub_gone(script, hub, home)
 def test_pretrained_weights_from_the_hub_on_two_ranks(script, hub, home, strategy):
     env = {"HF_ENDPOINT": hub.url, **home}
     one = script(*GUIDE, "--precision", "fp32", "--dropout", "0", env=env)
-    two = script(*GUIDE, "--precision", "fp32", "--dropout", "0", "--batch_size", "2", "--strategy", strategy, env=env,
-                 launcher="torchrun", ranks=2)  # fmt: skip
+    two = script(
+        *GUIDE,
+        "--precision",
+        "fp32",
+        "--dropout",
+        "0",
+        "--batch_size",
+        "2",
+        "--strategy",
+        strategy,
+        env=env,
+        launcher="torchrun",
+        ranks=2,
+    )
     assert two.losses == pytest.approx(one.losses, rel=1e-4)
 
 
@@ -36,7 +60,15 @@ def test_wikitext_is_split_into_articles(script, hub, home, tmp_path):
     """The validation split has 60 articles; an end-of-text token stands between two of them."""
     import numpy as np
 
-    script(*GUIDE, "--cache_dir", tmp_path, "--max_steps", "1", "--no_eval", env={"HF_ENDPOINT": hub.url, **home})
+    script(
+        *GUIDE,
+        "--cache_dir",
+        tmp_path,
+        "--max_steps",
+        "1",
+        "--no_eval",
+        env={"HF_ENDPOINT": hub.url, **home},
+    )
     [stream] = tmp_path.glob("*/validation.bin")
     tokens = np.fromfile(stream, dtype="uint16")
     assert (tokens == 50256).sum() == 59
@@ -44,6 +76,16 @@ def test_wikitext_is_split_into_articles(script, hub, home, tmp_path):
 
 
 def test_any_hub_dataset_by_its_name(script, hub, home):
-    run = script("--dataset", "Salesforce/wikitext", "--dataset_config", "wikitext-2-raw-v1", "--seq_length", "64",
-                 "--max_steps", "2", "--no_eval", env={"HF_ENDPOINT": hub.url, **home})  # fmt: skip
+    run = script(
+        "--dataset",
+        "Salesforce/wikitext",
+        "--dataset_config",
+        "wikitext-2-raw-v1",
+        "--seq_length",
+        "64",
+        "--max_steps",
+        "2",
+        "--no_eval",
+        env={"HF_ENDPOINT": hub.url, **home},
+    )
     assert run.results["dataset"]["name"] == "Salesforce/wikitext"

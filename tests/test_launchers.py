@@ -23,21 +23,30 @@ def check(run, strategy, ranks):
 
 
 # torchrun × 2 with every strategy is in test_equality.py, srun in test_cluster.py.
-@pytest.mark.parametrize("launcher, ranks, strategy", [("deepspeed", 2, "zero3"), ("accelerate", 1, "zero1"),
-                                                       ("accelerate", 2, "fsdp")])  # fmt: skip
+@pytest.mark.parametrize(
+    "launcher, ranks, strategy",
+    [("deepspeed", 2, "zero3"), ("accelerate", 1, "zero1"), ("accelerate", 2, "fsdp")],
+)
 def test_launcher(script, request, launcher, ranks, strategy):
     if launcher == "srun":
         request.getfixturevalue("slurm")
     before = set(os.listdir("/dev/shm"))
     run = script(*WORK, "--strategy", strategy, launcher=launcher, ranks=ranks)
     check(run, strategy, ranks)
-    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("deepspeed")} == set()
-    assert run.results["launcher"] == {"accelerate": "torchrun" if ranks > 1 else "python"}.get(launcher, launcher)
+    assert {
+        name for name in set(os.listdir("/dev/shm")) - before if name.startswith("deepspeed")
+    } == set()
+    assert run.results["launcher"] == {"accelerate": "torchrun" if ranks > 1 else "python"}.get(
+        launcher, launcher
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("launcher, ranks", [("python", 1), *((name, ranks) for name in LAUNCHERS[1:] for ranks in (1, 2))])
+@pytest.mark.parametrize(
+    "launcher, ranks",
+    [("python", 1), *((name, ranks) for name in LAUNCHERS[1:] for ranks in (1, 2))],
+)
 def test_every_strategy_under_every_launcher(script, request, launcher, ranks, strategy):
     if launcher == "srun":
         request.getfixturevalue("slurm")
@@ -49,12 +58,17 @@ def test_every_strategy_under_every_launcher(script, request, launcher, ranks, s
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_strategy_precision_and_rank_count(script, strategy, precision, ranks):
-    script(*WORK, "--strategy", strategy, "--precision", precision, launcher="torchrun", ranks=ranks)
+    script(
+        *WORK, "--strategy", strategy, "--precision", precision, launcher="torchrun", ranks=ranks
+    )
 
 
 @pytest.mark.soak
 def test_twenty_zero3_runs_end_with_exit_code_0(script):
-    codes = [script(*WORK, "--strategy", "zero3", launcher="torchrun", ranks=2, ok=False).code for _ in range(20)]
+    codes = [
+        script(*WORK, "--strategy", "zero3", launcher="torchrun", ranks=2, ok=False).code
+        for _ in range(20)
+    ]
     assert codes == [0] * 20
 
 
@@ -68,19 +82,28 @@ def test_a_batch_scripts_own_shell_is_one_process(slurm, tmp_path):
     if not sys.platform.startswith("linux"):
         skip("Slurm runs on Linux")
     job = tmp_path / "job.sh"
-    job.write_text(f"#!/bin/bash\n{sys.executable} {SCRIPT} {' '.join(WORK)} --output_dir {tmp_path}/out\n")
+    job.write_text(
+        f"#!/bin/bash\n{sys.executable} {SCRIPT} {' '.join(WORK)} --output_dir {tmp_path}/out\n"
+    )
     process = start(["sbatch", "--wait", "--ntasks=2", f"--output={tmp_path}/log", job])
     finish(process, 120)
     assert process.returncode == 0, (tmp_path / "log").read_text()
     assert "✅ Training Complete!" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("gpu, given, found", [
-    (True, {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-    (True, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}),
-    (True, {"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
-    (False, {}, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "gpu, given, found",
+    [
+        (True, {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            True,
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"},
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"},
+        ),
+        (True, {"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+        (False, {}, {}),
+    ],
+)
 def test_the_allocator_of_a_gpu_grows_its_segments(monkeypatch, gpu, given, found):
     """Unless the user has configured it, under any of its names."""
     from support.cluster import launch
@@ -93,10 +116,18 @@ def test_the_allocator_of_a_gpu_grows_its_segments(monkeypatch, gpu, given, foun
     assert {name: value for name, value in launch.os.environ.items() if "ALLOC" in name} == found
 
 
-@pytest.mark.parametrize("gpu, workspace, refused", [
-    (True, ":0:0", True), (False, ":0:0", False), (True, ":16:8", False), (True, ":4096:8", False),
-])  # fmt: skip
-def test_deterministic_needs_a_workspace_of_cublas_where_there_is_a_gpu(monkeypatch, gpu, workspace, refused):
+@pytest.mark.parametrize(
+    "gpu, workspace, refused",
+    [
+        (True, ":0:0", True),
+        (False, ":0:0", False),
+        (True, ":16:8", False),
+        (True, ":4096:8", False),
+    ],
+)
+def test_deterministic_needs_a_workspace_of_cublas_where_there_is_a_gpu(
+    monkeypatch, gpu, workspace, refused
+):
     from support.cluster import launch
 
     monkeypatch.setattr(launch, "has_nvidia_gpu", lambda: gpu)

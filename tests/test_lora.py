@@ -11,8 +11,23 @@ LORA = ["--lora_r", "4", "--lora_alpha", "12"]
 
 @pytest.fixture(scope="module")
 def work(llama, text_file):
-    return ["--model", llama, "--dataset", text_file, "--seq_length", "64", "--max_steps", "8", "--lr", "1e-2", "--precision",
-            "fp32", "--eval_samples", "8", *LORA]  # fmt: skip
+    return [
+        "--model",
+        llama,
+        "--dataset",
+        text_file,
+        "--seq_length",
+        "64",
+        "--max_steps",
+        "8",
+        "--lr",
+        "1e-2",
+        "--precision",
+        "fp32",
+        "--eval_samples",
+        "8",
+        *LORA,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +47,9 @@ def with_adapters(base, folder):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder).eval()
+    return PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder
+    ).eval()
 
 
 def test_adapters_load_into_peft(plain, llama):
@@ -41,7 +58,10 @@ def test_adapters_load_into_peft(plain, llama):
 
     found = plain.results
     config = json.loads((plain.folder / "hf" / "adapter_config.json").read_text())
-    assert set(config["target_modules"]) == {"q_proj", "v_proj"} and (config["r"], config["lora_alpha"]) == (4, 12)
+    assert set(config["target_modules"]) == {"q_proj", "v_proj"} and (
+        config["r"],
+        config["lora_alpha"],
+    ) == (4, 12)
     assert plain.losses[-1] < plain.losses[0] - 0.1
     model = with_adapters(llama, plain.folder / "hf")
     trained = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
@@ -53,7 +73,9 @@ def test_adapters_load_into_peft(plain, llama):
         assert (model(ids).logits - base(ids).logits).abs().max() > 0.01
 
 
-IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero1", "offload", "infinity")]
+IN_SOAK = [
+    pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero1", "offload", "infinity")
+]
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp", *IN_SOAK])
@@ -74,7 +96,9 @@ def test_every_strategy_trains_the_same_adapters(script, plain, work, llama, str
     if not merged:
         mine, theirs = adapters(run.folder / "hf"), adapters(plain.folder / "hf")
         assert mine.keys() == theirs.keys()
-        assert all((mine[name] - theirs[name]).norm() <= 1e-3 * theirs[name].norm() for name in mine)
+        assert all(
+            (mine[name] - theirs[name]).norm() <= 1e-3 * theirs[name].norm() for name in mine
+        )
         return
     ids = torch.arange(32)[None]
     with torch.no_grad():
@@ -84,11 +108,16 @@ def test_every_strategy_trains_the_same_adapters(script, plain, work, llama, str
 
 def test_a_checkpoint_of_adapters_goes_on_under_another_strategy(script, plain, work):
     """From dp to fsdp, from fsdp to zero3."""
-    start, half = plain.folder / "checkpoints" / "step-00000004", [*work, "--batch_size", "2", "--no_export"]
+    start, half = (
+        plain.folder / "checkpoints" / "step-00000004",
+        [*work, "--batch_size", "2", "--no_export"],
+    )
     first = script(*half, "--strategy", "fsdp", "--resume", start, "--save_every", "2", **TWO)
     assert_close(first.losses, plain.losses[4:], 1e-4)
     then = first.folder / "checkpoints" / "step-00000006"
-    assert_close(script(*half, "--strategy", "zero3", "--resume", then, **TWO).losses, plain.losses[6:], 1e-4)
+    assert_close(
+        script(*half, "--strategy", "zero3", "--resume", then, **TWO).losses, plain.losses[6:], 1e-4
+    )
     refused = script(*work, "--batch_size", "4", "--lora_r", "8", "--resume", start, ok=False)
     assert refused.code == 2 and "another run" in refused.error
 
@@ -105,17 +134,37 @@ def test_targets_that_are_not_there(script, work, targets, said):
 
 
 def test_gpt2_in_bf16_with_dropout(script, text_file, tiny_tokenizer, tmp_path):
-    """Its linear layers keep their weights the other way round, and its output layer is its embedding."""
+    """Its linear layers keep their weights the other way round, and its output layer is its
+    embedding.
+    """
     import torch
     from conftest import load_exported
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=2, n_positions=64)).save_pretrained(tmp_path)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=2, n_positions=64)
+    ).save_pretrained(tmp_path)
     for file in tiny_tokenizer.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    work = ["--model", tmp_path, "--dataset", text_file, "--seq_length", "32", "--max_steps", "6", "--lr", "1e-2", "--no_eval",
-            "--precision", "bf16", "--lora_dropout", "0.1", *LORA]  # fmt: skip
+    work = [
+        "--model",
+        tmp_path,
+        "--dataset",
+        text_file,
+        "--seq_length",
+        "32",
+        "--max_steps",
+        "6",
+        "--lr",
+        "1e-2",
+        "--no_eval",
+        "--precision",
+        "bf16",
+        "--lora_dropout",
+        "0.1",
+        *LORA,
+    ]
     refused = script(*work, "--lora_targets", "c_attn,lm_head", ok=False)
     assert refused.code == 2 and "lm_head" in refused.error
     targets = ["--lora_targets", "c_attn,mlp.c_proj", "--strategy", "zero2"]

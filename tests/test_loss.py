@@ -1,4 +1,6 @@
-"""The loss that is computed in parts of the logits, and a forward pass that does not wait for a GPU."""
+"""The loss that is computed in parts of the logits, and a forward pass that does not wait for a
+GPU.
+"""
 
 import pytest
 import torch
@@ -13,9 +15,19 @@ from support.model import loss
 from support.model import resolve as models
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}  # fmt: skip
-GPT2 = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+GPT2 = transformers.GPT2Config(
+    vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=2
+)
 LLAMA = transformers.LlamaConfig(**SIZES)
 
 
@@ -59,17 +71,25 @@ def exact(head, hidden, targets, factor=1.0):
     bias = None if head.bias is None else head.bias.detach().double().requires_grad_()
     logits = F.linear(hidden, weight, bias).flatten(0, 1)
     value = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") / 20
-    return value, gradients_of(value, *(t for t in (hidden, weight, bias) if t is not None), factor=factor)
+    return value, gradients_of(
+        value, *(t for t in (hidden, weight, bias) if t is not None), factor=factor
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(
+    "dtype, close", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+)
 def test_loss_and_gradients_are_those_of_cross_entropy(dtype, close, bias):
     head, (hidden, targets) = output_layer(dtype, bias), batch(dtype)
     value = in_parts(head, hidden, targets)
     expected, expected_gradients = exact(head, hidden, targets, factor=8)
-    assert value.dtype == torch.float32 and value.item() == pytest.approx(expected.item(), rel=close)
-    for found, right in zip(gradients_of(value, hidden, *head.parameters(), factor=8), expected_gradients, strict=True):
+    assert value.dtype == torch.float32 and value.item() == pytest.approx(
+        expected.item(), rel=close
+    )
+    for found, right in zip(
+        gradients_of(value, hidden, *head.parameters(), factor=8), expected_gradients, strict=True
+    ):
         assert (found - right).norm() < close * right.norm()
 
 
@@ -81,7 +101,9 @@ def test_under_autocast_the_weights_gradient_is_summed_in_fp32():
     assert value.item() == pytest.approx(expected.item(), rel=1e-2)
     found = torch.autograd.grad(value, [hidden, head.weight])
     assert all(gradient.dtype == torch.float32 for gradient in found)
-    assert all((a - b).norm() < 1e-2 * b.norm() for a, b in zip(found, expected_gradients, strict=True))
+    assert all(
+        (a - b).norm() < 1e-2 * b.norm() for a, b in zip(found, expected_gradients, strict=True)
+    )
 
 
 def test_fp16_keeps_small_gradients_that_the_loss_scaler_makes_large_enough():
@@ -99,7 +121,9 @@ def test_fp16_keeps_small_gradients_that_the_loss_scaler_makes_large_enough():
 
 @pytest.mark.parametrize("dtype, item", [(torch.float32, 8), (torch.bfloat16, 10)])
 def test_memory_is_that_of_one_part(dtype, item, monkeypatch):
-    """Of 100 tokens in parts of 10, `item` bytes for an element of the logits; and what the weight needs."""
+    """Of 100 tokens in parts of 10, `item` bytes for an element of the logits; and what the weight
+    needs.
+    """
     monkeypatch.setitem(loss.LOGITS_CHUNK, "cpu", 10 * 5000)
     head = nn.Linear(4, 5000, bias=False, dtype=dtype)
     head.__class__ = loss.OutputLayer
@@ -163,12 +187,20 @@ def test_script_computes_the_same_loss_either_way(family):
     ids = torch.randint(0, VOCABULARY, (2, 20))
     labels = ids.clone()
     labels[1, 12:] = IGNORED
-    expected = F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+    expected = F.cross_entropy(
+        model(input_ids=ids).logits[:, :-1].flatten(0, 1),
+        labels[:, 1:].flatten(),
+        ignore_index=IGNORED,
+    )
     if plain:
         loss.OutputLayer.replace_head(model)
     found = real_model_example.next_token_loss(model, ids, labels, torch.tensor(19.0 + 11.0))
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert model(input_ids=ids).logits.shape == (2, 20, VOCABULARY)  # outside of training it gives logits
+    assert model(input_ids=ids).logits.shape == (
+        2,
+        20,
+        VOCABULARY,
+    )  # outside of training it gives logits
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -182,7 +214,9 @@ def test_a_step_does_not_wait_for_the_gpu(config):
     with Operations() as operations:
         real_model_example.next_token_loss(model, ids, ids, tokens).backward()
     assert "aten::mm" in operations.names
-    assert not {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"} & set(operations.names)
+    assert not {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"} & set(
+        operations.names
+    )
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -196,24 +230,51 @@ def test_compiled_attention_gets_no_mask(config):
                 calls.append((node.kwargs["attn_mask"], node.kwargs["is_causal"]))
         return graph
 
-    torch.compile(model, backend=record)(input_ids=torch.randint(0, VOCABULARY, (2, 20)), use_cache=False)
+    torch.compile(model, backend=record)(
+        input_ids=torch.randint(0, VOCABULARY, (2, 20)), use_cache=False
+    )
     torch._dynamo.reset()
     assert calls == [(None, True)] * 2
 
 
 def test_exported_model_keeps_the_name_of_its_activation(script):
     """The fused function gives the same losses."""
-    args = ["--seq_length", "64", "--batch_size", "2", "--max_steps", "4", "--precision", "fp32", "--no_eval"]
+    args = [
+        "--seq_length",
+        "64",
+        "--batch_size",
+        "2",
+        "--max_steps",
+        "4",
+        "--precision",
+        "fp32",
+        "--no_eval",
+    ]
     fused, own = script(*args), script(*args, "--no_fused_gelu", "--no_export")
     exported = transformers.AutoConfig.from_pretrained(fused.folder / "hf")
     assert exported.activation_function == "gelu_new"
     assert fused.losses == pytest.approx(own.losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy, family", [("zero3", "tied"), ("zero3", "untied"), ("fsdp", "tied")])
+@pytest.mark.parametrize(
+    "strategy, family", [("zero3", "tied"), ("zero3", "untied"), ("fsdp", "tied")]
+)
 def test_gradients_computed_in_backward_find_the_whole_weight(script, llama, strategy, family):
-    """As in fp16, which a CPU does not have: each rank's part of the weight must have been gathered again by then."""
-    args = ["--seq_length", "64", "--batch_size", "2", "--max_steps", "4", "--precision", "fp32", "--no_eval", "--no_export"]
+    """As in fp16, which a CPU does not have: each rank's part of the weight must have been gathered
+    again by then.
+    """
+    args = [
+        "--seq_length",
+        "64",
+        "--batch_size",
+        "2",
+        "--max_steps",
+        "4",
+        "--precision",
+        "fp32",
+        "--no_eval",
+        "--no_export",
+    ]
     args += ["--model", llama, "--dataset", "pydocs"] if family == "untied" else []
     args += ["--strategy", strategy]
     usual = script(*args, launcher="torchrun", ranks=2)

@@ -1,4 +1,6 @@
-"""What a step's time includes: everything between two updates except saves, evaluations, and measuring memory."""
+"""What a step's time includes: everything between two updates except saves, evaluations, and
+measuring memory.
+"""
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -32,11 +34,29 @@ def clock(monkeypatch):
 
 
 def open_meter(tmp_path, clock, bar=False, **flags) -> metering.Meter:
-    """One of `STEPS` steps in an epoch, whose tracker takes `LOG` seconds for a record, and StepMemory `PAUSE`."""
-    args = SimpleNamespace(early_stopping_patience=None, seq_length=8, batch_size=2, gradient_accumulation_steps=1,
-                           logging_steps=1, eval=True, eval_every=None, streaming=False, **flags)  # fmt: skip
-    run = SimpleNamespace(device=torch.device("cpu"), is_main=True, simulated=False, world_size=1, say=lambda text: None,
-                          gather=lambda value: [value], bar=lambda *a, **k: MagicMock(active=bar))  # fmt: skip
+    """One of `STEPS` steps in an epoch, whose tracker takes `LOG` seconds for a record, and
+    StepMemory `PAUSE`.
+    """
+    args = SimpleNamespace(
+        early_stopping_patience=None,
+        seq_length=8,
+        batch_size=2,
+        gradient_accumulation_steps=1,
+        logging_steps=1,
+        eval=True,
+        eval_every=None,
+        streaming=False,
+        **flags,
+    )
+    run = SimpleNamespace(
+        device=torch.device("cpu"),
+        is_main=True,
+        simulated=False,
+        world_size=1,
+        say=lambda text: None,
+        gather=lambda value: [value],
+        bar=lambda *a, **k: MagicMock(active=bar),
+    )
     before = {"step": 0, "samples": 0, "tokens": 0, "training_seconds": 0.0}
     before |= dict.fromkeys(("best", "first_loss", "last_loss"))
     step_memory = MagicMock(slows_down=False)
@@ -89,7 +109,9 @@ def test_a_trace_is_no_part_of_a_step(tmp_path, clock):
     meter.trace.end_step.side_effect = lambda: clock.work(PAUSE)
     meter.start_epoch(1)
     train(meter, clock, 4)
-    assert [sum(step.values()) for step in meter.timer.steps] == pytest.approx([COMPUTE] + [COMPUTE + LOG] * 3)
+    assert [sum(step.values()) for step in meter.timer.steps] == pytest.approx(
+        [COMPUTE] + [COMPUTE + LOG] * 3
+    )
 
 
 def test_memory_is_read_where_a_line_is_logged(tmp_path, clock):
@@ -103,29 +125,58 @@ def test_memory_is_read_where_a_line_is_logged(tmp_path, clock):
 
 
 MFU_OF = [  # name, precision, TFLOP/s
-    ("NVIDIA H100 80GB HBM3", "bf16", 989.4), ("NVIDIA H100 80GB HBM3", "fp32", 494.7), ("NVIDIA H100 PCIe", "bf16", 756),
-    ("NVIDIA H100 NVL", "bf16", 835.5), ("NVIDIA H200", "bf16", 989.4), ("NVIDIA H200 NVL", "bf16", 835.5),
-    ("NVIDIA GH200 480GB", "bf16", 989.4), ("NVIDIA B200", "bf16", 2250), ("A100-SXM4-40GB", "fp16", 312),
-    ("NVIDIA A100-SXM4-80GB", "bf16", 312), ("NVIDIA A100 80GB PCIe", "fp32", 156), ("NVIDIA A100-PCIE-40GB", "bf16", 312),
-    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None), ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "bf16", None),
-    ("NVIDIA A40", "bf16", 149.7), ("NVIDIA A10", "bf16", 125), ("NVIDIA A10G", "bf16", None), ("NVIDIA A30", "bf16", 165),
-    ("NVIDIA L40S", "bf16", 362.05), ("NVIDIA L40", "bf16", 181.05), ("NVIDIA L4", "fp32", 60),
-    ("NVIDIA RTX A6000", "bf16", 154.8), ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2),
-    ("NVIDIA GeForce RTX 3090", "bf16", 71), ("NVIDIA GeForce RTX 3090 Ti", "bf16", 80),
-    ("NVIDIA GeForce RTX 3090 Ti", "fp32", 40), ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
-    ("NVIDIA GeForce RTX 4090 D", "bf16", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-    ("NVIDIA GeForce RTX 5090", "bf16", 209.5), ("NVIDIA GeForce RTX 2080 Ti", "fp16", 53.8),
-    ("NVIDIA GeForce RTX 2080 Ti", "fp32", 13.4), ("Quadro RTX 8000", "fp16", 130.5), ("Tesla T4", "fp16", 65),
-    ("Tesla T4", "fp32", 8.1), ("Tesla T4", "bf16", None), ("Tesla V100-SXM2-16GB", "fp16", 125),
-    ("Tesla V100-PCIE-32GB", "fp32", 14), ("AMD Instinct MI300X", "bf16", 1307.4), ("AMD Instinct MI300X", "fp32", 163.4),
-    ("AMD Instinct MI250X", "bf16", 191.5), ("AMD Instinct MI250X/MI250", "bf16", None), ("NVIDIA GB10", "bf16", None),
-]  # fmt: skip
+    ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+    ("NVIDIA H100 80GB HBM3", "fp32", 494.7),
+    ("NVIDIA H100 PCIe", "bf16", 756),
+    ("NVIDIA H100 NVL", "bf16", 835.5),
+    ("NVIDIA H200", "bf16", 989.4),
+    ("NVIDIA H200 NVL", "bf16", 835.5),
+    ("NVIDIA GH200 480GB", "bf16", 989.4),
+    ("NVIDIA B200", "bf16", 2250),
+    ("A100-SXM4-40GB", "fp16", 312),
+    ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+    ("NVIDIA A100 80GB PCIe", "fp32", 156),
+    ("NVIDIA A100-PCIE-40GB", "bf16", 312),
+    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
+    ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "bf16", None),
+    ("NVIDIA A40", "bf16", 149.7),
+    ("NVIDIA A10", "bf16", 125),
+    ("NVIDIA A10G", "bf16", None),
+    ("NVIDIA A30", "bf16", 165),
+    ("NVIDIA L40S", "bf16", 362.05),
+    ("NVIDIA L40", "bf16", 181.05),
+    ("NVIDIA L4", "fp32", 60),
+    ("NVIDIA RTX A6000", "bf16", 154.8),
+    ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2),
+    ("NVIDIA GeForce RTX 3090", "bf16", 71),
+    ("NVIDIA GeForce RTX 3090 Ti", "bf16", 80),
+    ("NVIDIA GeForce RTX 3090 Ti", "fp32", 40),
+    ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+    ("NVIDIA GeForce RTX 4090 D", "bf16", None),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+    ("NVIDIA GeForce RTX 5090", "bf16", 209.5),
+    ("NVIDIA GeForce RTX 2080 Ti", "fp16", 53.8),
+    ("NVIDIA GeForce RTX 2080 Ti", "fp32", 13.4),
+    ("Quadro RTX 8000", "fp16", 130.5),
+    ("Tesla T4", "fp16", 65),
+    ("Tesla T4", "fp32", 8.1),
+    ("Tesla T4", "bf16", None),
+    ("Tesla V100-SXM2-16GB", "fp16", 125),
+    ("Tesla V100-PCIE-32GB", "fp32", 14),
+    ("AMD Instinct MI300X", "bf16", 1307.4),
+    ("AMD Instinct MI300X", "fp32", 163.4),
+    ("AMD Instinct MI250X", "bf16", 191.5),
+    ("AMD Instinct MI250X/MI250", "bf16", None),
+    ("NVIDIA GB10", "bf16", None),
+]
 
 
 @pytest.mark.parametrize("name, precision, expected", MFU_OF)
 def test_peak_of_a_gpu(monkeypatch, name, precision, expected):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")  # as the script sets it
+    monkeypatch.setattr(
+        torch, "get_float32_matmul_precision", lambda: "high"
+    )  # as the script sets it
     found = peaks.peak_flops(torch.device("cuda", 0), precision)
     assert found == (None if expected is None else pytest.approx(expected * 1e12))
 

@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 
-# A chat template with the tokenizer's only special token at the end of a turn, and the same with marks of its own.
+# A chat template with the tokenizer's only special token at the end of a turn, and the same with
+# marks of its own.
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]\n{% if m['role'] == 'assistant' %}GENERATION{{ m['content'] + eos_token }}END"
     "{% else %}{{ m['content'] | trim }}{% endif %}{{ '\n' }}{% endfor %}"
@@ -15,7 +16,12 @@ MARKED = TEMPLATE.replace("GENERATION", "{% generation %}").replace("END", "{% e
 PLAIN = TEMPLATE.replace("GENERATION", "").replace("END", "")
 CHATS = [
     [("system", "Be short."), ("user", "The quick brown fox?"), ("assistant", "It jumps over.")],
-    [("user", " the dog "), ("assistant", "lazy\n\ndog."), ("user", "Why?"), ("assistant", "over the lazy dog")],
+    [
+        ("user", " the dog "),
+        ("assistant", "lazy\n\ndog."),
+        ("user", "Why?"),
+        ("assistant", "over the lazy dog"),
+    ],
     [("user", "over?"), ("assistant", "over?"), ("user", "over?"), ("assistant", "fox, é 猫")],
 ]
 TEXTS = [  # what the template makes of them; what is learned stands between < and >
@@ -25,11 +31,23 @@ TEXTS = [  # what the template makes of them; what is learned stands between < a
 ]
 PAIRS = [("the quick ", "brown fox"), ("", "lazy dog"), ("jumps over", " the lazy dog")]
 # At this rate the weights do not move. All rows in one batch, in one step.
-STILL = ["--lr", "1e-30", "--precision", "fp32", "--no_export", "--max_steps", "1", "--validation_split", "0.1"]
+STILL = [
+    "--lr",
+    "1e-30",
+    "--precision",
+    "fp32",
+    "--no_export",
+    "--max_steps",
+    "1",
+    "--validation_split",
+    "0.1",
+]
 
 
 def as_lines(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -48,7 +66,9 @@ def cached(folder, split="train"):
 
 
 def expected(tokenizer, text):
-    """Ids and mask, token by token: each token's characters are looked up among those that are learned."""
+    """Ids and mask, token by token: each token's characters are looked up among those that are
+    learned.
+    """
     text = text.replace("<|end|>", "\0")
     flags, plain, inside = [], "", False
     for character in text:
@@ -64,11 +84,17 @@ def expected(tokenizer, text):
 
 
 def loss_of(model, rows):
-    """What transformers and PyTorch make of rows of (ids, mask): the mean over all tokens that are learned."""
+    """What transformers and PyTorch make of rows of (ids, mask): the mean over all tokens that are
+    learned.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, total, count = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0.0, 0
+    model, total, count = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(),
+        0.0,
+        0,
+    )
     for ids, mask in rows:
         with torch.no_grad():
             logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -89,70 +115,148 @@ def tokenizer(llama):
 def test_only_the_assistants_tokens_are_learned(script, llama, tokenizer, tmp_path, template):
     file, cache = as_lines(tmp_path / "chat.jsonl", map(chat, CHATS)), tmp_path / "cache"
     (tmp_path / "template.jinja").write_text(template)
-    run = script("--model", llama, "--dataset", file, "--validation_file", file, "--chat_template", tmp_path / "template.jinja",
-                 "--cache_dir", cache, "--seq_length", "128", "--batch_size", "3", *STILL[:-2])  # fmt: skip
+    run = script(
+        "--model",
+        llama,
+        "--dataset",
+        file,
+        "--validation_file",
+        file,
+        "--chat_template",
+        tmp_path / "template.jinja",
+        "--cache_dir",
+        cache,
+        "--seq_length",
+        "128",
+        "--batch_size",
+        "3",
+        *STILL[:-2],
+    )
     wanted = [expected(tokenizer, text) for text in TEXTS]
     assert cached(cache) == cached(cache, "validation") == [(ids, mask) for ids, mask in wanted]
     assert 0 < sum(sum(mask) for _, mask in wanted) < sum(len(ids) for ids, _ in wanted) / 2
     assert run.losses[0] == pytest.approx(loss_of(llama, wanted), rel=1e-4)
     assert run.results["eval_loss"] == pytest.approx(run.losses[0], rel=1e-5)
-    assert run.results["tokens"] == sum(len(ids) for ids, _ in wanted)  # what fills up the blocks is not counted
+    assert run.results["tokens"] == sum(
+        len(ids) for ids, _ in wanted
+    )  # what fills up the blocks is not counted
 
 
 def test_a_conversation_without_a_template_gets_a_plain_one(script, tmp_path):
     file = as_lines(tmp_path / "chat.jsonl", [chat(turns) for turns in CHATS])
-    run = script("--dataset", file, "--seq_length", "128", "--batch_size", "2", "--max_steps", "1", "--no_eval")
+    run = script(
+        "--dataset",
+        file,
+        "--seq_length",
+        "128",
+        "--batch_size",
+        "2",
+        "--max_steps",
+        "1",
+        "--no_eval",
+    )
     assert "no chat template" in run.out
     from transformers import AutoTokenizer
 
     exported = AutoTokenizer.from_pretrained(run.folder / "hf")
     text = exported.apply_chat_template(chat(CHATS[0])["messages"], tokenize=False)
-    assert "### User:\nThe quick brown fox?" in text and f"It jumps over.{exported.eos_token}" in text
+    assert (
+        "### User:\nThe quick brown fox?" in text and f"It jumps over.{exported.eos_token}" in text
+    )
 
 
 def test_only_completions_are_learned(script, llama, tokenizer, tmp_path):
     file = as_lines(tmp_path / "pairs.jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS])
-    run = script("--model", llama, "--dataset", file, "--validation_file", file, "--seq_length", "64", "--batch_size", "3",
-                 *STILL[:-2])  # fmt: skip
+    run = script(
+        "--model",
+        llama,
+        "--dataset",
+        file,
+        "--validation_file",
+        file,
+        "--seq_length",
+        "64",
+        "--batch_size",
+        "3",
+        *STILL[:-2],
+    )
     rows = []
     for prompt, completion in PAIRS:
-        before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, completion))
-        rows.append((before + after + [tokenizer.eos_token_id], [0] * len(before) + [1] * (len(after) + 1)))
+        before, after = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, completion)
+        )
+        rows.append(
+            (before + after + [tokenizer.eos_token_id], [0] * len(before) + [1] * (len(after) + 1))
+        )
     assert run.losses[0] == pytest.approx(loss_of(llama, rows), rel=1e-4)
 
 
 def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
     pair = {"prompt": "the quick ", "completion": "brown fox"}
-    bad = ['{"prompt": "no end', {"prompt": "nothing", "completion": ""}, {"text": "of another kind"},
-           {"prompt": 3, "completion": "x"}]  # fmt: skip
-    file = as_lines(tmp_path / "rows.jsonl", [pair, bad[0], pair, bad[1], bad[2], pair, bad[3], *[pair] * 6])
-    work = ["--model", llama, "--dataset", file, "--seq_length", "32", "--batch_size", "2", "--max_steps", "1", "--no_eval"]
+    bad = [
+        '{"prompt": "no end',
+        {"prompt": "nothing", "completion": ""},
+        {"text": "of another kind"},
+        {"prompt": 3, "completion": "x"},
+    ]
+    file = as_lines(
+        tmp_path / "rows.jsonl", [pair, bad[0], pair, bad[1], bad[2], pair, bad[3], *[pair] * 6]
+    )
+    work = [
+        "--model",
+        llama,
+        "--dataset",
+        file,
+        "--seq_length",
+        "32",
+        "--batch_size",
+        "2",
+        "--max_steps",
+        "1",
+        "--no_eval",
+    ]
     refused = script(*work, ok=False)
     assert refused.code == 2 and f"{file}, line 2, column" in refused.error
     run = script(*work, "--max_bad_rows", "4")
     found = run.results["dataset"]
-    assert sorted(int(re.search(r"line (\d+)", row)[1]) for row in found["bad_rows"]) == [2, 4, 5, 7]
+    assert sorted(int(re.search(r"line (\d+)", row)[1]) for row in found["bad_rows"]) == [
+        2,
+        4,
+        5,
+        7,
+    ]
     assert all(row in run.out for row in found["bad_rows"]) and found["rows"] == 9
-    refused = script(*work, "--max_bad_rows", "3", ok=False)  # what lies in the cache was made when more were allowed
+    refused = script(
+        *work, "--max_bad_rows", "3", ok=False
+    )  # what lies in the cache was made when more were allowed
     assert refused.code == 2 and "more than --max_bad_rows 3 allows" in refused.error
 
 
-BAD = {  # in each file the lines that cannot be used, and what is said of them; "*": of the file as a whole
-    "rows.csv": ('id,text\n1,fine\n2,not quoted, and so cut\n3\n4,"quoted, and so whole"\n5,"a" b\n',
-                 {3: "cells", 4: "cells", 6: "expected after"}),
+# in each file the lines that cannot be used, and what is said of them; "*": of the file as a whole
+BAD = {
+    "rows.csv": (
+        'id,text\n1,fine\n2,not quoted, and so cut\n3\n4,"quoted, and so whole"\n5,"a" b\n',
+        {3: "cells", 4: "cells", 6: "expected after"},
+    ),
     "twice.csv": ("text,text\na,b\n", {1: "same name"}),
     "rows.json": ('{"train": [{"text": "a"}], "test": [{"text": "b"}]}', {"*": "train, test"}),
     "table.parquet": ("PAR0", {"*": "not a Parquet file"}),
     "text.jsonl": ('{"text": "fine"}\n{"text": "caf\udce9"}\n', {2: "not UTF-8"}),
-}  # fmt: skip
+}
 BAD_CHATS = [
-    ({"content": "Yes.", "weight": 0}, "weight"), ({"content": "Yes.", "reasoning_content": "Hm."}, "reasoning_content"),
-    ({"content": " "}, "says nothing"), ({"content": None}, "content"), ({"content": "Yes.", "tool_calls": [1]}, "tool_calls"),
-]  # fmt: skip
+    ({"content": "Yes.", "weight": 0}, "weight"),
+    ({"content": "Yes.", "reasoning_content": "Hm."}, "reasoning_content"),
+    ({"content": " "}, "says nothing"),
+    ({"content": None}, "content"),
+    ({"content": "Yes.", "tool_calls": [1]}, "tool_calls"),
+]
 
 
 def named(found):
-    return {int(line[1]) if (line := re.search(r"line (\d+)", row)) else "*": row for row in found["bad_rows"]}
+    return {
+        int(line[1]) if (line := re.search(r"line (\d+)", row)) else "*": row
+        for row in found["bad_rows"]
+    }
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -160,8 +264,22 @@ def test_what_would_be_lost_or_guessed_is_a_bad_row(script, llama, tmp_path, nam
     text, bad = BAD[name]
     (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     (tmp_path / "more.txt").write_text("the quick brown fox " * 100)
-    run = script("--model", llama, "--dataset", tmp_path, "--seq_length", "16", "--batch_size", "2", "--max_steps", "1",
-                 "--no_eval", "--no_export", "--max_bad_rows", str(len(bad)))  # fmt: skip
+    run = script(
+        "--model",
+        llama,
+        "--dataset",
+        tmp_path,
+        "--seq_length",
+        "16",
+        "--batch_size",
+        "2",
+        "--max_steps",
+        "1",
+        "--no_eval",
+        "--no_export",
+        "--max_bad_rows",
+        str(len(bad)),
+    )
     found = named(run.results["dataset"])
     assert found.keys() == bad.keys() and all(said in found[line] for line, said in bad.items())
 
@@ -171,19 +289,48 @@ def test_conversations_that_would_lose_something_are_bad_rows(script, llama, tmp
         return {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", **message}]}
 
     fine = {"content": "the dog", "weight": 1, "tool_calls": None, "id": 7}
-    file = as_lines(tmp_path / "chat.jsonl", [row(message) for message, _ in BAD_CHATS] + [row(fine)] * 4)
-    run = script("--model", llama, "--dataset", file, "--seq_length", "64", "--batch_size", "2", "--max_steps", "1",
-                 "--no_eval", "--no_export", "--max_bad_rows", str(len(BAD_CHATS)))  # fmt: skip
+    file = as_lines(
+        tmp_path / "chat.jsonl", [row(message) for message, _ in BAD_CHATS] + [row(fine)] * 4
+    )
+    run = script(
+        "--model",
+        llama,
+        "--dataset",
+        file,
+        "--seq_length",
+        "64",
+        "--batch_size",
+        "2",
+        "--max_steps",
+        "1",
+        "--no_eval",
+        "--no_export",
+        "--max_bad_rows",
+        str(len(BAD_CHATS)),
+    )
     found = named(run.results["dataset"])
     assert found.keys() == {1, 2, 3, 4, 5} and run.results["dataset"]["rows"] == 4
     assert all(said in found[line] for line, (_, said) in enumerate(BAD_CHATS, 1))
 
 
-@pytest.mark.parametrize("streaming", [[], ["--streaming", "--max_steps", "1"]], ids=["cached", "streamed"])
+@pytest.mark.parametrize(
+    "streaming", [[], ["--streaming", "--max_steps", "1"]], ids=["cached", "streamed"]
+)
 def test_a_picture_in_a_folder_of_texts(script, llama, tmp_path, streaming):
     (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" * 100)
     (tmp_path / "b.txt").write_text("the quick brown fox " * 100)
-    work = ["--model", llama, "--dataset", tmp_path, "--seq_length", "32", "--batch_size", "2", "--no_eval", *streaming]
+    work = [
+        "--model",
+        llama,
+        "--dataset",
+        tmp_path,
+        "--seq_length",
+        "32",
+        "--batch_size",
+        "2",
+        "--no_eval",
+        *streaming,
+    ]
     refused = script(*work, ok=False)
     assert refused.code == 2 and "a.png is not UTF-8 text" in refused.error
     run = script(*work, "--max_bad_rows", "1")
@@ -193,8 +340,21 @@ def test_a_picture_in_a_folder_of_texts(script, llama, tmp_path, streaming):
 def test_what_is_cut_and_what_is_left_out_is_said(script, llama, tmp_path):
     long = "the quick brown fox jumps over the lazy dog " * 20
     texts = [("fox", long), (long, "fox"), *[("a", "fox")] * 8]
-    file = as_lines(tmp_path / "rows.jsonl", [{"prompt": prompt, "completion": text} for prompt, text in texts])
-    run = script("--model", llama, "--dataset", file, "--seq_length", "32", "--batch_size", "2", "--max_steps", "1")
+    file = as_lines(
+        tmp_path / "rows.jsonl", [{"prompt": prompt, "completion": text} for prompt, text in texts]
+    )
+    run = script(
+        "--model",
+        llama,
+        "--dataset",
+        file,
+        "--seq_length",
+        "32",
+        "--batch_size",
+        "2",
+        "--max_steps",
+        "1",
+    )
     found = run.results["dataset"]
     assert (found["rows"], found["truncated"], found["skipped"]) == (10, 1, 1)
     assert (found["blocks"], found["validation"]["blocks"]) == (8, 1)
@@ -204,44 +364,89 @@ def test_what_is_cut_and_what_is_left_out_is_said(script, llama, tmp_path):
 def test_validation_file_and_split(script, text_file, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(text_file.read_text()[1000:9000])
-    work = ["--dataset", text_file, "--seq_length", "32", "--batch_size", "4", "--max_steps", "2", "--precision", "fp32"]
+    work = [
+        "--dataset",
+        text_file,
+        "--seq_length",
+        "32",
+        "--batch_size",
+        "4",
+        "--max_steps",
+        "2",
+        "--precision",
+        "fp32",
+    ]
     all_of_it = script(*work, "--validation_file", other)
     part = script(*work, "--validation_split", "0.25", "--no_export", "--eval_samples", "8")
     blocks = all_of_it.results["dataset"]["blocks"]
     assert part.results["dataset"]["validation"]["blocks"] == int(0.25 * blocks)
     assert part.results["dataset"]["blocks"] == blocks - int(0.25 * blocks)
-    again = script("--model", all_of_it.folder / "hf", "--dataset", text_file, "--validation_file", other, "--eval_only",
-                   "--seq_length", "32", "--batch_size", "2", "--precision", "fp32", launcher="torchrun", ranks=2)  # fmt: skip
+    again = script(
+        "--model",
+        all_of_it.folder / "hf",
+        "--dataset",
+        text_file,
+        "--validation_file",
+        other,
+        "--eval_only",
+        "--seq_length",
+        "32",
+        "--batch_size",
+        "2",
+        "--precision",
+        "fp32",
+        launcher="torchrun",
+        ranks=2,
+    )
     assert again.results["eval_loss"] == pytest.approx(all_of_it.results["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name, text, said", [
-    ("rows.csv", 'text\nfine\n"never closed\nand more\n', "line 3: a quote"),
-    ("chat.jsonl", json.dumps(chat(CHATS[0])), "chat template cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("rows.csv", 'text\nfine\n"never closed\nand more\n', "line 3: a quote"),
+        ("chat.jsonl", json.dumps(chat(CHATS[0])), "chat template cannot be read"),
+    ],
+)
 def test_data_that_ends_the_run_gives_its_folder_back(script, llama, tmp_path, name, text, said):
     """Whatever --max_bad_rows says. And the folder of a run that never began may be used again."""
     (tmp_path / name).write_text(text)
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}{{ m }")
     for _ in range(2):
-        run = script("--model", llama, "--dataset", tmp_path / name, "--max_bad_rows", "9", "--seq_length", "16",
-                     "--chat_template", tmp_path / "broken.jinja", "--output_dir", tmp_path / "out", ok=False)  # fmt: skip
+        run = script(
+            "--model",
+            llama,
+            "--dataset",
+            tmp_path / name,
+            "--max_bad_rows",
+            "9",
+            "--seq_length",
+            "16",
+            "--chat_template",
+            tmp_path / "broken.jinja",
+            "--output_dir",
+            tmp_path / "out",
+            ok=False,
+        )
         assert run.code == 2 and said in run.error
 
 
-@pytest.mark.parametrize("args, said", [
-    (["--validation_file", "no/such.txt"], "no/such.txt"),
-    (["--validation_split", "1.5"], "--validation_split"),
-    (["--validation_split", "0.2", "--validation_file", "x.txt"], "--validation_file"),
-    (["--chat_template", "no/such.jinja"], "no/such.jinja"),
-    (["--streaming"], "--max_steps"),
-    (["--streaming", "--max_steps", "3"], "pydocs"),
-    (["--early_stopping_patience", "2", "--no_eval"], "--no_eval"),
-    (["--load_best_at_end", "--no_save"], "--no_save"),
-    (["--lora_alpha", "8"], "--lora_r"),
-    (["--merge_lora", "--lora_r", "4", "--no_export"], "--no_export"),
-    (["--eval_only", "--lora_r", "4"], "--lora_r"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["--validation_file", "no/such.txt"], "no/such.txt"),
+        (["--validation_split", "1.5"], "--validation_split"),
+        (["--validation_split", "0.2", "--validation_file", "x.txt"], "--validation_file"),
+        (["--chat_template", "no/such.jinja"], "no/such.jinja"),
+        (["--streaming"], "--max_steps"),
+        (["--streaming", "--max_steps", "3"], "pydocs"),
+        (["--early_stopping_patience", "2", "--no_eval"], "--no_eval"),
+        (["--load_best_at_end", "--no_save"], "--no_save"),
+        (["--lora_alpha", "8"], "--lora_r"),
+        (["--merge_lora", "--lora_r", "4", "--no_export"], "--no_export"),
+        (["--eval_only", "--lora_r", "4"], "--lora_r"),
+    ],
+)
 def test_wrong_arguments(script, args, said):
     run = script(*args, ok=False)
     assert run.code == 2 and said in run.error

@@ -14,7 +14,18 @@ from tokenizer_zoo import tokenizer_of
 
 from support.errors import UserError
 
-WORK = ["--streaming", "--seq_length", "32", "--precision", "fp32", "--max_steps", "10", "--shuffle_buffer", "24", "--no_eval"]
+WORK = [
+    "--streaming",
+    "--seq_length",
+    "32",
+    "--precision",
+    "fp32",
+    "--max_steps",
+    "10",
+    "--shuffle_buffer",
+    "24",
+    "--no_eval",
+]
 TWO = {"launcher": "torchrun", "ranks": 2}
 
 
@@ -29,62 +40,167 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(script, documents):
-    return script(*WORK, "--dataset", documents, "--batch_size", "2", "--dropout", "0.1", "--save_every", "3", **TWO)
+    return script(
+        *WORK,
+        "--dataset",
+        documents,
+        "--batch_size",
+        "2",
+        "--dropout",
+        "0.1",
+        "--save_every",
+        "3",
+        **TWO,
+    )
 
 
 def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(script, documents, whole):
     for step in (3, 9):
-        resumed = script(*WORK, "--dataset", documents, "--batch_size", "2", "--dropout", "0.1", "--no_export", "--resume",
-                         whole.folder / "checkpoints" / f"step-{step:08d}", **TWO)  # fmt: skip
+        resumed = script(
+            *WORK,
+            "--dataset",
+            documents,
+            "--batch_size",
+            "2",
+            "--dropout",
+            "0.1",
+            "--no_export",
+            "--resume",
+            whole.folder / "checkpoints" / f"step-{step:08d}",
+            **TWO,
+        )
         assert resumed.losses == whole.losses[step:]
 
 
 def test_the_same_blocks_on_any_number_of_ranks(script, text_file):
     work = [*WORK, "--dataset", text_file, "--no_export", "--dropout", "0"]
     one = script(*work, "--batch_size", "4")
-    split = script(*work, "--batch_size", "1", "--gradient_accumulation_steps", "2", "--strategy", "zero3", "--save_every",
-                   "5", **TWO)  # fmt: skip
+    split = script(
+        *work,
+        "--batch_size",
+        "1",
+        "--gradient_accumulation_steps",
+        "2",
+        "--strategy",
+        "zero3",
+        "--save_every",
+        "5",
+        **TWO,
+    )
     assert_close(split.losses, one.losses, 1e-4)
     assert len({round(loss, 3) for loss in one.losses}) > 8
-    resumed = script(*work, "--batch_size", "2", "--gradient_accumulation_steps", "2", "--no_save", "--resume",
-                     split.folder / "checkpoints" / "step-00000005")  # fmt: skip
+    resumed = script(
+        *work,
+        "--batch_size",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+        "--no_save",
+        "--resume",
+        split.folder / "checkpoints" / "step-00000005",
+    )
     assert_close(resumed.losses, one.losses[5:], 1e-4)
 
 
 def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
     """The weights do not move, so a row's loss is its name. Also: a resume in the second pass."""
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then"]
-    rows = [{"prompt": "", "completion": " ".join(words[: n % 10 + 2][:: 1 + n // 10])} for n in range(20)]
+    rows = [
+        {"prompt": "", "completion": " ".join(words[: n % 10 + 2][:: 1 + n // 10])}
+        for n in range(20)
+    ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    work = ["--model", llama, "--dataset", path, "--seq_length", "44", "--lr", "1e-30", "--precision", "fp32", "--no_eval",
-            "--no_export", "--batch_size", "1"]  # fmt: skip
+    work = [
+        "--model",
+        llama,
+        "--dataset",
+        path,
+        "--seq_length",
+        "44",
+        "--lr",
+        "1e-30",
+        "--precision",
+        "fp32",
+        "--no_eval",
+        "--no_export",
+        "--batch_size",
+        "1",
+    ]
     plain = script(*work, "--validation_file", path)
-    streamed = script(*work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5", "--save_every", "1")
-    first, second = ([round(loss, 4) for loss in streamed.losses[half]] for half in (slice(20), slice(20, 40)))
+    streamed = script(
+        *work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5", "--save_every", "1"
+    )
+    first, second = (
+        [round(loss, 4) for loss in streamed.losses[half]] for half in (slice(20), slice(20, 40))
+    )
     assert sorted(first) == sorted(second) == sorted(round(loss, 4) for loss in plain.losses)
     assert first != second and len(set(first)) > 15
     for step in (8, 27):
-        resumed = script(*work, "--streaming", "--max_steps", "40", "--shuffle_buffer", "5", "--resume",
-                         streamed.folder / "checkpoints" / f"step-{step:08d}")  # fmt: skip
+        resumed = script(
+            *work,
+            "--streaming",
+            "--max_steps",
+            "40",
+            "--shuffle_buffer",
+            "5",
+            "--resume",
+            streamed.folder / "checkpoints" / f"step-{step:08d}",
+        )
         assert resumed.losses == streamed.losses[step:]
-        assert resumed.results["dataset"] == streamed.results["dataset"]  # what was cut is counted once
+        assert (
+            resumed.results["dataset"] == streamed.results["dataset"]
+        )  # what was cut is counted once
     assert streamed.results["dataset"]["truncated"] == plain.results["dataset"]["truncated"] > 0
 
 
 def test_one_lane_reads_what_the_cache_holds(script, llama, tmp_path):
-    """All files, every token once, with the end-of-text token between documents: the same blocks in the same order."""
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "then", "some"]
+    """All files, every token once, with the end-of-text token between documents: the same blocks in
+    the same order.
+    """
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "the",
+        "lazy",
+        "dog",
+        "and",
+        "then",
+        "some",
+    ]
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(" ".join(words[number:] * (number + 2)))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": " ".join(words[n:])}) + "\n" for n in range(6)))
-    work = ["--model", llama, "--dataset", tmp_path, "--seq_length", "16", "--batch_size", "1", "--lr", "1e-30", "--precision",
-            "fp32", "--no_export"]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": " ".join(words[n:])}) + "\n" for n in range(6))
+    )
+    work = [
+        "--model",
+        llama,
+        "--dataset",
+        tmp_path,
+        "--seq_length",
+        "16",
+        "--batch_size",
+        "1",
+        "--lr",
+        "1e-30",
+        "--precision",
+        "fp32",
+        "--no_export",
+    ]
     plain = script(*work, "--validation_file", tmp_path / "0.txt", "--no_eval")
     blocks = plain.results["steps"]
-    streamed = script(*work, "--streaming", "--shuffle_buffer", "1", "--max_steps", str(blocks), "--no_eval")
+    streamed = script(
+        *work, "--streaming", "--shuffle_buffer", "1", "--max_steps", str(blocks), "--no_eval"
+    )
     assert blocks > 20 and len({round(loss, 4) for loss in plain.losses}) > 15
-    assert sorted(round(loss, 4) for loss in streamed.losses) == sorted(round(loss, 4) for loss in plain.losses)
+    assert sorted(round(loss, 4) for loss in streamed.losses) == sorted(
+        round(loss, 4) for loss in plain.losses
+    )
 
 
 class OneRank:
@@ -97,13 +213,18 @@ class OneRank:
         documents = DocumentTokenizer(tokenizer, chunk, overlap=256)
         encode = partial(Stream._encode_text, SimpleNamespace(documents=documents))
         self.lanes = {number: Lane(number, lanes, 1, 16, 0, encode) for number in range(lanes)}
-        args = SimpleNamespace(dataset=str(dataset), text_column=None, dataset_config=None, include=None)
+        args = SimpleNamespace(
+            dataset=str(dataset), text_column=None, dataset_config=None, include=None
+        )
         rows = rows or _open_rows(args, None, _files_to_read(args)[0])
         self.reader = Reader(rows, documents.parts, None, lanes, self.lanes, 0, pytest.fail)
 
     def blocks(self, steps):
         """What each lane gives in so many steps."""
-        return [[lane.next_block(self.reader).tolist() for lane in self.lanes.values()] for _ in range(steps)]
+        return [
+            [lane.next_block(self.reader).tolist() for lane in self.lanes.values()]
+            for _ in range(steps)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +235,18 @@ def long_texts(tmp_path_factory):
     texts = [topics[name][:9000] for name in ("assignment", "compound", "exprlists", "integers")]
     folder = tmp_path_factory.mktemp("texts")
     (folder / "0.txt").write_text(texts[0])
-    (folder / "1.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[1:3]))
+    (folder / "1.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts[1:3])
+    )
     (folder / "2.txt").write_text(texts[3])
     return folder, texts
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama2"])
 def test_the_tokens_are_those_of_the_whole_texts(long_texts, kind):
-    """One lane: exactly the stream that the cache holds. Three lanes: the same texts, each part once."""
+    """One lane: exactly the stream that the cache holds. Three lanes: the same texts, each part
+    once.
+    """
     folder, texts = long_texts
     tokenizer = tokenizer_of(kind)
     end, stream = tokenizer.eos_token_id, []
@@ -141,19 +266,31 @@ def test_the_tokens_are_those_of_the_whole_texts(long_texts, kind):
 
 
 def test_resume_within_a_text_file(long_texts):
-    """After each of the first 60 steps, in the first pass and in the next ones: the same blocks follow."""
+    """After each of the first 60 steps, in the first pass and in the next ones: the same blocks
+    follow.
+    """
     folder, _ = long_texts
     tokenizer = tokenizer_of("gpt2")
     whole = OneRank(folder, tokenizer, lanes=3)
     steps = []
     for _ in range(250):
-        steps.append((whole.blocks(1)[0], {n: json.loads(json.dumps(lane.state())) for n, lane in whole.lanes.items()}))
+        steps.append(
+            (
+                whole.blocks(1)[0],
+                {n: json.loads(json.dumps(lane.state())) for n, lane in whole.lanes.items()},
+            )
+        )
     assert whole.reader.passes >= 1
     for step in [*range(0, 60, 7), 199, 230]:
         resumed = OneRank(folder, tokenizer, lanes=3)
         for number, lane in resumed.lanes.items():
             lane.resume(steps[step][1][number])
-        resumed.reader.start(min((lane.begin["reader"] for lane in resumed.lanes.values()), key=lambda reader: reader["row"]))
+        resumed.reader.start(
+            min(
+                (lane.begin["reader"] for lane in resumed.lanes.values()),
+                key=lambda reader: reader["row"],
+            )
+        )
         assert resumed.blocks(15) == [blocks for blocks, _ in steps[step + 1 : step + 16]]
 
 
@@ -222,22 +359,49 @@ def stream_of(file, tokenizer, **flags):
     from support.data.streaming import Stream
 
     said = []
-    args = SimpleNamespace(**{"dataset": str(file), "seq_length": 16, "batch_size": 2, "gradient_accumulation_steps": 1,
-                              "max_steps": 50, "shuffle_buffer": 4, "seed": 0, "text_column": None, "dataset_config": None,
-                              "include": None, "max_bad_rows": 9, "compile": False, "simulate_gpus": None} | flags)
-    run = SimpleNamespace(is_main=True, rank=0, world_size=1, gather=lambda value: [value], from_main=lambda value: value,
-                          print=said.append, say=said.append, warn=said.append)  # fmt: skip
+    args = SimpleNamespace(
+        **{
+            "dataset": str(file),
+            "seq_length": 16,
+            "batch_size": 2,
+            "gradient_accumulation_steps": 1,
+            "max_steps": 50,
+            "shuffle_buffer": 4,
+            "seed": 0,
+            "text_column": None,
+            "dataset_config": None,
+            "include": None,
+            "max_bad_rows": 9,
+            "compile": False,
+            "simulate_gpus": None,
+        }
+        | flags
+    )
+    run = SimpleNamespace(
+        is_main=True,
+        rank=0,
+        world_size=1,
+        gather=lambda value: [value],
+        from_main=lambda value: value,
+        print=said.append,
+        say=said.append,
+        warn=said.append,
+    )
     return Stream(args, run, tokenizer), said
 
 
 def test_the_thread_has_a_tokenizer_of_its_own(tmp_path, monkeypatch):
-    """Conversations without a template: the run's tokenizer gets one, and says so, where it is trained."""
+    """Conversations without a template: the run's tokenizer gets one, and says so, where it is
+    trained.
+    """
     messages = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
     tokenizer, used, threads = tokenizer_of("gpt2"), [], []
     encode = type(tokenizer)._encode_plus
     monkeypatch.setattr(
-        type(tokenizer), "_encode_plus", lambda self, *a, **k: used.append(self) or encode(self, *a, **k)
+        type(tokenizer),
+        "_encode_plus",
+        lambda self, *a, **k: used.append(self) or encode(self, *a, **k),
     )
     stream, _ = stream_of(tmp_path / "chat.jsonl", tokenizer, seq_length=64)
     stream.run.warn = lambda text: threads.append(threading.current_thread())
@@ -265,7 +429,11 @@ def test_what_was_only_read_is_not_in_a_checkpoint(tmp_path):
         if len(blocks) == 50:
             break
     first = next(step for step, place in enumerate(places) if place["bad"])
-    assert 5 < first < 45 and len(places[-1]["bad"]) == 1 and sum("Left out" in line for line in said) == 1
+    assert (
+        5 < first < 45
+        and len(places[-1]["bad"]) == 1
+        and sum("Left out" in line for line in said) == 1
+    )
     for step in (0, first - 1, first):
         resumed, said = stream_of(tmp_path / "rows.jsonl", tokenizer)
         resumed.resume(places[step])
@@ -273,7 +441,9 @@ def test_what_was_only_read_is_not_in_a_checkpoint(tmp_path):
         assert following == blocks[step + 1 : step + 5]
         assert sum("Left out" in line for line in said) == (step == first - 1)
         resumed.summary()
-    assert stream.summary()["bad_rows"] == places[-1]["bad"] and not stream._ahead._thread.is_alive()
+    assert (
+        stream.summary()["bad_rows"] == places[-1]["bad"] and not stream._ahead._thread.is_alive()
+    )
 
 
 def test_too_many_bad_rows_end_the_run_from_the_thread(tmp_path):
@@ -289,7 +459,13 @@ def lines_of_articles(lines):
     from support.data.sources import begins_article
 
     for number, line in enumerate(lines, 1):
-        yield {"row": {"text": line}, "where": f"row {number}", "file": False, "begins": begins_article(line), "bad": None}
+        yield {
+            "row": {"text": line},
+            "where": f"row {number}",
+            "file": False,
+            "begins": begins_article(line),
+            "bad": None,
+        }
 
 
 def test_articles_are_tokenized_whole():
@@ -298,9 +474,17 @@ def test_articles_are_tokenized_whole():
 
     tokenizer, articles = tokenizer_of("llama3"), []
     for n in range(9):
-        articles.append([f" = Title {n} = \n", " \n", *[f" The text {n} , which goes on . \n", " \n", " \n"] * 6])
+        articles.append(
+            [
+                f" = Title {n} = \n",
+                " \n",
+                *[f" The text {n} , which goes on . \n", " \n", " \n"] * 6,
+            ]
+        )
     lines = [line for article in articles for line in article]
-    rows = partial(datasets.IterableDataset.from_generator, lines_of_articles, gen_kwargs={"lines": lines})
+    rows = partial(
+        datasets.IterableDataset.from_generator, lines_of_articles, gen_kwargs={"lines": lines}
+    )
     stream = []
     for article in articles:
         ids = tokenizer("".join(article), add_special_tokens=False)["input_ids"]
@@ -313,17 +497,34 @@ def test_articles_are_tokenized_whole():
         resumed = OneRank(None, tokenizer, 1, rows=rows)
         resumed.lanes[0].resume(found[step][1])
         resumed.reader.start(resumed.lanes[0].begin["reader"])
-        assert [block for [block] in resumed.blocks(steps - step - 1)] == [block for block, _ in found[step + 1 :]]
+        assert [block for [block] in resumed.blocks(steps - step - 1)] == [
+            block for block, _ in found[step + 1 :]
+        ]
 
 
-@pytest.mark.parametrize("name, refused", [("long.txt", True), ("short.txt", False), ("rows.jsonl", False)])
+@pytest.mark.parametrize(
+    "name, refused", [("long.txt", True), ("short.txt", False), ("rows.jsonl", False)]
+)
 def test_a_checkpoint_of_before(script, tmp_path, llama, name, refused):
-    """Where texts are read in the same pieces as before, it resumes; otherwise one line says that it cannot."""
+    """Where texts are read in the same pieces as before, it resumes; otherwise one line says that
+    it cannot.
+    """
     from support.files.atomic import digest_of_json
 
     text = "the quick brown fox jumps over the lazy dog. " * (2000 if refused else 100)
     (tmp_path / name).write_text(json.dumps({"text": text}) if name == "rows.jsonl" else text)
-    work = [*WORK, "--model", llama, "--dataset", tmp_path / name, "--batch_size", "1", "--no_export", "--max_steps", "4"]
+    work = [
+        *WORK,
+        "--model",
+        llama,
+        "--dataset",
+        tmp_path / name,
+        "--batch_size",
+        "1",
+        "--no_export",
+        "--max_steps",
+        "4",
+    ]
     whole = script(*work, "--save_every", "2")
     manifest = whole.folder / "checkpoints" / "step-00000002" / "manifest.json"
     found = json.loads(manifest.read_text())
@@ -344,9 +545,32 @@ def test_rows_of_which_nothing_can_be_used(script, llama, tmp_path):
     path, long = tmp_path / "rows.jsonl", "the quick brown fox " * 20
     rows = [("fox", "dog") if n % 2 else (long, "dog") for n in range(16)]
     for usable in (rows, [(long, "dog")] * 16):
-        path.write_text("".join(json.dumps({"prompt": prompt, "completion": text}) + "\n" for prompt, text in usable))
-        work = ["--model", llama, "--dataset", path, "--streaming", "--seq_length", "32", "--max_steps", "8", "--no_eval"]
-        run = script(*work, "--no_export", "--batch_size", "2", ok=usable is rows, launcher="torchrun", ranks=2)
+        path.write_text(
+            "".join(
+                json.dumps({"prompt": prompt, "completion": text}) + "\n" for prompt, text in usable
+            )
+        )
+        work = [
+            "--model",
+            llama,
+            "--dataset",
+            path,
+            "--streaming",
+            "--seq_length",
+            "32",
+            "--max_steps",
+            "8",
+            "--no_eval",
+        ]
+        run = script(
+            *work,
+            "--no_export",
+            "--batch_size",
+            "2",
+            ok=usable is rows,
+            launcher="torchrun",
+            ranks=2,
+        )
         if usable is rows:
             assert run.results["samples"] == 32 and run.results["dataset"]["skipped"] == 8
         else:
@@ -355,14 +579,39 @@ def test_rows_of_which_nothing_can_be_used(script, llama, tmp_path):
 
 def test_a_corpus_on_the_hub(script, hub, tmp_path):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path}
-    work = [*WORK, "--dataset", "wikitext", "--no_export"]  # its rows are lines, and a document is an article
+    work = [
+        *WORK,
+        "--dataset",
+        "wikitext",
+        "--no_export",
+    ]  # its rows are lines, and a document is an article
     run = script(*work, "--batch_size", "2", "--save_every", "5", env=env, **TWO)
     assert len(run.losses) == 10 and run.losses[-1] < run.losses[0]
-    resumed = script(*work, "--batch_size", "4", "--resume", run.folder / "checkpoints" / "step-00000005", env=env)
+    resumed = script(
+        *work,
+        "--batch_size",
+        "4",
+        "--resume",
+        run.folder / "checkpoints" / "step-00000005",
+        env=env,
+    )
     assert_close(resumed.losses, run.losses[5:], 1e-4)
 
 
 def test_another_global_batch_is_refused(script, documents, whole):
-    run = script(*WORK, "--dataset", documents, "--batch_size", "3", "--dropout", "0.1", "--no_export", "--resume",
-                 whole.folder / "checkpoints" / "step-00000003", "--resume_force", ok=False, **TWO)  # fmt: skip
+    run = script(
+        *WORK,
+        "--dataset",
+        documents,
+        "--batch_size",
+        "3",
+        "--dropout",
+        "0.1",
+        "--no_export",
+        "--resume",
+        whole.folder / "checkpoints" / "step-00000003",
+        "--resume_force",
+        ok=False,
+        **TWO,
+    )
     assert run.code != 0 and "global batch" in run.error

@@ -1,4 +1,6 @@
-"""Small tokenizers of every kind that language models use, trained in a moment, and texts that are hard to cut."""
+"""Small tokenizers of every kind that language models use, trained in a moment, and texts that are
+hard to cut.
+"""
 
 from __future__ import annotations
 
@@ -269,7 +271,9 @@ def three_words() -> Tokenizer:
 
 
 def quotes() -> Tokenizer:
-    """What is between quotes is one pre-token: a quote means the opposite after an odd number of them."""
+    """What is between quotes is one pre-token: a quote means the opposite after an odd number of
+    them.
+    """
     return _bpe(pre_tokenizers.Sequence([_split('"[^"]*"'), _byte_level()]))
 
 
@@ -296,7 +300,9 @@ KINDS = [
 
 @cache
 def tokenizer_of(kind: str):
-    """A transformers tokenizer of a kind, with special tokens that take the whitespace on their sides."""
+    """A transformers tokenizer of a kind, with special tokens that take the whitespace on their
+    sides.
+    """
     from transformers import PreTrainedTokenizerFast
 
     [make] = [make for make in KINDS if make.__name__ == kind]
@@ -316,7 +322,9 @@ def tokenizer_of(kind: str):
 
 
 def random_text(seed: int, length: int) -> str:
-    """A text of an adversarial alphabet: stretches of one kind, of a few symbols, and of all of them."""
+    """A text of an adversarial alphabet: stretches of one kind, of a few symbols, and of all of
+    them.
+    """
     draw, text = random.Random(seed), ""
     while len(text) < length:
         symbols = (

@@ -57,11 +57,15 @@ class OwnCheckpoint:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What can be read of a parameter; without the moments before the first update."""
-        return ("weight", *(MOMENTS if any(piece["moments"] for piece in self.manifest["pieces"]) else ()))
+        return (
+            "weight",
+            *(MOMENTS if any(piece["moments"] for piece in self.manifest["pieces"]) else ()),
+        )
 
 
 class UniversalCheckpoint:
-    """A DeepSpeed universal checkpoint, as `ds_to_universal.py` writes it; attributes as OwnCheckpoint's.
+    """A DeepSpeed universal checkpoint, as `ds_to_universal.py` writes it; attributes as
+    OwnCheckpoint's.
 
     Args:
         folder: the one with `zero/` in it, or the one above with `latest_universal`.
@@ -75,10 +79,15 @@ class UniversalCheckpoint:
         if (folder / "latest_universal").is_file():
             folder = folder / self._name_in(folder / "latest_universal")
         self.folder = folder
-        names = sorted(path.parent.relative_to(folder / "zero").as_posix() for path in folder.glob("zero/**/fp32.pt"))
+        names = sorted(
+            path.parent.relative_to(folder / "zero").as_posix()
+            for path in folder.glob("zero/**/fp32.pt")
+        )
         if not names:
-            raise UserError(f"{folder} is no DeepSpeed universal checkpoint: there is no zero/*/fp32.pt. ds_to_universal.py of "
-                            "DeepSpeed makes one of its other checkpoints.")  # fmt: skip
+            raise UserError(
+                f"{folder} is no DeepSpeed universal checkpoint: there is no zero/*/fp32.pt. ds_to_universal.py of "
+                "DeepSpeed makes one of its other checkpoints."
+            )
         # A tied weight may be there a second time, under its other name and without moments.
         trained = [name for name in names if (folder / "zero" / name / "exp_avg.pt").is_file()]
         self.shapes = {name: tuple(self._load(name, "weight").shape) for name in trained or names}
@@ -98,7 +107,9 @@ class UniversalCheckpoint:
         found = load_tensors(path)
         found = found.get("param") if isinstance(found, dict) else found
         if not isinstance(found, torch.Tensor):
-            raise UserError(f"{path} holds no tensor, so this is no DeepSpeed universal checkpoint.")
+            raise UserError(
+                f"{path} holds no tensor, so this is no DeepSpeed universal checkpoint."
+            )
         return found
 
     def _step(self, name: str) -> int:
@@ -117,7 +128,9 @@ class UniversalCheckpoint:
 
 
 class Ignored:
-    """Stands for the objects that DeepSpeed puts beside its tensors; neither its code nor theirs is run."""
+    """Stands for the objects that DeepSpeed puts beside its tensors; neither its code nor theirs is
+    run.
+    """
 
     def __init__(self, *_):
         pass
@@ -126,9 +139,12 @@ class Ignored:
         pass
 
 
-IGNORED_OBJECTS = ["deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-                   "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-                   "builtins.getattr"]  # fmt: skip (how some versions of Python write a member of an enum)
+IGNORED_OBJECTS = [
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "builtins.getattr",
+]  # how some versions of Python write a member of an enum
 
 
 def load_tensors(path: Path):
@@ -149,7 +165,7 @@ def load_tensors(path: Path):
         raise UserError(f"{path} cannot be read: {why}.") from error
 
 
-# ------------------------------------------------------------------------------------------------ out
+# ---------------------------------------------------------------------------------------------- out
 
 
 def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) -> Path:
@@ -174,7 +190,11 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
         if to == "hf":
             write_hf(source, new, dtype, file_bytes)
         else:
-            {"torch": write_torch, "deepspeed-universal": write_universal, "checkpoint": write_checkpoint}[to](source, new)
+            {
+                "torch": write_torch,
+                "deepspeed-universal": write_universal,
+                "checkpoint": write_checkpoint,
+            }[to](source, new)
         return finish_folder(temporary, target, replace=False)
     finally:
         temporary.remove()
@@ -183,7 +203,11 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
 # What a checkpoint's model/ folder has besides weights: configuration, tokenizer, chat templates.
 # Nothing that is executed.
 DESCRIPTION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe", ".vocab")
-CODE_KEYS = ("auto_map", "auto_mapping", "custom_pipelines")  # make from_pretrained fetch or import code
+CODE_KEYS = (
+    "auto_map",
+    "auto_mapping",
+    "custom_pipelines",
+)  # make from_pretrained fetch or import code
 
 
 def copy_description(source: OwnCheckpoint, folder: Path) -> list[str]:
@@ -215,7 +239,12 @@ def _without_code(content: bytes) -> bytes:
         return content
     if not isinstance(found, dict) or not found.keys() & set(CODE_KEYS):
         return content
-    return json.dumps({key: value for key, value in found.items() if key not in CODE_KEYS}, indent=2).encode() + b"\n"
+    return (
+        json.dumps(
+            {key: value for key, value in found.items() if key not in CODE_KEYS}, indent=2
+        ).encode()
+        + b"\n"
+    )
 
 
 def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes: str) -> None:
@@ -223,10 +252,14 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
     listed = source.manifest["files"]
     adapters = "model/adapter_config.json" in listed
     if not adapters and "model/config.json" not in listed:
-        raise UserError(f"{source.folder} has no model/ folder with the configuration and the tokenizer (it was imported): "
-                        "resume it and save once, then convert that.")  # fmt: skip
+        raise UserError(
+            f"{source.folder} has no model/ folder with the configuration and the tokenizer (it was imported): "
+            "resume it and save once, then convert that."
+        )
     for name in copy_description(source, folder):
-        print(f"ℹ️  Left out: {shown(name)}, which is neither a configuration nor a tokenizer's data.")
+        print(
+            f"ℹ️  Left out: {shown(name)}, which is neither a configuration nor a tokenizer's data."
+        )
     rename = peft_name if adapters else str
     if not adapters:
         _note_dtype(folder / "config.json", dtype)
@@ -235,7 +268,9 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
     if len(shapes) < len(source.shapes) or shapes.keys() & buffers.keys():
         raise UserError(f"{source.folder}: two of its tensors have the same name.")
     try:
-        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
+        }
         tensors |= {name: buffer.to("meta") for name, buffer in buffers.items()}
         files = WeightFiles(folder, tensors, file_bytes, "adapter_model" if adapters else "model")
     except ValueError as error:
@@ -247,10 +282,17 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
     files.check_complete()
     counters, identity = source.manifest["counters"], source.manifest["identity"]
     parameters = identity["hard"].get("parameters")
-    facts = {"model": shown(identity["soft"].get("model", "unknown")), "steps": counters["step"],
-             "parameters": parameters if type(parameters) is int else sum(map(math.prod, source.shapes.values())),
-             "strategy": identity["told"].get("strategy"), "world_size": identity["told"].get("ranks"),
-             "train_loss_first": counters["first_loss"], "train_loss_last": counters["last_loss"]}  # fmt: skip
+    facts = {
+        "model": shown(identity["soft"].get("model", "unknown")),
+        "steps": counters["step"],
+        "parameters": parameters
+        if type(parameters) is int
+        else sum(map(math.prod, source.shapes.values())),
+        "strategy": identity["told"].get("strategy"),
+        "world_size": identity["told"].get("ranks"),
+        "train_loss_first": counters["first_loss"],
+        "train_loss_last": counters["last_loss"],
+    }
     write_text(folder / "README.md", model_card(facts, identity))
 
 
@@ -263,12 +305,16 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
         config = read_json(path)
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     except (ValueError, TypeError) as error:
-        raise UserError(f"The checkpoint's model/config.json is no configuration ({shown(error)}).") from error
+        raise UserError(
+            f"The checkpoint's model/config.json is no configuration ({shown(error)})."
+        ) from error
     write_text(path, json.dumps(config, indent=2) + "\n")
 
 
 def write_torch(source, folder: Path) -> None:
-    """model.pt: {name: weight}; optimizer.pt: {"step": updates, "exp_avg": {name: tensor}, "exp_avg_sq": {name: tensor}}."""
+    """model.pt: {name: weight}; optimizer.pt: {"step": updates, "exp_avg": {name: tensor},
+    "exp_avg_sq": {name: tensor}}.
+    """
     wanted = {"model.pt": {name: (name, "weight") for name in source.shapes}}
     if len(source.kinds) > 1:
         moments = {kind: {name: (name, kind) for name in source.shapes} for kind in MOMENTS}
@@ -278,9 +324,11 @@ def write_torch(source, folder: Path) -> None:
 
 
 def save_tensors(path: Path, contents: dict, source) -> None:
-    """`torch.save` of nested dicts with (name, kind) in place of tensors, which are read from `source` one at a time.
+    """`torch.save` of nested dicts with (name, kind) in place of tensors, which are read from
+    `source` one at a time.
 
-    torch first writes the file with the tensors' bytes left out; then they are put into their places.
+    torch first writes the file with the tensors' bytes left out; then they are put into their
+    places.
 
     Raises:
         UserError: this torch does not tell the places.
@@ -311,27 +359,52 @@ def save_tensors(path: Path, contents: dict, source) -> None:
 
 
 def write_universal(source: OwnCheckpoint, folder: Path) -> None:
-    """What DeepSpeed's stages 1, 2 and 3 look for: a folder for each parameter, and a few small files around them."""
+    """What DeepSpeed's stages 1, 2 and 3 look for: a folder for each parameter, and a few small
+    files around them.
+    """
     counters, groups = source.manifest["counters"], source.manifest["groups"]
     if not groups:
-        raise UserError(f"{source.folder} was imported and never trained on: resume it and save once, then convert that.")
+        raise UserError(
+            f"{source.folder} was imported and never trained on: resume it and save once, then convert that."
+        )
     inner = folder / f"global_step{counters['step']}_universal"
     step = torch.tensor(float(source.adam_step))
     for name in source.shapes:
-        place = inner / "zero" / name  # the manifest's check has refused names that leave the folder
+        place = (
+            inner / "zero" / name
+        )  # the manifest's check has refused names that leave the folder
         place.mkdir(parents=True)
         for kind, file in UniversalCheckpoint.FILES.items():
-            tensor = source.read(name, kind) if kind in source.kinds else torch.zeros(source.shapes[name])
+            tensor = (
+                source.read(name, kind)
+                if kind in source.kinds
+                else torch.zeros(source.shapes[name])
+            )
             torch.save({"param": tensor}, place / file)
         torch.save(step, place / "step.pt")
     deepspeed = {"ds_version": _version_of_deepspeed()}
-    # Stage 3 gives every group the values of the first, so what differs between them stays with the engine's own.
+    # Stage 3 gives every group the values of the first, so what differs between them stays with the
+    # engine's own.
     common = {key: value for key, value in groups[0].items() if key != "weight_decay"}
     optimizer = {"state": {0: {"step": step}}, "param_groups": [common]}
-    torch.save({**deepspeed, "param_groups": groups, "optimizer_state_dict": optimizer}, inner / "zero" / "optimizer_state.pt")
-    state = {**deepspeed, "module": {}, "dp_world_size": 1, "mp_world_size": 1, "lr_scheduler": None, "skipped_steps": 0,
-             "global_steps": counters["step"], "global_samples": counters["samples"]}  # fmt: skip
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # stages 1 and 2, stage 3
+    torch.save(
+        {**deepspeed, "param_groups": groups, "optimizer_state_dict": optimizer},
+        inner / "zero" / "optimizer_state.pt",
+    )
+    state = {
+        **deepspeed,
+        "module": {},
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "lr_scheduler": None,
+        "skipped_steps": 0,
+        "global_steps": counters["step"],
+        "global_samples": counters["samples"],
+    }
+    for name in (
+        "mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    ):  # stages 1 and 2, stage 3
         torch.save(state, inner / name)
     write_text(folder / "latest_universal", inner.name)
 
@@ -343,11 +416,13 @@ def _version_of_deepspeed() -> str:
         return "0.19.8"  # with which this layout was tried
 
 
-# ------------------------------------------------------------------------------------------------ in
+# ----------------------------------------------------------------------------------------------- in
 
 
 def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
-    """A checkpoint of ours with another program's weights and moments: a starting point, so its counters are at 0."""
+    """A checkpoint of ours with another program's weights and moments: a starting point, so its
+    counters are at 0.
+    """
     pieces, files, tensors = [], {}, {}
 
     def flush() -> None:
@@ -357,23 +432,39 @@ def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
         tensors.clear()
 
     for name, shape in source.shapes.items():
-        pieces.append({"name": name, "start": 0, "numel": math.prod(shape), "moments": len(source.kinds) > 1,
-                       "file": f"rank-00000-{len(files):03d}.safetensors"})  # fmt: skip
+        pieces.append(
+            {
+                "name": name,
+                "start": 0,
+                "numel": math.prod(shape),
+                "moments": len(source.kinds) > 1,
+                "file": f"rank-00000-{len(files):03d}.safetensors",
+            }
+        )
         for kind in source.kinds:
             tensors[f"{name}@0/{kind}"] = source.read(name, kind).flatten().clone()
-        if sum(tensor.numel() for tensor in tensors.values()) * ELEMENT_BYTES >= checkpoint.FILE_BYTES:
+        if (
+            sum(tensor.numel() for tensor in tensors.values()) * ELEMENT_BYTES
+            >= checkpoint.FILE_BYTES
+        ):
             flush()
     if tensors:
         flush()
     manifest = {
-        "counters": checkpoint.NEW_RUN, "scaling": {}, "identity": {"hard": {}, "soft": {}, "told": {}}, "lr_scheduler": {},
-        "groups": [], "adam_step": source.adam_step, "shapes": {name: list(shape) for name, shape in source.shapes.items()},
-        "pieces": pieces, "files": files,
-    }  # fmt: skip
+        "counters": checkpoint.NEW_RUN,
+        "scaling": {},
+        "identity": {"hard": {}, "soft": {}, "told": {}},
+        "lr_scheduler": {},
+        "groups": [],
+        "adam_step": source.adam_step,
+        "shapes": {name: list(shape) for name, shape in source.shapes.items()},
+        "pieces": pieces,
+        "files": files,
+    }
     checkpoint.write_manifest(folder, manifest)
 
 
-# ------------------------------------------------------------------------------------------------ inspecting
+# --------------------------------------------------------------------------------------- inspecting
 
 
 def inspect(source: OwnCheckpoint) -> str:
@@ -390,6 +481,9 @@ def inspect(source: OwnCheckpoint) -> str:
         f"  {sum(numbers.values()):,} parameters; of each {', '.join(source.kinds)} in fp32; Adam's step {source.adam_step}",
         f"  {len(manifest['files'])} files, {size:,} bytes, every SHA-256 as the manifest says",
         "",
-        *(f"  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}" for name, shape in source.shapes.items()),
+        *(
+            f"  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}"
+            for name, shape in source.shapes.items()
+        ),
     ]
     return "\n".join(lines)

@@ -1,9 +1,9 @@
 """manifest.json of a checkpoint: reading it, and what must hold before anything in it is used.
 
 A checkpoint may come from anywhere: a folder that others write to, a download, a disk with errors.
-Its digests show that the files are the ones that the manifest lists; they do not show that its author
-can be trusted. So every number has a range here, every name stays inside its folder, and every tensor
-lies in a file that is listed with its digest.
+Its digests show that the files are the ones that the manifest lists; they do not show that its
+author can be trusted. So every number has a range here, every name stays inside its folder, and
+every tensor lies in a file that is listed with its digest.
 """
 
 from __future__ import annotations
@@ -67,10 +67,20 @@ def with_defaults(manifest: dict) -> dict:
         TypeError: a part is no object.
     """
     return {
-        "scaling": {}, "groups": [], "lr_scheduler": {}, "stream": None, **manifest,
-        "counters": {**NEW_RUN, "step": None, "samples": None, "tokens": None, **manifest.get("counters", {})},
+        "scaling": {},
+        "groups": [],
+        "lr_scheduler": {},
+        "stream": None,
+        **manifest,
+        "counters": {
+            **NEW_RUN,
+            "step": None,
+            "samples": None,
+            "tokens": None,
+            **manifest.get("counters", {}),
+        },
         "identity": {"hard": {}, "soft": {}, "told": {}, **manifest.get("identity", {})},
-    }  # fmt: skip
+    }
 
 
 # --------------------------------------------------------------------------------------- the schema
@@ -85,8 +95,11 @@ def validate(manifest: dict) -> None:
     _check_counters(manifest["counters"])
     _need(_count(manifest.get("adam_step"), 10**12), "adam_step")
     for part, facts in manifest["identity"].items():
-        _need(isinstance(facts, dict) and all(isinstance(v, str | int | float | None) for v in facts.values()),
-              f"identity.{part}")  # fmt: skip
+        _need(
+            isinstance(facts, dict)
+            and all(isinstance(v, str | int | float | None) for v in facts.values()),
+            f"identity.{part}",
+        )
     scaling = manifest["scaling"]
     _need(isinstance(scaling, dict) and all(map(_number, scaling.values())), "scaling")
     _need(all(0 < scaling.get(name, 1) < 2**64 for name in ("scale", "cur_scale")), "scaling")
@@ -125,8 +138,13 @@ def _check_counters(counters: dict) -> None:
         _need(counters[name] is None or _number(counters[name]), f"counters.{name}")
     best = counters["best"]
     if best is not None:
-        _need(isinstance(best, dict) and _number(best.get("loss")) and _count(best.get("step"), MOST_STEPS)
-              and _count(best.get("waited")), "counters.best")  # fmt: skip
+        _need(
+            isinstance(best, dict)
+            and _number(best.get("loss"))
+            and _count(best.get("step"), MOST_STEPS)
+            and _count(best.get("waited")),
+            "counters.best",
+        )
 
 
 def _check_groups(groups) -> None:

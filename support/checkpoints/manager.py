@@ -1,4 +1,5 @@
-"""Checkpoints: one format for all strategies, complete or not there, and nothing in it is ever executed.
+"""Checkpoints: one format for all strategies, complete or not there, and nothing in it is ever
+executed.
 
     <output_dir>/checkpoints/step-00000004/
         rank-00000-000.safetensors …    what each rank holds: per piece of a parameter its fp32 weight and Adam's moments
@@ -7,11 +8,13 @@
     <output_dir>/checkpoints/latest     name of the newest one
     <output_dir>/checkpoints/best       with --load_best_at_end: name of the one with the best evaluation
 
-A save is written into a folder of another name, each file flushed to disk, the manifest last; then the folder gets its
-name, and then `latest` names it. Whatever is interrupted leaves the checkpoint before as it was.
+A save is written into a folder of another name, each file flushed to disk, the manifest last; then
+the folder gets its name, and then `latest` names it. Whatever is interrupted leaves the checkpoint
+before as it was.
 
-A piece says which elements of which parameter it holds, and nothing of strategies or ranks: so any strategy on any number
-of ranks reads what any other has written, each rank just the elements that it will hold.
+A piece says which elements of which parameter it holds, and nothing of strategies or ranks: so any
+strategy on any number of ranks reads what any other has written, each rank just the elements that
+it will hold.
 """
 
 from __future__ import annotations
@@ -64,9 +67,16 @@ from support.model import export
 from support.model import resolve as models
 from support.strategies.optimizer_shards import ShardedState
 
-FILE_BYTES = 256 << 20  # of one file; so much host memory does a save need in addition to what training holds
+FILE_BYTES = (
+    256 << 20
+)  # of one file; so much host memory does a save need in addition to what training holds
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # of an optimizer's parameter groups
-SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of DeepSpeed's dynamic loss scaler
+SCALER_STATE = (
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+    "cur_hysteresis",
+)  # of DeepSpeed's dynamic loss scaler
 BUFFERS = "model/buffers.safetensors"
 MARKS = ("latest", "best")  # files that hold a checkpoint's name
 
@@ -75,7 +85,8 @@ class Saver:
     """Resumes a run, and knows when a checkpoint is due and what goes into it next to the tensors.
 
     Args:
-        args: --save_every, --save_epochs, --keep_last, --load_best_at_end, --resume, --resume_force, --no_save, --eval_only.
+        args: --save_every, --save_epochs, --keep_last, --load_best_at_end, --resume,
+            --resume_force, --no_save, --eval_only.
         run: the ranks.
         folder: the run's output folder.
         model, optimizer: as wrapped by the strategy; for DeepSpeed the engine and its optimizer.
@@ -85,10 +96,31 @@ class Saver:
         train: the training blocks; a stream has a place to be saved.
     """
 
-    def __init__(self, args, run: Run, folder: Path, model, optimizer, scaler, identity: dict, blueprint, train):
-        self.args, self.run, self.folder, self.model, self.scaler = args, run, folder / "checkpoints", model, scaler
+    def __init__(
+        self,
+        args,
+        run: Run,
+        folder: Path,
+        model,
+        optimizer,
+        scaler,
+        identity: dict,
+        blueprint,
+        train,
+    ):
+        self.args, self.run, self.folder, self.model, self.scaler = (
+            args,
+            run,
+            folder / "checkpoints",
+            model,
+            scaler,
+        )
         self.identity, self.blueprint, self.train = identity, blueprint, train
-        self.state = None if args.eval_only else ShardedState(getattr(model, "module", model), optimizer, run.device)
+        self.state = (
+            None
+            if args.eval_only
+            else ShardedState(getattr(model, "module", model), optimizer, run.device)
+        )
         self.may_save = self._may_save(optimizer)
         self._stop_before, self._saved_at, self.best_is_loaded = None, None, False
         self._loaded_from: Path | None = None
@@ -100,11 +132,17 @@ class Saver:
             return False
         known = ShardedState.knows(optimizer)
         wanted = ("save_every", "save_epochs", "load_best_at_end", "resume")
-        if not known and (asked := [flag for flag in wanted if getattr(self.args, flag) not in (None, False)]):
-            raise UserError("Checkpoints know AdamW's states only: leave the optimizer out of the DeepSpeed file, or leave out "
-                            f"--{' and --'.join(asked)}.")  # fmt: skip
+        if not known and (
+            asked := [flag for flag in wanted if getattr(self.args, flag) not in (None, False)]
+        ):
+            raise UserError(
+                "Checkpoints know AdamW's states only: leave the optimizer out of the DeepSpeed file, or leave out "
+                f"--{' and --'.join(asked)}."
+            )
         if not known and not self.args.no_save:
-            self.run.warn("The DeepSpeed file's optimizer is not AdamW: a signal will end this run without a checkpoint.")
+            self.run.warn(
+                "The DeepSpeed file's optimizer is not AdamW: a signal will end this run without a checkpoint."
+            )
         return known and not self.args.no_save
 
     def resume(self) -> dict:
@@ -122,7 +160,9 @@ class Saver:
             return NEW_RUN
         found = find(self.args.resume, self.folder, self.run)
         if found is None:
-            self.run.warn(f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from the beginning.")
+            self.run.warn(
+                f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from the beginning."
+            )
             return NEW_RUN
         path, manifest = found
         check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.run)
@@ -133,9 +173,15 @@ class Saver:
         if path.resolve() == step_folder(self.folder, counters["step"]).resolve():
             self._saved_at = self._resumed_at = counters["step"]
         best = counters["best"]
-        if best and self.args.load_best_at_end and not self.run.from_main(step_folder(self.folder, best["step"]).is_dir()):
-            self.run.warn(f"--load_best_at_end: the checkpoint of the best evaluation so far (step {best['step']}) is not in "
-                          f"{self.folder}: looking for the best from here on.")  # fmt: skip
+        if (
+            best
+            and self.args.load_best_at_end
+            and not self.run.from_main(step_folder(self.folder, best["step"]).is_dir())
+        ):
+            self.run.warn(
+                f"--load_best_at_end: the checkpoint of the best evaluation so far (step {best['step']}) is not in "
+                f"{self.folder}: looking for the best from here on."
+            )
             counters["best"] = None
         return counters
 
@@ -154,8 +200,10 @@ class Saver:
             self._set_scaling(manifest["scaling"])
             self._set_schedule(manifest)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"--resume {path}: its manifest is damaged ({type(error).__name__}: {shown(error)}): name "
-                            "an older checkpoint.") from error  # fmt: skip
+            raise UserError(
+                f"--resume {path}: its manifest is damaged ({type(error).__name__}: {shown(error)}): name "
+                "an older checkpoint."
+            ) from error
         load(path, manifest, self.state)
         for buffer, values in buffers:
             buffer.copy_(values)
@@ -186,7 +234,9 @@ class Saver:
         for mark in MARKS:
             if os.path.lexists(self.folder / mark) and not marked(self.folder, mark):
                 aside = set_aside(self.folder / mark, f"{mark}.damaged")
-                self.run.warn(f"{self.folder / mark} does not name a checkpoint: ignored, and renamed to {aside.name}.")
+                self.run.warn(
+                    f"{self.folder / mark} does not name a checkpoint: ignored, and renamed to {aside.name}."
+                )
         if best and self.args.load_best_at_end:
             write_text(self.folder / "best", step_folder(self.folder, best["step"]).name + "\n")
 
@@ -205,8 +255,10 @@ class Saver:
                 if name in saved:
                     pairs.append((buffer, file.get_tensor(name)))
                     if pairs[-1][1].shape != buffer.shape:
-                        raise UserError(f"--resume {path}: the buffer {name} is {list(pairs[-1][1].shape)} there, and "
-                                        f"{list(buffer.shape)} in this model.")  # fmt: skip
+                        raise UserError(
+                            f"--resume {path}: the buffer {name} is {list(pairs[-1][1].shape)} there, and "
+                            f"{list(buffer.shape)} in this model."
+                        )
         return pairs
 
     def _set_schedule(self, manifest: dict) -> None:
@@ -217,12 +269,17 @@ class Saver:
             for group, values in zip(self.state.base.param_groups, manifest["groups"], strict=True):
                 group.update(lr=values["lr"], betas=tuple(values["betas"]))
         elif mine:
-            self.run.warn("--resume: the checkpoint has no state of the DeepSpeed file's scheduler, which begins anew.")
+            self.run.warn(
+                "--resume: the checkpoint has no state of the DeepSpeed file's scheduler, which begins anew."
+            )
         elif saved:
-            self.run.warn("--resume: the checkpoint's scheduler was a DeepSpeed file's; from here on --lr_scheduler decides.")
+            self.run.warn(
+                "--resume: the checkpoint's scheduler was a DeepSpeed file's; from here on --lr_scheduler decides."
+            )
 
     def after_step(self, meter, stop: torch.Tensor) -> None:
-        """Save if it is time to; save and end if a rank was asked to stop. Call it on every rank, after each step.
+        """Save if it is time to; save and end if a rank was asked to stop. Call it on every rank,
+        after each step.
 
         Args:
             meter: the run's counters.
@@ -249,7 +306,8 @@ class Saver:
                 shutil.rmtree(self.folder / before, ignore_errors=True)
 
     def load_best(self, best: int, now: int) -> None:
-        """Go back to the weights of the best evaluation; call it on every rank, at the end of training.
+        """Go back to the weights of the best evaluation; call it on every rank, at the end of
+        training.
 
         Args:
             best, now: the step of that evaluation, and the step whose weights are there.
@@ -261,7 +319,9 @@ class Saver:
         try:
             path, manifest = find(str(step_folder(self.folder, best)), self.folder, self.run)
         except UserError as error:
-            self.run.warn(f"--load_best_at_end: ending with the last weights, because of the best ones' checkpoint: {error}")
+            self.run.warn(
+                f"--load_best_at_end: ending with the last weights, because of the best ones' checkpoint: {error}"
+            )
             self.best_is_loaded = False
             return
         self._let_go_of_gathered_weights()
@@ -274,7 +334,9 @@ class Saver:
         self.run.say(f"🏅 Back to the weights of step {best}, the best evaluation")
 
     def _let_go_of_gathered_weights(self) -> None:
-        """After an evaluation FSDP and ZeRO-3 still hold some weights whole, which would not follow the shards."""
+        """After an evaluation FSDP and ZeRO-3 still hold some weights whole, which would not follow
+        the shards.
+        """
         for module in getattr(self.model, "module", self.model).modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -282,7 +344,9 @@ class Saver:
             self.model.empty_partition_cache()
 
     def _asked(self, stop: torch.Tensor) -> bool:
-        """The answer; on a GPU that of the step before, because this step's would have to be waited for."""
+        """The answer; on a GPU that of the step before, because this step's would have to be waited
+        for.
+        """
         if not stop.is_cuda:
             return stop.item() > 0
         before, copied = self._stop_before, torch.cuda.Event()
@@ -303,13 +367,29 @@ class Saver:
         if meter.step == self._saved_at:
             return
         begun = time.monotonic()
-        scheduler = getattr(self.model, "lr_scheduler", None)  # only where a user's DeepSpeed file brings one
-        facts = {"counters": meter.counters(), "scaling": self._scaling(), "identity": self.identity,
-                 "lr_scheduler": scheduler.state_dict() if scheduler else {},
-                 "stream": self.train.progress() if self.args.streaming else None,
-                 "groups": [{key: group[key] for key in GROUP_KEYS} for group in self.state.base.param_groups]}  # fmt: skip
+        scheduler = getattr(
+            self.model, "lr_scheduler", None
+        )  # only where a user's DeepSpeed file brings one
+        facts = {
+            "counters": meter.counters(),
+            "scaling": self._scaling(),
+            "identity": self.identity,
+            "lr_scheduler": scheduler.state_dict() if scheduler else {},
+            "stream": self.train.progress() if self.args.streaming else None,
+            "groups": [
+                {key: group[key] for key in GROUP_KEYS} for group in self.state.base.param_groups
+            ],
+        }
         with self.run.bar("Saving a checkpoint", unit=""):
-            path = save(self.folder, meter.step, facts, self.state, self.run, self.args.keep_last, self._write_model)
+            path = save(
+                self.folder,
+                meter.step,
+                facts,
+                self.state,
+                self.run,
+                self.args.keep_last,
+                self._write_model,
+            )
         self._saved_at = meter.step
         self.seconds.append(time.monotonic() - begun)
         self.run.say(f"💾 {path} ({self.seconds[-1]:.1f} s)")
@@ -337,7 +417,11 @@ class Saver:
 
     def _write_model(self, folder: Path) -> None:
         export.describe(self.blueprint, folder)
-        buffers = {} if self.blueprint.lora else models.persistent_buffers(getattr(self.model, "module", self.model))
+        buffers = (
+            {}
+            if self.blueprint.lora
+            else models.persistent_buffers(getattr(self.model, "module", self.model))
+        )
         if buffers:
             save_file(buffers, folder / Path(BUFFERS).name)
 
@@ -368,10 +452,11 @@ class Saver:
 
 
 def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
-    """What should be the same in a run that goes on from a checkpoint: {"hard": …, "soft": …, "told": …}.
+    """What should be the same in a run that goes on from a checkpoint: {"hard": …, "soft": …,
+    "told": …}.
 
-    "hard" differences make the tensors useless; "soft" ones change what is trained or evaluated on; "told" ones are the
-    user's to choose, and are only mentioned.
+    "hard" differences make the tensors useless; "soft" ones change what is trained or evaluated on;
+    "told" ones are the user's to choose, and are only mentioned.
     """
     named = getattr(model, "module", model).named_parameters()
     hard = {
@@ -381,23 +466,40 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
     }
     if blueprint.lora:
         hard |= {"lora_r": blueprint.lora.r, "lora_alpha": blueprint.lora.alpha}
-        hard["frozen weights"] = f"random, from seed {args.seed}" if blueprint.random else "as they came"  # in no checkpoint
+        hard["frozen weights"] = (
+            f"random, from seed {args.seed}" if blueprint.random else "as they came"
+        )  # in no checkpoint
     chats = args.streaming or dataset["kind"] == "chat"  # what a stream holds shows later
     soft = {
-        "model": os.path.normpath(args.model), "dataset": dataset["sha256"], "blocks": dataset["blocks"],
-        "seq_length": args.seq_length, "seed": args.seed, "validation_split": args.validation_split,
+        "model": os.path.normpath(args.model),
+        "dataset": dataset["sha256"],
+        "blocks": dataset["blocks"],
+        "seq_length": args.seq_length,
+        "seed": args.seed,
+        "validation_split": args.validation_split,
         "validation": (dataset.get("validation") or {}).get("sha256"),
         "template": digest_of_text(blueprint.tokenizer.chat_template) if chats else None,
         "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
         "global batch": global_batch(args, run.world_size),
-    }  # fmt: skip
+    }
     told = {
-        "strategy": args.strategy, "ranks": run.world_size, "precision": run.precision, "batch_size": args.batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps, "epochs": args.epochs, "max_steps": args.max_steps,
-        "lr": args.lr, "lr_scheduler": args.lr_scheduler, "warmup_steps": args.warmup_steps,
-        "weight_decay": args.weight_decay, "max_grad_norm": args.max_grad_norm, "dropout": args.dropout,
-        "from_scratch": args.from_scratch, "lora_dropout": args.lora_dropout, "fused_gelu": args.fused_gelu,
-    }  # fmt: skip
+        "strategy": args.strategy,
+        "ranks": run.world_size,
+        "precision": run.precision,
+        "batch_size": args.batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "epochs": args.epochs,
+        "max_steps": args.max_steps,
+        "lr": args.lr,
+        "lr_scheduler": args.lr_scheduler,
+        "warmup_steps": args.warmup_steps,
+        "weight_decay": args.weight_decay,
+        "max_grad_norm": args.max_grad_norm,
+        "dropout": args.dropout,
+        "from_scratch": args.from_scratch,
+        "lora_dropout": args.lora_dropout,
+        "fused_gelu": args.fused_gelu,
+    }
     return {"hard": hard, "soft": soft, "told": told}
 
 
@@ -408,10 +510,12 @@ def digest_of_text(text) -> str:
 
 def digest_of_shapes(shapes: dict) -> str:
     """SHA-256 of the names and shapes of a model's parameters, in whatever order they come."""
-    return hashlib.sha256(json.dumps(sorted((name, list(shape)) for name, shape in shapes.items())).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(sorted((name, list(shape)) for name, shape in shapes.items())).encode()
+    ).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------ saving
+# ------------------------------------------------------------------------------------------- saving
 
 
 def saves_due(args, before: dict, steps: int, blocks: int) -> int:
@@ -430,7 +534,15 @@ def saves_due(args, before: dict, steps: int, blocks: int) -> int:
     return max(0, every) + epochs + bool(args.load_best_at_end)
 
 
-def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, keep_last: int | None, describe) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    facts: dict,
+    state: ShardedState,
+    run: Run,
+    keep_last: int | None,
+    describe,
+) -> Path:
     """Write a checkpoint; every rank calls it, and returns when it is complete and on disk.
 
     Args:
@@ -454,7 +566,10 @@ def save(folder: Path, step: int, facts: dict, state: ShardedState, run: Run, ke
         run.temporary.append(str(unfinished))  # removed should this run fail before it is complete
     dist.barrier()
     ranks = run.gather(_write_tensors(unfinished, state, run, errors))
-    failed = next((f"{rank['error']} [rank {number}]" for number, rank in enumerate(ranks) if rank["error"]), "")
+    failed = next(
+        (f"{rank['error']} [rank {number}]" for number, rank in enumerate(ranks) if rank["error"]),
+        "",
+    )
     if run.is_main and not failed:
         manifest = {
             **facts,
@@ -481,7 +596,9 @@ def _start_checkpoint(unfinished: Path) -> None:
 def _complete_checkpoint(unfinished: Path, final: Path, manifest: dict, describe) -> None:
     describe(unfinished / "model")
     described = sorted(path for path in (unfinished / "model").rglob("*") if path.is_file())
-    manifest["files"] |= {path.relative_to(unfinished).as_posix(): facts_of(path) for path in described}
+    manifest["files"] |= {
+        path.relative_to(unfinished).as_posix(): facts_of(path) for path in described
+    }
     sync_tree(unfinished / "model")
     write_manifest(unfinished, manifest)
     sync_folder(unfinished)
@@ -521,15 +638,26 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run, errors: FirstErr
             for piece in [] if state.is_copy else shard.pieces:
                 begin, end = 0, piece.numel
                 if state.replicated:  # every rank holds all, and each writes an equal part
-                    begin, end = (piece.numel * r // run.world_size for r in (run.rank, run.rank + 1))
+                    begin, end = (
+                        piece.numel * r // run.world_size for r in (run.rank, run.rank + 1)
+                    )
                 while begin < end:
                     stop = min(end, begin + room)
                     start = piece.start + begin
-                    pieces.append({"name": piece.name, "start": start, "numel": stop - begin, "moments": len(held) > 1,
-                                   "file": f"rank-{run.rank:05d}-{len(files):03d}.safetensors"})  # fmt: skip
+                    pieces.append(
+                        {
+                            "name": piece.name,
+                            "start": start,
+                            "numel": stop - begin,
+                            "moments": len(held) > 1,
+                            "file": f"rank-{run.rank:05d}-{len(files):03d}.safetensors",
+                        }
+                    )
                     for kind, flat in held.items():
                         part = flat[piece.offset + begin : piece.offset + stop]
-                        tensors[f"{piece.name}@{start}/{kind}"] = part.detach().to("cpu", torch.float32, copy=True)
+                        tensors[f"{piece.name}@{start}/{kind}"] = part.detach().to(
+                            "cpu", torch.float32, copy=True
+                        )
                     room -= stop - begin
                     begin = stop
                     if room == 0:
@@ -546,7 +674,9 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     Raises:
         ValueError: no version could read this manifest.
     """
-    manifest = json.loads(json.dumps({"format_version": FORMAT_VERSION, **manifest}))  # as it will be read
+    manifest = json.loads(
+        json.dumps({"format_version": FORMAT_VERSION, **manifest})
+    )  # as it will be read
     validate(with_defaults(manifest))
     text = json.dumps({**manifest, "sha256": digest_of_json(manifest)})
     if len(text) > LARGEST_BYTES:
@@ -561,7 +691,7 @@ def facts_of(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-# ------------------------------------------------------------------------------------------------ finding
+# ------------------------------------------------------------------------------------------ finding
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -587,7 +717,9 @@ def marked(folder: Path, mark: str) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints by name, newest first; whether they are whole is another question."""
-    return sorted((path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)), reverse=True)
+    return sorted(
+        (path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)), reverse=True
+    )
 
 
 def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
@@ -617,13 +749,16 @@ def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
             raise UserError(f"--resume {wanted}: {why}.")
         run.warn(f"Passed over the checkpoint {candidate}: {why}.")
     if wanted or candidates:
-        raise UserError(f"--resume: there is no whole checkpoint in {wanted or folder}"
-                        + ("." if wanted else "; remove the folder to start anew."))  # fmt: skip
+        raise UserError(
+            f"--resume: there is no whole checkpoint in {wanted or folder}"
+            + ("." if wanted else "; remove the folder to start anew.")
+        )
     return None
 
 
 def candidates_in(path: Path) -> list[Path] | None:
-    """A checkpoint's folder as it is; of a run's folder, or its folder of checkpoints, all of them, newest first.
+    """A checkpoint's folder as it is; of a run's folder, or its folder of checkpoints, all of them,
+    newest first.
 
     Returns:
         None if there is no such folder.
@@ -639,7 +774,8 @@ def open_alone(wanted: Path) -> tuple[Path, dict]:
     """A checkpoint for a program that is no run: (its folder, its manifest), every file checked.
 
     Args:
-        wanted: a checkpoint's folder, a run's, or a run's folder of checkpoints, of which the newest is taken.
+        wanted: a checkpoint's folder, a run's, or a run's folder of checkpoints, of which the
+            newest is taken.
     Raises:
         UserError: it is no checkpoint, or not whole.
     """
@@ -650,7 +786,7 @@ def open_alone(wanted: Path) -> tuple[Path, dict]:
     return wanted, manifest
 
 
-# ------------------------------------------------------------------------------------------------ loading
+# ------------------------------------------------------------------------------------------ loading
 
 
 @dataclass(frozen=True)
@@ -704,10 +840,14 @@ class Reader:
             if kind != "weight" and not source.moments:
                 flat[begin - start : end - start].zero_()
                 continue
-            part = self._open(source.file).get_slice(f"{source.key}/{kind}")[begin - source.start : end - source.start]
+            part = self._open(source.file).get_slice(f"{source.key}/{kind}")[
+                begin - source.start : end - source.start
+            ]
             flat[begin - start : end - start].copy_(part)
         if filled != flat.numel():
-            raise TrainingError(f"The checkpoint {self.folder} holds {filled} of {flat.numel()} elements of {name}.")
+            raise TrainingError(
+                f"The checkpoint {self.folder} holds {filled} of {flat.numel()} elements of {name}."
+            )
 
 
 def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
@@ -717,8 +857,13 @@ def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
     """
     for name, shape in state.shapes.items():
         there = manifest["shapes"].get(name)
-        if there not in (list(shape), [math.prod(shape)]):  # DeepSpeed's universal files of stage 3 are flat
-            raise UserError(f"--resume {checkpoint}: {name} is {there or 'missing'} there, and {list(shape)} in this model.")
+        if there not in (
+            list(shape),
+            [math.prod(shape)],
+        ):  # DeepSpeed's universal files of stage 3 are flat
+            raise UserError(
+                f"--resume {checkpoint}: {name} is {there or 'missing'} there, and {list(shape)} in this model."
+            )
 
 
 def load(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
@@ -733,27 +878,36 @@ def load(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
         with state.open(shard, write=True) as held:
             for piece in shard.pieces:
                 for kind, flat in held.items():
-                    reader.read_into(flat[piece.offset : piece.offset + piece.numel], piece.name, kind, piece.start)
+                    reader.read_into(
+                        flat[piece.offset : piece.offset + piece.numel],
+                        piece.name,
+                        kind,
+                        piece.start,
+                    )
     state.set_adam_step(manifest["adam_step"])
     state.finish_writing()
 
 
-# ------------------------------------------------------------------------------------------------ same run or another
+# ------------------------------------------------------------------------------ same run or another
 
 
 def check_same_run(saved: dict, now: dict, forced: bool, run: Run) -> None:
     """Refuse a checkpoint of another run.
 
     Args:
-        saved, now: what `identify` said then, and says now. What is not known of then is not compared.
+        saved, now: what `identify` said then, and says now. What is not known of then is not
+            compared.
         forced: --resume_force: soft differences are only told.
     Raises:
         UserError: names the differences.
     """
     for kind in ("hard", "soft", "told"):
         there, here = saved[kind], now[kind]
-        found = [f"{key} {shown(there[key])} there, {shown(here[key])} here"
-                 for key in here if key in there and there[key] != here[key]]  # fmt: skip
+        found = [
+            f"{key} {shown(there[key])} there, {shown(here[key])} here"
+            for key in here
+            if key in there and there[key] != here[key]
+        ]
         if not found:
             continue
         if kind == "told" or (kind == "soft" and forced):

@@ -17,11 +17,13 @@ REPORTERS = ("tensorboard", "wandb")
 CLOSE = 0.75  # similarity from which a guess is better than none: --hostfile is no --profile
 
 
-# ------------------------------------------------------------------------------------------------ numbers
+# ------------------------------------------------------------------------------------------ numbers
 
 
 def whole(low: int, high: int, note: str = ""):
-    """A type for whole numbers from `low` to `high`; a larger one is a slip, and loops or overflows somewhere."""
+    """A type for whole numbers from `low` to `high`; a larger one is a slip, and loops or overflows
+    somewhere.
+    """
 
     def parse(text: str) -> int:
         try:
@@ -29,7 +31,9 @@ def whole(low: int, high: int, note: str = ""):
         except ValueError:  # also for thousands of digits
             value = None
         if value is None or not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number from {low} to {high:,}{note}")
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is not a whole number from {low} to {high:,}{note}"
+            )
         return value
 
     return parse
@@ -51,7 +55,8 @@ def real(high: float, zero: bool = False):
     return parse
 
 
-# Limits are far above what anybody uses, and low enough that no loop, product or conversion suffers.
+# Limits are far above what anybody uses, and low enough that no loop, product or conversion
+# suffers.
 positive_int = whole(1, 10**9)
 natural_int = whole(0, 10**9)
 sequences = whole(1, 10**12)  # in a corpus
@@ -80,21 +85,27 @@ def share(text: str) -> float:
     """A part of something: 0 < p < 1."""
     value = positive_float(text)
     if value >= 1:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a share between 0 and 1 (--no_eval evaluates on nothing)")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a share between 0 and 1 (--no_eval evaluates on nothing)"
+        )
     return value
 
 
-# ------------------------------------------------------------------------------------------------ names and texts
+# ---------------------------------------------------------------------------------- names and texts
 
 
 def name(text: str) -> str:
     """A path, or a name on the hub: not empty, and something that a file system can hold."""
     _not_blank(text)
     if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text):
-        raise argparse.ArgumentTypeError(f"{shown(text)} has control characters, or bytes that are not UTF-8")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} has control characters, or bytes that are not UTF-8"
+        )
     encoded = os.fsencode(text)
     if os.path.expanduser(text).startswith("~"):
-        raise argparse.ArgumentTypeError(f"{shown(text)} begins with the home folder of an unknown user")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} begins with the home folder of an unknown user"
+        )
     if len(encoded) > 4000 or any(len(part) > 255 for part in encoded.split(b"/")):
         raise argparse.ArgumentTypeError(f"{shown(text)} is longer than a file name may be")
     return text
@@ -134,7 +145,9 @@ def precision(text: str) -> str:
 
 def reporters(text: str) -> list[str]:
     """A comma list of --report_to."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip() not in ("", "none")))
+    names = list(
+        dict.fromkeys(name.strip() for name in text.split(",") if name.strip() not in ("", "none"))
+    )
     for name in names:
         if name not in REPORTERS:
             near = difflib.get_close_matches(name, REPORTERS, n=1)
@@ -148,7 +161,7 @@ def _not_blank(text: str) -> None:
         raise argparse.ArgumentTypeError("it is empty; is a variable of the shell not set?")
 
 
-# ------------------------------------------------------------------------------------------------ the parser
+# --------------------------------------------------------------------------------------- the parser
 
 
 class Parser(argparse.ArgumentParser):
@@ -175,4 +188,6 @@ class Parser(argparse.ArgumentParser):
         flag = argument.split("=")[0]
         flags = [option for action in self._actions for option in action.option_strings]
         near = difflib.get_close_matches(flag, flags, n=1, cutoff=CLOSE)
-        self.error(f"unknown argument {shown(argument)}" + (f": did you mean {near[0]}?" if near else ""))
+        self.error(
+            f"unknown argument {shown(argument)}" + (f": did you mean {near[0]}?" if near else "")
+        )

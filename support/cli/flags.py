@@ -21,18 +21,31 @@ from support.files.user_files import parse_json, read_text, shown
 VERSION = "0.8"
 PROJECT = Path(__file__).resolve().parent.parent.parent
 EMBEDDED_MODEL = "tiny-gpt2"
-# Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M parameters).
-GPT2_SHAPES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
+# Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M
+# parameters).
+GPT2_SHAPES = {
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
+}
 EMBEDDED_SHAPE, EMBEDDED_VOCABULARY = (4, 4, 256), 4096
-# Elements of the logits that the loss computes at a time. Each part reads and writes the whole gradient of the output layer: a
-# GPU, whose kernels are fast only on large matrices, gets larger parts.
+# Elements of the logits that the loss computes at a time. Each part reads and writes the whole
+# gradient of the output layer: a GPU, whose kernels are fast only on large matrices, gets larger
+# parts.
 LOGITS_CHUNK = {"cpu": 2**24, "cuda": 2**26}
 NORM_CHUNK = 2**24  # elements of a gradient whose norm is taken at a time, in fp64
 CHECK_SECONDS = 60  # --check waits no longer for another rank
 SIMULATED_STEPS = 3  # Adam's states are there after the first; the last is measured
-NEED_EVALUATIONS = ("eval_only", "eval_every", "early_stopping_patience", "load_best_at_end")  # flags
+NEED_EVALUATIONS = (
+    "eval_only",
+    "eval_every",
+    "early_stopping_patience",
+    "load_best_at_end",
+)  # flags
 NEWEST = True  # --resume without a path; no text, so that a path that a shell left empty is refused
-AUTO = "auto"  # Hugging Face's convention for "take it from the command line"; DeepSpeed itself does not know it
+# Hugging Face's convention for "take it from the command line"; DeepSpeed itself does not know it
+AUTO = "auto"
 
 # Strategy -> DeepSpeed's configuration, or None for the strategies of plain PyTorch.
 STRATEGIES = {
@@ -44,8 +57,8 @@ STRATEGIES = {
     "infinity": "ds_config_infinity.json",
     "fsdp": None,
 }
-# Loss scaling in fp16, the same for torch's GradScaler and DeepSpeed: an overflow skips the update and
-# halves the scale; GROWTH_INTERVAL steps without one double it.
+# Loss scaling in fp16, the same for torch's GradScaler and DeepSpeed: an overflow skips the update
+# and halves the scale; GROWTH_INTERVAL steps without one double it.
 INITIAL_SCALE_POWER, GROWTH_INTERVAL = 16, 2000
 DEEPSPEED_LOSS_SCALING = {
     "initial_scale_power": INITIAL_SCALE_POWER,
@@ -58,35 +71,131 @@ STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3}
 
 # Keys of DeepSpeed's files by the kind of their values; each name has one meaning in all sections.
 OBJECTS_OF_DEEPSPEED = frozenset(
-    ("optimizer", "scheduler", "params", "bf16", "fp16", "zero_optimization", "offload_optimizer", "offload_param", "aio",
-     "data_types", "activation_checkpointing", "flops_profiler", "comms_logger")
-)  # fmt: skip
+    (
+        "optimizer",
+        "scheduler",
+        "params",
+        "bf16",
+        "fp16",
+        "zero_optimization",
+        "offload_optimizer",
+        "offload_param",
+        "aio",
+        "data_types",
+        "activation_checkpointing",
+        "flops_profiler",
+        "comms_logger",
+    )
+)
 DEVICES_OF_DEEPSPEED = ("none", "cpu", "nvme")  # of what is offloaded
 NEVER_NULL = frozenset(("optimizer", "scheduler", "params", "bf16", "fp16", "zero_optimization"))
 SWITCHES_OF_DEEPSPEED = frozenset(
-    ("enabled", "torch_adam", "fused", "adam_w_mode", "amsgrad", "overlap_comm", "contiguous_gradients", "reduce_scatter",
-     "allgather_partitions", "round_robin_gradients", "pin_memory", "pipeline_read", "pipeline_write", "fast_init",
-     "single_submit", "overlap_events", "use_gds", "auto_cast", "check_grad_overflow", "consecutive_hysteresis",
-     "stage3_gather_16bit_weights_on_model_save", "wall_clock_breakdown", "memory_breakdown", "dump_state",
-     "prescale_gradients", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "load_from_fp32_weights",
-     "elastic_checkpoint", "ignore_unused_parameters", "save_muon_momentum_buffer_in_memory")
-)  # fmt: skip
+    (
+        "enabled",
+        "torch_adam",
+        "fused",
+        "adam_w_mode",
+        "amsgrad",
+        "overlap_comm",
+        "contiguous_gradients",
+        "reduce_scatter",
+        "allgather_partitions",
+        "round_robin_gradients",
+        "pin_memory",
+        "pipeline_read",
+        "pipeline_write",
+        "fast_init",
+        "single_submit",
+        "overlap_events",
+        "use_gds",
+        "auto_cast",
+        "check_grad_overflow",
+        "consecutive_hysteresis",
+        "stage3_gather_16bit_weights_on_model_save",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "prescale_gradients",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "load_from_fp32_weights",
+        "elastic_checkpoint",
+        "ignore_unused_parameters",
+        "save_muon_momentum_buffer_in_memory",
+    )
+)
 NUMBERS_OF_DEEPSPEED = frozenset(
-    ("stage", "train_batch_size", "steps_per_print", "gradient_predivide_factor", "reduce_bucket_size",
-     "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
-     "stage3_max_live_parameters", "stage3_max_reuse_distance", "buffer_count", "buffer_size", "max_in_cpu", "block_size",
-     "queue_depth", "intra_op_parallelism", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
-     "min_loss_scale", "eps", "ratio")
-)  # fmt: skip
+    (
+        "stage",
+        "train_batch_size",
+        "steps_per_print",
+        "gradient_predivide_factor",
+        "reduce_bucket_size",
+        "allgather_bucket_size",
+        "sub_group_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "buffer_count",
+        "buffer_size",
+        "max_in_cpu",
+        "block_size",
+        "queue_depth",
+        "intra_op_parallelism",
+        "loss_scale",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "min_loss_scale",
+        "eps",
+        "ratio",
+    )
+)
 
 # Flags of torchrun, deepspeed and accelerate launch, which come before the script.
 LAUNCHER_FLAGS = frozenset(
-    ("nnodes", "nproc_per_node", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone",
-     "max_restarts", "monitor_interval", "start_method", "role", "master_addr", "master_port", "local_addr", "log_dir",
-     "redirects", "tee", "hostfile", "exclude", "num_nodes", "num_gpus", "launcher", "launcher_args", "ssh_port", "no_ssh",
-     "force_multi", "enable_each_rank_log", "bind_cores_to_rank", "multi_gpu", "cpu", "num_processes", "num_machines",
-     "machine_rank", "main_process_ip", "main_process_port", "config_file", "gpu_ids")
-)  # fmt: skip
+    (
+        "nnodes",
+        "nproc_per_node",
+        "node_rank",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_id",
+        "rdzv_conf",
+        "standalone",
+        "max_restarts",
+        "monitor_interval",
+        "start_method",
+        "role",
+        "master_addr",
+        "master_port",
+        "local_addr",
+        "log_dir",
+        "redirects",
+        "tee",
+        "hostfile",
+        "exclude",
+        "num_nodes",
+        "num_gpus",
+        "launcher",
+        "launcher_args",
+        "ssh_port",
+        "no_ssh",
+        "force_multi",
+        "enable_each_rank_log",
+        "bind_cores_to_rank",
+        "multi_gpu",
+        "cpu",
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "config_file",
+        "gpu_ids",
+    )
+)
 
 # Value in a DeepSpeed file -> the flag that says the same.
 FLAG_OF_KEY = {
@@ -100,7 +209,7 @@ FLAG_OF_KEY = {
 }
 
 
-# ---------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------- command line
 
 
 EXIT_CODES = """\
@@ -117,174 +226,429 @@ def build_parser() -> argparse.ArgumentParser:
         description="Fine-tune a causal language model under one of seven data-parallel strategies.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=80),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=30, width=80
+        ),
     )
     parser.add_argument("--version", action="version", version=f"distributed-training {VERSION}")
-    parser.add_argument("--check", action="store_true",
-                        help="try everything that the run needs of this machine and its network, and train nothing")
-    parser.add_argument("--prefetch", action="store_true",
-                        help="download and tokenise what the run needs, for machines without a network, and train nothing")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="try everything that the run needs of this machine and its network, and train nothing",
+    )
+    parser.add_argument(
+        "--prefetch",
+        action="store_true",
+        help="download and tokenise what the run needs, for machines without a network, and train nothing",
+    )
     add = parser.add_argument_group("run file").add_argument
-    add("--config", type=kinds.name, metavar="FILE",
-        help="YAML with any of these flags by name; the command line wins")
-    add("--print_config", action="store_true", help="print the resolved run as such a file, and end")
+    add(
+        "--config",
+        type=kinds.name,
+        metavar="FILE",
+        help="YAML with any of these flags by name; the command line wins",
+    )
+    add(
+        "--print_config", action="store_true", help="print the resolved run as such a file, and end"
+    )
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", type=kinds.name, default=EMBEDDED_MODEL,
+    add(
+        "--model",
+        type=kinds.name,
+        default=EMBEDDED_MODEL,
         help="tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl, any causal language "
-             "model on the Hugging Face hub, or a local folder (default: %(default)s)")
-    add("--from_scratch", action="store_true", help="take the architecture only; random weights drawn from --seed")
-    add("--dropout", type=kinds.probability,
-        help="dropout probability everywhere in the model (default: the model's own)")
+        "model on the Hugging Face hub, or a local folder (default: %(default)s)",
+    )
+    add(
+        "--from_scratch",
+        action="store_true",
+        help="take the architecture only; random weights drawn from --seed",
+    )
+    add(
+        "--dropout",
+        type=kinds.probability,
+        help="dropout probability everywhere in the model (default: the model's own)",
+    )
     add("--fused_gelu", action=argparse.BooleanOptionalAction, default=True, help=argparse.SUPPRESS)
-    add("--no_fused_gelu", action="store_false", dest="fused_gelu", default=argparse.SUPPRESS,
-        help="compute GPT-2's activation as transformers writes it (gelu_new), and not as the same function in one kernel")
-    add("--gradient_checkpointing", action="store_true", help="recompute activations in the backward pass to save memory")
-    add("--lora_r", type=kinds.rank_of_adapters, metavar="R",
-        help="train low-rank adapters of this rank (LoRA) and leave the model as it is (default: train all of it)")
-    add("--lora_alpha", type=kinds.positive_float, metavar="A",
-        help="scale the adapters by A / R (default: 2 R)")
-    add("--lora_dropout", type=kinds.probability, default=0.0,
-        help="dropout before the adapters (default: %(default)s)")
-    add("--lora_targets", type=kinds.layer_names, metavar="LIST",
+    add(
+        "--no_fused_gelu",
+        action="store_false",
+        dest="fused_gelu",
+        default=argparse.SUPPRESS,
+        help="compute GPT-2's activation as transformers writes it (gelu_new), and not as the same function in one kernel",
+    )
+    add(
+        "--gradient_checkpointing",
+        action="store_true",
+        help="recompute activations in the backward pass to save memory",
+    )
+    add(
+        "--lora_r",
+        type=kinds.rank_of_adapters,
+        metavar="R",
+        help="train low-rank adapters of this rank (LoRA) and leave the model as it is (default: train all of it)",
+    )
+    add(
+        "--lora_alpha",
+        type=kinds.positive_float,
+        metavar="A",
+        help="scale the adapters by A / R (default: 2 R)",
+    )
+    add(
+        "--lora_dropout",
+        type=kinds.probability,
+        default=0.0,
+        help="dropout before the adapters (default: %(default)s)",
+    )
+    add(
+        "--lora_targets",
+        type=kinds.layer_names,
+        metavar="LIST",
         help="layers that get one, by the end of their names with commas between, or all-linear (default: those that are "
-             "usual for the architecture)")
-    add("--merge_lora", action="store_true", help="export the whole model with the adapters added, instead of the adapters")
+        "usual for the architecture)",
+    )
+    add(
+        "--merge_lora",
+        action="store_true",
+        help="export the whole model with the adapters added, instead of the adapters",
+    )
     add("--compile", action="store_true", help="compile the model with torch.compile")
 
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", type=kinds.name,
+    add(
+        "--dataset",
+        type=kinds.name,
         help="pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .parquet), or a hub "
-                          "dataset (default: pydocs for tiny-gpt2, else wikitext)")
-    add("--include", type=kinds.name_patterns, metavar="PATTERNS",
-        help="files of a folder to read, such as '*.txt' or 'books/*.md,*.txt' (default: all that are not hidden or empty)")
+        "dataset (default: pydocs for tiny-gpt2, else wikitext)",
+    )
+    add(
+        "--include",
+        type=kinds.name_patterns,
+        metavar="PATTERNS",
+        help="files of a folder to read, such as '*.txt' or 'books/*.md,*.txt' (default: all that are not hidden or empty)",
+    )
     add("--dataset_config", type=kinds.name, help="configuration name of a hub dataset")
-    add("--text_column", type=kinds.name,
+    add(
+        "--text_column",
+        type=kinds.name,
         help="column or key that holds the text (default: messages, or prompt and completion, where a row "
-             "has them, else text)")
-    add("--validation_file", type=kinds.name, metavar="FILE",
-        help="file or folder to evaluate on (default: the corpus's own validation split)")
-    add("--validation_split", type=kinds.share, metavar="SHARE",
-        help="share of the corpus to hold out for evaluation (default: 0.1 where there is no validation split)")
-    add("--max_bad_rows", type=kinds.natural_int, default=0, metavar="N",
-        help="leave out up to so many rows that cannot be used, and name them (default: %(default)s)")
-    add("--chat_template", type=kinds.name, metavar="FILE",
-        help="Jinja template for conversations (default: the tokenizer's own, else a plain "
-             "one)")
-    add("--streaming", action="store_true",
-        help="read and tokenise while training, without a cache, for a corpus larger than the disk; needs --max_steps")
-    add("--shuffle_buffer", type=positive_int, default=1000, metavar="N",
-        help="blocks among which --streaming shuffles, over all ranks (default: %(default)s)")
-    add("--seq_length", type=kinds.block_length,
+        "has them, else text)",
+    )
+    add(
+        "--validation_file",
+        type=kinds.name,
+        metavar="FILE",
+        help="file or folder to evaluate on (default: the corpus's own validation split)",
+    )
+    add(
+        "--validation_split",
+        type=kinds.share,
+        metavar="SHARE",
+        help="share of the corpus to hold out for evaluation (default: 0.1 where there is no validation split)",
+    )
+    add(
+        "--max_bad_rows",
+        type=kinds.natural_int,
+        default=0,
+        metavar="N",
+        help="leave out up to so many rows that cannot be used, and name them (default: %(default)s)",
+    )
+    add(
+        "--chat_template",
+        type=kinds.name,
+        metavar="FILE",
+        help="Jinja template for conversations (default: the tokenizer's own, else a plain one)",
+    )
+    add(
+        "--streaming",
+        action="store_true",
+        help="read and tokenise while training, without a cache, for a corpus larger than the disk; needs --max_steps",
+    )
+    add(
+        "--shuffle_buffer",
+        type=positive_int,
+        default=1000,
+        metavar="N",
+        help="blocks among which --streaming shuffles, over all ranks (default: %(default)s)",
+    )
+    add(
+        "--seq_length",
+        type=kinds.block_length,
         help="tokens in a block (default: 256 for tiny-gpt2, else 512, or as many "
-             "as the model has positions)")
-    add("--num_samples", type=kinds.sequences,
-        help="train on this many blocks in total, over all ranks (default: all)")
-    add("--cache_dir", type=kinds.name,
+        "as the model has positions)",
+    )
+    add(
+        "--num_samples",
+        type=kinds.sequences,
+        help="train on this many blocks in total, over all ranks (default: all)",
+    )
+    add(
+        "--cache_dir",
+        type=kinds.name,
         help="where tokenised data is kept (default: distributed_training under HF_HOME, else "
-                            "~/.cache/huggingface)")
+        "~/.cache/huggingface)",
+    )
 
     add = parser.add_argument_group("training").add_argument
-    add("--batch_size", type=kinds.batch, default=4,
-        help="blocks per GPU in a micro-batch (default: %(default)s)")
-    add("--gradient_accumulation_steps", type=kinds.batch, default=1,
-        help="micro-batches per optimizer step (default: %(default)s)")
-    add("--epochs", type=kinds.steps,
-        help="passes over the data (default: 1, or as many as --max_steps needs)")
+    add(
+        "--batch_size",
+        type=kinds.batch,
+        default=4,
+        help="blocks per GPU in a micro-batch (default: %(default)s)",
+    )
+    add(
+        "--gradient_accumulation_steps",
+        type=kinds.batch,
+        default=1,
+        help="micro-batches per optimizer step (default: %(default)s)",
+    )
+    add(
+        "--epochs",
+        type=kinds.steps,
+        help="passes over the data (default: 1, or as many as --max_steps needs)",
+    )
     add("--max_steps", type=kinds.steps, help="stop after this many optimizer steps")
-    add("--lr", type=kinds.rate,
-        help="peak learning rate (default: 5e-5, for adapters 2e-4, for random weights "
-             "5e-4)")
-    add("--lr_scheduler", choices=("linear", "cosine", "constant"), default="linear",
-        help="how the rate falls after warm-up (default: %(default)s)")
-    add("--warmup_steps", type=kinds.natural_steps, default=0,
-        help="steps of linear warm-up (default: %(default)s)")
-    add("--weight_decay", type=kinds.natural_float, default=0.01,
-        help="AdamW's; none on biases and norms (default: %(default)s)")
-    add("--max_grad_norm", type=kinds.natural_float, default=1.0,
-        help="clip the gradient's norm; 0 = never (default: %(default)s)")
-    add("--precision", type=kinds.precision, choices=("auto", "fp32", "bf16", "fp16"), default="auto",
-        help="auto: bf16 where the device does it well, fp16 on older GPUs, else fp32 (default: %(default)s)")
-    add("--seed", type=kinds.seed, default=42,
-        help="weights, order of the data, dropout (default: %(default)s)")
-    add("--deterministic", action="store_true",
-        help="only deterministic kernels (slower); a model that needs another one is an error")
+    add(
+        "--lr",
+        type=kinds.rate,
+        help="peak learning rate (default: 5e-5, for adapters 2e-4, for random weights 5e-4)",
+    )
+    add(
+        "--lr_scheduler",
+        choices=("linear", "cosine", "constant"),
+        default="linear",
+        help="how the rate falls after warm-up (default: %(default)s)",
+    )
+    add(
+        "--warmup_steps",
+        type=kinds.natural_steps,
+        default=0,
+        help="steps of linear warm-up (default: %(default)s)",
+    )
+    add(
+        "--weight_decay",
+        type=kinds.natural_float,
+        default=0.01,
+        help="AdamW's; none on biases and norms (default: %(default)s)",
+    )
+    add(
+        "--max_grad_norm",
+        type=kinds.natural_float,
+        default=1.0,
+        help="clip the gradient's norm; 0 = never (default: %(default)s)",
+    )
+    add(
+        "--precision",
+        type=kinds.precision,
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="auto: bf16 where the device does it well, fp16 on older GPUs, else fp32 (default: %(default)s)",
+    )
+    add(
+        "--seed",
+        type=kinds.seed,
+        default=42,
+        help="weights, order of the data, dropout (default: %(default)s)",
+    )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="only deterministic kernels (slower); a model that needs another one is an error",
+    )
     add("--eval", action=argparse.BooleanOptionalAction, default=True, help=argparse.SUPPRESS)
-    add("--no_eval", action="store_false", dest="eval", default=argparse.SUPPRESS,
-        help="no evaluation (default: after each epoch)")
+    add(
+        "--no_eval",
+        action="store_false",
+        dest="eval",
+        default=argparse.SUPPRESS,
+        help="no evaluation (default: after each epoch)",
+    )
     add("--eval_first", action="store_true", help="evaluate before training, too")
     add("--eval_only", action="store_true", help="evaluate and do not train")
-    add("--eval_every", type=kinds.steps, metavar="N",
-        help="evaluate every N optimizer steps and at the end, instead of "
-             "after each epoch")
-    add("--early_stopping_patience", type=kinds.steps, metavar="K",
-        help="stop after K evaluations in a row that were no better than the best (default: never)")
-    add("--load_best_at_end", action="store_true",
-        help="keep a checkpoint of the best evaluation, and end with its weights (default: with the last ones)")
-    add("--eval_samples", type=kinds.sequences,
-        help="evaluate on this many blocks (default: --num_samples, else all)")
+    add(
+        "--eval_every",
+        type=kinds.steps,
+        metavar="N",
+        help="evaluate every N optimizer steps and at the end, instead of after each epoch",
+    )
+    add(
+        "--early_stopping_patience",
+        type=kinds.steps,
+        metavar="K",
+        help="stop after K evaluations in a row that were no better than the best (default: never)",
+    )
+    add(
+        "--load_best_at_end",
+        action="store_true",
+        help="keep a checkpoint of the best evaluation, and end with its weights (default: with the last ones)",
+    )
+    add(
+        "--eval_samples",
+        type=kinds.sequences,
+        help="evaluate on this many blocks (default: --num_samples, else all)",
+    )
 
     add = parser.add_argument_group("strategy").add_argument
-    add("--strategy", choices=tuple(STRATEGIES), default="dp",
+    add(
+        "--strategy",
+        choices=tuple(STRATEGIES),
+        default="dp",
         help="dp, zero1, zero2, zero3, offload (optimizer on the CPU), infinity (optimizer and parameters on NVMe), "
-             "fsdp (default: %(default)s)")
-    add("--ds_config", type=kinds.name, metavar="FILE",
-        help="your own DeepSpeed JSON instead of ds_config_*.json")
-    add("--fsdp_config", type=kinds.name, metavar="FILE",
-        help="JSON with FSDP's options, as accelerate and transformers write it")
-    add("--nvme_path", type=kinds.name, metavar="DIR",
-        help="where infinity keeps its files (default: the temporary folder, TMPDIR)")
+        "fsdp (default: %(default)s)",
+    )
+    add(
+        "--ds_config",
+        type=kinds.name,
+        metavar="FILE",
+        help="your own DeepSpeed JSON instead of ds_config_*.json",
+    )
+    add(
+        "--fsdp_config",
+        type=kinds.name,
+        metavar="FILE",
+        help="JSON with FSDP's options, as accelerate and transformers write it",
+    )
+    add(
+        "--nvme_path",
+        type=kinds.name,
+        metavar="DIR",
+        help="where infinity keeps its files (default: the temporary folder, TMPDIR)",
+    )
     add = parser.add_argument_group("cluster").add_argument
-    add("--ddp_timeout", type=kinds.seconds, default=1800,
-        help="seconds until a collective gives up (default: %(default)s)")
-    add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher passes it; RANK is used
-    add("--local-rank", type=int, dest="local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add(
+        "--ddp_timeout",
+        type=kinds.seconds,
+        default=1800,
+        help="seconds until a collective gives up (default: %(default)s)",
+    )
+    add(
+        "--local_rank", type=int, default=-1, help=argparse.SUPPRESS
+    )  # the deepspeed launcher passes it; RANK is used
+    add(
+        "--local-rank",
+        type=int,
+        dest="local_rank",
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
 
     add = parser.add_argument_group("output").add_argument
-    add("--output_dir", type=kinds.name,
-        help="folder for results.json and metrics.jsonl (default: runs/<model>-<strategy>-<time>)")
-    add("--overwrite", action="store_true", help="replace another run's results in --output_dir, or what is in --export_hf")
-    add("--save_every", type=kinds.steps, metavar="N",
-        help="write a checkpoint every N optimizer steps (default: none)")
+    add(
+        "--output_dir",
+        type=kinds.name,
+        help="folder for results.json and metrics.jsonl (default: runs/<model>-<strategy>-<time>)",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace another run's results in --output_dir, or what is in --export_hf",
+    )
+    add(
+        "--save_every",
+        type=kinds.steps,
+        metavar="N",
+        help="write a checkpoint every N optimizer steps (default: none)",
+    )
     add("--save_epochs", action="store_true", help="write a checkpoint at the end of each epoch")
-    add("--keep_last", type=kinds.steps, metavar="K",
-        help="keep the newest K checkpoints only (default: all)")
-    add("--no_save", action="store_true", help="write no checkpoint, not even when a signal stops the run")
-    add("--resume", nargs="?", const=NEWEST, type=kinds.name, metavar="PATH",
-        help="go on from the newest whole checkpoint in --output_dir (from the start if there is none), or from PATH")
-    add("--resume_force", action="store_true", help="resume although the text, the batch or the seed is another")
-    add("--export_hf", type=kinds.name, metavar="DIR",
-        help="where the trained model goes, for from_pretrained (default: hf in --output_dir)")
+    add(
+        "--keep_last",
+        type=kinds.steps,
+        metavar="K",
+        help="keep the newest K checkpoints only (default: all)",
+    )
+    add(
+        "--no_save",
+        action="store_true",
+        help="write no checkpoint, not even when a signal stops the run",
+    )
+    add(
+        "--resume",
+        nargs="?",
+        const=NEWEST,
+        type=kinds.name,
+        metavar="PATH",
+        help="go on from the newest whole checkpoint in --output_dir (from the start if there is none), or from PATH",
+    )
+    add(
+        "--resume_force",
+        action="store_true",
+        help="resume although the text, the batch or the seed is another",
+    )
+    add(
+        "--export_hf",
+        type=kinds.name,
+        metavar="DIR",
+        help="where the trained model goes, for from_pretrained (default: hf in --output_dir)",
+    )
     add("--no_export", action="store_true", help="do not write the trained model")
-    add("--export_dtype", choices=("fp32", "bf16", "fp16"), default="fp32",
-        help="type of the exported weights (default: %(default)s, as they are trained)")
-    add("--generate", type=kinds.prompt, metavar="PROMPT",
-        help="print a continuation of this text at the end")
-    add("--logging_steps", type=kinds.steps, default=10,
-        help="optimizer steps between two lines (default: %(default)s)")
-    add("--report_to", type=kinds.reporters, default=[], metavar="LIST",
-        help="tensorboard, wandb, or both with a comma between (default: none; metrics.jsonl is always written)")
-    add("--logging_dir", type=kinds.name, metavar="DIR",
-        help="where the files of --report_to tensorboard go (default: tensorboard in --output_dir)")
+    add(
+        "--export_dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="type of the exported weights (default: %(default)s, as they are trained)",
+    )
+    add(
+        "--generate",
+        type=kinds.prompt,
+        metavar="PROMPT",
+        help="print a continuation of this text at the end",
+    )
+    add(
+        "--logging_steps",
+        type=kinds.steps,
+        default=10,
+        help="optimizer steps between two lines (default: %(default)s)",
+    )
+    add(
+        "--report_to",
+        type=kinds.reporters,
+        default=[],
+        metavar="LIST",
+        help="tensorboard, wandb, or both with a comma between (default: none; metrics.jsonl is always written)",
+    )
+    add(
+        "--logging_dir",
+        type=kinds.name,
+        metavar="DIR",
+        help="where the files of --report_to tensorboard go (default: tensorboard in --output_dir)",
+    )
     add("--quiet", action="store_true", help="print warnings and errors only")
 
     add = parser.add_argument_group("debugging").add_argument
-    add("--profile_memory", action="store_true", help="show memory after each phase and by kind of state (slows the last step "
-                                                      "on a CPU)")
-    add("--simulate_gpus", type=kinds.ranks, metavar="N",
+    add(
+        "--profile_memory",
+        action="store_true",
+        help="show memory after each phase and by kind of state (slows the last step on a CPU)",
+    )
+    add(
+        "--simulate_gpus",
+        type=kinds.ranks,
+        metavar="N",
         help="measure the memory of rank 0 of N in this one process: real allocations, nothing communicated, no losses "
-             "(3 steps)")
-    add("--memory_snapshot", type=kinds.name, metavar="FILE",
-        help="write PyTorch's snapshot of the GPU's memory, for pytorch.org/memory_viz")
-    add("--profile", type=kinds.name, metavar="DIR",
-        help="write a trace of 3 steps, for ui.perfetto.dev")
+        "(3 steps)",
+    )
+    add(
+        "--memory_snapshot",
+        type=kinds.name,
+        metavar="FILE",
+        help="write PyTorch's snapshot of the GPU's memory, for pytorch.org/memory_viz",
+    )
+    add(
+        "--profile",
+        type=kinds.name,
+        metavar="DIR",
+        help="write a trace of 3 steps, for ui.perfetto.dev",
+    )
     add("--verbose", action="store_true", help="show third-party messages and tracebacks")
     _add_other_names(parser)
     return parser
 
 
 class _Deepspeed(argparse.Action):
-    """--deepspeed [FILE], as the Trainer of transformers and DeepSpeed's own argument parser have it."""
+    """--deepspeed [FILE], as the Trainer of transformers and DeepSpeed's own argument parser have
+    it.
+    """
 
     def __call__(self, parser, namespace, values, option_string=None):
         namespace.use_deepspeed = True
@@ -297,7 +661,9 @@ def _add_other_names(parser: argparse.ArgumentParser) -> None:
     flags = {action.dest: action for action in reversed(parser._actions)}
     hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for alias, dest in OTHER_NAMES.items():
-        parser.add_argument(f"--{alias}", dest=dest, type=flags[dest].type, choices=flags[dest].choices, **hidden)
+        parser.add_argument(
+            f"--{alias}", dest=dest, type=flags[dest].type, choices=flags[dest].choices, **hidden
+        )
     parser.add_argument("--deepspeed", nargs="?", type=kinds.name, action=_Deepspeed, **hidden)
     for switch in SWITCHES:
         parser.add_argument(f"--{switch}", action="store_true", help=argparse.SUPPRESS)
@@ -315,15 +681,17 @@ def _refuse_two_spellings(argv: list[str]) -> None:
         if flag == "deepspeed" and ("=" in argument or not following.startswith("-")):
             flag = "ds_config"
         if option.startswith("--") and spelled.setdefault(flag, option) != option:
-            raise UserError(f"{spelled[flag]} and {option} are two names of one flag: leave one out.")
+            raise UserError(
+                f"{spelled[flag]} and {option} are two names of one flag: leave one out."
+            )
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Read the command line and settle what it alone can settle.
 
     Returns:
-        The flags by name, plus `given` (names of the flags that were on the command line) and `ds_config_dict`
-        (DeepSpeed's configuration with its remaining "auto" values, or None).
+        The flags by name, plus `given` (names of the flags that were on the command line) and
+        `ds_config_dict` (DeepSpeed's configuration with its remaining "auto" values, or None).
     Raises:
         UserError: unknown or contradicting flags, or a broken DeepSpeed file.
     """
@@ -346,7 +714,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
     if args.lr is None:
         random = args.from_scratch or args.model == EMBEDDED_MODEL
-        # At 1e-3 the embedded model's loss jumps now and then, and such a step shows every rounding.
+        # At 1e-3 the embedded model's loss jumps now and then, and such a step shows every
+        # rounding.
         args.lr = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
     _settle_strategy(args)
     return args
@@ -355,8 +724,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def _refuse_launcher_flag(argument: str) -> None:
     flag = argument.split("=")[0]
     if flag.startswith("--") and flag[2:].replace("-", "_") in LAUNCHER_FLAGS:
-        raise UserError(f"{shown(flag)} is a flag of the launcher: write it before real_model_example.py "
-                        "(torchrun, deepspeed or accelerate launch … real_model_example.py …).")  # fmt: skip
+        raise UserError(
+            f"{shown(flag)} is a flag of the launcher: write it before real_model_example.py "
+            "(torchrun, deepspeed or accelerate launch … real_model_example.py …)."
+        )
 
 
 def _settle_strategy(args) -> None:
@@ -383,10 +754,14 @@ def _follow_switches(args) -> None:
     if deepspeed and fsdp:
         raise UserError("--deepspeed and --use_fsdp cannot both hold: leave one out.")
     if deepspeed and given and not STRATEGIES[given]:
-        raise UserError(f"--deepspeed contradicts --strategy {given}, which runs without DeepSpeed: leave one out.")
+        raise UserError(
+            f"--deepspeed contradicts --strategy {given}, which runs without DeepSpeed: leave one out."
+        )
     if deepspeed and not given and args.ds_config is None:
-        raise UserError("--deepspeed needs a configuration (--deepspeed FILE), or --strategy zero1, zero2, zero3, offload or "
-                        "infinity.")  # fmt: skip
+        raise UserError(
+            "--deepspeed needs a configuration (--deepspeed FILE), or --strategy zero1, zero2, zero3, offload or "
+            "infinity."
+        )
     if fsdp and given not in (None, "fsdp"):
         raise UserError(f"--use_fsdp contradicts --strategy {given}: leave one out.")
     if fsdp:
@@ -402,17 +777,23 @@ def _refuse_contradictions(args) -> None:
     if args.eval_only and not args.eval:
         raise UserError("--eval_only and --no_eval cannot both hold: leave one out.")
     if args.resume == "" and args.output_dir is None:
-        raise UserError("--resume needs --output_dir, the run to go on with; or name a checkpoint: --resume PATH.")
+        raise UserError(
+            "--resume needs --output_dir, the run to go on with; or name a checkpoint: --resume PATH."
+        )
     if args.no_save and (args.save_every or args.save_epochs):
         raise UserError("--no_save contradicts --save_every and --save_epochs: leave one out.")
     if args.eval_only and (args.save_every or args.save_epochs or args.resume is not None):
-        raise UserError("--eval_only neither saves nor resumes: leave out --save_every, --save_epochs and --resume.")
+        raise UserError(
+            "--eval_only neither saves nor resumes: leave out --save_every, --save_epochs and --resume."
+        )
     _check_evaluation(args)
     _check_lora(args)
     if args.streaming:
         _check_streaming(args)
     if args.export_hf and (args.no_export or args.eval_only):
-        raise UserError(f"--export_hf contradicts {'--no_export' if args.no_export else '--eval_only'}: leave one out.")
+        raise UserError(
+            f"--export_hf contradicts {'--no_export' if args.no_export else '--eval_only'}: leave one out."
+        )
     if args.export_dtype != "fp32" and (args.no_export or args.eval_only):
         other = "--no_export" if args.no_export else "--eval_only"
         raise UserError(f"--export_dtype {args.export_dtype} contradicts {other}: leave one out.")
@@ -422,11 +803,15 @@ def _refuse_contradictions(args) -> None:
         other = "--profile_memory" if args.profile_memory else "--simulate_gpus"
         raise UserError(f"--profile and {other} both need torch's profiler: leave one out.")
     if args.prefetch and (args.check or args.simulate_gpus):
-        raise UserError(f"--prefetch and --{'check' if args.check else 'simulate_gpus'} cannot both hold: leave one out.")
+        raise UserError(
+            f"--prefetch and --{'check' if args.check else 'simulate_gpus'} cannot both hold: leave one out."
+        )
     if args.logging_dir and "tensorboard" not in args.report_to:
         raise UserError("--logging_dir is TensorBoard's: add --report_to tensorboard.")
     if args.check and args.simulate_gpus:
-        raise UserError("--check looks at what there is, and --simulate_gpus at what there is not: leave one out.")
+        raise UserError(
+            "--check looks at what there is, and --simulate_gpus at what there is not: leave one out."
+        )
 
 
 def _check_evaluation(args) -> None:
@@ -435,9 +820,13 @@ def _check_evaluation(args) -> None:
     for flag in NEED_EVALUATIONS[1:]:
         other = "--no_eval" if not args.eval else "--eval_only" if args.eval_only else None
         if other and getattr(args, flag):
-            raise UserError(f"--{flag} needs evaluations during training, which {other} leaves out: drop one of them.")
+            raise UserError(
+                f"--{flag} needs evaluations during training, which {other} leaves out: drop one of them."
+            )
     if args.load_best_at_end and args.no_save:
-        raise UserError("--load_best_at_end goes back to a checkpoint, which --no_save forbids: leave one out.")
+        raise UserError(
+            "--load_best_at_end goes back to a checkpoint, which --no_save forbids: leave one out."
+        )
 
 
 def _check_lora(args) -> None:
@@ -445,40 +834,69 @@ def _check_lora(args) -> None:
         if flag in args.given and getattr(args, flag) and args.lora_r is None:
             raise UserError(f"--{flag} needs --lora_r.")
     if args.lora_r and args.eval_only:
-        raise UserError("--eval_only evaluates --model as it is, and new adapters change nothing: leave out --lora_r.")
+        raise UserError(
+            "--eval_only evaluates --model as it is, and new adapters change nothing: leave out --lora_r."
+        )
     if args.merge_lora and args.no_export:
-        raise UserError("--merge_lora is for the export, which --no_export leaves out: drop one of them.")
+        raise UserError(
+            "--merge_lora is for the export, which --no_export leaves out: drop one of them."
+        )
     if args.lora_r and args.lora_alpha is None:
         args.lora_alpha = 2.0 * args.lora_r
 
 
 def _check_streaming(args) -> None:
     if args.max_steps is None or args.epochs:
-        raise UserError("--streaming has no end that is known before: give --max_steps, and no --epochs.")
+        raise UserError(
+            "--streaming has no end that is known before: give --max_steps, and no --epochs."
+        )
     if args.early_stopping_patience and not args.eval_every:
-        raise UserError("--streaming has no epochs after which to evaluate: --early_stopping_patience needs --eval_every.")
+        raise UserError(
+            "--streaming has no epochs after which to evaluate: --early_stopping_patience needs --eval_every."
+        )
     for flag in ("num_samples", "validation_split"):
         if getattr(args, flag):
-            raise UserError(f"--{flag} needs to know how long the corpus is, which --streaming does not: leave one out"
-                            + (" (--validation_file)." if flag == "validation_split" else "."))  # fmt: skip
+            raise UserError(
+                f"--{flag} needs to know how long the corpus is, which --streaming does not: leave one out"
+                + (" (--validation_file)." if flag == "validation_split" else ".")
+            )
     if args.dataset == "pydocs" or (args.dataset is None and args.model == EMBEDDED_MODEL):
-        raise UserError("--streaming is for files and for the hub, and pydocs is in Python itself: leave it out.")
+        raise UserError(
+            "--streaming is for files and for the hub, and pydocs is in Python itself: leave it out."
+        )
 
 
 def _only_measure(args) -> None:
     """A memory simulation trains nothing, so there is nothing to evaluate, save or continue."""
-    for flag in ("resume", "save_every", "save_epochs", "eval_only", "eval_first", "generate", "export_hf",
-                 "eval_every", "early_stopping_patience", "load_best_at_end", "merge_lora"):
+    for flag in (
+        "resume",
+        "save_every",
+        "save_epochs",
+        "eval_only",
+        "eval_first",
+        "generate",
+        "export_hf",
+        "eval_every",
+        "early_stopping_patience",
+        "load_best_at_end",
+        "merge_lora",
+    ):
         if getattr(args, flag) not in (None, False):
-            raise UserError(f"--simulate_gpus trains no model, so --{flag} has nothing to work on: leave one out.")
+            raise UserError(
+                f"--simulate_gpus trains no model, so --{flag} has nothing to work on: leave one out."
+            )
     if args.max_steps == 1:
-        raise UserError("--simulate_gpus needs --max_steps 2 or more: Adam's states are there after the first.")
+        raise UserError(
+            "--simulate_gpus needs --max_steps 2 or more: Adam's states are there after the first."
+        )
     args.eval, args.no_save, args.no_export = False, True, True
     args.max_steps, args.epochs = args.max_steps or SIMULATED_STEPS, None
 
 
 def _given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
-    """Names of the flags present in `argv`: parsed again with no defaults, only what was given remains."""
+    """Names of the flags present in `argv`: parsed again with no defaults, only what was given
+    remains.
+    """
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     return set(vars(parser.parse_known_args(argv)[0]))
@@ -488,11 +906,15 @@ def _follow_fsdp_config(args) -> None:
     """Let the FSDP file decide what the command line leaves open."""
     wanted = args.fsdp.precision
     if wanted and "precision" in args.given and args.precision != wanted:
-        raise UserError(f"--precision {args.precision} contradicts fsdp_mixed_precision in {args.fsdp_config} ({wanted}): "
-                        "change one of them.")  # fmt: skip
+        raise UserError(
+            f"--precision {args.precision} contradicts fsdp_mixed_precision in {args.fsdp_config} ({wanted}): "
+            "change one of them."
+        )
     args.precision = wanted or args.precision
     if args.fsdp.no_shard:
-        args.fsdp.notes.append("NO_SHARD: a whole model on each rank is --strategy dp, which this run takes")
+        args.fsdp.notes.append(
+            "NO_SHARD: a whole model on each rank is --strategy dp, which this run takes"
+        )
         args.strategy = "dp"
 
 
@@ -500,7 +922,9 @@ def ignored_flags(args: argparse.Namespace) -> list[str]:
     """One line for each given flag that the chosen strategy has no use for."""
     lines = []
     if "ds_config" in args.given and args.ds_config_dict is None:
-        lines.append(f"--ds_config is used by the DeepSpeed strategies only: ignored under {args.strategy}")
+        lines.append(
+            f"--ds_config is used by the DeepSpeed strategies only: ignored under {args.strategy}"
+        )
     if "nvme_path" in args.given and args.strategy != "infinity":
         lines.append(f"--nvme_path is used by infinity only: ignored under {args.strategy}")
     if "fsdp_config" in args.given and args.strategy != "fsdp" and not args.fsdp.no_shard:
@@ -508,11 +932,12 @@ def ignored_flags(args: argparse.Namespace) -> list[str]:
     return lines + [f"{args.fsdp_config}: {note}" for note in args.fsdp.notes]
 
 
-# ---------------------------------------------------------------------------------------------- DeepSpeed's JSON
+# --------------------------------------------------------------------------------- DeepSpeed's JSON
 
 
 def read_ds_config(path: str) -> dict:
-    """Read a DeepSpeed configuration: JSON, or JSON with comments and trailing commas (hjson), as DeepSpeed does.
+    """Read a DeepSpeed configuration: JSON, or JSON with comments and trailing commas (hjson), as
+    DeepSpeed does.
 
     Raises:
         UserError: the file is missing, or broken (with line and column).
@@ -526,10 +951,15 @@ def read_ds_config(path: str) -> dict:
         try:
             config = json.loads(json.dumps(parse_json(text, path, hjson.loads)))
         except hjson.HjsonDecodeError as error:
-            raise UserError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
-        # hjson reads an unquoted value to the end of its line, so a forgotten comma gives a string like `4 "fp16": {`.
+            raise UserError(
+                f"{path}, line {error.lineno}, column {error.colno}: {error.msg}."
+            ) from error
+        # hjson reads an unquoted value to the end of its line, so a forgotten comma gives a string
+        # like `4 "fp16": {`.
         if _swallowed_a_line(config):
-            raise UserError(f"{path}, line {strict.lineno}, column {strict.colno}: {strict.msg}.") from strict
+            raise UserError(
+                f"{path}, line {strict.lineno}, column {strict.colno}: {strict.msg}."
+            ) from strict
     if not isinstance(config, dict):
         raise UserError(f"{path}: a DeepSpeed configuration is a JSON object, {{ … }}.")
     _check_types(config, path)
@@ -537,7 +967,8 @@ def read_ds_config(path: str) -> dict:
 
 
 def _check_types(section: dict, file: str, prefix: str = "") -> None:
-    """Refuse what DeepSpeed would take for something else, or leave out: pydantic reads "yes" as true.
+    """Refuse what DeepSpeed would take for something else, or leave out: pydantic reads "yes" as
+    true.
 
     Raises:
         UserError: names the key.
@@ -546,15 +977,27 @@ def _check_types(section: dict, file: str, prefix: str = "") -> None:
         what = f"{file}: {prefix}{key}"
         optional = value is None and key not in NEVER_NULL
         if key in OBJECTS_OF_DEEPSPEED and not isinstance(value, dict) and not optional:
-            raise UserError(f"{what} must be an object, {{ … }}, and is {shown(json.dumps(value))}.")
+            raise UserError(
+                f"{what} must be an object, {{ … }}, and is {shown(json.dumps(value))}."
+            )
         if value is None or value == AUTO:
             continue
         if key in SWITCHES_OF_DEEPSPEED and not isinstance(value, bool):
-            raise UserError(f"{what} must be true or false, without quotes, and is {shown(json.dumps(value))}.")
-        if key in NUMBERS_OF_DEEPSPEED and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise UserError(f"{what} must be a number, without quotes, and is {shown(json.dumps(value))}.")
-        if (key == "stage" and isinstance(value, float)) or (key == "device" and value not in DEVICES_OF_DEEPSPEED):
-            wanted = "a whole number" if key == "stage" else f"one of {', '.join(DEVICES_OF_DEEPSPEED)}"
+            raise UserError(
+                f"{what} must be true or false, without quotes, and is {shown(json.dumps(value))}."
+            )
+        if key in NUMBERS_OF_DEEPSPEED and (
+            isinstance(value, bool) or not isinstance(value, int | float)
+        ):
+            raise UserError(
+                f"{what} must be a number, without quotes, and is {shown(json.dumps(value))}."
+            )
+        if (key == "stage" and isinstance(value, float)) or (
+            key == "device" and value not in DEVICES_OF_DEEPSPEED
+        ):
+            wanted = (
+                "a whole number" if key == "stage" else f"one of {', '.join(DEVICES_OF_DEEPSPEED)}"
+            )
             raise UserError(f"{what} must be {wanted}, and is {shown(json.dumps(value))}.")
         if isinstance(value, dict):
             _check_types(value, file, f"{prefix}{key}.")
@@ -580,7 +1023,10 @@ def lookup(config: dict, key: str):
 def uses_nvme(config: dict) -> bool:
     """Whether a DeepSpeed configuration keeps optimizer states or parameters on NVMe."""
     zero = config["zero_optimization"]
-    return "nvme" in (lookup(zero, "offload_optimizer.device"), lookup(zero, "offload_param.device"))
+    return "nvme" in (
+        lookup(zero, "offload_optimizer.device"),
+        lookup(zero, "offload_param.device"),
+    )
 
 
 def _put(config: dict, key: str, value) -> None:
@@ -601,30 +1047,41 @@ def _adopt_strategy(args, config: dict) -> None:
     elif stage in (1, 2):
         args.strategy = "offload" if stage == 2 and optimizer_on == "cpu" else f"zero{stage}"
     else:
-        raise UserError(f"{args.ds_config} has zero_optimization.stage {stage}: it must be 1, 2 or 3 (0 is --strategy dp).")
+        raise UserError(
+            f"{args.ds_config} has zero_optimization.stage {stage}: it must be 1, 2 or 3 (0 is --strategy dp)."
+        )
 
 
 def reconcile(args, config: dict, file: str) -> dict:
     """Make the DeepSpeed file and the command line agree, before anything is loaded.
 
-    A value in the file that contradicts a given flag is an error; where the flag was left at its default, the file
-    wins and `args` follows; "auto" and missing values come from the flags. What depends on the model or the device
-    (precision, bucket sizes) stays "auto" until `complete_ds_config`.
+    A value in the file that contradicts a given flag is an error; where the flag was left at its
+    default, the file wins and `args` follows; "auto" and missing values come from the flags. What
+    depends on the model or the device (precision, bucket sizes) stays "auto" until
+    `complete_ds_config`.
     """
     stage = lookup(config, "zero_optimization.stage")
     if stage != STAGES[args.strategy]:
-        raise UserError(f"{file} has zero_optimization.stage {stage}, but --strategy {args.strategy} is stage "
-                        f"{STAGES[args.strategy]}: change one of them.")  # fmt: skip
+        raise UserError(
+            f"{file} has zero_optimization.stage {stage}, but --strategy {args.strategy} is stage "
+            f"{STAGES[args.strategy]}: change one of them."
+        )
     if stage == 1 and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
-        raise UserError(f"{file}: with data_types.grad_accum_dtype stage 1 has another optimizer, which checkpoints and the "
-                        "export do not know: leave it out, or take stage 2.")  # fmt: skip
+        raise UserError(
+            f"{file}: with data_types.grad_accum_dtype stage 1 has another optimizer, which checkpoints and the "
+            "export do not know: leave it out, or take stage 2."
+        )
     optimizer_on = lookup(config, "zero_optimization.offload_optimizer.device")
     wanted = {"offload": "cpu", "infinity": "nvme"}.get(args.strategy)
     if wanted and optimizer_on != wanted:
-        raise UserError(f"{file} has zero_optimization.offload_optimizer.device {optimizer_on}, but --strategy "
-                        f"{args.strategy} keeps the optimizer on {wanted}: change one of them.")  # fmt: skip
+        raise UserError(
+            f"{file} has zero_optimization.offload_optimizer.device {optimizer_on}, but --strategy "
+            f"{args.strategy} keeps the optimizer on {wanted}: change one of them."
+        )
     if not wanted and optimizer_on == "nvme":
-        raise UserError(f"{file} keeps the optimizer on nvme, but --strategy is {args.strategy}: write --strategy infinity.")
+        raise UserError(
+            f"{file} keeps the optimizer on nvme, but --strategy is {args.strategy}: write --strategy infinity."
+        )
 
     if "optimizer" not in config:
         params = {"lr": AUTO, "weight_decay": AUTO, "betas": [0.9, 0.999], "eps": 1e-8}
@@ -634,12 +1091,14 @@ def reconcile(args, config: dict, file: str) -> dict:
     for name, usual in (("betas", [0.9, 0.999]), ("eps", 1e-8)):  # there are no flags for them
         if lookup(config, f"optimizer.params.{name}") == AUTO:
             _put(config, f"optimizer.params.{name}", usual)
-    accumulation_is_open = (
-        "gradient_accumulation_steps" not in args.given and config.get("gradient_accumulation_steps") in (None, AUTO)
-    )
+    accumulation_is_open = "gradient_accumulation_steps" not in args.given and config.get(
+        "gradient_accumulation_steps"
+    ) in (None, AUTO)
     for key, flag in FLAG_OF_KEY.items():
         value, given = lookup(config, key), flag in args.given
-        if flag == "nvme_path" and (value is None or lookup(config, key.rsplit(".", 1)[0] + ".device") != "nvme"):
+        if flag == "nvme_path" and (
+            value is None or lookup(config, key.rsplit(".", 1)[0] + ".device") != "nvme"
+        ):
             continue
         if value in (None, AUTO):
             _put(config, key, getattr(args, flag))
@@ -647,7 +1106,9 @@ def reconcile(args, config: dict, file: str) -> dict:
             setattr(args, flag, wanted)
             _put(config, key, wanted)  # a number that was written in quotes
         else:
-            raise UserError(f"--{flag} {getattr(args, flag)} contradicts {key} {value} in {file}: change one of them.")
+            raise UserError(
+                f"--{flag} {getattr(args, flag)} contradicts {key} {value} in {file}: change one of them."
+            )
     _reconcile_total_batch(args, config, accumulation_is_open, file)
     _reconcile_precision(args, config, file)
     _reconcile_scheduler(args, config, file)
@@ -671,8 +1132,15 @@ def global_batch(args, world_size: int) -> int:
 def _reconcile_total_batch(args, config: dict, accumulation_is_open: bool, file: str) -> None:
     world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
     wanted, at_once = config.get("train_batch_size"), args.batch_size * world_size
-    if accumulation_is_open and isinstance(wanted, int) and wanted >= at_once and wanted % at_once == 0:
-        steps = _as_flag("gradient_accumulation_steps", f"train_batch_size / {at_once}", wanted // at_once, file)
+    if (
+        accumulation_is_open
+        and isinstance(wanted, int)
+        and wanted >= at_once
+        and wanted % at_once == 0
+    ):
+        steps = _as_flag(
+            "gradient_accumulation_steps", f"train_batch_size / {at_once}", wanted // at_once, file
+        )
         args.gradient_accumulation_steps = config["gradient_accumulation_steps"] = steps
     product = global_batch(args, world_size)
     total = config.get("train_batch_size", AUTO)
@@ -691,9 +1159,13 @@ def _reconcile_precision(args, config: dict, file: str) -> None:
     wished = args.precision if "precision" in args.given else AUTO
     said = next((name for name, value in enabled.items() if value is True), None)
     if said and wished not in (AUTO, said):
-        raise UserError(f"--precision {wished} contradicts {said}.enabled true in {file}: change one of them.")
+        raise UserError(
+            f"--precision {wished} contradicts {said}.enabled true in {file}: change one of them."
+        )
     if wished != AUTO and enabled.get(wished) is False:
-        raise UserError(f"--precision {wished} contradicts {wished}.enabled false in {file}: change one of them.")
+        raise UserError(
+            f"--precision {wished} contradicts {wished}.enabled false in {file}: change one of them."
+        )
     if said:
         args.precision = said
     elif wished == AUTO and enabled["bf16"] is False:
@@ -704,28 +1176,36 @@ def _reconcile_scheduler(args, config: dict, file: str) -> None:
     scheduler = config.get("scheduler")
     if scheduler is None:
         return
-    flag = next((name for name in ("lr_scheduler", "warmup_steps", "lr") if name in args.given), None)
+    flag = next(
+        (name for name in ("lr_scheduler", "warmup_steps", "lr") if name in args.given), None
+    )
     if flag:
-        raise UserError(f"--{flag} contradicts the scheduler {lookup(scheduler, 'type')} in {file}: leave one out.")
+        raise UserError(
+            f"--{flag} contradicts the scheduler {lookup(scheduler, 'type')} in {file}: leave one out."
+        )
     if AUTO in (lookup(scheduler, "params") or {}).values():
-        raise UserError(f'{file}: give the scheduler its numbers instead of "auto", or leave it out and use --lr_scheduler.')
+        raise UserError(
+            f'{file}: give the scheduler its numbers instead of "auto", or leave it out and use --lr_scheduler.'
+        )
 
 
 def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[str, int]:
     """Elements of DeepSpeed's buckets for a model, by their keys under zero_optimization.
 
-    DeepSpeed's default buckets hold 5e8 elements, more than the whole of GPT-2 medium. Ours hold one transformer
-    block, about 12 · hidden² parameters (4 · hidden² in attention, 8 · hidden² in the MLP), so that communication
-    overlaps with the computation of the next block and a bucket costs little beside the model.
+    DeepSpeed's default buckets hold 5e8 elements, more than the whole of GPT-2 medium. Ours hold
+    one transformer block, about 12 · hidden² parameters (4 · hidden² in attention, 8 · hidden² in
+    the MLP), so that communication overlaps with the computation of the next block and a bucket
+    costs little beside the model.
     """
     block = min(max(12 * hidden_size**2, 1_000_000), max(parameters, 1))
     return {
         "reduce_bucket_size": block,
         "allgather_bucket_size": block,
-        # DeepSpeed 0.19 reads ahead from NVMe without noticing that a weight used twice is already on its way, and
-        # stops with "already assigned swap buffer": without read-ahead it cannot.
+        # DeepSpeed 0.19 reads ahead from NVMe without noticing that a weight used twice is already
+        # on its way, and stops with "already assigned swap buffer": without read-ahead it cannot.
         "stage3_prefetch_bucket_size": 0 if tied_on_nvme else block,
-        # Norms and biases stay whole on every rank: gathering them would cost more time than they cost memory.
+        # Norms and biases stay whole on every rank: gathering them would cost more time than they
+        # cost memory.
         "stage3_param_persistence_threshold": 10 * hidden_size,
         # A gathered parameter that is not needed again within one block is released at once.
         "stage3_max_live_parameters": 2 * block,
@@ -768,12 +1248,14 @@ def complete_ds_config(
         if config["fp16"].get(key) in (None, AUTO):
             config["fp16"][key] = value
     zero = config["zero_optimization"]
-    for key, value in bucket_sizes(hidden_size, parameters, tied and lookup(zero, "offload_param.device") == "nvme").items():
+    for key, value in bucket_sizes(
+        hidden_size, parameters, tied and lookup(zero, "offload_param.device") == "nvme"
+    ).items():
         if zero.get(key) == AUTO:
             zero[key] = value
     if zero.get("overlap_comm") == AUTO:
-        # One rank has nothing to overlap. Stages 1 and 2 would still wait for the whole device after
-        # each backward, and keep a second bucket.
+        # One rank has nothing to overlap. Stages 1 and 2 would still wait for the whole device
+        # after each backward, and keep a second bucket.
         zero["overlap_comm"] = world_size > 1
     for part in ("offload_optimizer", "offload_param"):
         if lookup(zero, f"{part}.device") == "nvme":
@@ -782,12 +1264,17 @@ def complete_ds_config(
         # Each rank's part of any parameter must fit one, with its padding.
         zero["offload_param"]["buffer_size"] = -(-largest_parameter // world_size) + 4096
     if lookup(config, "aio.block_size") == AUTO:
-        # Reads and writes of a rank's part of the largest tensor fill the queue; 1 MiB where parts are large.
+        # Reads and writes of a rank's part of the largest tensor fill the queue; 1 MiB where parts
+        # are large.
         part, queue = 2 * largest_parameter // world_size, lookup(config, "aio.queue_depth") or 8
-        config["aio"]["block_size"] = min(2**20, max(2**17, 2 ** ((part // queue).bit_length() - 1)))
+        config["aio"]["block_size"] = min(
+            2**20, max(2**17, 2 ** ((part // queue).bit_length() - 1))
+        )
     left = _find_auto(config)
     if left:
-        raise UserError(f'DeepSpeed configuration: "auto" cannot be filled in for {left}: give a value.')
+        raise UserError(
+            f'DeepSpeed configuration: "auto" cannot be filled in for {left}: give a value.'
+        )
     return config
 
 

@@ -1,4 +1,6 @@
-"""FSDP's options, from the JSON that accelerate and transformers use for FSDP1, as PyTorch's FSDP2 has them."""
+"""FSDP's options, from the JSON that accelerate and transformers use for FSDP1, as PyTorch's FSDP2
+has them.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,26 @@ from support.files.user_files import read_json, shown
 
 # Also by number, as accelerate writes them.
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
-PRECISIONS = {"BFLOAT16": "bf16", "BF16": "bf16", "FLOAT16": "fp16", "FP16": "fp16", "FLOAT32": "fp32", "FP32": "fp32",
-              "NO": "fp32"}  # fmt: skip
+PRECISIONS = {
+    "BFLOAT16": "bf16",
+    "BF16": "bf16",
+    "FLOAT16": "fp16",
+    "FP16": "fp16",
+    "FLOAT32": "fp32",
+    "FP32": "fp32",
+    "NO": "fp32",
+}
 
 # Key -> (the value that says what FSDP2 does anyway, what to tell the user of any other value).
 ALWAYS = {
-    "fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "FSDP2 always fetches the next layer while backward computes one"),
-    "fsdp_backward_prefetch": ("BACKWARD_PRE", "FSDP2 always fetches the next layer while backward computes one"),
+    "fsdp_backward_prefetch_policy": (
+        "BACKWARD_PRE",
+        "FSDP2 always fetches the next layer while backward computes one",
+    ),
+    "fsdp_backward_prefetch": (
+        "BACKWARD_PRE",
+        "FSDP2 always fetches the next layer while backward computes one",
+    ),
     "fsdp_use_orig_params": (True, "FSDP2 always keeps the original parameters"),
     "fsdp_sync_module_states": (True, "rank 0's weights are always handed to all ranks"),
     "fsdp_cpu_ram_efficient_loading": (True, "only rank 0 of the run ever holds the whole model"),
@@ -32,11 +47,12 @@ class FsdpOptions:
     """How FSDP shards.
 
     Attributes:
-        reshard_after_forward: free a layer's gathered parameters after forward (FULL_SHARD) or keep them until backward
-            (SHARD_GRAD_OP), as ZeRO 2 does.
+        reshard_after_forward: free a layer's gathered parameters after forward (FULL_SHARD) or keep
+            them until backward (SHARD_GRAD_OP), as ZeRO 2 does.
         hybrid: shard inside a node and replicate over the nodes (HYBRID_SHARD).
         no_shard: NO_SHARD, which is --strategy dp.
-        layers: names of the layer classes that are sharded one by one; empty for the model's own blocks.
+        layers: names of the layer classes that are sharded one by one; empty for the model's own
+            blocks.
         wrap_layers: False shards the model as one (NO_WRAP).
         precision: what fsdp_mixed_precision asks for, as --precision has it; None for nothing.
         offload: keep parameters, gradients and optimizer states on the CPU.
@@ -80,7 +96,9 @@ def _take(options: FsdpOptions, key: str, value, path: str) -> None:
         TAKEN[name](options, key, value, path)
     else:
         near = difflib.get_close_matches(name, [*ALWAYS, *TAKEN], n=1, cutoff=CLOSE)
-        raise UserError(f"{path}: unknown key {shown(key)}" + (f": did you mean {near[0]}?" if near else "."))
+        raise UserError(
+            f"{path}: unknown key {shown(key)}" + (f": did you mean {near[0]}?" if near else ".")
+        )
 
 
 def _sharding(options, key, value, path) -> None:
@@ -105,10 +123,14 @@ def _layers(options, key, value, path) -> None:
 
 def _wrap(options, key, value, path) -> None:
     if value not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"):
-        raise UserError(f"{path}: {key} {json.dumps(value)} is none of TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP.")
+        raise UserError(
+            f"{path}: {key} {json.dumps(value)} is none of TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP."
+        )
     options.wrap_layers = value != "NO_WRAP"
     if value == "SIZE_BASED_WRAP":
-        options.notes.append(f"{key} SIZE_BASED_WRAP: layers are sharded one by one, whatever their size")
+        options.notes.append(
+            f"{key} SIZE_BASED_WRAP: layers are sharded one by one, whatever their size"
+        )
 
 
 def _precision(options, key, value, path) -> None:
@@ -127,8 +149,10 @@ def _forward_prefetch(options, key, value, path) -> None:
 
 
 def _state_dict(options, key, value, path) -> None:
-    options.notes.append(f"{key} {value}: checkpoints have this project's own format (every rank writes its part), and the "
-                         "trained model is exported whole")  # fmt: skip
+    options.notes.append(
+        f"{key} {value}: checkpoints have this project's own format (every rank writes its part), and the "
+        "trained model is exported whole"
+    )
 
 
 def _boolean(key, value, path) -> bool:
@@ -138,7 +162,12 @@ def _boolean(key, value, path) -> bool:
 
 
 TAKEN = {
-    "fsdp_sharding_strategy": _sharding, "fsdp_reshard_after_forward": _reshard, "fsdp_auto_wrap_policy": _wrap,
-    "fsdp_transformer_layer_cls_to_wrap": _layers, "fsdp_mixed_precision": _precision, "fsdp_offload_params": _offload,
-    "fsdp_forward_prefetch": _forward_prefetch, "fsdp_state_dict_type": _state_dict,
-}  # fmt: skip
+    "fsdp_sharding_strategy": _sharding,
+    "fsdp_reshard_after_forward": _reshard,
+    "fsdp_auto_wrap_policy": _wrap,
+    "fsdp_transformer_layer_cls_to_wrap": _layers,
+    "fsdp_mixed_precision": _precision,
+    "fsdp_offload_params": _offload,
+    "fsdp_forward_prefetch": _forward_prefetch,
+    "fsdp_state_dict_type": _state_dict,
+}

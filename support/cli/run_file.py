@@ -1,7 +1,8 @@
 """A YAML file that says what the command line would say.
 
-Every flag goes by its name. The sections `training:` and `distributed:` only group them, and a few keys have the names that
-other trainers give them. The file becomes arguments in front of the command line, which therefore wins.
+Every flag goes by its name. The sections `training:` and `distributed:` only group them, and a few
+keys have the names that other trainers give them. The file becomes arguments in front of the
+command line, which therefore wins.
 """
 
 from __future__ import annotations
@@ -15,25 +16,52 @@ from support.files.user_files import read_yaml, shown
 
 SECTIONS = ("training", "distributed")
 # What other trainers call our flags, also on the command line.
-OTHER_NAMES = {"learning_rate": "lr", "num_epochs": "epochs", "num_train_epochs": "epochs", "mixed_precision": "precision",
-               "per_device_train_batch_size": "batch_size", "max_seq_length": "seq_length", "max_length": "seq_length",
-               "model_name_or_path": "model", "model_name": "model", "deepspeed_config": "ds_config",
-               "data_size": "num_samples"}  # fmt: skip
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "mixed_precision": "precision",
+    "per_device_train_batch_size": "batch_size",
+    "max_seq_length": "seq_length",
+    "max_length": "seq_length",
+    "model_name_or_path": "model",
+    "model_name": "model",
+    "deepspeed_config": "ds_config",
+    "data_size": "num_samples",
+}
 SWITCHES = ("use_deepspeed", "use_fsdp")
 NOT_IN_FILES = ("help", "version", "config", "deepspeed")  # the last one is one of two others
-NOT_SHOWN = ("config", "print_config", "check", "prefetch", "local_rank", "given", "ds_config_dict", "nvme_folder",
-             "hub_offline", "hub_problem", "fsdp", "use_deepspeed", "use_fsdp")  # fmt: skip
+NOT_SHOWN = (
+    "config",
+    "print_config",
+    "check",
+    "prefetch",
+    "local_rank",
+    "given",
+    "ds_config_dict",
+    "nvme_folder",
+    "hub_offline",
+    "hub_problem",
+    "fsdp",
+    "use_deepspeed",
+    "use_fsdp",
+)
 
 
 def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     """The file's contents as arguments.
 
     Raises:
-        UserError: the file is missing or no YAML, a key is unknown or given twice, or switches contradict each other.
+        UserError: the file is missing or no YAML, a key is unknown or given twice, or switches
+            contradict each other.
     """
     values = _flatten(read_yaml("--config", path), path)
     flags = {action.dest: action for action in reversed(parser._actions) if action.option_strings}
-    flags |= {"no_eval": next(action for action in parser._actions if action.option_strings == ["--no_eval"])}
+    flags |= {
+        "no_eval": next(
+            action for action in parser._actions if action.option_strings == ["--no_eval"]
+        )
+    }
     for name in NOT_IN_FILES:
         del flags[name]
     found: dict[str, object] = {}
@@ -84,9 +112,13 @@ def _apply_switches(found: dict, path: str) -> None:
     if fsdp and strategy not in (None, "fsdp"):
         raise UserError(f"{path}: use_fsdp is true, but strategy is {strategy}: leave one out.")
     if deepspeed and strategy in ("dp", "fsdp"):
-        raise UserError(f"{path}: use_deepspeed is true, but strategy is {strategy}: leave one out.")
+        raise UserError(
+            f"{path}: use_deepspeed is true, but strategy is {strategy}: leave one out."
+        )
     if deepspeed and strategy is None and not found.get("ds_config"):
-        raise UserError(f"{path}: use_deepspeed needs deepspeed_config, or strategy: zero1, zero2, zero3, offload or infinity.")
+        raise UserError(
+            f"{path}: use_deepspeed needs deepspeed_config, or strategy: zero1, zero2, zero3, offload or infinity."
+        )
     if fsdp:
         found["strategy"] = "fsdp"
     # One file serves both: the configuration of the one that is off is not used.
@@ -105,7 +137,11 @@ def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[
     if value is None:
         return []
     if isinstance(action, argparse.BooleanOptionalAction):
-        return [f"--{name}" if value else f"--no_{name}"] if isinstance(value, bool) else _wrong(path, name, value)
+        return (
+            [f"--{name}" if value else f"--no_{name}"]
+            if isinstance(value, bool)
+            else _wrong(path, name, value)
+        )
     if action.nargs == 0:
         return ([option] if value else []) if isinstance(value, bool) else _wrong(path, name, value)
     if name in ("report_to", "include") and isinstance(value, list):
@@ -125,6 +161,8 @@ def as_yaml(args: argparse.Namespace) -> str:
 
     shown = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SHOWN}
     # What is off or unset is what it would be without a line; evaluation alone is on by default.
-    unset = {name for name, value in shown.items() if value is None or value is False or value == []}  # 0 is a value
+    unset = {
+        name for name, value in shown.items() if value is None or value is False or value == []
+    }  # 0 is a value
     kept = {name: value for name, value in shown.items() if name == "eval" or name not in unset}
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)

@@ -1,7 +1,9 @@
-"""What a rank communicates: every collective counted where all of them pass, at torch.distributed's operators.
+"""What a rank communicates: every collective counted where all of them pass, at torch.distributed's
+operators.
 
-DDP's reducer calls these operators from C++, FSDP and DeepSpeed from Python; counting here misses none of them. (One
-way goes around: under its own launcher DeepSpeed reduces through shared memory on a CPU, see `Traffic.complete`.)
+DDP's reducer calls these operators from C++, FSDP and DeepSpeed from Python; counting here misses
+none of them. (One way goes around: under its own launcher DeepSpeed reduces through shared memory
+on a CPU, see `Traffic.complete`.)
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-# Operator -> its usual name, and how often one rank of N sends each byte of the message, in units of (N − 1) / N:
-# once where every rank ends up with, or gives away, all parts but its own, and twice for an all-reduce, which is a
-# reduce-scatter and an all-gather (ring algorithms; https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
-# The message is the whole tensor: the output of an all-gather, the input of a reduce-scatter.
+# Operator -> its usual name, and how often one rank of N sends each byte of the message, in units
+# of (N − 1) / N: once where every rank ends up with, or gives away, all parts but its own, and
+# twice for an all-reduce, which is a reduce-scatter and an all-gather (ring algorithms;
+# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). The message is the whole
+# tensor: the output of an all-gather, the input of a reduce-scatter.
 COLLECTIVES = {
     "allreduce_": ("all_reduce", 2),
     "allreduce_coalesced_": ("all_reduce", 2),
@@ -39,27 +42,36 @@ COLLECTIVES = {
 
 
 class Traffic:
-    """Counts collectives step by step: their number, their message bytes, and the bytes that this rank sends.
+    """Counts collectives step by step: their number, their message bytes, and the bytes that this
+    rank sends.
 
-    `end_step()` closes a step; `per_step()` is the median over steps. Counting costs one Python call per collective and
-    does not wait for the GPU.
+    `end_step()` closes a step; `per_step()` is the median over steps. Counting costs one Python
+    call per collective and does not wait for the GPU.
     """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, tuple[int, int, float]]] = []
-        self.aside = False  # gather through buffers that the allocator does not see, see `_gather_aside`
+        self.aside = (
+            False  # gather through buffers that the allocator does not see, see `_gather_aside`
+        )
         self._now: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
-        # Above the operators' own CPU and CUDA kernels; below this key the call goes on as if nothing had been there.
+        # Above the operators' own CPU and CUDA kernels; below this key the call goes on as if
+        # nothing had been there.
         self._library = torch.library.Library("c10d", "IMPL")
         for operator, (name, times) in COLLECTIVES.items():
-            self._library.impl(operator, self._counting(operator, name, times), "Autograd", with_keyset=True)
+            self._library.impl(
+                operator, self._counting(operator, name, times), "Autograd", with_keyset=True
+            )
 
     def _counting(self, operator: str, name: str, times: int):
         overload = getattr(torch.ops.c10d, operator).default
 
         def count(keyset, *args, **kwargs):
-            # The whole tensor is the largest argument: of a gather the output, of a scatter the input.
-            dtype, message = max((_dtype_and_bytes(arg) for arg in args), key=lambda found: found[1])
+            # The whole tensor is the largest argument: of a gather the output, of a scatter the
+            # input.
+            dtype, message = max(
+                (_dtype_and_bytes(arg) for arg in args), key=lambda found: found[1]
+            )
             ranks = next(arg for arg in map(_process_group, args) if arg is not None).size()
             entry = self._now[f"{name} {dtype}"]
             entry[0] += 1
@@ -78,7 +90,12 @@ class Traffic:
 
     def end_step(self) -> None:
         """What was counted since the last call belongs to one optimizer step."""
-        self.steps.append({name: (int(calls), int(message), sent) for name, (calls, message, sent) in self._now.items()})
+        self.steps.append(
+            {
+                name: (int(calls), int(message), sent)
+                for name, (calls, message, sent) in self._now.items()
+            }
+        )
         self._now.clear()
 
     def per_step(self, excluded: int) -> dict[str, dict[str, float]]:
@@ -91,13 +108,22 @@ class Traffic:
         """
         steps = self.steps[excluded:]
         names = sorted({name for step in steps for name in step})
-        columns = {name: zip(*(step.get(name, (0, 0, 0.0)) for step in steps), strict=True) for name in names}
-        return {name: dict(zip(("calls", "message_bytes", "sent_bytes"), map(median, column), strict=True))
-                for name, column in columns.items()}  # fmt: skip
+        columns = {
+            name: zip(*(step.get(name, (0, 0, 0.0)) for step in steps), strict=True)
+            for name in names
+        }
+        return {
+            name: dict(
+                zip(("calls", "message_bytes", "sent_bytes"), map(median, column), strict=True)
+            )
+            for name, column in columns.items()
+        }
 
     @staticmethod
     def complete(device: torch.device, strategy_is_deepspeed: bool) -> bool:
-        """False where DeepSpeed reduces through shared memory, which is not counted: CPU, its own launcher."""
+        """False where DeepSpeed reduces through shared memory, which is not counted: CPU, its own
+        launcher.
+        """
         return not (strategy_is_deepspeed and device.type == "cpu" and "LOCAL_SIZE" in os.environ)
 
 
@@ -105,8 +131,9 @@ class Traffic:
 def _gather_aside(call, args, kwargs):
     """Gather into other buffers, wait, and copy what came.
 
-    Gloo's own thread may be the last to let go of a gather's buffers. PyTorch's profiler sees only what this thread releases,
-    and would take them for activations; these buffers are numpy's, and it never sees them.
+    Gloo's own thread may be the last to let go of a gather's buffers. PyTorch's profiler sees only
+    what this thread releases, and would take them for activations; these buffers are numpy's, and
+    it never sees them.
     """
     gathered, work = call(*tree_map_only(torch.Tensor, _copy_of_numpy, args), **kwargs)
     dist.Work.unbox(work).wait()
@@ -116,13 +143,21 @@ def _gather_aside(call, args, kwargs):
 
 
 def _copy_of_numpy(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.from_numpy(numpy.empty(tensor.nbytes, numpy.uint8)).view(tensor.dtype).view(tensor.shape)
+    copy = (
+        torch.from_numpy(numpy.empty(tensor.nbytes, numpy.uint8))
+        .view(tensor.dtype)
+        .view(tensor.shape)
+    )
     return copy.copy_(tensor)
 
 
 def _dtype_and_bytes(arg) -> tuple[str, int]:
     tensors = list(_tensors(arg))
-    return (str(tensors[0].dtype).removeprefix("torch."), sum(t.nbytes for t in tensors)) if tensors else ("", 0)
+    return (
+        (str(tensors[0].dtype).removeprefix("torch."), sum(t.nbytes for t in tensors))
+        if tensors
+        else ("", 0)
+    )
 
 
 def _tensors(arg) -> Iterator[torch.Tensor]:
@@ -134,4 +169,8 @@ def _tensors(arg) -> Iterator[torch.Tensor]:
 
 
 def _process_group(arg) -> dist.ProcessGroup | None:
-    return dist.ProcessGroup.unbox(arg) if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()) else None
+    return (
+        dist.ProcessGroup.unbox(arg)
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+        else None
+    )

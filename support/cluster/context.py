@@ -1,7 +1,8 @@
 """Agreement between ranks: who failed first, who prepares what, and an orderly end.
 
-A small key-value store (torch's TCPStore, hosted by rank 0 or by torchrun) carries what must not depend on a
-collective: a collective has a time limit, needs every rank, and hangs when one of them is gone.
+A small key-value store (torch's TCPStore, hosted by rank 0 or by torchrun) carries what must not
+depend on a collective: a collective has a time limit, needs every rank, and hangs when one of them
+is gone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ from support.advice import LESS_MEMORY
 from support.cli.flags import PROJECT
 from support.cluster import failures
 from support.cluster.launch import Launch
-from support.errors import EXIT_FAILED, OutOfMemory, StoppedBySignal, TrainingError, UserError, explain
+from support.errors import (
+    EXIT_FAILED,
+    OutOfMemory,
+    StoppedBySignal,
+    TrainingError,
+    UserError,
+    explain,
+)
 from support.files.atomic import remove
 from support.redaction import print_traceback
 
@@ -48,16 +56,19 @@ STORE_SECONDS = 2  # for an answer of the store when an error is reported
 DISK_SECONDS = 5  # for a disk when an error is reported
 END_SECONDS = 20  # for what a failed rank does before it ends
 LONGEST_MESSAGE = 2000  # characters of an error in the store
-# A disk that is full, or hangs (TimeoutError), or a host that can start no thread: the error is printed all the same.
+# A disk that is full, or hangs (TimeoutError), or a host that can start no thread: the error is
+# printed all the same.
 RESERVE_BYTES = 64 << 20
 NO_REASON_FOR_SILENCE = (OSError, RuntimeError, MemoryError)
 
 
 class StopSignal:
-    """A request to end the run, by a scheduler, a launcher or a user: SIGTERM, SIGINT, SIGUSR1, or SIGHUP of a lost terminal.
+    """A request to end the run, by a scheduler, a launcher or a user: SIGTERM, SIGINT, SIGUSR1, or
+    SIGHUP of a lost terminal.
 
-    Before training there is nothing to save, and a signal ends the run like an error. After `defer()` it is only recorded,
-    for the ranks to agree on between two steps. Launchers send several signals for one request; a second Ctrl-C ends at once.
+    Before training there is nothing to save, and a signal ends the run like an error. After
+    `defer()` it is only recorded, for the ranks to agree on between two steps. Launchers send
+    several signals for one request; a second Ctrl-C ends at once.
     """
 
     def __init__(self):
@@ -71,7 +82,8 @@ class StopSignal:
         """From now on a signal waits for the end of the step.
 
         Raises:
-            StoppedBySignal: one arrived earlier where Python ignores exceptions, as in a destructor.
+            StoppedBySignal: one arrived earlier where Python ignores exceptions, as in a
+                destructor.
         """
         if self.requested:
             self._end()
@@ -79,7 +91,9 @@ class StopSignal:
 
     def ignore(self) -> None:
         """Everything is written: let the run end."""
-        if threading.current_thread() is threading.main_thread():  # only there Python lets handlers be changed
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # only there Python lets handlers be changed
             for number in process.STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
@@ -95,7 +109,9 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _end(self) -> NoReturn:
-        raise StoppedBySignal(f"Stopped by {self._name}; if another rank failed first, its message is above.")
+        raise StoppedBySignal(
+            f"Stopped by {self._name}; if another rank failed first, its message is above."
+        )
 
 
 @dataclass
@@ -109,16 +125,29 @@ class Run:
     quiet: bool = False
     attempt: str = ""  # prefix of this start's keys in the store
     store: dist.Store | None = None
-    temporary: list[str] = field(default_factory=list)  # folders and files to remove, at the latest when the run ends
-    on_failure: list[Callable[[UserError], bool]] = field(default_factory=list)  # False: another rank has done that
-    memory_facts: list[Callable[[], list[str]]] = field(default_factory=list)  # lines to add when memory runs out
+    temporary: list[str] = field(
+        default_factory=list
+    )  # folders and files to remove, at the latest when the run ends
+    on_failure: list[Callable[[UserError], bool]] = field(
+        default_factory=list
+    )  # False: another rank has done that
+    memory_facts: list[Callable[[], list[str]]] = field(
+        default_factory=list
+    )  # lines to add when memory runs out
     ways_to_fit: Callable[[], list[str]] = field(default=lambda: [])  # and what to change
-    at_end: list[Callable[[], None]] = field(default_factory=list)  # when training and export are done
-    flushes: list[Callable[[], None]] = field(default_factory=list)  # what others read of this run, also when it fails
+    at_end: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # when training and export are done
+    flushes: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # what others read of this run, also when it fails
     ending: threading.Event = field(default_factory=threading.Event)
     stop: StopSignal = field(default_factory=lambda: StopSignal())
-    # For the report that no memory is left (a thread, a file, lines). Nothing is written there, so it takes no pages.
-    reserve: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, RESERVE_BYTES, flags=mmap.MAP_PRIVATE))
+    # For the report that no memory is left (a thread, a file, lines). Nothing is written there, so
+    # it takes no pages.
+    reserve: mmap.mmap = field(
+        default_factory=lambda: mmap.mmap(-1, RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
+    )
 
     nodes: int = 1
     precision: str = "fp32"  # of the arithmetic, once --precision is settled for the device
@@ -138,7 +167,9 @@ class Run:
 
     @property
     def simulated(self) -> bool:
-        """This process stands for rank 0 of several that do not exist; what it computes means nothing, what it holds does."""
+        """This process stands for rank 0 of several that do not exist; what it computes means
+        nothing, what it holds does.
+        """
         return self.backend == "fake"
 
     @property
@@ -160,31 +191,42 @@ class Run:
         if self.is_main:
             self.print(f"ℹ️  {text}")
 
-    def bar(self, what: str, total: int | None = None, unit: str = "step", done: int = 0) -> progress.Bar:
+    def bar(
+        self, what: str, total: int | None = None, unit: str = "step", done: int = 0
+    ) -> progress.Bar:
         """A live bar, where somebody watches rank 0."""
-        return progress.Bar(what, total, unit, self.is_main and not self.quiet and progress.on_terminal(), done)
+        return progress.Bar(
+            what, total, unit, self.is_main and not self.quiet and progress.on_terminal(), done
+        )
 
     def mesh(self, hybrid: bool):
-        """All ranks in a row; `hybrid` a row for each node, along which FSDP shards, with copies down the columns."""
+        """All ranks in a row; `hybrid` a row for each node, along which FSDP shards, with copies
+        down the columns.
+        """
         if not hybrid:
             return init_device_mesh(self.device.type, (self.world_size,))
         if self.nodes == 1:
-            self.warn("HYBRID_SHARD on one node is FULL_SHARD: there is no other node to hold a copy.")
+            self.warn(
+                "HYBRID_SHARD on one node is FULL_SHARD: there is no other node to hold a copy."
+            )
         return init_device_mesh(
-            self.device.type, (self.nodes, self.launch.local_world_size), mesh_dim_names=("replicate", "shard")
+            self.device.type,
+            (self.nodes, self.launch.local_world_size),
+            mesh_dim_names=("replicate", "shard"),
         )
 
-    # -------------------------------------------------------------------------------- preparation, once per node
+    # ------------------------------------------------------------------- preparation, once per node
 
     def once_per_node(self, what: str, prepare: Callable[[], Any]) -> Any:
         """Let the first rank of each node prepare something while all others wait.
 
-        The wait is no collective, so it may last as long as it must: an hour of tokenising hits no time limit. All
-        wait for all nodes, so that no node waits for another in the next collective.
+        The wait is no collective, so it may last as long as it must: an hour of tokenising hits no
+        time limit. All wait for all nodes, so that no node waits for another in the next
+        collective.
         Args:
             what: name of the preparation, unique in the run.
-            prepare: called on the node's first rank; its result must be JSON, and small: the store takes 8 MB at most. What
-                grows with the data belongs into a file.
+            prepare: called on the node's first rank; its result must be JSON, and small: the store
+                takes 8 MB at most. What grows with the data belongs into a file.
         Returns:
             The result, on every rank.
         """
@@ -199,7 +241,9 @@ class Run:
         return json.loads(self.store.get(key))
 
     def asked_to_stop(self) -> bool:
-        """Whether a signal has asked any rank to stop; all ranks call it together and get the same answer."""
+        """Whether a signal has asked any rank to stop; all ranks call it together and get the same
+        answer.
+        """
         asked = torch.tensor(float(self.stop.requested), device=self.device)
         dist.all_reduce(asked)
         return asked.item() > 0
@@ -213,29 +257,36 @@ class Run:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in the order of the ranks, on every rank; of a simulation, of the one that is there."""
+        """The values of all ranks, in the order of the ranks, on every rank; of a simulation, of
+        the one that is there.
+        """
         if self.simulated:
             return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
-    # -------------------------------------------------------------------------------- failure and end
+    # ------------------------------------------------------------------------------ failure and end
 
     def watch_for_failures(self) -> None:
         """Start the threads that end this process when another rank has failed."""
         if self.world_size > 1:
-            monitor = failures.FailureMonitor(open_store(self.launch, self.attempt), self.rank, self.world_size)
+            monitor = failures.FailureMonitor(
+                open_store(self.launch, self.attempt), self.rank, self.world_size
+            )
             threading.Thread(target=monitor.ask_until, args=(self.ending,), daemon=True).start()
             threading.Thread(target=self._watch, args=(monitor,), daemon=True).start()
 
     def _watch(self, monitor: failures.FailureMonitor) -> None:
-        """The main thread may be stuck in a collective that will never end, so this thread ends the process."""
+        """The main thread may be stuck in a collective that will never end, so this thread ends the
+        process.
+        """
         while not self.ending.wait(failures.PERIOD_SECONDS):
             found = monitor.look()
             if found is None:
                 continue
-            # A store that ends may be the run's orderly end, or the main thread has an error that says more.
+            # A store that ends may be the run's orderly end, or the main thread has an error that
+            # says more.
             if monitor.lost and self.ending.wait(GRACE_SECONDS):
                 return
             if found:
@@ -255,7 +306,9 @@ class Run:
             remove(Path(folder))
 
     def end_failed(self, error: BaseException) -> NoReturn:
-        """End this process. Only the rank that fails first reports its error: those of the others follow from it."""
+        """End this process. Only the rank that fails first reports its error: those of the others
+        follow from it.
+        """
         self.reserve.close()
         self.stop.ignore()
         shown = explain(error)
@@ -263,10 +316,14 @@ class Run:
         try:
             if self.verbose:
                 print_traceback(error)
-            with contextlib.suppress(*NO_REASON_FOR_SILENCE):  # before anything is written: half a checkpoint may fill the disk
+            with contextlib.suppress(
+                *NO_REASON_FOR_SILENCE
+            ):  # before anything is written: half a checkpoint may fill the disk
                 failures.in_time(self.clean_up, END_SECONDS / 2)
             self._report(shown, error)
-            if self.is_main and self.world_size > 1:  # the others must see the error in the store that this process may host
+            if (
+                self.is_main and self.world_size > 1
+            ):  # the others must see the error in the store that this process may host
                 time.sleep(2 * failures.PERIOD_SECONDS)
             self._flush()
             self.ending.set()
@@ -281,13 +338,15 @@ class Run:
     def _report(self, shown: UserError, error: BaseException | None = None) -> None:
         """Record and print an error, unless another rank has reported one.
 
-        The ranks agree through the store on who is first. Where the store has ended with rank 0, or does not answer, it is the
-        rank that changes the status in results.json.
+        The ranks agree through the store on who is first. Where the store has ended with rank 0, or
+        does not answer, it is the rank that changes the status in results.json.
         """
         if not self._may_report(str(shown)):
             return
         recorded = False
-        with contextlib.suppress(*NO_REASON_FOR_SILENCE):  # a thread needs more memory than there may be
+        with contextlib.suppress(
+            *NO_REASON_FOR_SILENCE
+        ):  # a thread needs more memory than there may be
             if not self._record(shown):
                 return
             recorded = True
@@ -304,16 +363,27 @@ class Run:
 
     def _record(self, shown: UserError) -> bool:
         """Write the error where it is to be found later; False if another rank has."""
-        return all(failures.in_time(partial(record, shown), DISK_SECONDS) for record in self.on_failure)
+        return all(
+            failures.in_time(partial(record, shown), DISK_SECONDS) for record in self.on_failure
+        )
 
     def _may_report(self, message: str) -> bool:
-        """False if another rank, or another thread of this one, has written an error into the store."""
+        """False if another rank, or another thread of this one, has written an error into the
+        store.
+        """
         if self.store is None:
             return True
-        shown = message[:LONGEST_MESSAGE].encode(errors="replace").decode()  # the store takes no large values
+        shown = (
+            message[:LONGEST_MESSAGE].encode(errors="replace").decode()
+        )  # the store takes no large values
         mine = f"{self.rank} {threading.get_ident()}: {shown}"
         try:
-            return failures.in_time(lambda: self.store.compare_set("failure", "", mine), STORE_SECONDS).decode() == mine
+            return (
+                failures.in_time(
+                    lambda: self.store.compare_set("failure", "", mine), STORE_SECONDS
+                ).decode()
+                == mine
+            )
         except Exception:  # it has ended, or does not answer
             return True
 
@@ -333,8 +403,9 @@ class Run:
     def end_together(self, engine: Any, code: int) -> NoReturn:
         """End this process, at the same time as all others, with everything written.
 
-        Together: ranks that leave one by one make ZeRO-3 abort. And without the interpreter's own shutdown, in which
-        the I/O threads of infinity's NVMe handles are at times destroyed while they run ("terminate called").
+        Together: ranks that leave one by one make ZeRO-3 abort. And without the interpreter's own
+        shutdown, in which the I/O threads of infinity's NVMe handles are at times destroyed while
+        they run ("terminate called").
         """
         self.stop.ignore()
         try:
@@ -350,7 +421,9 @@ class Run:
 
 @contextlib.contextmanager
 def ends_within(seconds: float, message: str) -> Iterator[None]:
-    """End this process with a message if the block takes longer: calls to a store whose host hangs have no limit."""
+    """End this process with a message if the block takes longer: calls to a store whose host hangs
+    have no limit.
+    """
 
     def end() -> None:
         progress.write(f"❌ {message}", sys.stderr)
@@ -373,7 +446,9 @@ def free_variables(error: BaseException | None) -> None:
 
 
 def end_at_latest(code: int) -> None:
-    """End this process soon, even if what is still to be done blocks: a disk that hangs, a terminal that is stopped."""
+    """End this process soon, even if what is still to be done blocks: a disk that hangs, a terminal
+    that is stopped.
+    """
     timer = threading.Timer(END_SECONDS, os._exit, (code,))
     timer.daemon = True
     with contextlib.suppress(RuntimeError):  # this host can start no thread
@@ -395,11 +470,13 @@ ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy share
 def meet(
     launch: Launch, backend: str, timeout: float, gpu: str | None = None
 ) -> tuple[dist.Store, str]:
-    """Let every rank say that it is there, and on what it runs; nothing here is a collective, so nothing can hang.
+    """Let every rank say that it is there, and on what it runs; nothing here is a collective, so
+    nothing can hang.
 
-    torchrun's store outlives its ranks, and after a restart it still holds what the attempt before wrote, while each agent
-    counts restarts for itself. So every start has a number of its own, drawn at random; rank 0 puts the numbers that
-    it finds under a new name for this attempt, until all ranks say that theirs are among them.
+    torchrun's store outlives its ranks, and after a restart it still holds what the attempt before
+    wrote, while each agent counts restarts for itself. So every start has a number of its own,
+    drawn at random; rank 0 puts the numbers that it finds under a new name for this attempt, until
+    all ranks say that theirs are among them.
 
     Args:
         launch: this process's place.
@@ -407,17 +484,22 @@ def meet(
         timeout: seconds to wait for the last rank.
         gpu: of this rank, as `identify_gpu` has it.
     Returns:
-        The store that `dist.init_process_group` is to use, and the attempt's name, for the keys of this run.
+        The store that `dist.init_process_group` is to use, and the attempt's name, for the keys of
+        this run.
     Raises:
-        TrainingError: ranks have not arrived, differ in what must be the same, or have the same GPU; the line names them
-            and their hosts.
+        TrainingError: ranks have not arrived, differ in what must be the same, or have the same
+            GPU; the line names them and their hosts.
     """
     unanswered = f"The store at {launch.master_addr}:{launch.master_port} does not answer: is the host of rank 0 up?"
     with ends_within(timeout + 15, unanswered):
         store = connect(launch, timeout)
     with ends_within(timeout + 15, unanswered):  # anew: rank 0 waits as long from its own start
-        mine = {"number": uuid.uuid4().hex, "host": socket.gethostname(), "gpu": gpu,
-                "facts": {**what_must_agree(), "backend": backend}}  # fmt: skip
+        mine = {
+            "number": uuid.uuid4().hex,
+            "host": socket.gethostname(),
+            "gpu": gpu,
+            "facts": {**what_must_agree(), "backend": backend},
+        }
         place = f"meeting/{launch.world_size}"
         store.set(f"{place}/here/{launch.rank}", json.dumps(mine))
         until = time.monotonic() + timeout
@@ -442,28 +524,45 @@ def connect(launch: Launch, timeout: float) -> dist.Store:
     host, until = launch.is_main and not failures.agent_hosts_store(), time.monotonic() + timeout
     while not host:  # no signal is handled while torch waits for a connection
         try:
-            socket.create_connection((launch.master_addr, launch.master_port), CONNECT_SECONDS).close()
+            socket.create_connection(
+                (launch.master_addr, launch.master_port), CONNECT_SECONDS
+            ).close()
             break
         except OSError as error:
             if time.monotonic() > until:
-                raise TrainingError(f"Rank 0 does not answer at {launch.master_addr}:{launch.master_port}. Has it started, and "
-                                    "is the port open between the hosts?") from error  # fmt: skip
+                raise TrainingError(
+                    f"Rank 0 does not answer at {launch.master_addr}:{launch.master_port}. Has it started, and "
+                    "is the port open between the hosts?"
+                ) from error
             time.sleep(0.1)
-    return dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, is_master=host, wait_for_workers=False,
-                         timeout=timedelta(seconds=timeout))  # fmt: skip
+    return dist.TCPStore(
+        launch.master_addr,
+        launch.master_port,
+        launch.world_size,
+        is_master=host,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
 
 
 def _call_the_roll(store: dist.Store, place: str, launch: Launch, until: float) -> tuple[str, str]:
-    """Rank 0's part: announce who is seen until all have answered; returns (attempt, what is wrong or "")."""
+    """Rank 0's part: announce who is seen until all have answered; returns (attempt, what is wrong
+    or "").
+    """
     announced, attempt, silent = {}, "", list(range(launch.world_size))
     while silent and time.monotonic() < until:
-        seen = {r: json.loads(store.get(f"{place}/here/{r}")) for r in range(launch.world_size)
-                if store.check([f"{place}/here/{r}"])}  # fmt: skip
+        seen = {
+            r: json.loads(store.get(f"{place}/here/{r}"))
+            for r in range(launch.world_size)
+            if store.check([f"{place}/here/{r}"])
+        }
         if seen != announced:
             announced, attempt = seen, f"attempt/{uuid.uuid4().hex}"
             numbers = {r: rank["number"] for r, rank in seen.items()}
             store.set(f"{place}/roll", json.dumps({"attempt": attempt, "numbers": numbers}))
-        silent = [r for r in range(1, launch.world_size) if not store.check([f"{attempt}/present/{r}"])]
+        silent = [
+            r for r in range(1, launch.world_size) if not store.check([f"{attempt}/present/{r}"])
+        ]
         time.sleep(0.05 if silent else 0)
     if silent:
         wrong = _who_is_missing(silent, announced, launch)
@@ -473,12 +572,18 @@ def _call_the_roll(store: dist.Store, place: str, launch: Launch, until: float) 
     return attempt, wrong
 
 
-def _answer_the_roll(store: dist.Store, place: str, launch: Launch, until: float, number: str) -> tuple[str, str]:
+def _answer_the_roll(
+    store: dist.Store, place: str, launch: Launch, until: float, number: str
+) -> tuple[str, str]:
     """Another rank's part: answer every roll that it is on, until rank 0 gives its verdict."""
     attempt = ""
     while time.monotonic() < until + 5:  # rank 0 waits as long, and then says who is missing
         try:
-            roll = json.loads(store.get(f"{place}/roll")) if store.check([f"{place}/roll"]) else {"numbers": {}}
+            roll = (
+                json.loads(store.get(f"{place}/roll"))
+                if store.check([f"{place}/roll"])
+                else {"numbers": {}}
+            )
             if roll["numbers"].get(str(launch.rank)) == number:
                 attempt = roll["attempt"]
                 store.set(f"{attempt}/present/{launch.rank}", "")
@@ -487,22 +592,33 @@ def _answer_the_roll(store: dist.Store, place: str, launch: Launch, until: float
         except RuntimeError:  # the store has gone, and with it rank 0, which has said why
             return attempt, "rank 0 has ended"
         time.sleep(0.05)
-    raise TrainingError(f"Rank 0 has not arrived at {launch.master_addr}:{launch.master_port}: look at what it prints.")
+    raise TrainingError(
+        f"Rank 0 has not arrived at {launch.master_addr}:{launch.master_port}: look at what it prints."
+    )
 
 
 def _who_is_missing(missing: list[int], seen: dict, launch: Launch) -> str:
-    nodes = ", ".join(str(node) for node in sorted({rank // launch.local_world_size for rank in missing}))
-    there = ", ".join(sorted({rank["host"] for number, rank in seen.items() if number not in missing}))
+    nodes = ", ".join(
+        str(node) for node in sorted({rank // launch.local_world_size for rank in missing})
+    )
+    there = ", ".join(
+        sorted({rank["host"] for number, rank in seen.items() if number not in missing})
+    )
     first = f"rank {missing[0]}{' and more' if len(missing) > 1 else ''}, node {nodes}"
-    return (f"{len(missing)} of {launch.world_size} ranks have not arrived ({first}). Here are {there}. Look at what the "
-            f"others print, and whether they reach {launch.master_addr}:{launch.master_port}.")  # fmt: skip
+    return (
+        f"{len(missing)} of {launch.world_size} ranks have not arrived ({first}). Here are {there}. Look at what the "
+        f"others print, and whether they reach {launch.master_addr}:{launch.master_port}."
+    )
 
 
 def _who_differs(seen: dict) -> str:
     first = seen[0]
     for number, rank in seen.items():
-        found = [f"{key} {value} there and {first['facts'].get(key)} on {first['host']}"
-                 for key, value in rank["facts"].items() if value != first["facts"].get(key)]  # fmt: skip
+        found = [
+            f"{key} {value} there and {first['facts'].get(key)} on {first['host']}"
+            for key, value in rank["facts"].items()
+            if value != first["facts"].get(key)
+        ]
         if found:
             return f"Rank {number} on {rank['host']} is not as rank 0: {'; '.join(found)}. Make them the same."
     return ""
@@ -511,13 +627,15 @@ def _who_differs(seen: dict) -> str:
 def group_options(args, device: torch.device, world_size: int) -> dict[str, Any]:
     """How `dist.init_process_group` is to connect the ranks.
 
-    FSDP that offloads to the CPU also reduces tensors in host memory, which NCCL cannot: GradScaler's
-    flag of infinite gradients (torch/distributed/tensor/_dispatch.py, found_inf_reduce_handler). Only
-    there gloo is added, because it needs a network interface that all hosts reach by name.
+    FSDP that offloads to the CPU also reduces tensors in host memory, which NCCL cannot:
+    GradScaler's flag of infinite gradients (torch/distributed/tensor/_dispatch.py,
+    found_inf_reduce_handler). Only there gloo is added, because it needs a network interface that
+    all hosts reach by name.
 
-    DeepSpeed makes a second group of all ranks (deepspeed/utils/groups.py, _clone_world_group). Where
-    the first is bound to a device, NCCL splits its communicator instead of setting up another one.
-    torch 2.6.1 to 2.7.0 may hang then (pytorch issue 153960), and a single rank has nothing to split.
+    DeepSpeed makes a second group of all ranks (deepspeed/utils/groups.py, _clone_world_group).
+    Where the first is bound to a device, NCCL splits its communicator instead of setting up another
+    one. torch 2.6.1 to 2.7.0 may hang then (pytorch issue 153960), and a single rank has nothing to
+    split.
     Returns:
         The keyword arguments `backend`, and where it helps `device_id`.
     """
@@ -532,28 +650,39 @@ def group_options(args, device: torch.device, world_size: int) -> dict[str, Any]
 
 
 def _who_shares_a_gpu(seen: dict) -> str:
-    """Slurm shows each task all GPUs of its node, or only its own, or the same one to all tasks; only the last is wrong."""
+    """Slurm shows each task all GPUs of its node, or only its own, or the same one to all tasks;
+    only the last is wrong.
+    """
     ranks_of: dict[tuple[str, str], list[str]] = {}
     for number, rank in sorted(seen.items()):
         if rank["gpu"]:
             ranks_of.setdefault((rank["host"], rank["gpu"]), []).append(str(number))
-    shared = [f"ranks {', '.join(ranks)} on {host}" for (host, _), ranks in ranks_of.items() if len(ranks) > 1]
+    shared = [
+        f"ranks {', '.join(ranks)} on {host}"
+        for (host, _), ranks in ranks_of.items()
+        if len(ranks) > 1
+    ]
     if not shared:
         return ""
-    return (f"More than one rank has the same GPU ({'; '.join(shared)}), and NCCL needs one for each: start as many ranks on "
-            "a node as it has GPUs, each with its own (srun --ntasks-per-node=N --gpus-per-node=N).")  # fmt: skip
+    return (
+        f"More than one rank has the same GPU ({'; '.join(shared)}), and NCCL needs one for each: start as many ranks on "
+        "a node as it has GPUs, each with its own (srun --ntasks-per-node=N --gpus-per-node=N)."
+    )
 
 
 def identify_gpu(device: torch.device) -> str | None:
     """What distinguishes this process's GPU from the others of its host.
 
     Returns:
-        Its UUID; None on a CPU, on AMD GPUs, which may all have the same, or where NCCL (2.30 or newer) is told that ranks may
-        share a GPU.
-        Slices of a GPU (MIG) may all report the UUID of the whole; a process has only one slice, and
-        CUDA_VISIBLE_DEVICES names it.
+        Its UUID; None on a CPU, on AMD GPUs, which may all have the same, or where NCCL (2.30 or
+        newer) is told that ranks may share a GPU. Slices of a GPU (MIG) may all report the UUID of
+        the whole; a process has only one slice, and CUDA_VISIBLE_DEVICES names it.
     """
-    if device.type != "cuda" or torch.version.hip or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0"):
+    if (
+        device.type != "cuda"
+        or torch.version.hip
+        or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0")
+    ):
         return None
     properties = torch.cuda.get_device_properties(device)
     identity = str(properties.uuid)
@@ -563,11 +692,17 @@ def identify_gpu(device: torch.device) -> str | None:
 
 
 def what_must_agree() -> dict[str, str]:
-    """Versions and this project's own code: ranks that differ in them may wait for each other without end."""
+    """Versions and this project's own code: ranks that differ in them may wait for each other
+    without end.
+    """
     digest = hashlib.sha256()
     for path in [PROJECT / "real_model_example.py", *sorted((PROJECT / "support").rglob("*.py"))]:
         digest.update(path.read_bytes())
-    found = {name: versions()[name] for name in ("python", "torch", "transformers", "deepspeed", "cuda") if name in versions()}
+    found = {
+        name: versions()[name]
+        for name in ("python", "torch", "transformers", "deepspeed", "cuda")
+        if name in versions()
+    }
     return {**found, "script": digest.hexdigest()[:12]}
 
 
@@ -585,21 +720,30 @@ def versions() -> dict[str, str]:
 
 
 def open_store(launch: Launch, attempt: str, timeout: float = 60) -> dist.Store:
-    """A connection of its own to the store that rank 0 (or torchrun's agent) hosts; `attempt` as `meet` has it."""
+    """A connection of its own to the store that rank 0 (or torchrun's agent) hosts; `attempt` as
+    `meet` has it.
+    """
     store = dist.TCPStore(
-        launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        launch.master_addr,
+        launch.master_port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
     )
     return dist.PrefixStore(attempt, store)
 
 
 def simulate_process_group(world_size: int, timeout: timedelta) -> None:
-    """Make this process rank 0 of `world_size` in a group whose collectives return at once and move nothing.
+    """Make this process rank 0 of `world_size` in a group whose collectives return at once and move
+    nothing.
 
     It is PyTorch's own, for tests: every strategy allocates as it would among real ranks.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=world_size, timeout=timeout
+    )
 
 
 def describe_difference(values: list[Any], what: str) -> None:
@@ -610,4 +754,6 @@ def describe_difference(values: list[Any], what: str) -> None:
     """
     for rank, value in enumerate(values):
         if value != values[0]:
-            raise TrainingError(f"{what} differs between the nodes: rank 0 has {values[0]}, rank {rank} has {value}.")
+            raise TrainingError(
+                f"{what} differs between the nodes: rank 0 has {values[0]}, rank {rank} has {value}."
+            )

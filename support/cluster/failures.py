@@ -14,9 +14,12 @@ import psutil
 
 PERIOD_SECONDS = 1  # between two rounds
 COUNTED_SECONDS = 2  # at most, of one period: more means that this process itself was not running
-SILENT_SECONDS = 18  # without an answer a rank is lost; with the time to end that makes less than 30
+SILENT_SECONDS = (
+    18  # without an answer a rank is lost; with the time to end that makes less than 30
+)
 STARTING_SECONDS = 60  # for the first answer
-BUSY_SECONDS = 600  # for a neighbour on this host that computes without a pause: its thread cannot answer meanwhile
+# for a neighbour on this host that computes without a pause: its thread cannot answer meanwhile
+BUSY_SECONDS = 600
 
 KILLED = "was it killed, or out of host memory (`dmesg | grep -i oom`)?"
 
@@ -24,8 +27,9 @@ KILLED = "was it killed, or out of host memory (`dmesg | grep -i oom`)?"
 class Silence:
     """Seconds for which a value has not changed, counted only while this process was running.
 
-    A process that was suspended (SIGSTOP, a scheduler's suspend, a laptop's lid) did not listen in that time, and on a host
-    that swaps it listens rarely. So a period counts as COUNTED_SECONDS at most, however long it took.
+    A process that was suspended (SIGSTOP, a scheduler's suspend, a laptop's lid) did not listen in
+    that time, and on a host that swaps it listens rarely. So a period counts as COUNTED_SECONDS at
+    most, however long it took.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -44,9 +48,10 @@ class Silence:
 class FailureMonitor:
     """Whether this rank must end because of another one.
 
-    A rank that raises an error writes it into the store. One that is killed or stopped cannot do that: so each rank counts
-    up a number of its own in the store, and reads its neighbour's. If rank 0 is stopped while it hosts the store, calls of
-    the store block without a limit. So one thread makes the calls (`ask`), and another one only reads the clock (`look`).
+    A rank that raises an error writes it into the store. One that is killed or stopped cannot do
+    that: so each rank counts up a number of its own in the store, and reads its neighbour's. If
+    rank 0 is stopped while it hosts the store, calls of the store block without a limit. So one
+    thread makes the calls (`ask`), and another one only reads the clock (`look`).
 
     Attributes:
         lost: the store has ended.
@@ -55,7 +60,9 @@ class FailureMonitor:
         clock: seconds; a test has its own.
     """
 
-    def __init__(self, store, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, store, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
+    ):
         self._store, self._rank, self._neighbour = store, rank, (rank + 1) % world_size
         self._reported = self.lost = False
         self._answers = self._count = 0
@@ -83,7 +90,9 @@ class FailureMonitor:
             pass
 
     def look(self) -> str | None:
-        """What has happened: None if all is well, "" if another rank reports its own error, else a line to report."""
+        """What has happened: None if all is well, "" if another rank reports its own error, else a
+        line to report.
+        """
         silent = self._store_silence.observe(self._answers)
         if self._reported:
             return ""
@@ -97,7 +106,9 @@ class FailureMonitor:
         limit = SILENT_SECONDS if self._count else STARTING_SECONDS
         quiet = self._neighbour_silence.observe(self._count)
         if quiet > limit and not (quiet < BUSY_SECONDS and computes(self._place)):
-            return f"Rank {self._neighbour} ended without reporting an error, or was stopped: {KILLED}"
+            return (
+                f"Rank {self._neighbour} ended without reporting an error, or was stopped: {KILLED}"
+            )
         return None
 
 
@@ -109,11 +120,15 @@ def agent_hosts_store() -> bool:
 def computes(place: str) -> bool:
     """Whether a process ("host pid") runs on this host, and does not wait.
 
-    A library's function that holds Python's lock for long, such as the JSON parser on a huge file, lets no other thread run.
+    A library's function that holds Python's lock for long, such as the JSON parser on a huge file,
+    lets no other thread run.
     """
     host, _, process = place.partition(" ")
     try:
-        return host == socket.gethostname() and psutil.Process(int(process)).status() == psutil.STATUS_RUNNING
+        return (
+            host == socket.gethostname()
+            and psutil.Process(int(process)).status() == psutil.STATUS_RUNNING
+        )
     except (psutil.Error, ValueError):
         return False
 

@@ -29,7 +29,8 @@ class Launch:
     """This process's place among all processes of the run.
 
     Attributes:
-        launcher: "python", "torchrun" (also accelerate's several processes), "deepspeed", "srun" or "simulated".
+        launcher: "python", "torchrun" (also accelerate's several processes), "deepspeed", "srun" or
+            "simulated".
         rank, world_size: place among all processes; 0 … world_size - 1.
         local_rank, local_world_size: the same among the processes of this node.
         node: number of this node.
@@ -57,9 +58,11 @@ class Launch:
 
 
 def detect_launch() -> Launch:
-    """Read the launcher's environment variables and complete them (RANK, WORLD_SIZE, MASTER_ADDR, …).
+    """Read the launcher's environment variables and complete them (RANK, WORLD_SIZE, MASTER_ADDR,
+    …).
 
-    torchrun, accelerate and deepspeed set RANK; srun sets SLURM_*; without either this is a single process.
+    torchrun, accelerate and deepspeed set RANK; srun sets SLURM_*; without either this is a single
+    process.
     Raises:
         UserError: the variables contradict each other or Slurm's node list cannot be read.
     """
@@ -75,18 +78,30 @@ def detect_launch() -> Launch:
         else:
             launch = Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", free_port())
     except (KeyError, ValueError) as error:
-        raise UserError(f"The launcher's environment is incomplete: {error}. Start with python, torchrun or srun.") from error
+        raise UserError(
+            f"The launcher's environment is incomplete: {error}. Start with python, torchrun or srun."
+        ) from error
     if not 0 <= launch.rank < launch.world_size:
-        raise UserError(f"RANK={launch.rank} does not fit WORLD_SIZE={launch.world_size}: unset both or use torchrun.")
+        raise UserError(
+            f"RANK={launch.rank} does not fit WORLD_SIZE={launch.world_size}: unset both or use torchrun."
+        )
     if not 0 <= launch.local_rank < launch.local_world_size:
-        raise UserError(f"LOCAL_RANK={launch.local_rank} does not fit LOCAL_WORLD_SIZE={launch.local_world_size}: unset both "
-                        "or use torchrun.")  # fmt: skip
+        raise UserError(
+            f"LOCAL_RANK={launch.local_rank} does not fit LOCAL_WORLD_SIZE={launch.local_world_size}: unset both "
+            "or use torchrun."
+        )
     if not 0 < launch.master_port < 65536:
-        raise UserError(f"MASTER_PORT={launch.master_port} is not a port: unset it, or use 1024 to 65535.")
+        raise UserError(
+            f"MASTER_PORT={launch.master_port} is not a port: unset it, or use 1024 to 65535."
+        )
     env.update(
-        RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size), LOCAL_RANK=str(launch.local_rank),
-        LOCAL_WORLD_SIZE=str(launch.local_world_size), MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port),
-    )  # fmt: skip
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world_size),
+        LOCAL_RANK=str(launch.local_rank),
+        LOCAL_WORLD_SIZE=str(launch.local_world_size),
+        MASTER_ADDR=launch.master_addr,
+        MASTER_PORT=str(launch.master_port),
+    )
     return launch
 
 
@@ -97,34 +112,48 @@ def simulated(launch: Launch, world_size: int) -> Launch:
         UserError: a launcher has started several processes.
     """
     if launch.world_size > 1:
-        raise UserError("--simulate_gpus measures one rank in one process: start it with python, without a launcher.")
+        raise UserError(
+            "--simulate_gpus measures one rank in one process: start it with python, without a launcher."
+        )
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     return replace(launch, launcher="simulated", world_size=world_size, local_world_size=world_size)
 
 
 def _from_rank_variables(env) -> Launch:
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-    local_world = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world)  # LOCAL_SIZE: deepspeed's name
+    local_world = int(
+        env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world
+    )  # LOCAL_SIZE: deepspeed's name
     if local_world < 1:
         raise ValueError(f"WORLD_SIZE={world}, of which {local_world} are on this node")
     local_rank = int(env.get("LOCAL_RANK") or rank % local_world)
     node = int(env.get("GROUP_RANK") or env.get("CROSS_RANK") or rank // local_world)
-    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed" if "CROSS_RANK" in env else "python"
+    launcher = (
+        "torchrun"
+        if "TORCHELASTIC_RUN_ID" in env
+        else "deepspeed"
+        if "CROSS_RANK" in env
+        else "python"
+    )
     address, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", 29500))
     return Launch(launcher, rank, local_rank, world, local_world, node, address, port)
 
 
 def _tasks(env) -> int:
-    """Tasks of this step. In the shell that salloc opens, SLURM_NTASKS counts what the job may start."""
+    """Tasks of this step. In the shell that salloc opens, SLURM_NTASKS counts what the job may
+    start.
+    """
     return int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
 
 
 def _exported_to_all_tasks(env) -> bool:
-    """Whether RANK was set before srun started this step's tasks, so that all of them have the same.
+    """Whether RANK was set before srun started this step's tasks, so that all of them have the
+    same.
 
-    A batch script that exports RANK and then calls `srun python` does this. A launcher or a shell inside of a task is
-    different: there RANK is not yet in the environment with which Slurm started the task. The answer must be the same on
-    every task, so it cannot depend on the value of RANK alone.
+    A batch script that exports RANK and then calls `srun python` does this. A launcher or a shell
+    inside of a task is different: there RANK is not yet in the environment with which Slurm started
+    the task. The answer must be the same on every task, so it cannot depend on the value of RANK
+    alone.
     """
     set_by_launcher = any(name in env for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"))
     if set_by_launcher or _tasks(env) < 2:
@@ -137,7 +166,9 @@ def _exported_to_all_tasks(env) -> bool:
 
 
 def _report_overruled(env, launch: Launch) -> None:
-    """One task says that RANK, WORLD_SIZE or MASTER_ADDR of the environment is not used, if one contradicts Slurm."""
+    """One task says that RANK, WORLD_SIZE or MASTER_ADDR of the environment is not used, if one
+    contradicts Slurm.
+    """
     given = {name: env[name] for name in ("RANK", "WORLD_SIZE") if name in env}
     size_differs = given.get("WORLD_SIZE", str(launch.world_size)) != str(launch.world_size)
     rank_differs = given.get("RANK", str(launch.rank)) != str(launch.rank)
@@ -145,10 +176,16 @@ def _report_overruled(env, launch: Launch) -> None:
     speaker = 0 if size_differs or given.get("RANK") != "0" else 1
     if launch.rank == speaker and (size_differs or rank_differs):
         shown = " ".join(f"{name}={value}" for name, value in given.items())
-        print(f"ℹ️  {shown} was exported before srun: Slurm's numbers are used, {launch.world_size} ranks.", flush=True)
+        print(
+            f"ℹ️  {shown} was exported before srun: Slurm's numbers are used, {launch.world_size} ranks.",
+            flush=True,
+        )
     address = env.get("MASTER_ADDR")
     if launch.rank == 0 and address not in (None, "", launch.master_addr):
-        print(f"ℹ️  MASTER_ADDR={address} is not one host that all ranks reach: {launch.master_addr} is used.", flush=True)
+        print(
+            f"ℹ️  MASTER_ADDR={address} is not one host that all ranks reach: {launch.master_addr} is used.",
+            flush=True,
+        )
 
 
 def _from_slurm(env) -> Launch:
@@ -156,7 +193,9 @@ def _from_slurm(env) -> Launch:
     node = int(env.get("SLURM_NODEID", 0))
     # "3,1" or "4(x2),1": tasks on each node of the step
     per_node: list[int] = []
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
+    for tasks, times in re.findall(
+        r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    ):
         per_node += [int(tasks)] * min(int(times or 1), node + 1)
     local_world = per_node[node] if node < len(per_node) else world
     # Every rank must arrive at the same port; the job's number spreads jobs that share a node.
@@ -175,15 +214,21 @@ def _is_loopback(address: str) -> bool:
 
 def _first_slurm_host(env) -> str:
     """The head node: Slurm's list is compressed ("gpu[07-08,11]"), so `scontrol` must expand it."""
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    nodes = (
+        env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    )
     if not nodes:
         return "127.0.0.1"
     if not re.search(r"[\[,]", nodes):
         return nodes
     try:
-        hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        hosts = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"Cannot expand Slurm's node list {nodes} with scontrol: export MASTER_ADDR=<first node>.") from error
+        raise UserError(
+            f"Cannot expand Slurm's node list {nodes} with scontrol: export MASTER_ADDR=<first node>."
+        ) from error
     return hosts.stdout.split()[0]
 
 
@@ -196,7 +241,11 @@ def free_port() -> int:
 
 def has_nvidia_gpu() -> bool:
     """Whether this host shows an NVIDIA GPU, asked without importing torch."""
-    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi") is not None
+    return (
+        Path("/dev/nvidiactl").exists()
+        or Path("/dev/dxg").exists()
+        or shutil.which("nvidia-smi") is not None
+    )
 
 
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS; PyTorch compares with exactly these
@@ -211,16 +260,20 @@ def tune_process(args, launch: Launch) -> None:
     env = os.environ
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true":  # accelerate launch --cpu
         env["CUDA_VISIBLE_DEVICES"] = ""
-    # torchrun sets OMP_NUM_THREADS=1, which makes CPU training and the CPU optimizer of offload crawl.
+    # torchrun sets OMP_NUM_THREADS=1, which makes CPU training and the CPU optimizer of offload
+    # crawl.
     if env.get("OMP_NUM_THREADS", "1") == "1":
         granted = env.get("SLURM_CPUS_PER_TASK") if launch.launcher == "srun" else None
-        env["OMP_NUM_THREADS"] = granted or str(max(1, available_cores() // launch.local_world_size))
+        env["OMP_NUM_THREADS"] = granted or str(
+            max(1, available_cores() // launch.local_world_size)
+        )
     if has_nvidia_gpu():
         enable_expandable_segments()
     else:
         return_freed_memory()
-    # DeepSpeed builds its ops with ninja, and pip puts one beside this interpreter. Always that one, if it is there:
-    # another version compiles again what this one has built, and a second time when the next run finds this one first.
+    # DeepSpeed builds its ops with ninja, and pip puts one beside this interpreter. Always that
+    # one, if it is there: another version compiles again what this one has built, and a second time
+    # when the next run finds this one first.
     own = Path(sys.executable).parent
     if (own / "ninja").exists():
         env["PATH"] = f"{own}{os.pathsep}{env.get('PATH', '')}"
@@ -230,7 +283,8 @@ def tune_process(args, launch: Launch) -> None:
     env.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would announce its start and end
     if not args.verbose:
         warnings.simplefilter("ignore")
-        # A torch built for CUDA says on a machine with nvcc and without a GPU that it found the first.
+        # A torch built for CUDA says on a machine with nvcc and without a GPU that it found the
+        # first.
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         env.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -242,15 +296,18 @@ def tune_process(args, launch: Launch) -> None:
 
 
 def check_workspace(workspace: str) -> None:
-    """--deterministic on a GPU needs a workspace of cuBLAS that PyTorch accepts; a CPU does without.
+    """--deterministic on a GPU needs a workspace of cuBLAS that PyTorch accepts; a CPU does
+    without.
 
     Raises:
         UserError: this shell sets another one.
     """
     if has_nvidia_gpu() and workspace not in DETERMINISTIC_WORKSPACES:
         needed = " or ".join(DETERMINISTIC_WORKSPACES)
-        raise UserError(f"--deterministic needs CUBLAS_WORKSPACE_CONFIG={needed}, and this shell "
-                        f"sets {workspace}: unset it.")  # fmt: skip
+        raise UserError(
+            f"--deterministic needs CUBLAS_WORKSPACE_CONFIG={needed}, and this shell "
+            f"sets {workspace}: unset it."
+        )
 
 
 def available_cores() -> int:
@@ -258,16 +315,17 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# Every torch from 2.6 to 2.13 reads the first of them; 2.9 announces the second and does not read it
-# (pytorch/pytorch#183387).
+# Every torch from 2.6 to 2.13 reads the first of them; 2.9 announces the second and does not read
+# it (pytorch/pytorch#183387).
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def enable_expandable_segments() -> None:
     """Let PyTorch's allocator on a GPU extend its segments, instead of adding some of fixed sizes.
 
-    Batches of examples differ in length, and a strategy that shards gathers and frees tensors of many
-    sizes: segments that fit nothing any more stay reserved. A user's own settings stay as they are.
+    Batches of examples differ in length, and a strategy that shards gathers and frees tensors of
+    many sizes: segments that fit nothing any more stay reserved. A user's own settings stay as they
+    are.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -276,8 +334,8 @@ def enable_expandable_segments() -> None:
 def return_freed_memory() -> None:
     """While a model loads: give every large tensor back to the kernel as soon as it is freed.
 
-    Without this glibc raises its own threshold with the first large tensor that is freed, and the parameters that
-    ZeRO-3 holds for a moment while it shards would stay with the process.
+    Without this glibc raises its own threshold with the first large tensor that is freed, and the
+    parameters that ZeRO-3 holds for a moment while it shards would stay with the process.
     """
     _mallopt(mmap_threshold=1 << 20)
 
@@ -285,8 +343,9 @@ def return_freed_memory() -> None:
 def keep_freed_memory() -> None:
     """While a model trains on the CPU: keep the memory of one step's activations for the next step.
 
-    To return it to the kernel costs page faults at every step (benchmarks/RESULTS.md has what that is on GPT-2 124M). Tensors
-    of 32 MB and more are returned: kept, they would leave holes that nothing else fills.
+    To return it to the kernel costs page faults at every step (benchmarks/RESULTS.md has what that
+    is on GPT-2 124M). Tensors of 32 MB and more are returned: kept, they would leave holes that
+    nothing else fills.
     """
     _mallopt(mmap_threshold=32 << 20, trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
 
@@ -304,11 +363,13 @@ def _mallopt(**settings: int) -> bool:
 def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) -> NoReturn:
     """Report an error found before the ranks can talk to each other, and end with its exit code.
 
-    As a rule every rank finds such an error, so rank 0 speaks for all. The others wait: a launcher ends all ranks when
-    one ends, and rank 0 must have had its say. Whoever is still there then has an error of its own.
+    As a rule every rank finds such an error, so rank 0 speaks for all. The others wait: a launcher
+    ends all ranks when one ends, and rank 0 must have had its say. Whoever is still there then has
+    an error of its own.
 
     Args:
-        linger: seconds that rank 0 stays after its message, because it may host the store in which the others read.
+        linger: seconds that rank 0 stays after its message, because it may host the store in which
+            the others read.
     """
     given = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     rank = int(given) if re.fullmatch("[0-9]{1,9}", given) else 0  # it may be what is wrong

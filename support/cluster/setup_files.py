@@ -1,7 +1,7 @@
 """What scripts/distributed_setup.py writes.
 
-A file says which command made it, and has a digest of itself, so that a later command can tell whether it was edited. JSON
-has no comments: there both are keys.
+A file says which command made it, and has a digest of itself, so that a later command can tell
+whether it was edited. JSON has no comments: there both are keys.
 """
 
 from __future__ import annotations
@@ -13,30 +13,52 @@ import shlex
 import unicodedata
 from pathlib import Path
 
-from support.cli.flags import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES, PROJECT, bucket_sizes
+from support.cli.flags import (
+    EMBEDDED_MODEL,
+    EMBEDDED_SHAPE,
+    EMBEDDED_VOCABULARY,
+    GPT2_SHAPES,
+    PROJECT,
+    bucket_sizes,
+)
 from support.cluster import slurm as jobs
 from support.errors import UserError
 
 NO_DIGEST = "sha256:" + 64 * "0"
 DIGEST_LINE = r'^(# |  "_digest": ")sha256:[0-9a-f]{64}'
-DIGEST_OF_SCRIPTS = f"# {NO_DIGEST}\n# is this file's digest: without an edit the generator replaces it."
+DIGEST_OF_SCRIPTS = (
+    f"# {NO_DIGEST}\n# is this file's digest: without an edit the generator replaces it."
+)
 HOST = r"[A-Za-z0-9._:%\[\]-]+"
 
 
 def check_values(args) -> None:
     """Refuse what no line of a script can hold.
 
-    A line end in a value would end a comment, and the shell would execute the rest. Other control characters, line
-    separators, characters that reverse the display of text and bytes that are not UTF-8 are refused, too.
+    A line end in a value would end a comment, and the shell would execute the rest. Other control
+    characters, line separators, characters that reverse the display of text and bytes that are not
+    UTF-8 are refused, too.
     Raises:
         UserError: it names the flag and the character.
     """
     for name, value in vars(args).items():
         for character in str(value) if isinstance(value, str | Path) else "":
-            reverses = unicodedata.bidirectional(character) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+            reverses = unicodedata.bidirectional(character) in (
+                "LRE",
+                "RLE",
+                "LRO",
+                "RLO",
+                "PDF",
+                "LRI",
+                "RLI",
+                "FSI",
+                "PDI",
+            )
             if reverses or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
-                raise UserError(f"--{name} {str(value)!r} contains the character U+{ord(character):04X}, which a script cannot "
-                                "hold: leave it out.")  # fmt: skip
+                raise UserError(
+                    f"--{name} {str(value)!r} contains the character U+{ord(character):04X}, which a script cannot "
+                    "hold: leave it out."
+                )
 
 
 def with_digest(text: str) -> str:
@@ -61,7 +83,12 @@ def is_unedited(path: Path) -> bool:
 
 def as_json(config: dict, made_by: str) -> str:
     """A configuration as the text of a file."""
-    return json.dumps({"_made_by": made_by, "_digest": NO_DIGEST, **config}, indent=2, ensure_ascii=False) + "\n"
+    return (
+        json.dumps(
+            {"_made_by": made_by, "_digest": NO_DIGEST, **config}, indent=2, ensure_ascii=False
+        )
+        + "\n"
+    )
 
 
 def deepspeed_config(args) -> dict:
@@ -73,26 +100,49 @@ def deepspeed_config(args) -> dict:
     if args.bf16 and args.fp16:
         raise UserError("--bf16 and --fp16 cannot both hold: leave one out.")
     if (args.offload_param or args.nvme_path) and args.zero_stage != 3:
-        raise UserError(f"--{'offload_param' if args.offload_param else 'nvme_path'} needs --zero_stage 3.")
+        raise UserError(
+            f"--{'offload_param' if args.offload_param else 'nvme_path'} needs --zero_stage 3."
+        )
     if args.nvme_path and not (args.offload_optimizer or args.offload_param):
-        raise UserError("--nvme_path says where, but not what: add --offload_optimizer, --offload_param, or both.")
+        raise UserError(
+            "--nvme_path says where, but not what: add --offload_optimizer, --offload_param, or both."
+        )
     if args.offload_param and not args.offload_optimizer:
-        raise UserError("--offload_param without --offload_optimizer would leave the larger part on the GPU: add it.")
+        raise UserError(
+            "--offload_param without --offload_optimizer would leave the larger part on the GPU: add it."
+        )
     model = read_model(args.model)
-    device = {"device": "nvme", "nvme_path": args.nvme_path} if args.nvme_path else {"device": "cpu"}
+    device = (
+        {"device": "nvme", "nvme_path": args.nvme_path} if args.nvme_path else {"device": "cpu"}
+    )
     zero: dict = {"stage": args.zero_stage}
     if args.offload_optimizer:
         zero["offload_optimizer"] = {**device, "pin_memory": True}
     if args.offload_param:
         zero["offload_param"] = {**device, "pin_memory": True}
-        if args.nvme_path:  # each buffer holds a rank's part of any parameter; on one rank that is all of it
-            zero["offload_param"].update(buffer_count=5, buffer_size=model["largest"] + 4096, max_in_cpu=0)
-    sizes = bucket_sizes(model["width"], model["parameters"], model["tied"] and bool(args.nvme_path and args.offload_param))
+        if (
+            args.nvme_path
+        ):  # each buffer holds a rank's part of any parameter; on one rank that is all of it
+            zero["offload_param"].update(
+                buffer_count=5, buffer_size=model["largest"] + 4096, max_in_cpu=0
+            )
+    sizes = bucket_sizes(
+        model["width"],
+        model["parameters"],
+        model["tied"] and bool(args.nvme_path and args.offload_param),
+    )
     stage3_only = ("stage3_", "sub_group")
-    zero |= {key: size for key, size in sizes.items()
-             if key == "reduce_bucket_size" or key.startswith(stage3_only) == (args.zero_stage == 3)}  # fmt: skip
+    zero |= {
+        key: size
+        for key, size in sizes.items()
+        if key == "reduce_bucket_size" or key.startswith(stage3_only) == (args.zero_stage == 3)
+    }
     copies = args.zero_stage == 3 or args.offload_optimizer  # these overlap on one rank, too
-    zero |= {"overlap_comm": True if copies else "auto", "reduce_scatter": True, "contiguous_gradients": True}
+    zero |= {
+        "overlap_comm": True if copies else "auto",
+        "reduce_scatter": True,
+        "contiguous_gradients": True,
+    }
     config = {
         "train_micro_batch_size_per_gpu": args.batch_size or "auto",
         "gradient_accumulation_steps": "auto",
@@ -102,12 +152,18 @@ def deepspeed_config(args) -> dict:
         "zero_optimization": zero,
     }
     if args.nvme_path:
-        config["aio"] = {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True}
+        config["aio"] = {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "single_submit": False,
+            "overlap_events": True,
+        }
     return config
 
 
 def read_model(name: str) -> dict:
-    """{"width", "parameters", "largest", "tied"} of a GPT-2 or of a folder's config.json; parameters are approximate.
+    """{"width", "parameters", "largest", "tied"} of a GPT-2 or of a folder's config.json;
+    parameters are approximate.
 
     12 · width² a layer (attention 4, MLP 8) and the embeddings.
     Raises:
@@ -123,9 +179,13 @@ def read_model(name: str) -> dict:
             width, vocabulary = config.get("hidden_size") or config["n_embd"], config["vocab_size"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             known = ", ".join([EMBEDDED_MODEL, *GPT2_SHAPES])
-            raise UserError(f"--model {name}: use {known}, or a folder with config.json.") from error
+            raise UserError(
+                f"--model {name}: use {known}, or a folder with config.json."
+            ) from error
         if not all(type(number) is int and number > 0 for number in (layers, width, vocabulary)):
-            raise UserError(f"--model {name}: its config.json has sizes that are not positive whole numbers.")
+            raise UserError(
+                f"--model {name}: its config.json has sizes that are not positive whole numbers."
+            )
         tied = config.get("tie_word_embeddings", True) is not False
     embedding = vocabulary * width
     parameters = 12 * layers * width**2 + embedding * (1 if tied else 2)
@@ -151,7 +211,8 @@ def fsdp_config(args) -> dict:
 
 
 def read_hosts(path: str) -> tuple[list[str], int | None]:
-    """The host names of a file, one on each line, and how many ranks each host has if the file says so.
+    """The host names of a file, one on each line, and how many ranks each host has if the file says
+    so.
 
     A line may be DeepSpeed's "node1 slots=4"; # begins a comment.
     Raises:
@@ -160,23 +221,32 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--hosts {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}.") from error
+        raise UserError(
+            f"--hosts {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}."
+        ) from error
     hosts: dict[str, None] = {}  # in their order
     slots: set[int] = set()
     for number, words in enumerate((line.split("#")[0].split() for line in lines), 1):
         if not words:
             continue
-        host, found = words[0], re.fullmatch(r"slots=([1-9][0-9]{0,3})", words[1]) if len(words) == 2 else None
+        host, found = (
+            words[0],
+            re.fullmatch(r"slots=([1-9][0-9]{0,3})", words[1]) if len(words) == 2 else None,
+        )
         if not re.fullmatch(rf"([A-Za-z0-9._-]+@)?{HOST}", host) or host.startswith("-"):
             raise UserError(f"--hosts {path}, line {number}: {host!r} is not a host name.")
         if len(words) > 1 and not found:
-            raise UserError(f"--hosts {path}, line {number}: after the host name only slots=N can follow.")
+            raise UserError(
+                f"--hosts {path}, line {number}: after the host name only slots=N can follow."
+            )
         if host in hosts:
             raise UserError(f"--hosts {path}, line {number}: {host} is there twice: leave one out.")
         hosts[host] = None
         slots |= {int(found[1])} if found else set()
     if not hosts:
-        raise UserError(f"--hosts {path} names no host: write one on each line, the first is the master.")
+        raise UserError(
+            f"--hosts {path} names no host: write one on each line, the first is the master."
+        )
     if len(slots) > 1:
         raise UserError(f"--hosts {path}: every host must have the same number of slots.")
     return list(hosts), slots.pop() if slots else None
@@ -190,25 +260,51 @@ def launch_script(args, made_by: str) -> str:
     """
     hosts, slots = read_hosts(args.hosts) if args.hosts else ([], None)
     if hosts and args.num_nodes not in (1, len(hosts)):
-        raise UserError(f"--num_nodes {args.num_nodes} contradicts --hosts {args.hosts}, which names {len(hosts)}.")
+        raise UserError(
+            f"--num_nodes {args.num_nodes} contradicts --hosts {args.hosts}, which names {len(hosts)}."
+        )
     if slots and args.num_gpus_per_node not in (None, slots):
-        raise UserError(f"--num_gpus_per_node {args.num_gpus_per_node} contradicts slots={slots} in {args.hosts}.")
+        raise UserError(
+            f"--num_gpus_per_node {args.num_gpus_per_node} contradicts slots={slots} in {args.hosts}."
+        )
     nodes, ranks = len(hosts) or args.num_nodes, slots or args.num_gpus_per_node or 1
     if not 0 <= args.node_rank < nodes:
         raise UserError(f"--node_rank {args.node_rank} is not in 0 to {nodes - 1}.")
     if nodes > 1 and not hosts and args.master_addr == "127.0.0.1":
-        raise UserError("--num_nodes above 1 needs --master_addr, the first machine as the others see it; or --hosts.")
+        raise UserError(
+            "--num_nodes above 1 needs --master_addr, the first machine as the others see it; or --hosts."
+        )
     if not re.fullmatch(HOST, args.master_addr) or args.master_addr.startswith("-"):
         raise UserError(f"--master_addr {args.master_addr!r} is not a host name or address.")
     if args.master_port > 65535:
         raise UserError(f"--master_port {args.master_port} is not a port: use 1024 to 65535.")
-    template = jobs.OVER_SSH if hosts else jobs.ONE_MACHINE if args.use_deepspeed and nodes == 1 else jobs.EACH_MACHINE
-    return jobs.fill(template, {
-        "MADE_BY": made_by, "DIGEST": DIGEST_OF_SCRIPTS, "PROJECT": shlex.quote(str(PROJECT)),
-        "CONFIG": config_path(args.config), "NODES": nodes, "RANKS": ranks, "NODE_RANK": args.node_rank,
-        "MASTER_ADDR": shlex.quote(hosts[0].split("@")[-1] if hosts and args.master_addr == "127.0.0.1" else args.master_addr),
-        "MASTER_PORT": args.master_port, "HOSTS": " ".join(map(shlex.quote, hosts)), "ACTIVATE": jobs.ACTIVATE_ANY,
-    })  # fmt: skip
+    template = (
+        jobs.OVER_SSH
+        if hosts
+        else jobs.ONE_MACHINE
+        if args.use_deepspeed and nodes == 1
+        else jobs.EACH_MACHINE
+    )
+    return jobs.fill(
+        template,
+        {
+            "MADE_BY": made_by,
+            "DIGEST": DIGEST_OF_SCRIPTS,
+            "PROJECT": shlex.quote(str(PROJECT)),
+            "CONFIG": config_path(args.config),
+            "NODES": nodes,
+            "RANKS": ranks,
+            "NODE_RANK": args.node_rank,
+            "MASTER_ADDR": shlex.quote(
+                hosts[0].split("@")[-1]
+                if hosts and args.master_addr == "127.0.0.1"
+                else args.master_addr
+            ),
+            "MASTER_PORT": args.master_port,
+            "HOSTS": " ".join(map(shlex.quote, hosts)),
+            "ACTIVATE": jobs.ACTIVATE_ANY,
+        },
+    )
 
 
 def slurm_job(args, made_by: str) -> str:
@@ -220,18 +316,32 @@ def slurm_job(args, made_by: str) -> str:
     if not re.fullmatch(r"[0-9]{1,7}(-[0-9]{1,2})?(:[0-9]{1,4}){0,3}", args.time_limit):
         raise UserError(f"--time_limit {args.time_limit}: write it as HH:MM:SS or D-HH:MM:SS.")
     for flag in ("partition", "account"):
-        if getattr(args, flag) and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", getattr(args, flag)):
+        if getattr(args, flag) and not re.fullmatch(
+            r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", getattr(args, flag)
+        ):
             raise UserError(f"--{flag} {getattr(args, flag)!r} is not a name that Slurm knows.")
     one_node = args.num_nodes == 1 and not args.requeue
-    # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them without it.
+    # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them
+    # without it.
     launch = jobs.REQUEUE if args.requeue else jobs.TORCHRUN
     about = f"Made by:\n    {made_by}\n\nSubmit it with\n    sbatch {shlex.quote(str(args.output))}"
     gpus = args.num_gpus_per_node or 1
-    job = jobs.Job(about, "train", jobs.DEEPSPEED if args.use_deepspeed and one_node else launch, nodes=args.num_nodes,
-                   gpus=gpus, cpus=2 * gpus, time=args.time_limit)  # fmt: skip
+    job = jobs.Job(
+        about,
+        "train",
+        jobs.DEEPSPEED if args.use_deepspeed and one_node else launch,
+        nodes=args.num_nodes,
+        gpus=gpus,
+        cpus=2 * gpus,
+        time=args.time_limit,
+    )
     if args.requeue:
         job.tasks_per_node, job.cpus = gpus, 2
-    job.sbatch += [f"#SBATCH --{flag}={getattr(args, flag)}" for flag in ("partition", "account") if getattr(args, flag)]
+    job.sbatch += [
+        f"#SBATCH --{flag}={getattr(args, flag)}"
+        for flag in ("partition", "account")
+        if getattr(args, flag)
+    ]
     job.sbatch += jobs.REQUEUE_LINES if args.requeue else []
     job.project = f"project={shlex.quote(str(PROJECT))}"
     if modules := re.findall("[^ ,]+", args.modules or ""):
@@ -259,7 +369,11 @@ def next_step(args) -> str:
     return {
         "deepspeed": f"python real_model_example.py --ds_config {output}",
         "fsdp": f"python real_model_example.py --strategy fsdp --fsdp_config {output}",
-        "launcher": f"bash {output}" + ("" if getattr(args, "hosts", None) or getattr(args, "num_nodes", 1) == 1
-                                        else "    # on each machine, with NODE_RANK=0, 1, …"),
+        "launcher": f"bash {output}"
+        + (
+            ""
+            if getattr(args, "hosts", None) or getattr(args, "num_nodes", 1) == 1
+            else "    # on each machine, with NODE_RANK=0, 1, …"
+        ),
         "slurm": f"sbatch {output}",
-    }[args.command]  # fmt: skip
+    }[args.command]

@@ -1,7 +1,8 @@
 """Batch scripts for Slurm and launch scripts for machines without it, from one set of templates.
 
-`slurm/*.slurm` are these templates with their defaults (`python -m support.cluster.slurm` writes them again), and
-`scripts/distributed_setup.py slurm` fills them in with a user's choices. Placeholders are written @NAME@, because $ is bash's.
+`slurm/*.slurm` are these templates with their defaults (`python -m support.cluster.slurm` writes
+them again), and `scripts/distributed_setup.py slurm` fills them in with a user's choices.
+Placeholders are written @NAME@, because $ is bash's.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ if ((${#hosts[@]} > 1)); then
     exit 2
 fi"""
 
-# A step inherits from the environment what sbatch requested, and srun refuses it where another request won.
+# A step inherits from the environment what sbatch requested, and srun refuses it where another
+# request won.
 STEP = """\
 # --kill-on-bad-exit: one rank's failure ends all. --export=ALL: a site's default may be NONE. What
 # the step gets is stated here; the variables of sbatch's options would contradict it.
@@ -210,20 +212,55 @@ class Job:
     def text(self) -> str:
         """The batch script."""
         by_srun = self.launch in (PLAIN_SRUN, REQUEUE)
-        layout = [HEADER, ENVIRONMENT, FACTS, *([] if self.launch == COMPARE else [OUTPUT]), self.launch]
+        layout = [
+            HEADER,
+            ENVIRONMENT,
+            FACTS,
+            *([] if self.launch == COMPARE else [OUTPUT]),
+            self.launch,
+        ]
         template = "\n".join(layout)
-        for name, part in {"PLAIN_SRUN": PLAIN_SRUN, "STEP": STEP, "ONE_NODE_ONLY": ONE_NODE_ONLY,
-                           "ONE_TASK_A_NODE": ONE_TASK_A_NODE, "GPUS_OF_DEEPSPEED": GPUS_OF_DEEPSPEED,
-                           "RANKS_LINE": RANKS_OF_SRUN if by_srun else RANKS_OF_LAUNCHER}.items():  # fmt: skip
-            template = re.sub(f"^( *)@{name}@", lambda found, part=part: indent(part, found[1]), template, flags=re.MULTILINE)
-        return fill(template, {
-            "ABOUT": "\n".join(f"# {line}".rstrip() for line in self.about.strip().splitlines()), "NAME": self.name,
-            "NODES": self.nodes, "GPUS": self.gpus, "CPUS": self.cpus, "TIME": self.time, "TASKS": self.tasks_per_node,
-            "TASKS_NOTE": "          # EDIT: as many as GPUs" if self.tasks_per_node > 1 else "", "RANKS": "$ranks",
-            "MORE_SBATCH": "\n".join(self.sbatch), "PROJECT_LINE": self.project, "MODULES": self.modules,
-            "ACTIVATE": self.activate, "ARGUMENTS": self.arguments,
-            "SCRIPT": f'"$project/real_model_example.py" --output_dir "$output"{self.arguments} "$@"',
-        }) + "\n"  # fmt: skip
+        for name, part in {
+            "PLAIN_SRUN": PLAIN_SRUN,
+            "STEP": STEP,
+            "ONE_NODE_ONLY": ONE_NODE_ONLY,
+            "ONE_TASK_A_NODE": ONE_TASK_A_NODE,
+            "GPUS_OF_DEEPSPEED": GPUS_OF_DEEPSPEED,
+            "RANKS_LINE": RANKS_OF_SRUN if by_srun else RANKS_OF_LAUNCHER,
+        }.items():
+            template = re.sub(
+                f"^( *)@{name}@",
+                lambda found, part=part: indent(part, found[1]),
+                template,
+                flags=re.MULTILINE,
+            )
+        return (
+            fill(
+                template,
+                {
+                    "ABOUT": "\n".join(
+                        f"# {line}".rstrip() for line in self.about.strip().splitlines()
+                    ),
+                    "NAME": self.name,
+                    "NODES": self.nodes,
+                    "GPUS": self.gpus,
+                    "CPUS": self.cpus,
+                    "TIME": self.time,
+                    "TASKS": self.tasks_per_node,
+                    "TASKS_NOTE": "          # EDIT: as many as GPUs"
+                    if self.tasks_per_node > 1
+                    else "",
+                    "RANKS": "$ranks",
+                    "MORE_SBATCH": "\n".join(self.sbatch),
+                    "PROJECT_LINE": self.project,
+                    "MODULES": self.modules,
+                    "ACTIVATE": self.activate,
+                    "ARGUMENTS": self.arguments,
+                    "SCRIPT": f'"$project/real_model_example.py" --output_dir "$output"{self.arguments} "$@"',
+                },
+            )
+            + "\n"
+        )
 
 
 def fill(template: str, values: dict) -> str:
@@ -239,7 +276,8 @@ def fill(template: str, values: dict) -> str:
 def output_dir(argv: list[str]) -> str:
     """--output_dir as a job's arguments, or the run file that they name, have it; "" without one.
 
-    Arguments that the script refuses also give "": the script itself reports what is wrong with them.
+    Arguments that the script refuses also give "": the script itself reports what is wrong with
+    them.
     """
     from support.cli.flags import build_parser
     from support.cli.run_file import read_run_file
@@ -254,42 +292,79 @@ def output_dir(argv: list[str]) -> str:
         return ""
 
 
-REQUEUE_LINES = ["#SBATCH --requeue", "#SBATCH --open-mode=append                # one log for all turns",
-                 "#SBATCH --signal=USR1@120                 # EDIT: seconds for the step that runs, and the save"]  # fmt: skip
-SITE_LINES = ["##SBATCH --partition=gpu                # EDIT: one # less where your site wants it",
-              "##SBATCH --account=my-project           # EDIT"]  # fmt: skip
+REQUEUE_LINES = [
+    "#SBATCH --requeue",
+    "#SBATCH --open-mode=append                # one log for all turns",
+    "#SBATCH --signal=USR1@120                 # EDIT: seconds for the step that runs, and the save",
+]
+SITE_LINES = [
+    "##SBATCH --partition=gpu                # EDIT: one # less where your site wants it",
+    "##SBATCH --account=my-project           # EDIT",
+]
 
 
 def examples() -> dict[str, str]:
     """The files of slurm/: {name: text}."""
+
     def about(what: str, file: str) -> str:
-        return (f"{what}\n\n    sbatch slurm/{file}      # the embedded model\n"
-                f"    sbatch slurm/{file} --model gpt2 --strategy zero2      # further arguments are the script's")  # fmt: skip
+        return (
+            f"{what}\n\n    sbatch slurm/{file}      # the embedded model\n"
+            f"    sbatch slurm/{file} --model gpt2 --strategy zero2      # further arguments are the script's"
+        )
 
     jobs = {
-        "train_single_node.slurm": Job(about("One node, a launcher that starts a rank for each of its GPUs.",
-                                             "train_single_node.slurm"), "train", TORCHRUN_ONE_NODE),
-        "train_multi_node.slurm": Job(about("Several nodes: torchrun once on each, ranks for all GPUs.",
-                                            "train_multi_node.slurm"), "train", TORCHRUN, nodes=2),
-        "train_srun.slurm": Job(about("One Slurm task for each GPU, and no launcher.", "train_srun.slurm"), "train",
-                                PLAIN_SRUN, nodes=2, tasks_per_node=4, cpus=2),
+        "train_single_node.slurm": Job(
+            about(
+                "One node, a launcher that starts a rank for each of its GPUs.",
+                "train_single_node.slurm",
+            ),
+            "train",
+            TORCHRUN_ONE_NODE,
+        ),
+        "train_multi_node.slurm": Job(
+            about(
+                "Several nodes: torchrun once on each, ranks for all GPUs.",
+                "train_multi_node.slurm",
+            ),
+            "train",
+            TORCHRUN,
+            nodes=2,
+        ),
+        "train_srun.slurm": Job(
+            about("One Slurm task for each GPU, and no launcher.", "train_srun.slurm"),
+            "train",
+            PLAIN_SRUN,
+            nodes=2,
+            tasks_per_node=4,
+            cpus=2,
+        ),
         "compare.slurm": Job(
             "Compare all strategies on one node; tables and figure go to the folder of sbatch.\n\n"
             "    sbatch slurm/compare.slurm                              # the embedded model\n"
             "    sbatch slurm/compare.slurm gpt2-medium --batch_size 2   # further arguments are compare_strategies.sh's",
-            "compare", COMPARE),
-    }  # fmt: skip
+            "compare",
+            COMPARE,
+        ),
+    }
     jobs["train_requeue.slurm"] = Job(
-        about("A run longer than a job may be: saved before the time limit or on preemption, requeued, resumed by itself.",
-              "train_requeue.slurm"), "train", REQUEUE, nodes=2, tasks_per_node=4, cpus=2,
-        sbatch=REQUEUE_LINES, arguments=" --resume",
-    )  # fmt: skip
+        about(
+            "A run longer than a job may be: saved before the time limit or on preemption, requeued, resumed by itself.",
+            "train_requeue.slurm",
+        ),
+        "train",
+        REQUEUE,
+        nodes=2,
+        tasks_per_node=4,
+        cpus=2,
+        sbatch=REQUEUE_LINES,
+        arguments=" --resume",
+    )
     for job in jobs.values():
         job.sbatch = [*job.sbatch, *SITE_LINES]
     return {name: job.text() for name, job in jobs.items()}
 
 
-# ------------------------------------------------------------------------------------------------ without a scheduler
+# ------------------------------------------------------------------------------ without a scheduler
 
 LAUNCH_HEADER = """\
 #!/usr/bin/env bash
@@ -317,7 +392,8 @@ exec torchrun --nnodes=@NODES@ --nproc_per_node=@RANKS@ --node_rank="${{NODE_RAN
     "$project/real_model_example.py" --config @CONFIG@ "$@"
 """
 
-OVER_SSH = f"""\
+OVER_SSH = (
+    f"""\
 {LAUNCH_HEADER}
 # Starts a run on all hosts over ssh, from one of them or from any machine. The project, its environment and
 # the run file are at the same place on each, and ssh asks for no password (ssh-copy-id). SSH is the command,
@@ -329,7 +405,8 @@ read -ra ssh <<< "${{SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10}}"
 settings=("PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1")
 forwarded='^(NCCL|GLOO|HF|OMP|WANDB)_|^TORCH_EXTENSIONS_DIR$'
 for name in $(compgen -e | grep -E "$forwarded"); do settings+=("$name=${{!name}}"); done
-""" + r"""
+"""
+    + r"""
 # All goes to the other host on standard input: a command line is shown by `ps` to every user of both hosts.
 remote() { # $1: number of the host; the rest: arguments of the script
     printf '{ export%s\n' "$(printf ' %q' "${settings[@]}")"
@@ -382,6 +459,7 @@ for _ in "${hosts[@]}"; do
 done
 exit "$code"
 """
+)
 
 
 if __name__ == "__main__":

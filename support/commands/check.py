@@ -1,6 +1,8 @@
-"""--check: everything a run needs of this machine and its network, tried and said in one screen; nothing is trained.
+"""--check: everything a run needs of this machine and its network, tried and said in one screen;
+nothing is trained.
 
-Each fact is a line: ok, a warning, or a problem that keeps the chosen strategy from running, with its remedy.
+Each fact is a line: ok, a warning, or a problem that keeps the chosen strategy from running, with
+its remedy.
 """
 
 from __future__ import annotations
@@ -51,18 +53,23 @@ class Line:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{MARKS[self.status]} {self.name:13} {self.text}" + (f": {self.remedy}" if self.remedy else "")
+        return f"{MARKS[self.status]} {self.name:13} {self.text}" + (
+            f": {self.remedy}" if self.remedy else ""
+        )
 
 
 def check(args, run: Run) -> int:
-    """Try everything and print it: rank 0's machine in full, of the other ranks what is wrong or differs, with their hosts.
+    """Try everything and print it: rank 0's machine in full, of the other ranks what is wrong or
+    differs, with their hosts.
 
     Returns:
         The exit code: 0 if the chosen strategy can run on every rank.
     """
     parts = (_software, _gpu, _compiler, _ops, _nvme, _disk, _limits, _memory, _hub)
     mine = [line for part in parts for line in part(args, run)]
-    for line in mine if run.is_main else ():  # before the ranks talk to each other, which may be what fails
+    for line in (
+        mine if run.is_main else ()
+    ):  # before the ranks talk to each other, which may be what fails
         run.print(str(line))
     communication = _communication(run)
     ranks = run.gather((socket.gethostname(), mine))
@@ -72,28 +79,38 @@ def check(args, run: Run) -> int:
         run.print(str(line))
     wrong = sum(line.status == PROBLEM for line in [communication, *ranks[0][1], *others])
     verdict = f"{wrong} problem{'s' * (wrong > 1)} to solve first" if wrong else "it can run"
-    one, several = ("GPU", "GPUs") if run.device.type == "cuda" else ("CPU process", "CPU processes")
+    one, several = (
+        ("GPU", "GPUs") if run.device.type == "cuda" else ("CPU process", "CPU processes")
+    )
     where = f"{run.world_size} {several if run.world_size > 1 else one}"
     if run.is_main:
-        run.print(f"{MARKS[PROBLEM if wrong else OK]} --strategy {args.strategy} on {where}: {verdict}")
+        run.print(
+            f"{MARKS[PROBLEM if wrong else OK]} --strategy {args.strategy} on {where}: {verdict}"
+        )
     return EXIT_FAILED if wrong else EXIT_COMPLETED
 
 
 def _what_differs(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
-    """Lines of other ranks that are not ok or not as rank 0's; equal ones of one host once, with the first rank that has them.
+    """Lines of other ranks that are not ok or not as rank 0's; equal ones of one host once, with
+    the first rank that has them.
 
-    Sizes of memory and disks differ from machine to machine, so of those only what is not ok counts.
+    Sizes of memory and disks differ from machine to machine, so of those only what is not ok
+    counts.
     """
     known = {line.name: line.text for line in ranks[0][1]}
     found, said = [], set()
     for rank, (host, lines) in enumerate(ranks[1:], 1):
         for line in lines:
             own = known.get(line.name, "")
-            differs = line.name in ("Python", "GPU", "compiler") and _without_sizes(line.text) != _without_sizes(own)
+            differs = line.name in ("Python", "GPU", "compiler") and _without_sizes(
+                line.text
+            ) != _without_sizes(own)
             news = (line.status != OK or differs) and not (host == ranks[0][0] and line.text == own)
             if news and (host, line.name, line.text) not in said:
                 said.add((host, line.name, line.text))
-                found.append(Line(line.status, line.name, f"{host}, rank {rank}: {line.text}", line.remedy))
+                found.append(
+                    Line(line.status, line.name, f"{host}, rank {rank}: {line.text}", line.remedy)
+                )
     return found
 
 
@@ -101,7 +118,7 @@ def _without_sizes(text: str) -> str:
     return re.sub(r"[\d.]+ of [\d.]+ GB free", "", text)
 
 
-# ------------------------------------------------------------------------------------------------ this machine
+# ------------------------------------------------------------------------------------- this machine
 
 
 def _software(args, run: Run) -> Iterator[Line]:
@@ -128,7 +145,12 @@ def _software(args, run: Run) -> Iterator[Line]:
     else:
         yield Line(OK, "Python", f"{text} (the tested versions)")
     if args.ds_config_dict and not _has("deepspeed"):
-        yield Line(PROBLEM, "deepspeed", f"No module named deepspeed, which {args.strategy} needs", "pip install deepspeed")
+        yield Line(
+            PROBLEM,
+            "deepspeed",
+            f"No module named deepspeed, which {args.strategy} needs",
+            "pip install deepspeed",
+        )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -145,18 +167,29 @@ def _gpu(args, run: Run) -> Iterator[Line]:
     if run.device.type != "cuda":
         text = f"none seen; training in {run.precision} on {available_cores()} CPU cores"
         if has_nvidia_gpu():
-            built = f"this torch {torch.__version__} is built for CUDA {torch.version.cuda or 'none'}"
-            yield Line(WARNING, "GPU", text, f"the host has one: {built}; see nvidia-smi and CUDA_VISIBLE_DEVICES")
+            built = (
+                f"this torch {torch.__version__} is built for CUDA {torch.version.cuda or 'none'}"
+            )
+            yield Line(
+                WARNING,
+                "GPU",
+                text,
+                f"the host has one: {built}; see nvidia-smi and CUDA_VISIBLE_DEVICES",
+            )
         else:
             yield Line(OK, "GPU", text)
         return
     properties = torch.cuda.get_device_properties(run.device)
     free, total = torch.cuda.mem_get_info(run.device)
     capability = f"{properties.major}.{properties.minor}"
-    text = (f"{properties.name}, {free / GB:.1f} of {total / GB:.1f} GB free, compute capability {capability}, torch for CUDA "
-            f"{torch.version.cuda}, driver {_nvidia_smi('driver_version')}, {run.precision}")  # fmt: skip
+    text = (
+        f"{properties.name}, {free / GB:.1f} of {total / GB:.1f} GB free, compute capability {capability}, torch for CUDA "
+        f"{torch.version.cuda}, driver {_nvidia_smi('driver_version')}, {run.precision}"
+    )
     if free < 0.8 * total:
-        yield Line(WARNING, "GPU", text, "another process holds a part of it (nvidia-smi shows which)")
+        yield Line(
+            WARNING, "GPU", text, "another process holds a part of it (nvidia-smi shows which)"
+        )
     else:
         yield Line(OK, "GPU", text)
     if torch.cuda.device_count() > 1:
@@ -166,12 +199,16 @@ def _gpu(args, run: Run) -> Iterator[Line]:
 
 
 def _nvidia_smi(field: str) -> str:
-    return (_run("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader") or "unknown").split("\n")[0]
+    return (_run("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader") or "unknown").split(
+        "\n"
+    )[0]
 
 
 def _run(*command: str) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -183,21 +220,37 @@ def _compiler(args, run: Run) -> Iterator[Line]:
     lacking += [] if ninja else ["ninja (pip install ninja)"]
     lacking += [] if headers.exists() else ["Python's headers (apt install python3-dev)"]
     if lacking:
-        needed = args.ds_config_dict is not None and not _passes(preflight.check_compiler, args.strategy, run.device)
-        needed = needed or bool(args.ds_config_dict and preflight.ops_to_compile(args.strategy, run.device))
-        why = f"{args.strategy} compiles parts of DeepSpeed" if needed else "DeepSpeed's strategies may need them"
-        yield Line(PROBLEM if needed else WARNING, "compiler", f"missing: {', '.join(lacking)}", why)
+        needed = args.ds_config_dict is not None and not _passes(
+            preflight.check_compiler, args.strategy, run.device
+        )
+        needed = needed or bool(
+            args.ds_config_dict and preflight.ops_to_compile(args.strategy, run.device)
+        )
+        why = (
+            f"{args.strategy} compiles parts of DeepSpeed"
+            if needed
+            else "DeepSpeed's strategies may need them"
+        )
+        yield Line(
+            PROBLEM if needed else WARNING, "compiler", f"missing: {', '.join(lacking)}", why
+        )
     else:
         release = (_run(compiler, "--version") or "").split("\n")[0]
         yield Line(OK, "compiler", f"{release}; ninja and Python's headers are there")
     if run.device.type == "cuda":
-        nvcc = shutil.which("nvcc") or os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+        nvcc = shutil.which("nvcc") or os.path.join(
+            os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"
+        )
         found = re.search(r"release ([\d.]+)", _run(nvcc, "--version") or "")
         remedy = "infinity compiles with the toolkit of torch's CUDA (module load cuda, CUDA_HOME)"
         if found and found[1].split(".")[0] == torch.version.cuda.split(".")[0]:
             yield Line(OK, "nvcc", f"release {found[1]}")
         else:
-            text = f"release {found[1]}, torch is for CUDA {torch.version.cuda}" if found else "not found"
+            text = (
+                f"release {found[1]}, torch is for CUDA {torch.version.cuda}"
+                if found
+                else "not found"
+            )
             yield Line(PROBLEM if args.strategy == "infinity" else WARNING, "nvcc", text, remedy)
 
 
@@ -216,7 +269,9 @@ def _ops(args, run: Run) -> Iterator[Line]:
     for strategy in ("zero1", "offload", "infinity"):
         to_compile = preflight.ops_to_compile(strategy, run.device)
         names = {"zero1": "zero1, zero2, zero3"}.get(strategy, strategy)
-        states.append(f"{names} {'will compile ' + ', '.join(to_compile) if to_compile else 'ready'}")
+        states.append(
+            f"{names} {'will compile ' + ', '.join(to_compile) if to_compile else 'ready'}"
+        )
     try:
         preflight.check_async_io(run.device)
         yield Line(OK, "DeepSpeed ops", "; ".join(states))
@@ -260,10 +315,15 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
 
 def _disk(args, run: Run) -> Iterator[Line]:
     """Where results, checkpoints and tokens go."""
-    named = {"output": Path(args.output_dir or "runs"), "cache": models.cache_folder(args.cache_dir)}
+    named = {
+        "output": Path(args.output_dir or "runs"),
+        "cache": models.cache_folder(args.cache_dir),
+    }
     free = {}
     for what, folder in named.items():
-        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        there = next(
+            parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()
+        )
         free[f"{what} {folder}"] = shutil.disk_usage(there).free
     try:
         preflight.check_export_folder(args)
@@ -273,7 +333,12 @@ def _disk(args, run: Run) -> Iterator[Line]:
     least = min(free.values())
     if least < GB:
         remedy = "free some space (df -h, quota -s), or name other folders with --output_dir and --cache_dir"
-        yield Line(PROBLEM if least < 50 * MB else WARNING, "disk", text, f"a checkpoint has 12 bytes a parameter: {remedy}")
+        yield Line(
+            PROBLEM if least < 50 * MB else WARNING,
+            "disk",
+            text,
+            f"a checkpoint has 12 bytes a parameter: {remedy}",
+        )
     else:
         yield Line(OK, "disk", text)
 
@@ -281,7 +346,12 @@ def _disk(args, run: Run) -> Iterator[Line]:
 def _limits(args, run: Run) -> Iterator[Line]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < 1024:
-        yield Line(PROBLEM if files < 128 else WARNING, "open files", f"{files} (ulimit -n)", "ulimit -n 65536 before the run")
+        yield Line(
+            PROBLEM if files < 128 else WARNING,
+            "open files",
+            f"{files} (ulimit -n)",
+            "ulimit -n 65536 before the run",
+        )
     else:
         yield Line(OK, "open files", f"{files} (ulimit -n)")
     if run.device.type == "cuda" and args.strategy in ("offload", "infinity"):
@@ -289,13 +359,21 @@ def _limits(args, run: Run) -> Iterator[Line]:
         if locked == resource.RLIM_INFINITY:
             yield Line(OK, "locked memory", "unlimited")
         else:
-            yield Line(WARNING, "locked memory", f"{locked / MB:.0f} MB (ulimit -l)",
-                       "offload pins host memory: ulimit -l unlimited, if pinning fails")  # fmt: skip
+            yield Line(
+                WARNING,
+                "locked memory",
+                f"{locked / MB:.0f} MB (ulimit -l)",
+                "offload pins host memory: ulimit -l unlimited, if pinning fails",
+            )
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         small = free < 256 * MB * run.launch.local_world_size
-        yield Line(WARNING if small else OK, "/dev/shm", f"{free / GB:.1f} GB free",
-                   "NCCL and DeepSpeed share memory there: docker run --shm-size=8g" if small else "")  # fmt: skip
+        yield Line(
+            WARNING if small else OK,
+            "/dev/shm",
+            f"{free / GB:.1f} GB free",
+            "NCCL and DeepSpeed share memory there: docker run --shm-size=8g" if small else "",
+        )
 
 
 def _memory(args, run: Run) -> Iterator[Line]:
@@ -303,13 +381,23 @@ def _memory(args, run: Run) -> Iterator[Line]:
     there = f"{limits.gpu / GB:.1f} GB for each {'GPU' if run.device.type == 'cuda' else 'process'}"
     try:
         model = architectures.find_architecture(args.model)
-        args.seq_length = args.seq_length or min(256 if args.model == EMBEDDED_MODEL else 512, model.limit or 512)
+        args.seq_length = args.seq_length or min(
+            256 if args.model == EMBEDDED_MODEL else 512, model.limit or 512
+        )
         if model.limit and args.seq_length > model.limit:
             limit = f"more than the {model.limit} positions of {args.model}"
-            yield Line(PROBLEM, "block length", f"--seq_length {args.seq_length} is {limit}", "shorten it")
+            yield Line(
+                PROBLEM, "block length", f"--seq_length {args.seq_length} is {limit}", "shorten it"
+            )
         work = preflight.planned_work(args, run, model)
-    except UserError:  # its config.json is not here, or the planner does not know what was asked for
-        yield Line(OK, "memory", f"{there}; not planned: no config.json of the model here, or your own DeepSpeed or FSDP file")
+    except (
+        UserError
+    ):  # its config.json is not here, or the planner does not know what was asked for
+        yield Line(
+            OK,
+            "memory",
+            f"{there}; not planned: no config.json of the model here, or your own DeepSpeed or FSDP file",
+        )
         return
     need = planner.predict(work, args.strategy)
     text = f"planned {need.total / GB:.1f} of {there}"
@@ -319,10 +407,15 @@ def _memory(args, run: Run) -> Iterator[Line]:
         yield Line(OK, "memory", text)
     else:
         ways = [way.flags for way in planner.ways_to_fit(work, args.strategy, limits)]
-        yield Line(PROBLEM, "memory", text, f"it would fit with {' or '.join(ways)}" if ways else "see scripts/plan_memory.py")
+        yield Line(
+            PROBLEM,
+            "memory",
+            text,
+            f"it would fit with {' or '.join(ways)}" if ways else "see scripts/plan_memory.py",
+        )
 
 
-# ------------------------------------------------------------------------------------------------ between machines
+# --------------------------------------------------------------------------------- between machines
 
 
 def _communication(run: Run) -> Line:
@@ -342,11 +435,19 @@ def _communication(run: Run) -> Line:
         seconds[name] = (time.perf_counter() - begun) / 5
     bandwidth = 2 * (run.world_size - 1) / run.world_size * 64 * MB / seconds["large"]
     hosts = sorted(set(run.gather(socket.gethostname())))
-    interface = os.environ.get("NCCL_SOCKET_IFNAME" if run.backend == "nccl" else "GLOO_SOCKET_IFNAME", "chosen by itself")
-    text = (f"{run.backend}, all-reduce over {run.world_size} ranks on {', '.join(hosts)}: {bandwidth / GB:.2f} GB/s, "
-            f"{1e6 * seconds['small']:.0f} µs; network interface {interface}")  # fmt: skip
+    interface = os.environ.get(
+        "NCCL_SOCKET_IFNAME" if run.backend == "nccl" else "GLOO_SOCKET_IFNAME", "chosen by itself"
+    )
+    text = (
+        f"{run.backend}, all-reduce over {run.world_size} ranks on {', '.join(hosts)}: {bandwidth / GB:.2f} GB/s, "
+        f"{1e6 * seconds['small']:.0f} µs; network interface {interface}"
+    )
     slow = run.backend == "nccl" and bandwidth < GB
-    remedy = "slow for GPUs: see NCCL_DEBUG=INFO for the network it took, docs/MULTI_NODE.md" if slow else ""
+    remedy = (
+        "slow for GPUs: see NCCL_DEBUG=INFO for the network it took, docs/MULTI_NODE.md"
+        if slow
+        else ""
+    )
     return Line(WARNING if slow else OK, "communication", text, remedy)
 
 
@@ -363,7 +464,9 @@ def _hub(args, run: Run) -> Iterator[Line]:
     elif args.hub_offline:
         yield Line(OK, "hub", "not needed: model and data are here or in the cache")
     else:
-        yield Line(OK, "hub", redact(f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co')} answers"))
+        yield Line(
+            OK, "hub", redact(f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co')} answers")
+        )
 
 
 def _cluster(run: Run) -> Iterator[Line]:
@@ -374,9 +477,22 @@ def _cluster(run: Run) -> Iterator[Line]:
         gpus = env.get("SLURM_GPUS_ON_NODE", 0)
         text = f"job {env['SLURM_JOB_ID']} on {nodes}, {tasks} tasks, {cpus} cores each, {gpus} GPUs a node"
         few = run.launch.launcher == "srun" and cpus == "1"
-        yield Line(WARNING if few else OK, "Slurm", text, "--cpus-per-task=8 lets data and offload keep up" if few else "")
+        yield Line(
+            WARNING if few else OK,
+            "Slurm",
+            text,
+            "--cpus-per-task=8 lets data and offload keep up" if few else "",
+        )
     elif shutil.which("squeue"):
-        yield Line(OK, "Slurm", "there; not inside of a job (a pending one: squeue --me --start says why and until when)")
+        yield Line(
+            OK,
+            "Slurm",
+            "there; not inside of a job (a pending one: squeue --me --start says why and until when)",
+        )
     address = f"{run.launch.master_addr}:{run.launch.master_port}"
-    yield Line(OK, "rendezvous", f"{run.launch.launcher}, master {address}, {run.nodes} node{'s' * (run.nodes > 1)}, "
-               f"{run.launch.local_world_size} rank{'s' * (run.launch.local_world_size > 1)} on each")  # fmt: skip
+    yield Line(
+        OK,
+        "rendezvous",
+        f"{run.launch.launcher}, master {address}, {run.nodes} node{'s' * (run.nodes > 1)}, "
+        f"{run.launch.local_world_size} rank{'s' * (run.launch.local_world_size > 1)} on each",
+    )

@@ -1,4 +1,6 @@
-"""--prefetch: fill the caches with all that a run reads from the network, in one process and without a GPU."""
+"""--prefetch: fill the caches with all that a run reads from the network, in one process and
+without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,26 @@ def prefetch(args, launch: Launch) -> None:
 
     A run with the same flags then needs no network: HF_HUB_OFFLINE=1 keeps it from asking.
     """
-    run = Run(launch, torch.device("cpu"), "fake", args.verbose, args.quiet)  # as in a simulation nobody else is there
+    run = Run(
+        launch, torch.device("cpu"), "fake", args.verbose, args.quiet
+    )  # as in a simulation nobody else is there
     try:
         run.say(f"⏳ Downloading {args.model}, where it is not in the cache")
         tokenizer = models.prefetch(args, run)
         if args.streaming:
             if not is_local_dataset(args.dataset):
-                run.warn(f"--streaming reads {args.dataset} from the hub while it trains, so it is not in the cache.")
+                run.warn(
+                    f"--streaming reads {args.dataset} from the hub while it trains, so it is not in the cache."
+                )
         else:
             run.say(f"⏳ Preparing the dataset {args.dataset}")
-            tokens.tokenize_corpus(args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file)
+            tokens.tokenize_corpus(
+                args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file
+            )
         run.clean_up()
-        run.say(f"✅ Prefetched into {huggingface_home()}: with HF_HUB_OFFLINE=1 a run with these flags needs no network.")
+        run.say(
+            f"✅ Prefetched into {huggingface_home()}: with HF_HUB_OFFLINE=1 a run with these flags needs no network."
+        )
     except BaseException as error:
         run.end_failed(error)
     sys.exit(EXIT_COMPLETED)

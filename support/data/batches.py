@@ -1,7 +1,8 @@
 """From a tokenised corpus to training blocks, served in one order for any number of ranks.
 
-A block is a slice of `seq_length` tokens of one long stream, or an example (a conversation, or a prompt and its completion)
-that is cut to `seq_length` and has a mask of what is learned. It is read when it is needed.
+A block is a slice of `seq_length` tokens of one long stream, or an example (a conversation, or a
+prompt and its completion) that is cut to `seq_length` and has a mask of what is learned. It is read
+when it is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROW_MULTIPLE = 8  # examples are filled up to a multiple of this; matrix units l
 IGNORED = -100  # label of a token that does not count, as in PyTorch's cross_entropy
 
 
-# ---------------------------------------------------------------------------------------------------- blocks
+# ------------------------------------------------------------------------------------------- blocks
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,14 @@ class TokenFile:
     def read(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks `indices` as (inputs, labels), both int64 of shape [len(indices), seq_length].
 
-        The file is mapped anew for each call: pages of a mapping that stays open would count as this process's
-        memory, and a shuffled epoch touches all of them.
+        The file is mapped anew for each call: pages of a mapping that stays open would count as
+        this process's memory, and a shuffled epoch touches all of them.
         """
         stream = np.memmap(self.path, dtype=self.dtype, mode="r")
         rows = np.empty((len(indices), self.seq_length), dtype=np.int64)
-        for row, start in zip(rows, (self.first + np.asarray(indices, dtype=np.int64)) * self.seq_length, strict=True):
+        for row, start in zip(
+            rows, (self.first + np.asarray(indices, dtype=np.int64)) * self.seq_length, strict=True
+        ):
             row[:] = stream[start : start + self.seq_length]
         inputs = torch.from_numpy(rows)
         return inputs, inputs.clone()
@@ -63,11 +66,13 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class ExampleFile:
-    """Examples on disk, a block each: cut to `seq_length`, and filled up to the longest that is read with them.
+    """Examples on disk, a block each: cut to `seq_length`, and filled up to the longest that is
+    read with them.
 
     Attributes:
-        folder, split, dtype: `<split>.bin` holds the ids of all, `<split>.learned.bin` a byte a token, 1 where it is learned,
-            and `<split>.rows.bin` two int64 an example: where it ends, and which of its tokens is the first that is learned.
+        folder, split, dtype: `<split>.bin` holds the ids of all, `<split>.learned.bin` a byte a
+            token, 1 where it is learned, and `<split>.rows.bin` two int64 an example: where it
+            ends, and which of its tokens is the first that is learned.
         seq_length: tokens in a block at most.
         rows: numbers of the examples that belong to this split.
         fixed: fill up to seq_length always; another length would be another compilation.
@@ -87,7 +92,9 @@ class ExampleFile:
 
     def _bounds(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where these examples begin, and how many tokens of each are read."""
-        ends = np.memmap(f"{self.folder}/{self.split}.rows.bin", dtype=np.int64, mode="r").reshape(-1, 2)[:, 0]
+        ends = np.memmap(f"{self.folder}/{self.split}.rows.bin", dtype=np.int64, mode="r").reshape(
+            -1, 2
+        )[:, 0]
         rows = self.rows[np.asarray(indices, dtype=np.int64)]
         starts = np.where(rows > 0, ends[rows - 1], 0)
         return starts, np.minimum(ends[rows] - starts, self.seq_length)
@@ -95,12 +102,19 @@ class ExampleFile:
     def read(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Examples `indices` as (inputs, labels), both int64 of shape [len(indices), length].
 
-        What fills a row up comes after all that is learned, so that no attention mask is needed: no token sees a later one.
+        What fills a row up comes after all that is learned, so that no attention mask is needed: no
+        token sees a later one.
         """
         ids = np.memmap(f"{self.folder}/{self.split}.bin", dtype=self.dtype, mode="r")
         learned = np.memmap(f"{self.folder}/{self.split}.learned.bin", dtype=np.uint8, mode="r")
-        parts = [slice(start, start + length) for start, length in zip(*self._bounds(indices), strict=True)]
-        rows = [(ids[part], np.where(learned[part], ids[part].astype(np.int64), IGNORED)) for part in parts]
+        parts = [
+            slice(start, start + length)
+            for start, length in zip(*self._bounds(indices), strict=True)
+        ]
+        rows = [
+            (ids[part], np.where(learned[part], ids[part].astype(np.int64), IGNORED))
+            for part in parts
+        ]
         return stack_examples(rows, self.seq_length, self.fixed)
 
     def tokens(self, indices: np.ndarray) -> int:
@@ -109,7 +123,8 @@ class ExampleFile:
 
 
 def stack_examples(rows: list, seq_length: int, fixed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Examples (ids, labels) of several lengths as (inputs, labels), both int64 [rows, length]; filled up with what is ignored.
+    """Examples (ids, labels) of several lengths as (inputs, labels), both int64 [rows, length];
+    filled up with what is ignored.
 
     Args:
         rows: of at most `seq_length` tokens each.
@@ -125,19 +140,24 @@ def stack_examples(rows: list, seq_length: int, fixed: bool) -> tuple[torch.Tens
     return inputs, labels
 
 
-# ---------------------------------------------------------------------------------------------------- splits
+# ------------------------------------------------------------------------------------------- splits
 
 
-def split_blocks(prepared: dict, args) -> tuple[TokenFile | ExampleFile, TokenFile | ExampleFile, dict]:
+def split_blocks(
+    prepared: dict, args
+) -> tuple[TokenFile | ExampleFile, TokenFile | ExampleFile, dict]:
     """The training and validation blocks of a tokenised corpus.
 
-    A corpus without a validation split, or any with --validation_split, gives up a share for it: the end of a stream of text,
-    or examples drawn at random, always the same ones. A corpus of one block keeps it.
+    A corpus without a validation split, or any with --validation_split, gives up a share for it:
+    the end of a stream of text, or examples drawn at random, always the same ones. A corpus of one
+    block keeps it.
     Args:
         prepared: what `tokens.tokenize_once` returned.
-        args: --seq_length, --num_samples, --validation_split; --compile and --simulate_gpus want one shape of blocks.
+        args: --seq_length, --num_samples, --validation_split; --compile and --simulate_gpus want
+            one shape of blocks.
     Returns:
-        Blocks to train on, blocks to evaluate on, and the facts of each split (train, validation), see `open_split`.
+        Blocks to train on, blocks to evaluate on, and the facts of each split (train, validation),
+        see `open_split`.
     Raises:
         UserError: the corpus is shorter than one block.
     """
@@ -147,9 +167,15 @@ def split_blocks(prepared: dict, args) -> tuple[TokenFile | ExampleFile, TokenFi
         validation, facts["validation"] = open_split(prepared, "validation", args)
     if not validation.blocks:
         if args.validation_file:
-            raise UserError(f"--validation_file {args.validation_file} has less than one block of {args.seq_length} tokens: "
-                            "use another --seq_length, or another file.")  # fmt: skip
-        share = int(train.blocks * args.validation_split) if args.validation_split else train.blocks // 10
+            raise UserError(
+                f"--validation_file {args.validation_file} has less than one block of {args.seq_length} tokens: "
+                "use another --seq_length, or another file."
+            )
+        share = (
+            int(train.blocks * args.validation_split)
+            if args.validation_split
+            else train.blocks // 10
+        )
         train, validation = _hold_out(train, min(max(1, share), train.blocks - 1))
         facts["validation"] = {"blocks": validation.blocks}
     train = _first(train, args.num_samples)
@@ -158,7 +184,9 @@ def split_blocks(prepared: dict, args) -> tuple[TokenFile | ExampleFile, TokenFi
 
 
 def one_length(args) -> bool:
-    """Whether examples are filled up to --seq_length: for the compiler, and for a simulation, which is to show the most."""
+    """Whether examples are filled up to --seq_length: for the compiler, and for a simulation, which
+    is to show the most.
+    """
     return bool(args.compile or args.simulate_gpus)
 
 
@@ -173,14 +201,27 @@ def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile
     Raises:
         UserError: the split that is trained on is shorter than one block.
     """
-    folder, dtype, found, length = prepared["folder"], prepared["dtype"], prepared["splits"][name], args.seq_length
-    counts = {key: found[key] for key in ("kind", "rows", "tokens", "sha256")} | {"truncated": 0, "skipped": found["empty"]}
+    folder, dtype, found, length = (
+        prepared["folder"],
+        prepared["dtype"],
+        prepared["splits"][name],
+        args.seq_length,
+    )
+    counts = {key: found[key] for key in ("kind", "rows", "tokens", "sha256")} | {
+        "truncated": 0,
+        "skipped": found["empty"],
+    }
     advice = "a smaller --seq_length or more text"
     if found["kind"] in ("chat", "pair"):
         table = np.fromfile(f"{folder}/{name}.rows.bin", dtype=np.int64).reshape(-1, 2)
         lengths = np.diff(table[:, 0], prepend=0)
-        usable = np.maximum(table[:, 1], 1) < np.minimum(lengths, length)  # something learned is left of it
-        counts["truncated"], counts["skipped"] = int((usable & (lengths > length)).sum()), int((~usable).sum())
+        usable = np.maximum(table[:, 1], 1) < np.minimum(
+            lengths, length
+        )  # something learned is left of it
+        counts["truncated"], counts["skipped"] = (
+            int((usable & (lengths > length)).sum()),
+            int((~usable).sum()),
+        )
         file = ExampleFile(folder, name, dtype, length, np.flatnonzero(usable), one_length(args))
         advice = "a larger --seq_length: in no example anything that is learned lies within it"
     else:
@@ -188,7 +229,9 @@ def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile
     if not found["tokens"] and name == "train":
         raise UserError("The corpus is empty: it has no row that can be used.")
     if file.blocks < 1 and name == "train":
-        raise UserError(f"The corpus has {found['tokens']:,} tokens, less than one block of {length}: use {advice}.")
+        raise UserError(
+            f"The corpus has {found['tokens']:,} tokens, less than one block of {length}: use {advice}."
+        )
     return file, {**counts, "blocks": file.blocks}
 
 
@@ -204,7 +247,11 @@ def _hold_out(file: TokenFile | ExampleFile, blocks: int) -> tuple:
 def _first(file: TokenFile | ExampleFile, blocks: int | None) -> TokenFile | ExampleFile:
     if blocks is None or blocks >= file.blocks:
         return file
-    return replace(file, blocks=blocks) if isinstance(file, TokenFile) else replace(file, rows=file.rows[:blocks])
+    return (
+        replace(file, blocks=blocks)
+        if isinstance(file, TokenFile)
+        else replace(file, rows=file.rows[:blocks])
+    )
 
 
 def describe_split(name: str, facts: dict, seq_length: int) -> str:
@@ -213,14 +260,18 @@ def describe_split(name: str, facts: dict, seq_length: int) -> str:
         return f"{name}: {facts['blocks']:,} blocks held out of the corpus"
     what = "examples, in blocks of at most" if facts["kind"] in ("chat", "pair") else "blocks of"
     line = f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {facts['blocks']:,} {what} {seq_length} tokens"
-    return line + "".join(f", {facts[what]:,} {what}" for what in ("truncated", "skipped") if facts[what])
+    return line + "".join(
+        f", {facts[what]:,} {what}" for what in ("truncated", "skipped") if facts[what]
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- order
+# -------------------------------------------------------------------------------------------- order
 
 
 def epoch_order(blocks: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the blocks in one epoch: a permutation drawn from (seed, epoch), the same on every rank."""
+    """The order of the blocks in one epoch: a permutation drawn from (seed, epoch), the same on
+    every rank.
+    """
     return np.random.default_rng([seed, epoch]).permutation(blocks)
 
 
@@ -261,13 +312,16 @@ class Window:
     state: Any = None
 
 
-def windows(file, order: np.ndarray, batch_size: int, accumulation: int, rank: int, world_size: int) -> Iterator[Window]:
+def windows(
+    file, order: np.ndarray, batch_size: int, accumulation: int, rank: int, world_size: int
+) -> Iterator[Window]:
     """This rank's share of each optimizer step.
 
-    The order is cut into global batches of batch_size × world_size × accumulation blocks, so that the number of ranks
-    changes who computes a block and never which step it belongs to. Every rank has the same number of rows in every
-    micro-batch: where blocks run out, rows whose labels are all ignored fill it up. They add nothing to loss or gradient,
-    but let every rank take part in every collective.
+    The order is cut into global batches of batch_size × world_size × accumulation blocks, so that
+    the number of ranks changes who computes a block and never which step it belongs to. Every rank
+    has the same number of rows in every micro-batch: where blocks run out, rows whose labels are
+    all ignored fill it up. They add nothing to loss or gradient, but let every rank take part in
+    every collective.
 
     Args:
         file: the blocks, a TokenFile or an ExampleFile.
@@ -279,8 +333,13 @@ def windows(file, order: np.ndarray, batch_size: int, accumulation: int, rank: i
     together = batch_size * world_size
     for start in range(0, len(order), together * accumulation):
         window = order[start : start + together * accumulation]
-        mine = [np.array_split(window[at : at + together], world_size)[rank] for at in range(0, len(window), together)]
-        yield Window([fill_up(file, indices, batch_size) for indices in mine], sum(map(file.tokens, mine)))
+        mine = [
+            np.array_split(window[at : at + together], world_size)[rank]
+            for at in range(0, len(window), together)
+        ]
+        yield Window(
+            [fill_up(file, indices, batch_size) for indices in mine], sum(map(file.tokens, mine))
+        )
 
 
 def fill_up(file, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,16 +350,28 @@ def fill_up(file, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.T
 
 
 def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
-    """Let dropout draw from (seed, step, micro-step, rank): other numbers everywhere, and the same ones after a resume."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, step, micro_step, rank]).generate_state(1, np.uint64)[0] >> 1))
+    """Let dropout draw from (seed, step, micro-step, rank): other numbers everywhere, and the same
+    ones after a resume.
+    """
+    torch.manual_seed(
+        int(
+            np.random.SeedSequence([seed, step, micro_step, rank]).generate_state(1, np.uint64)[0]
+            >> 1
+        )
+    )
 
 
 def prefetch(steps: Iterator, device: torch.device) -> Iterator:
-    """Read each window one ahead and send it to the device without waiting: on a GPU, reading hides behind computing."""
+    """Read each window one ahead and send it to the device without waiting: on a GPU, reading hides
+    behind computing.
+    """
     ahead = None
     for window in steps:
         if device.type == "cuda":
-            window.batches = [tuple(t.pin_memory().to(device, non_blocking=True) for t in micro) for micro in window.batches]
+            window.batches = [
+                tuple(t.pin_memory().to(device, non_blocking=True) for t in micro)
+                for micro in window.batches
+            ]
         if ahead is not None:
             yield ahead
         ahead = window
@@ -309,7 +380,8 @@ def prefetch(steps: Iterator, device: torch.device) -> Iterator:
 
 
 class ReadAhead:
-    """Iterates over `steps` in a thread of its own, at most `depth` + 1 items ahead of the consumer.
+    """Iterates over `steps` in a thread of its own, at most `depth` + 1 items ahead of the
+    consumer.
 
     `depth` items wait in a queue, and the thread holds one more until there is room. `prefetch`
     holds another one. The items come in their order. An error of `steps` is raised where its item

@@ -1,4 +1,5 @@
-"""From --dataset to documents and examples: every source as one stream, its bad rows named by file and line.
+"""From --dataset to documents and examples: every source as one stream, its bad rows named by file
+and line.
 
 A row of a JSON, CSV, Parquet or hub dataset is one of three:
 
@@ -34,8 +35,16 @@ from support.files.user_files import printable
 PIECE_CHARACTERS = 1 << 16  # of a text file that are read at a time
 LONGEST_ROW = 1 << 30  # characters; a longer one is taken for a file that is not what its name says
 SHOWN_KEYS = 10  # of a row, in a message
-JSON_IN_MEMORY = 3  # bytes that reading a .json file takes for each of its bytes; 2.3 were measured with rows of plain text
-NOT_LEARNED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # of a message, beside its content
+# bytes that reading a .json file takes for each of its bytes; 2.3 were measured with rows of plain
+# text
+JSON_IN_MEMORY = 3
+NOT_LEARNED = (
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # of a message, beside its content
 WIKITEXT = "Salesforce/wikitext"  # the hub's short name for it no longer loads with `datasets` 5
 
 
@@ -43,7 +52,9 @@ class BadRow(UserError):
     """A row that cannot be used: where it is, and why; of a file that cannot be read, the file."""
 
     def __init__(self, text: str):
-        super().__init__(printable(text.encode(errors="replace").decode()))  # it may quote bytes that are no text
+        super().__init__(
+            printable(text.encode(errors="replace").decode())
+        )  # it may quote bytes that are no text
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,9 @@ class Notice:
     text: str
 
 
-Item = Document | Example | BadRow | Notice  # what cannot be used is passed on as well: it is counted and named
+Item = (
+    Document | Example | BadRow | Notice
+)  # what cannot be used is passed on as well: it is counted and named
 Row = tuple[object, str] | BadRow  # what a file holds, and where; before anything is made of it
 
 
@@ -118,7 +131,11 @@ class Source:
 
 
 def open_source(
-    dataset: str, config: str | None, text_column: str | None, validation_file: str | None, include: str | None = None
+    dataset: str,
+    config: str | None,
+    text_column: str | None,
+    validation_file: str | None,
+    include: str | None = None,
 ) -> Source:
     """Find the corpus that --dataset names, and the text of --validation_file.
 
@@ -142,20 +159,32 @@ def open_source(
     other = _open_files(validation_file, text_column, include)
     digest = hashlib.sha256(f"{source.fingerprint}\0{other.fingerprint}".encode()).hexdigest()
     splits = {**source.splits, "validation": other.splits["train"]}
-    return Source(source.name, digest, splits, source.files + other.files, source.notices + other.notices,
-                  source.advice or other.advice)  # fmt: skip
+    return Source(
+        source.name,
+        digest,
+        splits,
+        source.files + other.files,
+        source.notices + other.notices,
+        source.advice or other.advice,
+    )
 
 
 def _open_pydocs() -> Source:
-    """The Python language reference that comes with every CPython; its text differs between releases."""
+    """The Python language reference that comes with every CPython; its text differs between
+    releases.
+    """
     from pydoc_data.topics import topics
 
     names = sorted(topics)
     digest = hashlib.sha256("\0".join(topics[name] for name in names).encode()).hexdigest()
-    return Source("pydocs", digest, {"train": lambda: (Document(f"pydocs, {name}", [topics[name]]) for name in names)})
+    return Source(
+        "pydocs",
+        digest,
+        {"train": lambda: (Document(f"pydocs, {name}", [topics[name]]) for name in names)},
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 def kind_of(keys: Iterable[str], text_column: str | None) -> str | None:
@@ -172,8 +201,10 @@ def _no_text(text_column: str | None, keys: Iterable) -> str:
     there = shorten(keys) or "nothing"
     if text_column:
         return f"no {text_column!r}, which --text_column names; there is {there}."
-    return (f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {there}: rename what is learned, or "
-            "name a text with --text_column.")  # fmt: skip
+    return (
+        f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {there}: rename what is learned, or "
+        "name a text with --text_column."
+    )
 
 
 def shorten(keys: Iterable) -> str:
@@ -191,12 +222,18 @@ def read_row(row, where: str, text_column: str | None) -> Document | Example | B
     kind = kind_of(row, text_column)
     if kind is None:
         return BadRow(f"{where}: {_no_text(text_column, row)}")
-    names = {"chat": ("messages",), "pair": ("prompt", "completion"), "text": (text_column or "text",)}[kind]
+    names = {
+        "chat": ("messages",),
+        "pair": ("prompt", "completion"),
+        "text": (text_column or "text",),
+    }[kind]
     try:
         if kind == "chat" and row.get("tools"):
             raise ValueError("'tools' would be lost: only messages are learned")
         if kind == "chat":
-            return Example(where, [_message(message) for message in _list_of_messages(row["messages"])])
+            return Example(
+                where, [_message(message) for message in _list_of_messages(row["messages"])]
+            )
         texts = [_text(row[name], name, may_be_null=kind == "text") for name in names]
         return Document(where, texts) if kind == "text" else Example(where, None, *texts)
     except ValueError as error:
@@ -213,11 +250,18 @@ def _message(message) -> dict:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError("a message is not an object with 'role' and 'content'")
     if lost := [key for key in NOT_LEARNED if message.get(key)]:
-        raise ValueError(f"a message has {lost[0]!r}, which would be lost: only its 'content' is learned")
+        raise ValueError(
+            f"a message has {lost[0]!r}, which would be lost: only its 'content' is learned"
+        )
     if message.get("weight") not in (None, 1):
         weight = reprlib.repr(message["weight"])
-        raise ValueError(f"a message has the weight {weight}, and all that the assistant says is learned alike")
-    return {"role": message["role"], "content": _text(message.get("content"), "content", may_be_null=False)}
+        raise ValueError(
+            f"a message has the weight {weight}, and all that the assistant says is learned alike"
+        )
+    return {
+        "role": message["role"],
+        "content": _text(message.get("content"), "content", may_be_null=False),
+    }
 
 
 def _text(value, name: str, may_be_null: bool) -> str:
@@ -228,16 +272,19 @@ def _text(value, name: str, may_be_null: bool) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name!r} is not UTF-8 text (iconv -f LATIN1 -t UTF-8 converts a file)") from error
+        raise ValueError(
+            f"{name!r} is not UTF-8 text (iconv -f LATIN1 -t UTF-8 converts a file)"
+        ) from error
     return value
 
 
-# ---------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
 @contextlib.contextmanager
 def reading(what: Path | str):
-    """Report what the system refuses while `what` is read as an error of `what`, apart from errors of a file that is written.
+    """Report what the system refuses while `what` is read as an error of `what`, apart from errors
+    of a file that is written.
 
     Raises:
         UserError: it cannot be read.
@@ -245,7 +292,9 @@ def reading(what: Path | str):
     try:
         yield
     except OSError as error:
-        raise UserError(f"{what} cannot be read: {error.strerror or _first_line(error)}.") from error
+        raise UserError(
+            f"{what} cannot be read: {error.strerror or _first_line(error)}."
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -272,7 +321,14 @@ def _open_files(name: str, text_column: str | None, include: str | None) -> Sour
         digest.update(file.suffix.encode() + bytes.fromhex(content))
     opened = {"train": partial(_items_of_files, signatures, text_column)}
     counts = [f"{name}: {count_types(files)}"] if path.is_dir() else []
-    return Source(name, digest.hexdigest(), opened, counts, describe_twins(twins, "content"), advise_include(files))
+    return Source(
+        name,
+        digest.hexdigest(),
+        opened,
+        counts,
+        describe_twins(twins, "content"),
+        advise_include(files),
+    )
 
 
 def _items_of_files(signatures: dict[Path, tuple], text_column: str | None) -> Iterator[Item]:
@@ -288,7 +344,9 @@ def _items_of_files(signatures: dict[Path, tuple], text_column: str | None) -> I
         if file not in twins:
             yield from _items_of_file(file, text_column)
         if _signature(file) != signature:
-            raise UserError(f"{file} has changed since the run started: start again when it is complete.")
+            raise UserError(
+                f"{file} has changed since the run started: start again when it is complete."
+            )
 
 
 def _items_of_file(file: Path, text_column: str | None) -> Iterator[Item]:
@@ -301,9 +359,11 @@ def _items_of_file(file: Path, text_column: str | None) -> Iterator[Item]:
 
 
 def _same_text(files: list[Path], text_column: str | None) -> dict[Path, Path]:
-    """Files of different types that hold the same text, white space aside: each that is left out, and the earlier one.
+    """Files of different types that hold the same text, white space aside: each that is left out,
+    and the earlier one.
 
-    A file is read no further than the files of other types are long, so that a small one costs little.
+    A file is read no further than the files of other types are long, so that a small one costs
+    little.
     """
     sizes: dict[str, float] = {}  # of the largest file of each type
     types = {file: file.suffix.lower() if has_rows(file) else "text" for file in files}
@@ -323,7 +383,9 @@ def _same_text(files: list[Path], text_column: str | None) -> dict[Path, Path]:
 
 
 def _digest_of_text(file: Path, text_column: str | None, longest: float) -> bytes | None:
-    """A digest of a file's documents without white space; None if there are none, or more than `longest` bytes of them."""
+    """A digest of a file's documents without white space; None if there are none, or more than
+    `longest` bytes of them.
+    """
     digest, size = hashlib.sha256(), 0
     try:
         for item in _items_of_file(file, text_column):
@@ -353,12 +415,14 @@ def rows_of_file(file: Path, text_column: str | None) -> Iterator[Row]:
         if flaw := _foreign(file):
             yield flaw
         else:
-            # A byte that is no UTF-8 becomes half of a surrogate pair, so that the row that has it can be named.
+            # A byte that is no UTF-8 becomes half of a surrogate pair, so that the row that has it
+            # can be named.
             yield from READERS[file.suffix.lower()](file, text_column)
 
 
 def read_text(file: Path) -> Iterator[str] | BadRow:
-    """A text file in pieces; a file that does not begin as text, such as a picture in a folder of texts, is a bad row.
+    """A text file in pieces; a file that does not begin as text, such as a picture in a folder of
+    texts, is a bad row.
 
     Raises:
         UserError: while it is read, if the system refuses to, or if it does not continue as text.
@@ -384,8 +448,10 @@ def _pieces_of(file: Path) -> Iterator[str]:
             while chunk := stream.read(PIECE_CHARACTERS):
                 yield chunk
     except UnicodeDecodeError as error:
-        raise NotText(f"{file} is not UTF-8 text: convert it first (iconv -f LATIN1 -t UTF-8), or in a folder leave it out "
-                      "with --include or --max_bad_rows.") from error  # fmt: skip
+        raise NotText(
+            f"{file} is not UTF-8 text: convert it first (iconv -f LATIN1 -t UTF-8), or in a folder leave it out "
+            "with --include or --max_bad_rows."
+        ) from error
 
 
 FOREIGN = {
@@ -399,23 +465,29 @@ FOREIGN = {
 
 
 def _foreign(file: Path) -> BadRow | None:
-    """Why a file is not read, if its first bytes show that it is of another format than its name says."""
+    """Why a file is not read, if its first bytes show that it is of another format than its name
+    says.
+    """
     with open(file, "rb") as stream:
         begin = stream.read(max(map(len, FOREIGN)))
     what = next((what for mark, what in FOREIGN.items() if begin.startswith(mark)), None)
     return BadRow(f"{file} is {what} first.") if what else None
 
 
-# ---------------------------------------------------------------------------------------------------- rows of each format
+# ------------------------------------------------------------------------------ rows of each format
 
 
 def _parse_json(text: str, file: Path, line: int | None = None) -> object | BadRow:
-    """A value in JSON, or why it is none that can be used; `text` is one line of the file, or all of it."""
+    """A value in JSON, or why it is none that can be used; `text` is one line of the file, or all
+    of it.
+    """
     place = f"{file}, line {line}" if line else str(file)
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        return BadRow(f"{file}, line {line or error.lineno}, column {error.colno}: not valid JSON ({error.msg}).")
+        return BadRow(
+            f"{file}, line {line or error.lineno}, column {error.colno}: not valid JSON ({error.msg})."
+        )
     except RecursionError:
         return BadRow(f"{place}: JSON that is nested too deeply.")
     except MemoryError:
@@ -451,8 +523,10 @@ def _read_jsonl(file: Path, text_column: str | None) -> Iterator[Row]:
 def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
     import psutil
 
-    too_large = BadRow(f"{file} is read as a whole, and does not fit into this host's free memory: make it a .jsonl file "
-                       "(jq -c '.[]'), which is read line by line.")  # fmt: skip
+    too_large = BadRow(
+        f"{file} is read as a whole, and does not fit into this host's free memory: make it a .jsonl file "
+        "(jq -c '.[]'), which is read line by line."
+    )
     if file.stat().st_size * JSON_IN_MEMORY > psutil.virtual_memory().available:
         yield too_large
         return
@@ -467,7 +541,9 @@ def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
     if isinstance(rows, dict) and kind_of(rows, text_column) is None:  # {"data": [...]}
         lists = {key: value for key, value in rows.items() if isinstance(value, list)}
         if len(lists) > 1:
-            yield BadRow(f"{file} has several lists, {shorten(lists)}: make a file of each, and see --validation_file.")
+            yield BadRow(
+                f"{file} has several lists, {shorten(lists)}: make a file of each, and see --validation_file."
+            )
             return
         rows = next(iter(lists.values()), rows)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
@@ -494,12 +570,16 @@ def _read_csv(file: Path, text_column: str | None) -> Iterator[Row]:
                 return
             except csv.Error as error:
                 if "end of data" in str(error):  # not one row: all that follows is in it
-                    raise UserError(f"{file}, line {begin}: a quote is opened here and never closed.") from error
+                    raise UserError(
+                        f"{file}, line {begin}: a quote is opened here and never closed."
+                    ) from error
                 yield BadRow(f"{file}, line {begin}: {error}.")
                 continue
             where = f"{file}, line {rows.line_num}"
             if None in row or None in row.values():
-                yield BadRow(f"{where}: not as many cells as the first line's {len(columns)}: quote a text that has commas.")
+                yield BadRow(
+                    f"{where}: not as many cells as the first line's {len(columns)}: quote a text that has commas."
+                )
             else:
                 yield row, where
 
@@ -522,9 +602,15 @@ def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
         if getattr(error, "errno", None):  # the system's, not of what the file holds
             raise
         if number:
-            raise UserError(f"{file}: what follows row {number} cannot be read: {_first_line(error)}") from error
+            raise UserError(
+                f"{file}: what follows row {number} cannot be read: {_first_line(error)}"
+            ) from error
         known = isinstance(error, UserError)
-        yield BadRow(str(error) if known else f"{file} is not a Parquet file that can be read: {_first_line(error)}")
+        yield BadRow(
+            str(error)
+            if known
+            else f"{file} is not a Parquet file that can be read: {_first_line(error)}"
+        )
 
 
 def columns_of_text(there: list[str], text_column: str | None, where: str) -> list[str]:
@@ -536,18 +622,23 @@ def columns_of_text(there: list[str], text_column: str | None, where: str) -> li
     kind = kind_of(there, text_column)
     if kind is None:
         raise UserError(f"{where}: {_no_text(text_column, there)}")
-    names = {"chat": ["messages", "tools"], "pair": ["prompt", "completion"], "text": [text_column or "text"]}[kind]
+    names = {
+        "chat": ["messages", "tools"],
+        "pair": ["prompt", "completion"],
+        "text": [text_column or "text"],
+    }[kind]
     return [name for name in names if name in there]
 
 
 READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
 
 
-# ---------------------------------------------------------------------------------------------------- the hub
+# ------------------------------------------------------------------------------------------ the hub
 
 
 def load_from_hub(dataset: str, config: str | None, **options):
-    """The splits that `datasets.load_dataset` finds; "wikitext" is the corpus that guides mean by it.
+    """The splits that `datasets.load_dataset` finds; "wikitext" is the corpus that guides mean by
+    it.
 
     Raises:
         UserError: it cannot be loaded, or has no split to train on.
@@ -560,11 +651,17 @@ def load_from_hub(dataset: str, config: str | None, **options):
         dataset, config = WIKITEXT, config or "wikitext-2-raw-v1"
     try:
         splits = datasets.load_dataset(dataset, config, **options)
-    except Exception as error:  # the clients raise a dozen classes; the first line says what is wrong
+    except (
+        Exception
+    ) as error:  # the clients raise a dozen classes; the first line says what is wrong
         why = _first_line(error)
-        raise UserError(f"--dataset {dataset} cannot be loaded from the hub, and no such file is here: {why}") from error
+        raise UserError(
+            f"--dataset {dataset} cannot be loaded from the hub, and no such file is here: {why}"
+        ) from error
     if "train" not in splits:
-        raise UserError(f"--dataset {dataset} has no split named train; it has {', '.join(splits)}.")
+        raise UserError(
+            f"--dataset {dataset} has no split named train; it has {', '.join(splits)}."
+        )
     return splits
 
 
@@ -591,7 +688,9 @@ def _open_hub(dataset: str, config: str | None, text_column: str | None) -> Sour
 
     def items(name: str) -> Iterator[Item]:
         rows = enumerate(splits[name].select_columns(columns), 1)
-        found = (read_row(row, f"{where}, {name}, row {number}", text_column) for number, row in rows)
+        found = (
+            read_row(row, f"{where}, {name}, row {number}", text_column) for number, row in rows
+        )
         with reading(where):
             yield from join_articles(found) if dataset == "wikitext" else found
 

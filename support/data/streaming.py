@@ -1,16 +1,19 @@
-"""--streaming: blocks of a corpus that is read and tokenised while it is trained on, and never whole anywhere.
+"""--streaming: blocks of a corpus that is read and tokenised while it is trained on, and never
+whole anywhere.
 
-A step has G blocks, and lane g gives its g-th block. Of each G documents every lane takes one, in an order drawn from the
-seed; it tokenises them, and shuffles its blocks some at a time. A rank works for the lanes whose blocks it trains on, and for
-no others. So the same blocks come in the same steps on any number of ranks, and a lane's place in the corpus, a few numbers,
-is all that a checkpoint needs.
+A step has G blocks, and lane g gives its g-th block. Of each G documents every lane takes one, in
+an order drawn from the seed; it tokenises them, and shuffles its blocks some at a time. A rank
+works for the lanes whose blocks it trains on, and for no others. So the same blocks come in the
+same steps on any number of ranks, and a lane's place in the corpus, a few numbers, is all that a
+checkpoint needs.
 
-A thread reads and tokenises some steps ahead of training (data.ReadAhead). Each step carries where the
-stream stands after it, so that a checkpoint, and what is said of bad rows, exclude rows that were only
-read ahead. The thread has its own copy of the tokenizer, which rank 0 saves with a checkpoint meanwhile.
+A thread reads and tokenises some steps ahead of training (data.ReadAhead). Each step carries where
+the stream stands after it, so that a checkpoint, and what is said of bad rows, exclude rows that
+were only read ahead. The thread has its own copy of the tokenizer, which rank 0 saves with a
+checkpoint meanwhile.
 
-Rows are read through `datasets`' IterableDataset, whose `state_dict()` says how far it is. Every rank reads all rows, and
-tokenises its own.
+Rows are read through `datasets`' IterableDataset, whose `state_dict()` says how far it is. Every
+rank reads all rows, and tokenises its own.
 """
 
 from __future__ import annotations
@@ -59,15 +62,24 @@ from support.data.sources import (
     reading,
     rows_of_file,
 )
-from support.data.tokenize import SHOWN_BAD_ROWS, of_another_kind, refuse_bad_rows, say_files, tokenize_corpus
+from support.data.tokenize import (
+    SHOWN_BAD_ROWS,
+    of_another_kind,
+    refuse_bad_rows,
+    say_files,
+    tokenize_corpus,
+)
 from support.errors import UserError
 from support.files.atomic import sha256_of
 from support.files.folders import advise_include, count_types, describe_twins, files_of
 from support.report.results import say_dataset
 
-STEPS_AHEAD = 4  # in the queue of data.ReadAhead, which two more leave; lanes refill at different steps
+STEPS_AHEAD = (
+    4  # in the queue of data.ReadAhead, which two more leave; lanes refill at different steps
+)
 COMPARED_BYTES = 1 << 16  # of a file's beginning and of its end
-ROWS_VERSION = 2  # raise it when a corpus is read as other rows, so that a checkpoint's place in it is another one
+# raise it when a corpus is read as other rows, so that a checkpoint's place in it is another one
+ROWS_VERSION = 2
 
 
 @dataclass
@@ -95,9 +107,9 @@ class TextFile(Document):
 class Reader:
     """Reads rows and deals them to lanes, pass after pass.
 
-    A row is dealt as a whole, an article of WikiText (whose rows are lines) too. A text file is dealt in parts, so that all
-    lanes have something of a single file. Where a lane continues in another place of the file, an end-of-text token separates
-    the two.
+    A row is dealt as a whole, an article of WikiText (whose rows are lines) too. A text file is
+    dealt in parts, so that all lanes have something of a single file. Where a lane continues in
+    another place of the file, an end-of-text token separates the two.
 
     Args:
         open_rows: returns a stateful iterable of rows, as `_open_rows` does.
@@ -110,13 +122,27 @@ class Reader:
     """
 
     def __init__(
-        self, open_rows: Callable, parts: Callable, text_column: str | None, lanes: int, mine: dict[int, Lane], seed: int,
+        self,
+        open_rows: Callable,
+        parts: Callable,
+        text_column: str | None,
+        lanes: int,
+        mine: dict[int, Lane],
+        seed: int,
         refuse: Callable,
-    ):  # fmt: skip
-        self.open_rows, self.parts, self.text_column, self.lanes, self.mine = open_rows, parts, text_column, lanes, mine
+    ):
+        self.open_rows, self.parts, self.text_column, self.lanes, self.mine = (
+            open_rows,
+            parts,
+            text_column,
+            lanes,
+            mine,
+        )
         self.refuse = refuse
         self.kind: str | None = None
-        self.lane_of = functools.lru_cache(2)(lambda group: np.random.default_rng([seed, group]).permutation(lanes))
+        self.lane_of = functools.lru_cache(2)(
+            lambda group: np.random.default_rng([seed, group]).permutation(lanes)
+        )
         self.rows_in_pass = 0
         self.start({"row": 0, "pass": 0, "first": 0, "rows": None})
 
@@ -124,8 +150,9 @@ class Reader:
         """Continue from a state that an Item carries.
 
         Args:
-            state: {"row": good rows before it, counted through all passes, "pass": which this is, "first": its first row,
-                "rows": the iterable's own state, "part": parts of the text file before it, if it is a part}.
+            state: {"row": good rows before it, counted through all passes, "pass": which this is,
+                "first": its first row, "rows": the iterable's own state, "part": parts of the text
+                file before it, if it is a part}.
         """
         self.row, self.passes, self.first_of_pass = (state[key] for key in ("row", "pass", "first"))
         self.rows = self.open_rows()
@@ -134,7 +161,8 @@ class Reader:
         self.units = self._read(state.get("part", 0))
 
     def pull(self) -> None:
-        """Read one row, or a part of a text file, and deal it to its lane if this rank works for that.
+        """Read one row, or a part of a text file, and deal it to its lane if this rank works for
+        that.
 
         Raises:
             UserError: there are too many bad rows, or nothing in the whole corpus can be used.
@@ -151,15 +179,20 @@ class Reader:
         lane = self._lane_of(self.row)
         begins = self.row > 0 and not (number and lane == self._lane_of(self.row - 1))
         if lane in self.mine and self.row >= self.mine[lane].first:
-            self.mine[lane].waiting.append(Item({**place, "rows": rows, "part": number}, begins, content, part))
+            self.mine[lane].waiting.append(
+                Item({**place, "rows": rows, "part": number}, begins, content, part)
+            )
         self.row += 1
 
     def _lane_of(self, row: int) -> int:
-        group, place = divmod(row + 1, self.lanes)  # checkpoints hold places in this order, which counts from 1
+        group, place = divmod(
+            row + 1, self.lanes
+        )  # checkpoints hold places in this order, which counts from 1
         return int(self.lane_of(group)[place])
 
     def _read(self, skip: int) -> Iterator[tuple[dict, int, Document | Example, Chunk | None]]:
-        """Each (the iterable's state before it, its number in its file, what it holds, how a part is to be tokenised).
+        """Each (the iterable's state before it, its number in its file, what it holds, how a part
+        is to be tokenised).
 
         Args:
             skip: parts of the first text file that are not needed.
@@ -177,7 +210,9 @@ class Reader:
             skip = 0
 
     def _joined(self) -> Iterator[tuple[dict, Document | Example | TextFile | BadRow]]:
-        """(the iterable's state before it, what it holds) of each row; rows that do not begin a document continue it."""
+        """(the iterable's state before it, what it holds) of each row; rows that do not begin a
+        document continue it.
+        """
         rows, pending = iter(self.rows), None
         while True:
             state = self.rows.state_dict()
@@ -197,7 +232,11 @@ class Reader:
             pieces = read_text(Path(row["where"]))
             content = pieces if isinstance(pieces, BadRow) else TextFile(row["where"], pieces)
         else:
-            content = BadRow(row["bad"]) if row["bad"] else read_row(row["row"], row["where"], self.text_column)
+            content = (
+                BadRow(row["bad"])
+                if row["bad"]
+                else read_row(row["row"], row["where"], self.text_column)
+            )
         if isinstance(content, BadRow):
             return content
         self.kind = self.kind or content.kind
@@ -207,29 +246,46 @@ class Reader:
 class Lane:
     """Makes the blocks of one place in every step.
 
-    Its rows are tokenised until there are enough for a chunk of blocks, which is shuffled and handed out; then comes the next.
-    What remains to be known of it is where its chunk begins, and how much of that was handed out.
+    Its rows are tokenised until there are enough for a chunk of blocks, which is shuffled and
+    handed out; then comes the next. What remains to be known of it is where its chunk begins, and
+    how much of that was handed out.
 
     Args:
         number: the place.
         lanes: how many there are.
         chunk: blocks that are shuffled together.
         seq_length, seed: of the run.
-        encode: tokenises an Item: (token ids of a text, or (ids, labels) of an example, or None if nothing of it can be used;
-            "truncated" or "skipped" if it is to be counted as that).
+        encode: tokenises an Item: (token ids of a text, or (ids, labels) of an example, or None if
+            nothing of it can be used; "truncated" or "skipped" if it is to be counted as that).
     """
 
-    def __init__(self, number: int, lanes: int, chunk: int, seq_length: int, seed: int, encode: Callable):
-        self.number, self.size, self.seq_length, self.seed, self.encode = number, chunk, seq_length, seed, encode
-        self.early = 1 + (chunk - 1) * (number + 1) // lanes  # the first chunks differ, so that not all lanes refill at once
+    def __init__(
+        self, number: int, lanes: int, chunk: int, seq_length: int, seed: int, encode: Callable
+    ):
+        self.number, self.size, self.seq_length, self.seed, self.encode = (
+            number,
+            chunk,
+            seq_length,
+            seed,
+            encode,
+        )
+        self.early = (
+            1 + (chunk - 1) * (number + 1) // lanes
+        )  # the first chunks differ, so that not all lanes refill at once
         self.waiting: deque[Item] = deque()
         self.first = 0  # rows before it are behind this lane
         self.begin, self.chunks, self.used = None, 0, 0
         self.blocks: list = []
-        self.rest: list[tuple[Item, int, np.ndarray]] = []  # tokenised rows, and how much of each went into chunks before
+        self.rest: list[
+            tuple[Item, int, np.ndarray]
+        ] = []  # tokenised rows, and how much of each went into chunks before
         self.skip = 0
         self.refused = 0  # rows in turn of which nothing could be used
-        self.counts = {"counted": 0, "truncated": 0, "skipped": 0}  # rows before "counted" are, and are not counted again
+        self.counts = {
+            "counted": 0,
+            "truncated": 0,
+            "skipped": 0,
+        }  # rows before "counted" are, and are not counted again
 
     def state(self) -> dict:
         """Where it stands: {"reader", "offset", "chunk", "used", "counts"}."""
@@ -248,8 +304,14 @@ class Lane:
             used = 0 if self.blocks else self.used  # more than 0 just after a resume
             self.chunks += 1
             size = self.early if self.chunks == 1 else self.size
-            blocks = self._text_chunk(size, reader) if self._is_text(reader) else self._example_chunk(size, reader)
-            order = np.random.default_rng([self.seed, self.number, self.chunks]).permutation(len(blocks))
+            blocks = (
+                self._text_chunk(size, reader)
+                if self._is_text(reader)
+                else self._example_chunk(size, reader)
+            )
+            order = np.random.default_rng([self.seed, self.number, self.chunks]).permutation(
+                len(blocks)
+            )
             self.blocks, self.used = [blocks[i] for i in order], used
         self.used += 1
         return self.blocks[self.used - 1]
@@ -261,10 +323,12 @@ class Lane:
         return item.content.kind == "text"
 
     def _tokenise(self, reader: Reader) -> tuple[Item, int, object]:
-        """The next row of which something can be used: (it, tokens of it that are behind this lane, what `encode` gives).
+        """The next row of which something can be used: (it, tokens of it that are behind this lane,
+        what `encode` gives).
 
         Raises:
-            UserError: nothing can be used of as many rows in turn as the corpus has, and 100 at least.
+            UserError: nothing can be used of as many rows in turn as the corpus has, and 100 at
+                least.
         """
         while True:
             while not self.waiting:
@@ -275,12 +339,18 @@ class Lane:
                 self.counts[flaw] += 1
             self.counts["counted"] = max(self.counts["counted"], item.state["row"] + 1)
             if found is not None:
-                offset, self.skip, self.refused = self.skip, 0, 0  # a resumed chunk begins within a row
+                offset, self.skip, self.refused = (
+                    self.skip,
+                    0,
+                    0,
+                )  # a resumed chunk begins within a row
                 return item, offset, found
             self.refused += 1
             if self.refused > max(100, reader.rows_in_pass) and reader.passes:
-                raise UserError("--streaming: nothing in the corpus can be used: the rows are empty, or what is learned of "
-                                "them lies behind --seq_length.")  # fmt: skip
+                raise UserError(
+                    "--streaming: nothing in the corpus can be used: the rows are empty, or what is learned of "
+                    "them lies behind --seq_length."
+                )
 
     def _text_chunk(self, size: int, reader: Reader) -> list[np.ndarray]:
         needed = size * self.seq_length
@@ -336,36 +406,61 @@ class Stream:
     def __init__(self, args, run: Run, tokenizer):
         self.args, self.run, self.tokenizer = args, run, tokenizer
         self.seq_length, self.place = args.seq_length, Place({}, [], 0, 0)
-        self.encoder, self.bad = None, {}  # the rows that were left out, in their order, as the keys of a dict
+        self.encoder, self.bad = (
+            None,
+            {},
+        )  # the rows that were left out, in their order, as the keys of a dict
         self.found: list[tuple[str, bool]] = []  # those of the step that is being read
         self.shown = 0  # of them that were said, or known before a resume
-        self.fresh, self.gathered = [], set()  # those that no other rank knows of, and those that all know
+        self.fresh, self.gathered = (
+            [],
+            set(),
+        )  # those that no other rank knows of, and those that all know
         self.documents = DocumentTokenizer(copy.deepcopy(tokenizer))  # two threads must not use one
         self.layout = [
-            [micro * args.batch_size * run.world_size + run.rank * args.batch_size + row for row in range(args.batch_size)]
+            [
+                micro * args.batch_size * run.world_size + run.rank * args.batch_size + row
+                for row in range(args.batch_size)
+            ]
             for micro in range(args.gradient_accumulation_steps)
         ]
         lanes = global_batch(args, run.world_size)
         self.blocks, chunk = args.max_steps * lanes, max(1, args.shuffle_buffer // lanes)
         mine = (number for numbers in self.layout for number in numbers)
-        self.lanes = {number: Lane(number, lanes, chunk, args.seq_length, args.seed, self._encode) for number in mine}
+        self.lanes = {
+            number: Lane(number, lanes, chunk, args.seq_length, args.seed, self._encode)
+            for number in mine
+        }
         # Of a dataset that changes meanwhile every rank reads the same version.
         remote = run.is_main and not is_local_dataset(args.dataset)
         commit = run.from_main(commit_on_hub(args.dataset) if remote else None)
         files, twins = _files_to_read(args) if is_local_dataset(args.dataset) else ([], {})
         if Path(args.dataset).expanduser().is_dir():
-            say_files([f"{args.dataset}: {count_types([*files, *twins])}"], describe_twins(twins, "content"), run)
+            say_files(
+                [f"{args.dataset}: {count_types([*files, *twins])}"],
+                describe_twins(twins, "content"),
+                run,
+            )
         self.advice = advise_include(files)
         rows = _open_rows(args, commit, files)
-        self.reader = Reader(rows, self.documents.parts, args.text_column, lanes, self.lanes, args.seed, self._refuse)
+        self.reader = Reader(
+            rows, self.documents.parts, args.text_column, lanes, self.lanes, args.seed, self._refuse
+        )
         digest = fingerprint(args, commit, files)
         describe_difference(run.gather(digest), "The corpus")
-        self.facts = {"name": args.dataset, "sha256": digest, "tokens": None, "blocks": None, "streaming": True}
+        self.facts = {
+            "name": args.dataset,
+            "sha256": digest,
+            "tokens": None,
+            "blocks": None,
+            "streaming": True,
+        }
         self._ahead = ReadAhead(self._windows(), STEPS_AHEAD)
         self._live: Iterator[Window] | None = None
 
     def progress(self) -> dict:
-        """What a checkpoint needs, of all ranks: {"lanes": where each stands, "bad": rows that were left out, "version"}.
+        """What a checkpoint needs, of all ranks: {"lanes": where each stands, "bad": rows that were
+        left out, "version"}.
 
         Every rank calls it, and sends only the rows that it found since the call before.
         """
@@ -379,9 +474,15 @@ class Stream:
         """Read no more. The facts for results.json; every rank calls it, and a line is said."""
         self._ahead.close()
         found, rows = self.progress(), max(self.run.gather(self.place.rows))
-        flaws = {name: sum(lane["counts"][name] for lane in found["lanes"].values()) for name in ("truncated", "skipped")}
+        flaws = {
+            name: sum(lane["counts"][name] for lane in found["lanes"].values())
+            for name in ("truncated", "skipped")
+        }
         counts = {"rows": rows, **flaws, "bad_rows": found["bad"]}
-        said = ", ".join(f"{len(n) if isinstance(n, list) else n:,} {name.replace('_', ' ')}" for name, n in counts.items())
+        said = ", ".join(
+            f"{len(n) if isinstance(n, list) else n:,} {name.replace('_', ' ')}"
+            for name, n in counts.items()
+        )
         self.run.say(f"📚 stream: {said}, in {self.place.passes + 1} passes")
         return {**self.facts, "kind": self.reader.kind, **counts}
 
@@ -391,11 +492,14 @@ class Stream:
         Args:
             state: see `progress`; None of a run that was not streamed.
         Raises:
-            UserError: the checkpoint is of another global batch, or was not streamed, or its rows cannot be found any more.
+            UserError: the checkpoint is of another global batch, or was not streamed, or its rows
+                cannot be found any more.
         """
         lanes = state["lanes"] if state else None
         if lanes is None or (lanes and set(map(int, lanes)) != set(range(self.reader.lanes))):
-            raise UserError("--resume: the checkpoint was made without --streaming or with another global batch: use that.")
+            raise UserError(
+                "--resume: the checkpoint was made without --streaming or with another global batch: use that."
+            )
         if lanes and state.get("version", 1) < ROWS_VERSION and _was_cut_otherwise(self.args):
             raise UserError(
                 "--resume: the checkpoint was written by a version that read long text files (and WikiText) in other "
@@ -407,11 +511,15 @@ class Stream:
             return
         for number, lane in self.lanes.items():
             lane.resume(lanes[str(number)])
-        begin = min((lane.begin["reader"] for lane in self.lanes.values()), key=lambda reader: reader["row"])
+        begin = min(
+            (lane.begin["reader"] for lane in self.lanes.values()), key=lambda reader: reader["row"]
+        )
         self.run.say(f"⏩ Reading the stream again up to row {begin['row']:,}")
         self.reader.start(begin)
-        mine = {str(number): {**lanes[str(number)], "counts": dict(lane.counts)}
-                for number, lane in self.lanes.items()}  # fmt: skip
+        mine = {
+            str(number): {**lanes[str(number)], "counts": dict(lane.counts)}
+            for number, lane in self.lanes.items()
+        }
         self.place = Place(mine, [], self.reader.row, self.reader.passes)
 
     def windows(self, device) -> Iterator[Window]:
@@ -434,13 +542,22 @@ class Stream:
             if self.shown <= SHOWN_BAD_ROWS and (mine or self.run.is_main):
                 self.run.print(f"ℹ️  Left out: {row}")
             elif self.shown == SHOWN_BAD_ROWS + 1:
-                self.run.warn("More rows are left out: results.json will name all of them under "
-                              "dataset.bad_rows.")  # fmt: skip
+                self.run.warn(
+                    "More rows are left out: results.json will name all of them under "
+                    "dataset.bad_rows."
+                )
 
     def _windows(self) -> Iterator[Window]:
         while True:
-            rows = [[self.lanes[number].next_block(self.reader) for number in numbers] for numbers in self.layout]
-            tokens = sum(len(block if isinstance(block, np.ndarray) else block[0]) for batch in rows for block in batch)
+            rows = [
+                [self.lanes[number].next_block(self.reader) for number in numbers]
+                for numbers in self.layout
+            ]
+            tokens = sum(
+                len(block if isinstance(block, np.ndarray) else block[0])
+                for batch in rows
+                for block in batch
+            )
             lanes = {str(number): lane.state() for number, lane in self.lanes.items()}
             found, self.found = self.found, []
             place = Place(lanes, found, self.reader.row, self.reader.passes, self.reader.kind)
@@ -466,7 +583,9 @@ class Stream:
         ids, learned = (array[: self.seq_length].astype(np.int64) for array in found)
         if not learned[1:].any():  # what is learned lies behind the block's end
             return None, "skipped"
-        return (ids, np.where(learned, ids, IGNORED)), "truncated" if len(found[0]) > self.seq_length else None
+        return (ids, np.where(learned, ids, IGNORED)), "truncated" if len(
+            found[0]
+        ) > self.seq_length else None
 
     def _encode_text(self, item: Item) -> tuple[np.ndarray | None, str | None]:
         text = "".join(item.content.pieces)
@@ -492,7 +611,8 @@ class Stream:
 
 
 def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleFile, dict]:
-    """The stream, the blocks of --validation_file (none without one), and the facts for results.json.
+    """The stream, the blocks of --validation_file (none without one), and the facts for
+    results.json.
 
     Raises:
         UserError: nothing there, or nothing readable.
@@ -515,7 +635,8 @@ def _was_cut_otherwise(args) -> bool:
 
 
 def _files_to_read(args) -> tuple[list[Path], dict[Path, Path]]:
-    """The files of --dataset; and those that are left out because an earlier one has the same content, each with that one.
+    """The files of --dataset; and those that are left out because an earlier one has the same
+    content, each with that one.
 
     Only files of the same size, beginning and end are read whole for it.
     Raises:
@@ -546,7 +667,8 @@ def _edges(file: Path) -> tuple[int, bytes]:
 
 
 def fingerprint(args, commit: str | None, files: list[Path]) -> str:
-    """What ranks and a resumed run compare: names, sizes, beginnings and ends of the files, or the hub's name and commit.
+    """What ranks and a resumed run compare: names, sizes, beginnings and ends of the files, or the
+    hub's name and commit.
 
     The text itself is never read whole.
     """
@@ -561,10 +683,12 @@ def fingerprint(args, commit: str | None, files: list[Path]) -> str:
 
 
 def _open_rows(args, commit: str | None, files: list[Path]) -> Callable:
-    """A function that opens the corpus as a stateful iterable of rows; a dataset on the hub as of a commit.
+    """A function that opens the corpus as a stateful iterable of rows; a dataset on the hub as of a
+    commit.
 
-    A row is {"row": what read_row takes, "where": its place, "file": whether it is a whole text file, named by "where",
-    "begins": whether it begins a document and does not continue the one before it, "bad": why it cannot be used, or None}.
+    A row is {"row": what read_row takes, "where": its place, "file": whether it is a whole text
+    file, named by "where", "begins": whether it begins a document and does not continue the one
+    before it, "bad": why it cannot be used, or None}.
     Raises:
         UserError: nothing there, or nothing readable.
     """
@@ -580,7 +704,13 @@ def _open_rows(args, commit: str | None, files: list[Path]) -> Callable:
 
     def wrap(row: dict, number: int) -> dict:
         begins = args.dataset != "wikitext" or begins_article(row["text"])  # its rows are lines
-        return {"row": row, "where": f"{where}, row {number + 1}", "file": False, "begins": begins, "bad": None}
+        return {
+            "row": row,
+            "where": f"{where}, row {number + 1}",
+            "file": False,
+            "begins": begins,
+            "bad": None,
+        }
 
     return lambda: splits["train"].map(wrap, with_indices=True, remove_columns=columns)
 

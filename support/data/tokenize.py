@@ -1,8 +1,9 @@
 """Tokenise a corpus once, and keep it on disk.
 
-Documents become one long stream of token ids with an end-of-text token between them; examples (conversations, or prompts and
-their completions) lie one after the other, with a mask of what is learned. Neither depends on the length of a block, so
-that one cached corpus serves every --seq_length.
+Documents become one long stream of token ids with an end-of-text token between them; examples
+(conversations, or prompts and their completions) lie one after the other, with a mask of what is
+learned. Neither depends on the length of a block, so that one cached corpus serves every
+--seq_length.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ BAD_ROWS = "bad_rows.json"  # in a folder of the cache
 SHOWN_BAD_ROWS = 10
 
 
-def tokenize_corpus(args, run: Run, tokenizer, name: str, config: str | None = None, validation: str | None = None) -> dict:
-    """Read and tokenise a corpus: once per node, by its first rank, or not at all if an earlier run has.
+def tokenize_corpus(
+    args, run: Run, tokenizer, name: str, config: str | None = None, validation: str | None = None
+) -> dict:
+    """Read and tokenise a corpus: once per node, by its first rank, or not at all if an earlier run
+    has.
 
     Args:
         args: --text_column, --cache_dir, --max_bad_rows.
@@ -70,7 +74,9 @@ def say_bad_rows(bad: list[str], run: Run) -> None:
     for row in bad[:SHOWN_BAD_ROWS]:
         run.warn(f"Left out: {row}")
     if len(bad) > SHOWN_BAD_ROWS:
-        run.warn(f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under dataset.bad_rows.")
+        run.warn(
+            f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under dataset.bad_rows."
+        )
 
 
 def bad_rows_in(folder: str | Path) -> list[str]:
@@ -82,52 +88,74 @@ def bad_rows_in(folder: str | Path) -> list[str]:
     try:
         return json.loads((Path(folder) / BAD_ROWS).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"The cache {folder} cannot be read ({error.strerror}): use another --cache_dir.") from error
+        raise UserError(
+            f"The cache {folder} cannot be read ({error.strerror}): use another --cache_dir."
+        ) from error
 
 
-def tokenize_once(source: Source, tokenizer, cache: Cache, advance: Callable[[int], None], max_bad_rows: int) -> dict:
+def tokenize_once(
+    source: Source, tokenizer, cache: Cache, advance: Callable[[int], None], max_bad_rows: int
+) -> dict:
     """Tokenize a corpus, or find it in the cache from an earlier run.
 
     Args:
         source: the corpus.
-        tokenizer: a Hugging Face tokenizer; one without a chat template gets PLAIN_TEMPLATE if there are conversations.
+        tokenizer: a Hugging Face tokenizer; one without a chat template gets PLAIN_TEMPLATE if
+            there are conversations.
         cache: keeps tokenized corpora.
         advance: gets now and then how many more characters are done.
         max_bad_rows: so many rows that cannot be used are left out; `bad_rows_in` names them.
     Returns:
-        {folder, dtype, notices, splits: {name: {kind, tokens, rows, empty, sha256 of the text}}}; JSON, and small however
+        {folder, dtype, notices, splits: {name: {kind, tokens, rows, empty, sha256 of the text}}};
+        JSON, and small however
         large the corpus is: it goes to all ranks of a node through the store.
     Raises:
         UserError: the cache cannot be written, the text cannot be read, or there are more bad rows.
     """
     template = template_of(tokenizer) or PLAIN_TEMPLATE
-    key = hashlib.sha256(f"{CACHE_VERSION}\0{source.fingerprint}\0{tokenizer_fingerprint(tokenizer)}\0{template}".encode())
-    folder, facts = cache.get(
-        key.hexdigest()[:32], lambda folder: _write_tokens(source, tokenizer, folder, advance, max_bad_rows)
+    key = hashlib.sha256(
+        f"{CACHE_VERSION}\0{source.fingerprint}\0{tokenizer_fingerprint(tokenizer)}\0{template}".encode()
     )
-    refuse_bad_rows(bad_rows_in(folder), max_bad_rows, source.advice)  # an earlier run may have allowed more
+    folder, facts = cache.get(
+        key.hexdigest()[:32],
+        lambda folder: _write_tokens(source, tokenizer, folder, advance, max_bad_rows),
+    )
+    refuse_bad_rows(
+        bad_rows_in(folder), max_bad_rows, source.advice
+    )  # an earlier run may have allowed more
     return {"folder": str(folder), **facts}
 
 
 def of_another_kind(item: Document | Example, kind: str) -> BadRow:
     """What is wrong with an item among others of `kind`."""
-    return BadRow(f"{item.where}: of kind {item.kind} among rows of kind {kind}: a corpus has one kind of rows.")
+    return BadRow(
+        f"{item.where}: of kind {item.kind} among rows of kind {kind}: a corpus has one kind of rows."
+    )
 
 
 def refuse_bad_rows(bad: Sequence[str], allowed: int, advice: str = "") -> None:
     """
     Raises:
-        UserError: there are more bad rows than allowed; it has the line of the first one too many, and the advice.
+        UserError: there are more bad rows than allowed; it has the line of the first one too many,
+            and the advice.
     """
     if len(bad) > allowed:
-        more = f"That is one more than --max_bad_rows {allowed} allows." if allowed else "--max_bad_rows N leaves out up to N."
+        more = (
+            f"That is one more than --max_bad_rows {allowed} allows."
+            if allowed
+            else "--max_bad_rows N leaves out up to N."
+        )
         raise UserError(f"{bad[allowed]} {more}{advice}")
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
     """A digest of everything that decides which tokens a text becomes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    text = (
+        backend.to_str()
+        if backend is not None
+        else json.dumps(sorted(tokenizer.get_vocab().items()))
+    )
     return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()
 
 
@@ -180,7 +208,9 @@ class GoodRows:
         refuse_bad_rows(self.bad, self.allowed, self.advice)
 
 
-def _write_tokens(source: Source, tokenizer, folder: Path, advance: Callable[[int], None], max_bad_rows: int) -> dict:
+def _write_tokens(
+    source: Source, tokenizer, folder: Path, advance: Callable[[int], None], max_bad_rows: int
+) -> dict:
     dtype = "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
     splits, bad, notices = {}, [], []
     for name, open_items in source.splits.items():
@@ -190,11 +220,18 @@ def _write_tokens(source: Source, tokenizer, folder: Path, advance: Callable[[in
         first = next(items, None)
         everything = itertools.chain([] if first is None else [first], items)
         if isinstance(first, Example):
-            tokens = _write_examples(everything, folder / name, tokenizer, dtype, digest, advance, found)
+            tokens = _write_examples(
+                everything, folder / name, tokenizer, dtype, digest, advance, found
+            )
         else:
             tokens = _write_stream(everything, folder / name, tokenizer, dtype, digest, advance)
-        splits[name] = {"kind": found.kind, "tokens": tokens, "rows": found.rows, "empty": found.empty,
-                        "sha256": digest.hexdigest()}  # fmt: skip
+        splits[name] = {
+            "kind": found.kind,
+            "tokens": tokens,
+            "rows": found.rows,
+            "empty": found.empty,
+            "sha256": digest.hexdigest(),
+        }
     (folder / BAD_ROWS).write_text(json.dumps(bad), encoding="utf-8")
     return {"dtype": dtype, "splits": splits, "notices": notices}
 
@@ -208,10 +245,16 @@ def _write_stream(documents, path: Path, tokenizer, dtype: str, digest, advance)
     return tokens
 
 
-def _write_examples(examples, path: Path, tokenizer, dtype: str, digest, advance, found: GoodRows) -> int:
+def _write_examples(
+    examples, path: Path, tokenizer, dtype: str, digest, advance, found: GoodRows
+) -> int:
     use_plain_template(tokenizer, found.kind)
     encoder, end = Encoder(tokenizer), 0
-    with open(f"{path}.bin", "wb") as ids, open(f"{path}.learned.bin", "wb") as learned, open(f"{path}.rows.bin", "wb") as rows:
+    with (
+        open(f"{path}.bin", "wb") as ids,
+        open(f"{path}.learned.bin", "wb") as learned,
+        open(f"{path}.rows.bin", "wb") as rows,
+    ):
         for batch in _batches(examples, BATCH_EXAMPLES):
             for example, row in zip(batch, encoder.encode(batch), strict=True):
                 if isinstance(row, BadRow):
@@ -238,11 +281,17 @@ def _batches(items: Iterable, size: int) -> Iterator[list]:
         yield batch
 
 
-def _token_batches(documents: Iterable[Document], tokenizer, digest, advance) -> Iterator[list[int]]:
-    """Token ids in batches, the end-of-text token between documents; the tokenizer's own threads use all cores."""
+def _token_batches(
+    documents: Iterable[Document], tokenizer, digest, advance
+) -> Iterator[list[int]]:
+    """Token ids in batches, the end-of-text token between documents; the tokenizer's own threads
+    use all cores.
+    """
     between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     any_before = False
-    for begins, ids in DocumentTokenizer(tokenizer).encode((_read(one, digest) for one in documents), advance):
+    for begins, ids in DocumentTokenizer(tokenizer).encode(
+        (_read(one, digest) for one in documents), advance
+    ):
         yield between + ids if begins and any_before else ids
         any_before = True
 

@@ -1,4 +1,5 @@
-"""Files that are whole at any moment: written under another name, flushed to disk, and then renamed.
+"""Files that are whole at any moment: written under another name, flushed to disk, and then
+renamed.
 
 What a process writes under another name remains when the process is killed. A later run removes it
 once nobody can be writing to it any more. How that is known depends on the place:
@@ -36,13 +37,16 @@ LEFTOVERS = re.compile(
     r"|\.partial-([0-9a-f]{8}-.+|step-[0-9]{8})"
 )
 SMALL_FILE_BYTES = 256 << 20  # results.json names every row that was left out
-DEEPEST_JSON = 50  # levels of nesting; what this project writes and DeepSpeed's files have less than 10
+DEEPEST_JSON = (
+    50  # levels of nesting; what this project writes and DeepSpeed's files have less than 10
+)
 EMPTY_LOCK_SECONDS = 3600
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file next to `path`, which gets the name only when it is whole and on disk.
+    """Let `write` fill a file next to `path`, which gets the name only when it is whole and on
+    disk.
 
     Raises:
         OSError: the disk is full, or not writable; `path` is as it was.
@@ -74,7 +78,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def overwrite(path: Path, text: str) -> None:
-    """Replace a file's content in its own blocks, which works on most file systems when the disk is full.
+    """Replace a file's content in its own blocks, which works on most file systems when the disk is
+    full.
 
     Raises:
         OSError: the text needs more blocks, and there are none; the file is as it was.

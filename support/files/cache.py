@@ -1,7 +1,8 @@
-"""Folders of prepared files that several runs, users and hosts may share: written once, verified at every use.
+"""Folders of prepared files that several runs, users and hosts may share: written once, verified at
+every use.
 
-A folder has its files and `meta.json`, which holds their sizes and SHA-256 digests and what the writer says of them. A folder
-that does not match its `meta.json` is written again.
+A folder has its files and `meta.json`, which holds their sizes and SHA-256 digests and what the
+writer says of them. A folder that does not match its `meta.json` is written again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Cache:
         """The folder `name` and the facts about it: found and verified, or written now.
 
         Args:
-            name: must change whenever the content would, so that all runs write the same files under it.
+            name: must change whenever the content would, so that all runs write the same files
+                under it.
             write: fills an empty folder with files and returns the facts, as JSON.
         Raises:
             UserError: the cache cannot be read or written; or what `write` raises.
@@ -63,17 +65,22 @@ class Cache:
             for name, wanted in files.items():
                 _verify(folder / name, **wanted)
         except PermissionError as error:
-            raise UserError(f"The cache {error.filename} may not be read by this user: use --cache_dir.") from error
+            raise UserError(
+                f"The cache {error.filename} may not be read by this user: use --cache_dir."
+            ) from error
         except OSError as error:
             if not os.path.lexists(folder):
                 return None  # or there can be none, which shows when it is written
-            raise Damaged(f"{Path(error.filename or folder).name}: {error.strerror or error}") from error
+            raise Damaged(
+                f"{Path(error.filename or folder).name}: {error.strerror or error}"
+            ) from error
         return facts
 
     def _write(self, folder: Path, write: Callable[[Path], dict]) -> dict:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            # Not tempfile.mkdtemp: its mode is 0700 whatever the umask says, and other users could not read the folder.
+            # Not tempfile.mkdtemp: its mode is 0700 whatever the umask says, and other users could
+            # not read the folder.
             temporary = TemporaryFolder(self.root, ".writing-")
         except OSError as error:
             raise self._not_writable(error) from error
@@ -96,8 +103,8 @@ class Cache:
         except OSError:
             if self._is_whole(folder):
                 return  # another run was faster
-            # Of a damaged folder each file is replaced by itself: a run that uses the folder meanwhile finds every file
-            # at every moment, and keeps what it has mapped.
+            # Of a damaged folder each file is replaced by itself: a run that uses the folder
+            # meanwhile finds every file at every moment, and keeps what it has mapped.
             for file in sorted(written.iterdir(), key=lambda file: file.name == META):
                 os.replace(file, folder / file.name)
             sync_folder(folder)
@@ -110,7 +117,9 @@ class Cache:
             return False
 
     def _not_writable(self, error: OSError) -> UserError:
-        return UserError(f"The cache {self.root} cannot be written ({error.strerror or error}): use --cache_dir.")
+        return UserError(
+            f"The cache {self.root} cannot be written ({error.strerror or error}): use --cache_dir."
+        )
 
 
 def _read_meta(path: Path) -> tuple[dict, dict]:

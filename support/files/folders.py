@@ -1,4 +1,6 @@
-"""Which files of a folder are read: all that are not hidden or empty, or those that --include names."""
+"""Which files of a folder are read: all that are not hidden or empty, or those that --include
+names.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,13 @@ def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:
     there = [file for file in _walk(path, name) if _has_data(file)]
     if not there:
         raise UserError(f"{name}: the folder holds no files, or empty ones only.")
-    files = sorted(file for file in there if include is None or is_included(file.relative_to(path), include))
+    files = sorted(
+        file for file in there if include is None or is_included(file.relative_to(path), include)
+    )
     if not files:
-        raise UserError(f"--include {include}: no file in {name} has such a name; there are {count_types(there)}.")
+        raise UserError(
+            f"--include {include}: no file in {name} has such a name; there are {count_types(there)}."
+        )
     return files
 
 
@@ -58,9 +64,14 @@ def _has_data(file: Path) -> bool:
 
 
 def is_included(file: Path, include: str) -> bool:
-    """Whether one of the patterns fits: a pattern with a slash fits the path in the folder, any other the file's name."""
+    """Whether one of the patterns fits: a pattern with a slash fits the path in the folder, any
+    other the file's name.
+    """
     patterns = [pattern.strip() for pattern in include.split(",")]
-    return any(fnmatchcase(file.as_posix() if "/" in pattern else file.name, pattern) for pattern in patterns)
+    return any(
+        fnmatchcase(file.as_posix() if "/" in pattern else file.name, pattern)
+        for pattern in patterns
+    )
 
 
 def count_types(files: list[Path]) -> str:
@@ -83,7 +94,12 @@ def describe_twins(twins: dict[Path, Path], what: str) -> list[str]:
         twins: each file that is left out, and the earlier one.
         what: they have in common: "content" or "text".
     """
-    lines = [f"{twin} has the same {what} as {first}: used once." for twin, first in list(twins.items())[:SHOWN]]
+    lines = [
+        f"{twin} has the same {what} as {first}: used once."
+        for twin, first in list(twins.items())[:SHOWN]
+    ]
     if len(twins) > SHOWN:
-        lines.append(f"{len(twins) - SHOWN:,} more files have the same {what} as others: each is used once.")
+        lines.append(
+            f"{len(twins) - SHOWN:,} more files have the same {what} as others: each is used once."
+        )
     return lines

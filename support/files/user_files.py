@@ -1,6 +1,7 @@
 """Read the small YAML and JSON files that a user writes.
 
-A file that cannot be used gives one line that names it, whatever is wrong with it: size, nesting, numbers, keys given twice.
+A file that cannot be used gives one line that names it, whatever is wrong with it: size, nesting,
+numbers, keys given twice.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ MOST_NODES = 20_000  # of a YAML file, each use of an alias counted
 
 def printable(text: str) -> str:
     """A text on one line, with escapes for what a terminal would not show."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
 
 
 def shown(value, most: int = 100) -> str:
-    """A value of a user or of a file as a message quotes it: on one line, and shortened in its middle."""
+    """A value of a user or of a file as a message quotes it: on one line, and shortened in its
+    middle.
+    """
     text = printable(str(value))
     if not text.strip():
         return f"'{text}'"
@@ -55,11 +60,13 @@ def read_text(flag: str, path: str, most: int = MOST_CHARACTERS) -> str:
     except ValueError as error:  # a NUL character in the path
         raise UserError(f"{flag} {shown(path)} cannot be read: {error}.") from error
     if len(text) > most:
-        raise UserError(f"{flag} {shown(path)} is longer than {most:,} characters: is it the right file?")
+        raise UserError(
+            f"{flag} {shown(path)} is longer than {most:,} characters: is it the right file?"
+        )
     return text
 
 
-# ------------------------------------------------------------------------------------------------ JSON
+# --------------------------------------------------------------------------------------------- JSON
 
 
 def parse_json(text: str, path: str, loads=json.loads, unique: bool = True):
@@ -79,7 +86,9 @@ def parse_json(text: str, path: str, loads=json.loads, unique: bool = True):
         found = dict(pairs)
         if unique and len(found) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise UserError(f"{shown(path)} gives the key {shown(twice)} twice in one object: leave one out.")
+            raise UserError(
+                f"{shown(path)} gives the key {shown(twice)} twice in one object: leave one out."
+            )
         return found
 
     try:
@@ -104,7 +113,9 @@ def read_json(flag: str, path: str, unique: bool = True, most: int = MOST_CHARAC
     try:
         value = parse_json(read_text(flag, path, most), path, unique=unique)
     except json.JSONDecodeError as error:
-        raise UserError(f"{shown(path)}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
+        raise UserError(
+            f"{shown(path)}, line {error.lineno}, column {error.colno}: {error.msg}."
+        ) from error
     if not isinstance(value, dict):
         raise UserError(f"{shown(path)} must be a JSON object, {{ … }}.")
     return value
@@ -114,16 +125,19 @@ def _too_deep(path: str) -> UserError:
     return UserError(f"{shown(path)} is nested in more than {DEEPEST_JSON} levels.")
 
 
-# ------------------------------------------------------------------------------------------------ YAML
+# --------------------------------------------------------------------------------------------- YAML
 
 
 def read_yaml(flag: str, path: str) -> dict:
-    """The mapping in a YAML file, its values as written: text, True and False, None, or lists and mappings of these.
+    """The mapping in a YAML file, its values as written: text, True and False, None, or lists and
+    mappings of these.
 
-    YAML's own reading of numbers and dates is left out (it takes 010 for 8 and 1:30 for 90): the flags parse their values.
+    YAML's own reading of numbers and dates is left out (it takes 010 for 8 and 1:30 for 90): the
+    flags parse their values.
 
     Raises:
-        UserError: it cannot be read, is not YAML (with line and column), or is no mapping; a key is given twice or is not text.
+        UserError: it cannot be read, is not YAML (with line and column), or is no mapping; a key is
+            given twice or is not text.
     """
     import yaml
 
@@ -145,7 +159,9 @@ def read_yaml(flag: str, path: str) -> dict:
 
 
 class _YamlReader:
-    """Turns YAML's nodes into values, and counts them: aliases can make a short file as large as they like."""
+    """Turns YAML's nodes into values, and counts them: aliases can make a short file as large as
+    they like.
+    """
 
     def __init__(self, path: str):
         self.path, self.nodes = path, 0
@@ -155,7 +171,9 @@ class _YamlReader:
         if level > DEEPEST_JSON:
             raise _too_deep(self.path)
         if self.nodes > MOST_NODES:
-            raise UserError(f"{shown(self.path)}: its aliases (*name) expand to more than {MOST_NODES:,} values.")
+            raise UserError(
+                f"{shown(self.path)}: its aliases (*name) expand to more than {MOST_NODES:,} values."
+            )
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind == "seq":
             return [self.value_of(item, level + 1) for item in node.value]
@@ -173,7 +191,9 @@ class _YamlReader:
         found = {}
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
-                raise self._refuse(key, f"the key {shown(str(key.value))} is not text, as the name of a flag is")
+                raise self._refuse(
+                    key, f"the key {shown(str(key.value))} is not text, as the name of a flag is"
+                )
             if key.value in found:
                 raise self._refuse(key, f"{shown(key.value)} is given twice, leave one out")
             found[key.value] = self.value_of(value, level + 1)
@@ -181,4 +201,6 @@ class _YamlReader:
 
     def _refuse(self, node, problem: str) -> UserError:
         mark = node.start_mark
-        return UserError(f"{shown(self.path)}, line {mark.line + 1}, column {mark.column + 1}: {problem}.")
+        return UserError(
+            f"{shown(self.path)}, line {mark.line + 1}, column {mark.column + 1}: {problem}."
+        )

@@ -1,4 +1,6 @@
-"""What memory depends on in a decoder-only transformer, read from its config.json; no torch, no weights."""
+"""What memory depends on in a decoder-only transformer, read from its config.json; no torch, no
+weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ MOST_OF_CONFIG = 16 << 20  # characters; some list thousands of labels
 
 # The families that are known, and what transformers fills in where their config.json says nothing.
 DEFAULTS = {
-    "gpt2": {"n_positions": 1024, "vocab_size": 50257, "tie_word_embeddings": True, "activation_function": "gelu_new"},
+    "gpt2": {
+        "n_positions": 1024,
+        "vocab_size": 50257,
+        "tie_word_embeddings": True,
+        "activation_function": "gelu_new",
+    },
     "gpt_neox": {"hidden_act": "gelu", "use_parallel_residual": True, "attention_bias": True},
     "llama": {},
     "mistral": {"num_key_value_heads": 8},
@@ -33,7 +40,8 @@ class Architecture:
         limit: the longest block; None if the configuration does not say.
         tied: the output layer is the input embedding.
         activation: of the MLP, by transformers' name.
-        qkv_bias, out_bias, mlp_bias: biases on query, key and value; on attention's output; in the MLP (GPT-2 has all).
+        qkv_bias, out_bias, mlp_bias: biases on query, key and value; on attention's output; in the
+            MLP (GPT-2 has all).
         qk_norm, parallel: a norm on query and key; attention and MLP side by side.
     """
 
@@ -72,7 +80,11 @@ class Architecture:
             return [h, h, 3 * h * h, 3 * h, h * h, h, h, h, h * f, f, f * h, h]
         if self.family == "gpt_neox":
             biases = (3 * h, h) if self.qkv_bias else (0, 0)
-            return [n for n in (h, h, h, h, 3 * h * h, biases[0], h * h, biases[1], h * f, f, f * h, h) if n]
+            return [
+                n
+                for n in (h, h, h, h, 3 * h * h, biases[0], h * h, biases[1], h * f, f, f * h, h)
+                if n
+            ]
         qkv, out = [q, k, k] if self.qkv_bias else [0, 0, 0], h if self.out_bias else 0
         attention = [q * h, qkv[0], k * h, qkv[1], k * h, qkv[2], q * h, out]
         norms = [self.head_dim, self.head_dim] if self.qk_norm else []
@@ -92,30 +104,62 @@ class Architecture:
         return sum(self.parameters())
 
     def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of a block's linear layers, by the ends of their names in transformers, in the model's order."""
+        """Inputs and outputs of a block's linear layers, by the ends of their names in
+        transformers, in the model's order.
+        """
         h, f, q, k = self.hidden, self.intermediate, self.query, self.key
         if self.family == "gpt2":
-            return {"attn.c_attn": (h, 3 * h), "attn.c_proj": (h, h), "mlp.c_fc": (h, f), "mlp.c_proj": (f, h)}
+            return {
+                "attn.c_attn": (h, 3 * h),
+                "attn.c_proj": (h, h),
+                "mlp.c_fc": (h, f),
+                "mlp.c_proj": (f, h),
+            }
         if self.family == "gpt_neox":
-            return {"attention.query_key_value": (h, 3 * h), "attention.dense": (h, h), "mlp.dense_h_to_4h": (h, f),
-                    "mlp.dense_4h_to_h": (f, h)}  # fmt: skip
-        return {"self_attn.q_proj": (h, q), "self_attn.k_proj": (h, k), "self_attn.v_proj": (h, k), "self_attn.o_proj": (q, h),
-                "mlp.gate_proj": (h, f), "mlp.up_proj": (h, f), "mlp.down_proj": (f, h)}  # fmt: skip
+            return {
+                "attention.query_key_value": (h, 3 * h),
+                "attention.dense": (h, h),
+                "mlp.dense_h_to_4h": (h, f),
+                "mlp.dense_4h_to_h": (f, h),
+            }
+        return {
+            "self_attn.q_proj": (h, q),
+            "self_attn.k_proj": (h, k),
+            "self_attn.v_proj": (h, k),
+            "self_attn.o_proj": (q, h),
+            "mlp.gate_proj": (h, f),
+            "mlp.up_proj": (h, f),
+            "mlp.down_proj": (f, h),
+        }
 
     def is_matrix(self, numel: int) -> bool:
         """Whether a parameter of so many elements is a matrix (weight decay) and no bias or norm."""
         return numel > max(3 * self.hidden, self.intermediate, self.query)
 
 
-def gpt2(layers: int, heads: int, hidden: int, vocabulary: int = 50257, positions: int = 1024) -> Architecture:
+def gpt2(
+    layers: int, heads: int, hidden: int, vocabulary: int = 50257, positions: int = 1024
+) -> Architecture:
     """A GPT-2 of any size."""
     return Architecture(
-        "gpt2", layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocabulary, positions, positions, True, "gelu_new"
+        "gpt2",
+        layers,
+        hidden,
+        heads,
+        heads,
+        hidden // heads,
+        4 * hidden,
+        vocabulary,
+        positions,
+        positions,
+        True,
+        "gelu_new",
     )
 
 
 def find_architecture(model: str) -> Architecture:
-    """The architecture of one of GPT-2's sizes, of the embedded model, or of a config.json (the file, or its folder).
+    """The architecture of one of GPT-2's sizes, of the embedded model, or of a config.json (the
+    file, or its folder).
 
     Raises:
         UserError: no such file, or none that this planner knows.
@@ -128,32 +172,50 @@ def find_architecture(model: str) -> Architecture:
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         sizes = ", ".join((EMBEDDED_MODEL, *GPT2_SHAPES))
-        raise UserError(f"--model {model}: no such file or folder. Name one of {sizes}, a local model folder, or a config.json "
-                        "(of a model on the hub: download that one file).")  # fmt: skip
-    return read_architecture(read_json("--model", str(path), unique=False, most=MOST_OF_CONFIG), str(path))
+        raise UserError(
+            f"--model {model}: no such file or folder. Name one of {sizes}, a local model folder, or a config.json "
+            "(of a model on the hub: download that one file)."
+        )
+    return read_architecture(
+        read_json("--model", str(path), unique=False, most=MOST_OF_CONFIG), str(path)
+    )
 
 
 def checked_size(name: str, value, path: str) -> int:
     """A size in a config.json.
 
     Raises:
-        UserError: it is no whole number, or larger than any model's: what is computed from it would take hours.
+        UserError: it is no whole number, or larger than any model's: what is computed from it would
+            take hours.
     """
     most = 10_000 if "layer" in name else 10**8
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise UserError(f"--model {path}: {name} is {shown(str(value))}, and must be a whole number from 1 to {most:,}.")
+        raise UserError(
+            f"--model {path}: {name} is {shown(str(value))}, and must be a whole number from 1 to {most:,}."
+        )
     return value
 
 
-SIZES = ("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "num_attention_heads", "n_head", "vocab_size",
-         "n_positions", "max_position_embeddings")  # fmt: skip
+SIZES = (
+    "num_hidden_layers",
+    "n_layer",
+    "hidden_size",
+    "n_embd",
+    "num_attention_heads",
+    "n_head",
+    "vocab_size",
+    "n_positions",
+    "max_position_embeddings",
+)
 
 
 def check_config(path: str) -> None:
-    """A config.json whose sizes transformers can build: it would fill all memory with a thousand million layers.
+    """A config.json whose sizes transformers can build: it would fill all memory with a thousand
+    million layers.
 
     Raises:
-        UserError: it cannot be read, is no JSON, or has a size that is no whole number or too large.
+        UserError: it cannot be read, is no JSON, or has a size that is no whole number or too
+            large.
     """
     config = read_json("--model", path, unique=False, most=MOST_OF_CONFIG)
     for part in (config, config.get("text_config")):
@@ -170,8 +232,13 @@ def read_architecture(config: dict, path: str) -> Architecture:
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in DEFAULTS:
-        raise UserError(f"--model {path} is a {shown(str(family))}: this planner knows {', '.join(DEFAULTS)}.")
-    config = {**DEFAULTS[family], **{key: value for key, value in config.items() if value is not None}}
+        raise UserError(
+            f"--model {path} is a {shown(str(family))}: this planner knows {', '.join(DEFAULTS)}."
+        )
+    config = {
+        **DEFAULTS[family],
+        **{key: value for key, value in config.items() if value is not None},
+    }
 
     def size(name: str, default: int | None = None) -> int:
         return checked_size(name, config.get(name, default), path)
@@ -183,15 +250,26 @@ def read_architecture(config: dict, path: str) -> Architecture:
     if family == "gpt2":
         shape = gpt2(size("n_layer"), heads, hidden, size("vocab_size"), size("n_positions"))
         tied, activation = config["tie_word_embeddings"], config["activation_function"]
-        return replace(shape, intermediate=size("n_inner", 4 * hidden), tied=bool(tied), activation=activation)
+        return replace(
+            shape, intermediate=size("n_inner", 4 * hidden), tied=bool(tied), activation=activation
+        )
     neox = family == "gpt_neox"
     return Architecture(
-        family="gpt_neox" if neox else "llama", layers=size("num_hidden_layers"), hidden=hidden, heads=heads,
-        kv_heads=size("num_key_value_heads", heads), head_dim=size("head_dim", hidden // heads),
-        intermediate=size("intermediate_size"), vocabulary=size("vocab_size"), positions=0,
+        family="gpt_neox" if neox else "llama",
+        layers=size("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", hidden // heads),
+        intermediate=size("intermediate_size"),
+        vocabulary=size("vocab_size"),
+        positions=0,
         limit=size("max_position_embeddings") if "max_position_embeddings" in config else None,
         tied=bool(config.get("tie_word_embeddings", False)),
-        activation=config.get("hidden_act", "silu"), qkv_bias=family == "qwen2" or config.get("attention_bias", False),
-        out_bias=family != "qwen2" and config.get("attention_bias", False), mlp_bias=config.get("mlp_bias", False),
-        qk_norm=family == "qwen3", parallel=config.get("use_parallel_residual", False),
-    )  # fmt: skip
+        activation=config.get("hidden_act", "silu"),
+        qkv_bias=family == "qwen2" or config.get("attention_bias", False),
+        out_bias=family != "qwen2" and config.get("attention_bias", False),
+        mlp_bias=config.get("mlp_bias", False),
+        qk_norm=family == "qwen3",
+        parallel=config.get("use_parallel_residual", False),
+    )

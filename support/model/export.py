@@ -4,8 +4,8 @@
     model.safetensors                                        or several files and model.safetensors.index.json
     README.md                                                the model card
 
-Weights are written one by one, each straight to its place in its file, so that exporting needs the memory of the largest
-weight on one rank and not of a second model, on any rank.
+Weights are written one by one, each straight to its place in its file, so that exporting needs the
+memory of the largest weight on one rank and not of a second model, on any rank.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
         earlier: results.json of the run that --resume continues.
     """
     exported = (earlier or {}).get("export")
-    own = not args.export_hf or (isinstance(exported, dict) and exported.get("folder") == args.export_hf)
+    own = not args.export_hf or (
+        isinstance(exported, dict) and exported.get("folder") == args.export_hf
+    )
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite, own)
 
 
@@ -102,11 +104,20 @@ def export_model(model, state, blueprint, target: Target, args, run, card: str) 
         run.temporary += writing.paths
         errors.attempt(describe, blueprint, folder, dtype, args.merge_lora)
     if blueprint.lora and args.merge_lora:
-        adapters = {name: weight.clone() if folder else None for name, weight in state.whole_weights()}
+        adapters = {
+            name: weight.clone() if folder else None for name, weight in state.whole_weights()
+        }
         if folder:
             errors.attempt(_write_merged, adapters, blueprint, folder, dtype, run)
     else:
-        _write_trained(state, models.persistent_buffers(getattr(model, "module", model)), blueprint, folder, dtype, errors)
+        _write_trained(
+            state,
+            models.persistent_buffers(getattr(model, "module", model)),
+            blueprint,
+            folder,
+            dtype,
+            errors,
+        )
     final = None
     if folder:
         errors.attempt(write_text, folder / "README.md", card)
@@ -118,7 +129,9 @@ def export_model(model, state, blueprint, target: Target, args, run, card: str) 
     named = target.named
     if final != target.folder:
         named = named.with_name(final.name)
-        run.warn(f"{target.named} holds another run's export, which is kept: use --overwrite to replace it.")
+        run.warn(
+            f"{target.named} holds another run's export, which is kept: use --overwrite to replace it."
+        )
     run.say(f"🤗 {named}")
     peaks = run.gather(memory.host_bytes()[1])
     return {"folder": str(named), "seconds": time.monotonic() - begun, "host_peak_bytes": peaks}
@@ -140,11 +153,15 @@ def rescue_weights(
     """
     if checkpoint:
         convert = f"python scripts/convert_checkpoint.py {checkpoint} --to hf FOLDER"
-        return TrainingError(f"{failed} The trained weights are in {checkpoint}: `{convert}` exports them, and so does "
-                             "the same run with --resume.")  # fmt: skip
+        return TrainingError(
+            f"{failed} The trained weights are in {checkpoint}: `{convert}` exports them, and so does "
+            "the same run with --resume."
+        )
     folder = None
     if run.is_main:
-        folder = FirstError().attempt(lambda: Path(tempfile.mkdtemp(prefix="distributed_training_export_")))
+        folder = FirstError().attempt(
+            lambda: Path(tempfile.mkdtemp(prefix="distributed_training_export_"))
+        )
     folder = run.from_main(folder)
     if folder:
         try:
@@ -152,15 +169,24 @@ def rescue_weights(
             return TrainingError(f"{failed} The trained model was written to {folder} instead.")
         except ExportFailed as error:
             return TrainingError(f"{failed} The trained weights are lost: {error}")
-    return TrainingError(f"{failed} The trained weights are lost: the temporary folder is not writable.")
+    return TrainingError(
+        f"{failed} The trained weights are lost: the temporary folder is not writable."
+    )
 
 
-def _write_trained(state, buffers: dict, blueprint, folder: Path | None, dtype: torch.dtype, errors: FirstError) -> None:
-    """What was trained: the model, or its adapters. Every rank calls it; one without a folder only gives its share."""
+def _write_trained(
+    state, buffers: dict, blueprint, folder: Path | None, dtype: torch.dtype, errors: FirstError
+) -> None:
+    """What was trained: the model, or its adapters. Every rank calls it; one without a folder only
+    gives its share.
+    """
     rename, buffers = (lora.peft_name, {}) if blueprint.lora else (str, buffers)
     files = None
     if folder:
-        announced = {rename(name): torch.empty(shape, dtype=dtype, device="meta") for name, shape in state.shapes.items()}
+        announced = {
+            rename(name): torch.empty(shape, dtype=dtype, device="meta")
+            for name, shape in state.shapes.items()
+        }
         announced |= {name: buffer.to("meta") for name, buffer in buffers.items()}
         stem = "adapter_model" if blueprint.lora else "model"
         files = errors.attempt(WeightFiles, folder, announced, FILE_BYTES, stem)
@@ -177,10 +203,19 @@ def _write_merged(adapters: dict, blueprint, folder: Path, dtype: torch.dtype, r
     """The whole model, its weights read again from where it came from, with the adapters added; on
     rank 0."""
     model = blueprint.load(run, dtype="auto")  # only mapped
-    whole = {lora.base_name(name): weight for name, weight in model.named_parameters() if name not in adapters}
+    whole = {
+        lora.base_name(name): weight
+        for name, weight in model.named_parameters()
+        if name not in adapters
+    }
     buffers = models.persistent_buffers(model)
-    announced = {name: torch.empty(weight.shape, dtype=dtype, device="meta") for name, weight in whole.items()}
-    files = WeightFiles(folder, announced | {name: buffer.to("meta") for name, buffer in buffers.items()})
+    announced = {
+        name: torch.empty(weight.shape, dtype=dtype, device="meta")
+        for name, weight in whole.items()
+    }
+    files = WeightFiles(
+        folder, announced | {name: buffer.to("meta") for name, buffer in buffers.items()}
+    )
     for name, weight in itertools.chain(lora.merged(model, adapters), buffers.items()):
         files.write(name, weight)
     files.check_complete()
@@ -250,39 +285,61 @@ def check_room(args, run, target: Target, output_dir: Path, blueprint, saves: in
         return
     least, most = Counter(), Counter()  # bytes on each disk
     if not (args.no_export or args.eval_only):
-        exported = blueprint.trainable if blueprint.lora and not args.merge_lora else blueprint.parameters
+        exported = (
+            blueprint.trainable if blueprint.lora and not args.merge_lora else blueprint.parameters
+        )
         least[_disk(target.folder)] += exported * models.DTYPES[args.export_dtype].itemsize
     most |= least
     if saves:
         checkpoint = 12 * blueprint.trainable
         least[_disk(output_dir)] += checkpoint
-        most[_disk(output_dir)] += checkpoint * min(saves, args.keep_last + 1 if args.keep_last else saves)
+        most[_disk(output_dir)] += checkpoint * min(
+            saves, args.keep_last + 1 if args.keep_last else saves
+        )
     for disk, size in least.items():
         usage = shutil.disk_usage(disk)
         if usage.total == 0:  # the file system does not report its size
             continue
         text = f"{disk} has {usage.free / 2**30:.2f} GB free, and "
         if size > usage.free:
-            what = "the export" if disk != _disk(output_dir) or not saves else "a checkpoint with the export"
-            raise UserError(f"{text}{what} of this run needs {size / 2**30:.2f} GB there: free some space, or name another "
-                            "folder with --output_dir or --export_hf (--no_export leaves the export out).")  # fmt: skip
+            what = (
+                "the export"
+                if disk != _disk(output_dir) or not saves
+                else "a checkpoint with the export"
+            )
+            raise UserError(
+                f"{text}{what} of this run needs {size / 2**30:.2f} GB there: free some space, or name another "
+                "folder with --output_dir or --export_hf (--no_export leaves the export out)."
+            )
         if most[disk] > usage.free:
-            run.warn(f"{text}all that this run keeps there needs {most[disk] / 2**30:.2f} GB: --keep_last 2 keeps only "
-                     "the newest checkpoints.")  # fmt: skip
+            run.warn(
+                f"{text}all that this run keeps there needs {most[disk] / 2**30:.2f} GB: --keep_last 2 keeps only "
+                "the newest checkpoints."
+            )
 
 
 def _disk(folder: Path) -> Path:
     """The mount point of the disk that holds `folder`, or will hold it."""
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-    return next(parent for parent in (existing, *existing.parents) if os.path.ismount(parent) or parent == parent.parent)
+    existing = next(
+        parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir()
+    )
+    return next(
+        parent
+        for parent in (existing, *existing.parents)
+        if os.path.ismount(parent) or parent == parent.parent
+    )
 
 
-def describe(blueprint, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
-    """Write all of a model but its weights: configuration, generation configuration and tokenizer; of adapters, theirs.
+def describe(
+    blueprint, folder: Path, dtype: torch.dtype | None = None, whole: bool = False
+) -> None:
+    """Write all of a model but its weights: configuration, generation configuration and tokenizer;
+    of adapters, theirs.
 
     Args:
         dtype: the weights' type, noted in the configuration; None leaves it as it is.
-        whole: describe the model itself although it has adapters, which have been added to its weights.
+        whole: describe the model itself although it has adapters, which have been added to its
+            weights.
     """
     folder.mkdir(exist_ok=True)
     blueprint.tokenizer.save_pretrained(folder)
@@ -300,7 +357,9 @@ def describe(blueprint, folder: Path, dtype: torch.dtype | None = None, whole: b
     config.save_pretrained(folder)
     try:
         blueprint.generation.save_pretrained(folder)
-    except ValueError:  # older versions of transformers refuse to write what some models were published with
+    except (
+        ValueError
+    ):  # older versions of transformers refuse to write what some models were published with
         write_text(folder / "generation_config.json", blueprint.generation.to_json_string())
 
 
@@ -314,8 +373,14 @@ def model_card(facts: dict, identity: dict) -> str:
     base, dataset = facts["model"], (facts.get("dataset") or {}).get("name")
     scratch = identity["told"].get("from_scratch") or base == EMBEDDED_MODEL
     hyperparameters = {**identity["soft"], **identity["told"], "from_scratch": scratch}
-    adapters = identity["hard"] if "lora_r" in identity["hard"] and not facts.get("merged") else None
-    metadata = ["---", f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation"]
+    adapters = (
+        identity["hard"] if "lora_r" in identity["hard"] and not facts.get("merged") else None
+    )
+    metadata = [
+        "---",
+        f"library_name: {'peft' if adapters else 'transformers'}",
+        "pipeline_tag: text-generation",
+    ]
     metadata += [f"base_model: {base}"] if not scratch and not is_local_model(base) else []
     metadata += ["---"]
     results = {
@@ -327,11 +392,18 @@ def model_card(facts: dict, identity: dict) -> str:
         "Optimizer steps": facts.get("steps"),
         "Tokens per second": facts.get("tokens_per_second"),
     }
-    versions = ", ".join(f"{name} {number}" for name, number in (facts.get("versions") or {}).items())
+    versions = ", ".join(
+        f"{name} {number}" for name, number in (facts.get("versions") or {}).items()
+    )
     parts = [
         "\n".join(metadata),
-        f"# {Path(base).name}, {'trained' if scratch else 'fine-tuned'}" + (f" on {dataset}" if dataset else "")
-        + (f": LoRA adapters, r {adapters['lora_r']}, alpha {adapters['lora_alpha']:g}" if adapters else ""),
+        f"# {Path(base).name}, {'trained' if scratch else 'fine-tuned'}"
+        + (f" on {dataset}" if dataset else "")
+        + (
+            f": LoRA adapters, r {adapters['lora_r']}, alpha {adapters['lora_alpha']:g}"
+            if adapters
+            else ""
+        ),
         f"{facts['parameters']:,} parameters; {'random weights of the architecture of' if scratch else 'base model'} `{base}`. "
         f"Trained with `real_model_example.py --strategy {facts['strategy']}` on {facts['world_size']} {_devices(facts)}.",
         "## Results\n\n" + _table(results.items(), "Measured"),
@@ -339,7 +411,11 @@ def model_card(facts: dict, identity: dict) -> str:
     ]
     if facts.get("dataset"):
         streamed = facts["dataset"].get("streaming")
-        of = "its files' names, sizes, beginnings and ends, or of its commit," if streamed else "the corpus"
+        of = (
+            "its files' names, sizes, beginnings and ends, or of its commit,"
+            if streamed
+            else "the corpus"
+        )
         parts.append(f"Data: {dataset}, SHA-256 of {of} `{facts['dataset'].get('sha256')}`.")
     if versions:
         parts.append(f"Versions: {versions}.")

@@ -45,17 +45,28 @@ def generate(model, casting, blueprint: Blueprint, args, run: Run) -> str:
 
     limit = max_positions(blueprint.config)
     with torch.compiler.set_stance("force_eager"):  # what was compiled is for blocks of one length
-        text = sample_text(forward, blueprint.tokenizer, args.generate, run.device, limit, args.seed)
+        text = sample_text(
+            forward, blueprint.tokenizer, args.generate, run.device, limit, args.seed
+        )
     run.say(f"💬 {text}")
     return text
 
 
 @torch.no_grad()
-def sample_text(forward: Callable, tokenizer, prompt: str, device: torch.device, positions: int | None, seed: int) -> str:
-    """Continue a prompt by up to NEW_TOKENS tokens; every rank calls it, and all return the same text.
+def sample_text(
+    forward: Callable,
+    tokenizer,
+    prompt: str,
+    device: torch.device,
+    positions: int | None,
+    seed: int,
+) -> str:
+    """Continue a prompt by up to NEW_TOKENS tokens; every rank calls it, and all return the same
+    text.
 
-    transformers' `generate` would let each rank choose for itself. Where layers are gathered for one forward pass at a time
-    (zero3, infinity, fsdp) a rank that ends a token earlier than the others would leave them waiting for ever.
+    transformers' `generate` would let each rank choose for itself. Where layers are gathered for
+    one forward pass at a time (zero3, infinity, fsdp) a rank that ends a token earlier than the
+    others would leave them waiting for ever.
 
     Args:
         forward: the model's forward pass; keyword arguments as transformers has them.
@@ -70,10 +81,16 @@ def sample_text(forward: Callable, tokenizer, prompt: str, device: torch.device,
     generator = torch.Generator().manual_seed(seed)
     cache, end = None, tokenizer.eos_token_id
     for _ in range(min(NEW_TOKENS, room + 1 - ids.shape[1])):
-        out = forward(input_ids=ids if cache is None else ids[:, -1:], past_key_values=cache, use_cache=True)
-        cache = getattr(out, "past_key_values", None)  # some architectures have none: then the whole text is computed again
+        out = forward(
+            input_ids=ids if cache is None else ids[:, -1:], past_key_values=cache, use_cache=True
+        )
+        cache = getattr(
+            out, "past_key_values", None
+        )  # some architectures have none: then the whole text is computed again
         likeliest = out.logits[0, -1].float().cpu().topk(min(TOP_K, out.logits.shape[-1]))
-        choice = torch.multinomial(torch.softmax(likeliest.values / TEMPERATURE, 0), 1, generator=generator)
+        choice = torch.multinomial(
+            torch.softmax(likeliest.values / TEMPERATURE, 0), 1, generator=generator
+        )
         chosen = likeliest.indices[choice].to(device)
         dist.broadcast(chosen, src=0)
         if chosen.item() == end:

@@ -1,9 +1,10 @@
 """The next-token loss, computed from chunks of the logits.
 
-The logits of a batch ([tokens, vocabulary]) and what cross_entropy derives from them are the largest tensors of a step:
-for GPT-2 and 4,096 tokens 2.3 GB. Here the output layer returns the loss itself: it computes the logits of some hundred tokens,
-their loss and its gradient, and frees them before the next ones. PyTorch 2.13 has the same method as
-torch.nn.functional.linear_cross_entropy, but older versions do not, and it ignores autocast.
+The logits of a batch ([tokens, vocabulary]) and what cross_entropy derives from them are the
+largest tensors of a step: for GPT-2 and 4,096 tokens 2.3 GB. Here the output layer returns the loss
+itself: it computes the logits of some hundred tokens, their loss and its gradient, and frees them
+before the next ones. PyTorch 2.13 has the same method as torch.nn.functional.linear_cross_entropy,
+but older versions do not, and it ignores autocast.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from torch import nn
 from support.cli.flags import LOGITS_CHUNK
 from support.data.batches import IGNORED
 
-COMPUTED_IN_BACKWARD = (torch.float16,)  # types whose gradients need the loss scaler's factor, see ChunkedLoss
+COMPUTED_IN_BACKWARD = (
+    torch.float16,
+)  # types whose gradients need the loss scaler's factor, see ChunkedLoss
 
 
 def returns_plain_logits(model: nn.Module) -> bool:
     """Whether a model's logits are its output layer's result, with nothing done to them afterwards.
 
-    Some models scale or cap their logits (Gemma 2, Cohere, Granite), or have adapters on the output layer.
+    Some models scale or cap their logits (Gemma 2, Cohere, Granite), or have adapters on the output
+    layer.
 
     Args:
         model: a causal language model on the meta device; its type may be changed.
@@ -33,14 +37,20 @@ def returns_plain_logits(model: nn.Module) -> bool:
     if type(head) is not nn.Linear:
         return False
     outputs: list[tuple[torch.Tensor, int]] = []
-    hook = head.register_forward_hook(lambda _module, _inputs, output: outputs.append((output, output._version)))
+    hook = head.register_forward_hook(
+        lambda _module, _inputs, output: outputs.append((output, output._version))
+    )
     try:
         # Experts are multiplied together by a kernel that on the meta device takes bf16 only.
         for dtype in (torch.float32, torch.bfloat16):
             with contextlib.suppress(Exception), torch.no_grad():
                 ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
                 logits = model.to(dtype)(input_ids=ids, use_cache=False).logits
-                return len(outputs) == 1 and logits is outputs[0][0] and logits._version == outputs[0][1]
+                return (
+                    len(outputs) == 1
+                    and logits is outputs[0][0]
+                    and logits._version == outputs[0][1]
+                )
             outputs.clear()
         return False  # a model that looks at its values cannot run on the meta device
     finally:
@@ -48,10 +58,12 @@ def returns_plain_logits(model: nn.Module) -> bool:
 
 
 class OutputLayer(nn.Linear):
-    """A model's output layer. Inside `loss_in_place_of_logits` it returns the loss, otherwise logits.
+    """A model's output layer. Inside `loss_in_place_of_logits` it returns the loss, otherwise
+    logits.
 
     Attributes:
-        targets: [batch, length], the token that follows each position, or IGNORED; None: return logits.
+        targets: [batch, length], the token that follows each position, or IGNORED; None: return
+            logits.
         divisor: a scalar tensor by which the summed loss is divided.
         kept_bytes: size of the gradients that the last loss holds until backward.
     """
@@ -66,7 +78,9 @@ class OutputLayer(nn.Linear):
         model.get_output_embeddings().__class__ = cls
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[batch, length, hidden size] to logits [batch, length, vocabulary], or to the loss, a scalar in fp32."""
+        """[batch, length, hidden size] to logits [batch, length, vocabulary], or to the loss, a
+        scalar in fp32.
+        """
         if self.targets is None:
             return super().forward(hidden)
         return self._loss(hidden)
@@ -80,10 +94,14 @@ class OutputLayer(nn.Linear):
         targets = self.targets.flatten()
         with torch.autocast(device, enabled=False):
             if not torch.is_grad_enabled():
-                return _loss_and_gradients(inputs, targets, 1 / self.divisor, dtype, needed=(False, False, False))[0]
+                return _loss_and_gradients(
+                    inputs, targets, 1 / self.divisor, dtype, needed=(False, False, False)
+                )[0]
             loss = ChunkedLoss.apply(*inputs, targets, self.divisor, dtype)
         if loss.requires_grad and dtype not in COMPUTED_IN_BACKWARD:
-            self.kept_bytes = sum(saved.nbytes for saved in loss.grad_fn.saved_tensors if saved is not None)
+            self.kept_bytes = sum(
+                saved.nbytes for saved in loss.grad_fn.saved_tensors if saved is not None
+            )
         return loss
 
 
@@ -91,7 +109,8 @@ class OutputLayer(nn.Linear):
 def loss_in_place_of_logits(
     model: nn.Module, targets: torch.Tensor, divisor: torch.Tensor
 ) -> Iterator[bool]:
-    """Let the model return the loss in the place of its logits, if its output layer is an OutputLayer.
+    """Let the model return the loss in the place of its logits, if its output layer is an
+    OutputLayer.
 
     Args:
         model: as wrapped by the strategy.
@@ -113,9 +132,9 @@ def loss_in_place_of_logits(
 class ChunkedLoss(torch.autograd.Function):
     """Cross entropy of a linear layer's output, summed over the tokens and divided by `divisor`.
 
-    The gradients are computed together with the loss, from the same logits; backward only multiplies them. In fp16 most of
-    them would be rounded to 0 without the factor of the loss scaler, which is known in backward: there the logits are
-    computed a second time.
+    The gradients are computed together with the loss, from the same logits; backward only
+    multiplies them. In fp16 most of them would be rounded to 0 without the factor of the loss
+    scaler, which is known in backward: there the logits are computed a second time.
     """
 
     @staticmethod
@@ -132,8 +151,12 @@ class ChunkedLoss(torch.autograd.Function):
         """
         ctx.dtype, ctx.in_backward = dtype, dtype in COMPUTED_IN_BACKWARD
         needed = [wanted and not ctx.in_backward for wanted in ctx.needs_input_grad[:3]]
-        loss, gradients = _loss_and_gradients((hidden, weight, bias), targets, 1 / divisor, dtype, needed)
-        ctx.save_for_backward(*((hidden, weight, bias, targets, divisor) if ctx.in_backward else gradients))
+        loss, gradients = _loss_and_gradients(
+            (hidden, weight, bias), targets, 1 / divisor, dtype, needed
+        )
+        ctx.save_for_backward(
+            *((hidden, weight, bias, targets, divisor) if ctx.in_backward else gradients)
+        )
         return loss
 
     @staticmethod
@@ -145,7 +168,10 @@ class ChunkedLoss(torch.autograd.Function):
             inputs, needed = (hidden, weight, bias), ctx.needs_input_grad[:3]
             _, gradients = _loss_and_gradients(inputs, targets, factor / divisor, ctx.dtype, needed)
         else:
-            gradients = [None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors]
+            gradients = [
+                None if gradient is None else gradient.mul_(factor)
+                for gradient in ctx.saved_tensors
+            ]
         return *gradients, None, None, None
 
 
@@ -153,7 +179,8 @@ def _loss_and_gradients(inputs, targets, scale, dtype, needed):
     """The loss of all chunks, and its gradients, multiplied by `scale`.
 
     Args:
-        inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or None.
+        inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
+            None.
         targets: [tokens].
         scale: a scalar tensor in fp32.
         dtype: of the matrix multiplications; sums over chunks are in fp32.
@@ -176,7 +203,8 @@ def _loss_and_gradients(inputs, targets, scale, dtype, needed):
         if not any(needed):
             del logits, log_p
             continue
-        # The derivative by the logits is p - 1 for the target and p for all others. expm1 is exact where p is almost 1.
+        # The derivative by the logits is p - 1 for the target and p for all others. expm1 is exact
+        # where p is almost 1.
         derivative = log_p.exp_().scatter_(1, target, log_p_of_target.expm1())
         grad_logits = torch.mul(derivative, (valid * scale)[:, None], out=logits)
         if needed[0]:
@@ -189,7 +217,9 @@ def _loss_and_gradients(inputs, targets, scale, dtype, needed):
             grad_bias += grad_logits.sum(0, dtype=torch.float32)
         del logits, log_p, derivative, grad_logits  # before those of the next part are allocated
     gradients = (grad_hidden, grad_weight, grad_bias)
-    return loss * scale, [g if g is None else g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
+    return loss * scale, [
+        g if g is None else g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)
+    ]
 
 
 def _chunks(tokens: int, vocabulary: int, device: str) -> list[slice]:

@@ -1,8 +1,9 @@
 """Find a model: its architecture, its tokenizer and a local folder with its weights.
 
-Whatever --model names ends as a local folder, and every strategy loads that folder in its own way. Random weights,
-too: they are drawn once per node from the seed and saved to a temporary folder, because ZeRO-3 would draw other
-numbers than an unsharded model, and then the strategies could not be compared.
+Whatever --model names ends as a local folder, and every strategy loads that folder in its own way.
+Random weights, too: they are drawn once per node from the seed and saved to a temporary folder,
+because ZeRO-3 would draw other numbers than an unsharded model, and then the strategies could not
+be compared.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from support.model.loss import OutputLayer, returns_plain_logits
 
 END_OF_TEXT = "<|endoftext|>"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NO_REMOTE_CODE = {"trust_remote_code": False}  # without it transformers asks on the terminal whether to run code
+NO_REMOTE_CODE = {
+    "trust_remote_code": False
+}  # without it transformers asks on the terminal whether to run code
 
 
 @dataclass
@@ -54,14 +57,17 @@ class Blueprint:
         weights: local folder that `load` reads.
         seed: for weights that the folder lacks.
         lora: the adapters that it gets, if any.
-        random: the weights, or rows of the embedding, were drawn from the seed for this run, and lie nowhere else.
+        random: the weights, or rows of the embedding, were drawn from the seed for this run, and
+            lie nowhere else.
         parameters: how many it has, the adapters' among them; tied weights count once.
         trainable: how many of them are trained.
-        matmul_parameters, trainable_matmul: those that take part in matrix multiplications, and are trained there.
+        matmul_parameters, trainable_matmul: those that take part in matrix multiplications, and are
+            trained there.
         largest_parameter: elements of the largest one.
         tied: the output layer shares the input embedding's weights.
         chunked_loss: the output layer computes the loss, in chunks; see support/model/loss.py.
-        own_settings: values in the configuration that the run has replaced, and an exported model keeps.
+        own_settings: values in the configuration that the run has replaced, and an exported model
+            keeps.
     """
 
     config: transformers.PretrainedConfig
@@ -92,7 +98,9 @@ class Blueprint:
         self.tied = head is not None and head.weight in lookups
         lookups -= {head.weight} if self.tied else set()
         self.matmul_parameters = self.parameters - sum(sizes[weight] for weight in lookups)
-        self.trainable_matmul = self.trainable - sum(sizes[weight] for weight in lookups if weight.requires_grad)
+        self.trainable_matmul = self.trainable - sum(
+            sizes[weight] for weight in lookups if weight.requires_grad
+        )
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:
@@ -106,11 +114,15 @@ class Blueprint:
         return self._prepare(model)
 
     def load(self, run: Run, dtype: torch.dtype | str = torch.float32) -> nn.Module:
-        """The model with its weights, on the CPU. With dtype "auto" they are only mapped from the file, not copied."""
+        """The model with its weights, on the CPU. With dtype "auto" they are only mapped from the
+        file, not copied.
+        """
         torch.manual_seed(self.seed)  # for weights that a checkpoint lacks
         model, info = from_folder(self.weights, self.config, dtype)
         if info["missing_keys"]:
-            names = ", ".join(sorted(info["missing_keys"])[:3]) + (" …" if len(info["missing_keys"]) > 3 else "")
+            names = ", ".join(sorted(info["missing_keys"])[:3]) + (
+                " …" if len(info["missing_keys"]) > 3 else ""
+            )
             run.warn(f"The checkpoint has no weights for {names}: they start random.")
         return self._prepare(model)
 
@@ -122,20 +134,31 @@ class Blueprint:
         return model
 
 
-def from_folder(folder: str, config, dtype: torch.dtype | str = torch.float32) -> tuple[nn.Module, dict]:
+def from_folder(
+    folder: str, config, dtype: torch.dtype | str = torch.float32
+) -> tuple[nn.Module, dict]:
     """`from_pretrained` with errors of one line. Attention is SDPA wherever the model has it."""
     try:
         return AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True, local_files_only=True, **as_dtype(dtype), **NO_REMOTE_CODE
+            folder,
+            config=config,
+            output_loading_info=True,
+            local_files_only=True,
+            **as_dtype(dtype),
+            **NO_REMOTE_CODE,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--model: the weights in {folder} cannot be loaded: {first_line(error)}") from error
+        raise UserError(
+            f"--model: the weights in {folder} cannot be loaded: {first_line(error)}"
+        ) from error
 
 
 def from_config(config) -> nn.Module:
     """A new model in fp32."""
     # From a copy, because transformers notes the type in the configuration that it is given.
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config), **as_dtype(torch.float32), **NO_REMOTE_CODE)
+    return AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), **as_dtype(torch.float32), **NO_REMOTE_CODE
+    )
 
 
 def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, run: Run) -> None:
@@ -150,7 +173,10 @@ def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, run: Run) -> No
 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(sharded, {} if whole is None else whole.state_dict(), options=options)
-    for name, buffer in sharded.named_buffers():  # rotary frequencies and the like are in no state dict
+    for (
+        name,
+        buffer,
+    ) in sharded.named_buffers():  # rotary frequencies and the like are in no state dict
         buffer.data = buffer.data.to(run.device)  # also where the parameters stay on the CPU
         if whole is not None:
             buffer.copy_(whole.get_buffer(name))
@@ -159,7 +185,11 @@ def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, run: Run) -> No
 
 def as_dtype(dtype: torch.dtype | str) -> dict:
     """The keyword argument for the type of the weights; its name changed in transformers 4.56."""
-    name = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"
+    name = (
+        "dtype"
+        if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
+        else "torch_dtype"
+    )
     return {name: dtype}
 
 
@@ -175,7 +205,7 @@ def cache_folder(given: str | None) -> Path:
     return huggingface_home() / "distributed_training"
 
 
-# ------------------------------------------------------------------------------------------------ finding
+# ------------------------------------------------------------------------------------------ finding
 
 
 def find_model(args, run: Run) -> Blueprint:
@@ -186,7 +216,10 @@ def find_model(args, run: Run) -> Blueprint:
     """
     _be_quiet(args)
     found = run.once_per_node("model", lambda: _prepare_folders(args, run))
-    config, tokenizer = _read_config(found["weights"], args.model), _read_tokenizer(found["tokenizer"], args)
+    config, tokenizer = (
+        _read_config(found["weights"], args.model),
+        _read_tokenizer(found["tokenizer"], args),
+    )
     if found["notice"]:
         run.warn(found["notice"])
     config.use_cache = False
@@ -196,16 +229,29 @@ def find_model(args, run: Run) -> Blueprint:
         set_dropout(config, args.dropout, run)
     generation = _read_generation(found["weights"], config, args.model)
     try:
-        return Blueprint(config, tokenizer, generation, found["weights"], args.seed, Lora.of(args), found["random"],
-                         own_settings=own_settings)  # fmt: skip
+        return Blueprint(
+            config,
+            tokenizer,
+            generation,
+            found["weights"],
+            args.seed,
+            Lora.of(args),
+            found["random"],
+            own_settings=own_settings,
+        )
     except UserError:
         raise
-    except Exception as error:  # transformers builds what a config.json says, and fails in many ways
-        raise UserError(f"--model {args.model}: no model can be built from its config.json: {first_line(error)}") from error
+    except (
+        Exception
+    ) as error:  # transformers builds what a config.json says, and fails in many ways
+        raise UserError(
+            f"--model {args.model}: no model can be built from its config.json: {first_line(error)}"
+        ) from error
 
 
 def prefetch(args, run: Run) -> PreTrainedTokenizerBase:
-    """Bring into the cache what `find_model` and `Blueprint.load` will need; no weights are read or drawn.
+    """Bring into the cache what `find_model` and `Blueprint.load` will need; no weights are read or
+    drawn.
 
     Returns:
         The tokenizer, for the dataset.
@@ -232,13 +278,26 @@ def _be_quiet(args) -> None:
 
 
 def _prepare_folders(args, run: Run) -> dict:
-    """On the first rank of a node: folders with weights and tokenizer, complete enough for every rank to load."""
+    """On the first rank of a node: folders with weights and tokenizer, complete enough for every
+    rank to load.
+    """
     notice = None
     if args.model == EMBEDDED_MODEL:
         tokenizer_folder = embedded_tokenizer(args, run)
         # Dropout 0, as is usual where training starts from random weights; --dropout changes it.
-        config = gpt2_config(*EMBEDDED_SHAPE, vocab_size=EMBEDDED_VOCABULARY, positions=512, dropout=0.0, end_of_text=0)
-        return {"weights": draw_weights(config, args.seed, run), "tokenizer": tokenizer_folder, "notice": None, "random": True}
+        config = gpt2_config(
+            *EMBEDDED_SHAPE,
+            vocab_size=EMBEDDED_VOCABULARY,
+            positions=512,
+            dropout=0.0,
+            end_of_text=0,
+        )
+        return {
+            "weights": draw_weights(config, args.seed, run),
+            "tokenizer": tokenizer_folder,
+            "notice": None,
+            "random": True,
+        }
     if is_local_model(args.model):
         folder = os.path.expanduser(args.model)
     elif scratch_without_hub(args):
@@ -256,7 +315,9 @@ def _prepare_folders(args, run: Run) -> dict:
 def _prepare_gpt2_from_scratch(args, run: Run) -> dict:
     """A GPT-2 architecture needs no hub; its tokenizer is taken from there if it can be had."""
     tokenizer_folder, notice = _gpt2_tokenizer(args, run)
-    config = gpt2_config(*GPT2_SHAPES[args.model], vocab_size=50257, positions=1024, dropout=0.1, end_of_text=50256)
+    config = gpt2_config(
+        *GPT2_SHAPES[args.model], vocab_size=50257, positions=1024, dropout=0.1, end_of_text=50256
+    )
     weights = draw_weights(config, args.seed, run)
     return {"weights": weights, "tokenizer": tokenizer_folder, "notice": notice, "random": True}
 
@@ -276,20 +337,28 @@ def _read_config(folder: str, name: str):
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
     except Exception as error:  # whatever is in the file ends up in its constructor
-        raise UserError(f"--model {name}: its config.json cannot be used: {first_line(error)}") from error
+        raise UserError(
+            f"--model {name}: its config.json cannot be used: {first_line(error)}"
+        ) from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"--model {name} is a {config.model_type}, which is no causal language model.")
+        raise UserError(
+            f"--model {name} is a {config.model_type}, which is no causal language model."
+        )
     return config
 
 
 def _read_generation(folder: str, config, name: str) -> GenerationConfig:
-    """How the model's authors want text to be generated; older models say so in their config.json, or not at all."""
+    """How the model's authors want text to be generated; older models say so in their config.json,
+    or not at all.
+    """
     try:
         if (Path(folder) / "generation_config.json").exists():
             return GenerationConfig.from_pretrained(folder, local_files_only=True)
         return GenerationConfig.from_model_config(config)
     except Exception as error:  # as of config.json
-        raise UserError(f"--model {name}: its generation_config.json cannot be used: {first_line(error)}") from error
+        raise UserError(
+            f"--model {name}: its generation_config.json cannot be used: {first_line(error)}"
+        ) from error
 
 
 def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
@@ -299,12 +368,20 @@ def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
         UserError: there is none, or it cannot be loaded.
     """
     name = args.model
-    if not any(file for kind in ("tokenizer*", "vocab*", "*.model", "*.tiktoken") for file in Path(folder).glob(kind)):
-        raise UserError(f"--model {name}: there are no tokenizer files (tokenizer.json, or vocab.json and merges.txt).")
+    if not any(
+        file
+        for kind in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+        for file in Path(folder).glob(kind)
+    ):
+        raise UserError(
+            f"--model {name}: there are no tokenizer files (tokenizer.json, or vocab.json and merges.txt)."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
-        raise UserError(f"--model {name}: its tokenizer cannot be loaded: {first_line(error)}") from error
+        raise UserError(
+            f"--model {name}: its tokenizer cannot be loaded: {first_line(error)}"
+        ) from error
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).expanduser().read_text(encoding="utf-8")
     return tokenizer
@@ -313,13 +390,17 @@ def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
 def download(name: str, offline: bool, with_weights: bool) -> str:
     """The local snapshot of a model on the hub, downloaded if it is not in the cache.
 
-    Only what training needs: the top folder's configuration, tokenizer and safetensors; pickled weights only where
-    there are no others.
+    Only what training needs: the top folder's configuration, tokenizer and safetensors; pickled
+    weights only where there are no others.
     Raises:
         UserError: no such repository, no permission, or not in the cache while offline.
     """
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         patterns = ["*.json", "*.txt", "*.model", "*.tiktoken"]
@@ -328,38 +409,69 @@ def download(name: str, offline: bool, with_weights: bool) -> str:
             safe = any(file.endswith(".safetensors") for file in files)
             patterns.append("*.safetensors" if safe else "pytorch_model*.bin")
         others = ["*/*", "consolidated*"]
-        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=others, local_files_only=offline)
+        return snapshot_download(
+            name, allow_patterns=patterns, ignore_patterns=others, local_files_only=offline
+        )
     except GatedRepoError as error:
-        raise UserError(f"--model {name} is gated: accept its licence on the hub and log in with `hf auth login`.") from error
+        raise UserError(
+            f"--model {name} is gated: accept its licence on the hub and log in with `hf auth login`."
+        ) from error
     except LocalEntryNotFoundError as error:
-        why = "it is not in the cache, and the hub is not asked (offline)" if offline else first_line(error)
+        why = (
+            "it is not in the cache, and the hub is not asked (offline)"
+            if offline
+            else first_line(error)
+        )
         raise UserError(f"--model {name} cannot be downloaded: {why}.") from error
     except RepositoryNotFoundError as error:
-        raise UserError(f"--model {name}: there is no such model on the hub (or it is private), and no such folder.") from error
+        raise UserError(
+            f"--model {name}: there is no such model on the hub (or it is private), and no such folder."
+        ) from error
     except Exception as error:  # the clients raise a dozen classes of errors, and change them
         raise UserError(f"--model {name} cannot be downloaded: {first_line(error)}") from error
 
 
-# ------------------------------------------------------------------------------------------------ making
+# ------------------------------------------------------------------------------------------- making
 
 
-def gpt2_config(layers: int, heads: int, width: int, *, vocab_size: int, positions: int, dropout: float, end_of_text: int):
+def gpt2_config(
+    layers: int,
+    heads: int,
+    width: int,
+    *,
+    vocab_size: int,
+    positions: int,
+    dropout: float,
+    end_of_text: int,
+):
     """A GPT-2 architecture."""
     return GPT2Config(
-        n_layer=layers, n_head=heads, n_embd=width, vocab_size=vocab_size, n_positions=positions, resid_pdrop=dropout,
-        embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=end_of_text, eos_token_id=end_of_text,
+        n_layer=layers,
+        n_head=heads,
+        n_embd=width,
+        vocab_size=vocab_size,
+        n_positions=positions,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_text,
         architectures=["GPT2LMHeadModel"],
-    )  # fmt: skip
+    )
 
 
 def draw_weights(config, seed: int, run: Run) -> str:
-    """Initialise a model from the seed and save it to a temporary folder, removed when the run ends."""
+    """Initialise a model from the seed and save it to a temporary folder, removed when the run
+    ends.
+    """
     torch.manual_seed(seed)
     return _save_temporarily(from_config(config), run)
 
 
 def grow_vocabulary(folder: str, config, entries: int, seed: int, run: Run) -> str:
-    """Give a model's embeddings rows for all tokens; once per node, for the reason in this file's first lines."""
+    """Give a model's embeddings rows for all tokens; once per node, for the reason in this file's
+    first lines.
+    """
     model, _ = from_folder(folder, config)
     torch.manual_seed(seed)
     model.resize_token_embeddings(entries)
@@ -367,19 +479,27 @@ def grow_vocabulary(folder: str, config, entries: int, seed: int, run: Run) -> s
 
 
 def _save_temporarily(model: nn.Module, run: Run) -> str:
-    temporary = TemporaryFolder(Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700)
+    temporary = TemporaryFolder(
+        Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
+    )
     run.temporary += temporary.paths
     folder = str(temporary.path)
-    # Not model.save_pretrained: it writes nothing on a rank other than 0, and every node needs the folder.
+    # Not model.save_pretrained: it writes nothing on a rank other than 0, and every node needs the
+    # folder.
     for name, value in as_dtype(torch.float32).items():
         setattr(model.config, name, value)
     model.config.save_pretrained(folder)
-    save_file(dict(model.named_parameters()) | persistent_buffers(model), Path(folder) / "model.safetensors")
+    save_file(
+        dict(model.named_parameters()) | persistent_buffers(model),
+        Path(folder) / "model.safetensors",
+    )
     return folder
 
 
 def embedded_tokenizer(args, run: Run) -> str:
-    """Train the byte-level BPE tokenizer of tiny-gpt2 on the Python reference (a second), or find it in the cache."""
+    """Train the byte-level BPE tokenizer of tiny-gpt2 on the Python reference (a second), or find
+    it in the cache.
+    """
     from pydoc_data.topics import topics
 
     from tokenizers import ByteLevelBPETokenizer
@@ -390,7 +510,11 @@ def embedded_tokenizer(args, run: Run) -> str:
     def train(folder: Path) -> dict:
         tokenizer = ByteLevelBPETokenizer()
         tokenizer.train_from_iterator(
-            text, vocab_size=EMBEDDED_VOCABULARY, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False
+            text,
+            vocab_size=EMBEDDED_VOCABULARY,
+            min_frequency=2,
+            special_tokens=[END_OF_TEXT],
+            show_progress=False,
         )
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
@@ -402,14 +526,16 @@ def embedded_tokenizer(args, run: Run) -> str:
     return str(folder)
 
 
-# ------------------------------------------------------------------------------------------------ about a model
+# ------------------------------------------------------------------------------------ about a model
 
 
 def skip_packed_sequence_check() -> None:
-    """Tell transformers that no batch has several sequences in one row, which it would otherwise ask in every forward pass.
+    """Tell transformers that no batch has several sequences in one row, which it would otherwise
+    ask in every forward pass.
 
-    It asks a tensor on the GPU, and so waits for the GPU. A compiled model cannot ask: it passes a mask to attention, which
-    then cannot use FlashAttention. All positions of our batches count from 0.
+    It asks a tensor on the GPU, and so waits for the GPU. A compiled model cannot ask: it passes a
+    mask to attention, which then cannot use FlashAttention. All positions of our batches count from
+    0.
     """
     try:
         from transformers import masking_utils
@@ -419,10 +545,12 @@ def skip_packed_sequence_check() -> None:
 
 
 def fuse_gelu(config) -> dict[str, str]:
-    """Replace GPT-2's activation by the same function in one kernel; returns the settings as they were.
+    """Replace GPT-2's activation by the same function in one kernel; returns the settings as they
+    were.
 
-    transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv 1606.08415) in eight operations,
-    and autograd saves a tensor for most of them; gelu_pytorch_tanh is PyTorch's own function for it.
+    transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv
+    1606.08415) in eight operations, and autograd saves a tensor for most of them; gelu_pytorch_tanh
+    is PyTorch's own function for it.
     """
     text = config.get_text_config()
     replaced = {name: value for name, value in text.to_dict().items() if value == "gelu_new"}
@@ -432,9 +560,15 @@ def fuse_gelu(config) -> dict[str, str]:
 
 
 def set_dropout(config, probability: float, run: Run) -> None:
-    """Set every dropout probability of an architecture; they go by many names (resid_pdrop, attention_dropout, …)."""
+    """Set every dropout probability of an architecture; they go by many names (resid_pdrop,
+    attention_dropout, …).
+    """
     text = config.get_text_config()
-    names = [n for n, v in text.to_dict().items() if "drop" in n and isinstance(v, float | int) and not isinstance(v, bool)]
+    names = [
+        n
+        for n, v in text.to_dict().items()
+        if "drop" in n and isinstance(v, float | int) and not isinstance(v, bool)
+    ]
     names = [name for name in names if not name.startswith(("summary", "classifier"))]
     for name in names:
         setattr(text, name, probability)
@@ -444,7 +578,8 @@ def set_dropout(config, probability: float, run: Run) -> None:
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong to the weights; most models have none."""
-    # Not by model.state_dict(): under FSDP that gives up what was gathered, on the one rank that asks.
+    # Not by model.state_dict(): under FSDP that gives up what was gathered, on the one rank that
+    # asks.
     return {
         f"{path}.{name}".removeprefix("."): buffer
         for path, module in model.named_modules()
@@ -459,23 +594,31 @@ def max_positions(config) -> int | None:
 
 
 def blocks_to_shard(model: nn.Module, options, run: Run) -> list[nn.Module]:
-    """The layers that FSDP shards one by one: those that its configuration names, else the model's own blocks."""
+    """The layers that FSDP shards one by one: those that its configuration names, else the model's
+    own blocks.
+    """
     if not options.wrap_layers:
         return []
     named = [module for module in model.modules() if type(module).__name__ in options.layers]
     if options.layers and not named:
         blocks = transformer_blocks(model)
         kind = type(blocks[0]).__name__ if blocks else "none"
-        run.warn(f"This model has no layer of class {', '.join(options.layers)}: sharding its own blocks ({kind}).")
+        run.warn(
+            f"This model has no layer of class {', '.join(options.layers)}: sharding its own blocks ({kind})."
+        )
         return blocks
     return named or transformer_blocks(model)
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of any transformer: those its authors keep on one device, else its largest ModuleList."""
+    """The repeated layers of any transformer: those its authors keep on one device, else its
+    largest ModuleList.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        blocks = list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[]))
+        blocks = list(
+            max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[])
+        )
     return blocks

@@ -16,41 +16,101 @@ from support.files.user_files import shown
 
 GB, MB = 2**30, 2**20
 
-# Largest relative difference between losses that rounding explains, by precision. On a GPU fp32 multiplies in TF32, which
-# keeps 10 bits of each factor. docs/MEMORY_COMPARISON.md says what was measured; TF32 and fp16 were not.
+# Largest relative difference between losses that rounding explains, by precision. On a GPU fp32
+# multiplies in TF32, which keeps 10 bits of each factor. docs/MEMORY_COMPARISON.md says what was
+# measured; TF32 and fp16 were not.
 TOLERANCES = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 5e-3, "fp16": 5e-3}
-# What rounds more than fp32 may be off by percents at a single step, where a block unlike the others makes the loss jump;
-# a strategy that trains another model stays off. So there a difference is the median of this many steps.
+# What rounds more than fp32 may be off by percents at a single step, where a block unlike the
+# others makes the loss jump; a strategy that trains another model stays off. So there a difference
+# is the median of this many steps.
 LASTING_STEPS = 5
 
-# Data that each rank moves per step, in units of the number of parameters P (ZeRO, arXiv 1910.02054, section 7). The paper
-# has no accumulation. FSDP shards as stage 3 does; offload and infinity do what stages 2 and 3 do.
-PAPER_VOLUMES = {"dp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3, "fsdp": 3}
+# Data that each rank moves per step, in units of the number of parameters P (ZeRO, arXiv
+# 1910.02054, section 7). The paper has no accumulation. FSDP shards as stage 3 does; offload and
+# infinity do what stages 2 and 3 do.
+PAPER_VOLUMES = {
+    "dp": 2,
+    "zero1": 2,
+    "zero2": 2,
+    "zero3": 3,
+    "offload": 2,
+    "infinity": 3,
+    "fsdp": 3,
+}
 
 SAME_WORK = (
-    "model", "parameters", "trainable_parameters", "world_size", "simulated_world_size", "device", "precision", "batch_size",
-    "gradient_accumulation_steps", "global_batch_size", "seq_length", "seed", "steps", "samples", "dataset.sha256",
-    "hardware.cpu", "hardware.cores", "hardware.gpu", "versions.torch", "versions.deepspeed", "versions.transformers",
-)  # fmt: skip
+    "model",
+    "parameters",
+    "trainable_parameters",
+    "world_size",
+    "simulated_world_size",
+    "device",
+    "precision",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "seq_length",
+    "seed",
+    "steps",
+    "samples",
+    "dataset.sha256",
+    "hardware.cpu",
+    "hardware.cores",
+    "hardware.gpu",
+    "versions.torch",
+    "versions.deepspeed",
+    "versions.transformers",
+)
 
-# What a completed run must have; an older version's results.json may lack some. A memory simulation has no speed and no losses.
-NEEDED = ("hardware", "precision", "memory.peak_bytes", "memory.device_categories_bytes_by_rank", "memory.placement")
-NEEDED_OF_TRAINING = ("samples_per_second", "tokens_per_second_per_gpu", "step_phases_seconds", "train_loss_last")
+# What a completed run must have; an older version's results.json may lack some. A memory simulation
+# has no speed and no losses.
+NEEDED = (
+    "hardware",
+    "precision",
+    "memory.peak_bytes",
+    "memory.device_categories_bytes_by_rank",
+    "memory.placement",
+)
+NEEDED_OF_TRAINING = (
+    "samples_per_second",
+    "tokens_per_second_per_gpu",
+    "step_phases_seconds",
+    "train_loss_last",
+)
 
-NUMBERS_OF_RESULTS = ("parameters", "trainable_parameters", "world_size", "batch_size", "gradient_accumulation_steps",
-                      "global_batch_size", "seq_length", "steps", "samples", "seed", "hardware.cores",
-                      "hardware.ram_bytes")  # fmt: skip
-TEXTS_OF_RESULTS = ("model", "device", "precision", "started_at", "dataset.name", "dataset.sha256", "hardware.cpu")
+NUMBERS_OF_RESULTS = (
+    "parameters",
+    "trainable_parameters",
+    "world_size",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "seq_length",
+    "steps",
+    "samples",
+    "seed",
+    "hardware.cores",
+    "hardware.ram_bytes",
+)
+TEXTS_OF_RESULTS = (
+    "model",
+    "device",
+    "precision",
+    "started_at",
+    "dataset.name",
+    "dataset.sha256",
+    "hardware.cpu",
+)
 
-# torchrun's report lists the ranks that it found dead. The one that was killed need not be the first: another that noticed
-# its connection break may be named as the cause.
+# torchrun's report lists the ranks that it found dead. The one that was killed need not be the
+# first: another that noticed its connection break may be named as the cause.
 KILLED = re.compile(r"exitcode\s*: -9 ")
 
 STATES = ("parameters", "gradients", "optimizer")
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
 
-# ------------------------------------------------------------------------------------------------ one run
+# ------------------------------------------------------------------------------------------ one run
 
 
 @dataclass
@@ -81,31 +141,51 @@ class Attempt:
 
 
 def read_attempt(folder: Path) -> Attempt:
-    """Read the folder of one run, <strategy>/<repeat>. A file that is missing or half written makes it a failed one."""
+    """Read the folder of one run, <strategy>/<repeat>. A file that is missing or half written makes
+    it a failed one.
+    """
     results = _read_json(folder / "results.json")
     steps = [record for record in _read_json_lines(folder / "metrics.jsonl") if "loss" in record]
     status, reason = _status(folder, results, len(steps))
     command = _read_text(folder / "command.txt").strip() or str(results.get("command", ""))
-    columns = {key: [step.get(key) for step in steps] for key in ("loss", "lr", "tokens_per_second")}
-    attempt = Attempt(folder, folder.parent.name, status, reason, command, results, *columns.values())
+    columns = {
+        key: [step.get(key) for step in steps] for key in ("loss", "lr", "tokens_per_second")
+    }
+    attempt = Attempt(
+        folder, folder.parent.name, status, reason, command, results, *columns.values()
+    )
     if attempt.completed and (problem := _damage(attempt)):
         attempt.status, attempt.reason = "failed", problem
     return attempt
 
 
 def _damage(attempt: Attempt) -> str | None:
-    """What keeps a completed run from being compared, if its files were changed by hand or by a disk: try to compare it."""
+    """What keeps a completed run from being compared, if its files were changed by hand or by a
+    disk: try to compare it.
+    """
     results, alone = attempt.results, Row(attempt.strategy, "completed", "", [attempt])
     try:
         _measure(alone)
         numbers = [lookup(results, key) for key in NUMBERS_OF_RESULTS]
         machine = results["hardware"]
-        optional = [alone.planned_bytes, alone.volume, alone.step_peak_bytes, alone.sent_bytes,
-                    machine["gpu_memory_bytes"], results.get("simulated_world_size")]  # fmt: skip
+        optional = [
+            alone.planned_bytes,
+            alone.volume,
+            alone.step_peak_bytes,
+            alone.sent_bytes,
+            machine["gpu_memory_bytes"],
+            results.get("simulated_world_size"),
+        ]
         numbers += [number for number in optional if number is not None]
         numbers += [machine["gpu_memory_bytes"]] if machine["gpu"] is not None else []
-        numbers += [alone.memory_bytes, alone.host_bytes, alone.nvme_bytes, *alone.planned.values(),
-                    *alone.categories.values(), *alone.host_categories.values()]  # fmt: skip
+        numbers += [
+            alone.memory_bytes,
+            alone.host_bytes,
+            alone.nvme_bytes,
+            *alone.planned.values(),
+            *alone.categories.values(),
+            *alone.host_categories.values(),
+        ]
         texts = [lookup(results, key) for key in TEXTS_OF_RESULTS] + [machine["gpu"] or ""]
         texts += [version or "" for version in results["versions"].values()]
         if not results.get("simulated_world_size"):
@@ -113,20 +193,35 @@ def _damage(attempt: Attempt) -> str | None:
             if alone.volume is not None:
                 _explain_row(alone, results["parameters"], results["gradient_accumulation_steps"])
             phases = alone.phases_seconds
-            numbers += [*attempt.losses, *attempt.lrs, alone.samples_per_second, alone.tokens_per_second_per_gpu]
+            numbers += [
+                *attempt.losses,
+                *attempt.lrs,
+                alone.samples_per_second,
+                alone.tokens_per_second_per_gpu,
+            ]
             numbers += [results["train_loss_first"], results["train_loss_last"]]
             numbers += [phases["data"], phases["forward"], phases["backward"], phases["update"]]
         if not all(isinstance(number, int | float) and 0 <= number < 1e30 for number in numbers):
             raise ValueError("a number is missing")
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a text is missing")
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        ZeroDivisionError,
+        OverflowError,
+    ) as error:
         return f"results.json or metrics.jsonl is damaged ({type(error).__name__}: {shown(str(error))})"
     return None
 
 
 def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
-    """What became of a run, from results.json and from outcome.txt ("exit N", "timeout N" or "interrupted")."""
+    """What became of a run, from results.json and from outcome.txt ("exit N", "timeout N" or
+    "interrupted").
+    """
     outcome, _, number = _read_text(folder / "outcome.txt").strip().partition(" ")
     if outcome == "timeout":
         return "timeout", f"not finished after {number} s"
@@ -137,12 +232,22 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
         simulated = results.get("simulated_world_size")
         needed = NEEDED if simulated else (*NEEDED, *NEEDED_OF_TRAINING)
         if lacking := [key for key in needed if lookup(results, key) is None]:
-            return "failed", f"results.json lacks {', '.join(lacking)}: was it made by --eval_only, or by an older version?"
+            return (
+                "failed",
+                f"results.json lacks {', '.join(lacking)}: was it made by --eval_only, or by an older version?",
+            )
         whole = simulated or steps == results.get("steps")
         return ("completed", "") if whole else ("failed", "metrics.jsonl does not hold every step")
     if KILLED.search(_read_text(folder / "log.txt")):
-        return "oom", "a rank was killed (SIGKILL): by the kernel, as a rule, when the host has no memory left"
-    reason = str(results.get("reason") or "") or last_error(folder / "log.txt") or f"ended with exit code {number or 'unknown'}"
+        return (
+            "oom",
+            "a rank was killed (SIGKILL): by the kernel, as a rule, when the host has no memory left",
+        )
+    reason = (
+        str(results.get("reason") or "")
+        or last_error(folder / "log.txt")
+        or f"ended with exit code {number or 'unknown'}"
+    )
     if said == "oom":
         return "oom", reason
     return ("skipped" if results.get("error_kind") == "missing_requirement" else "failed"), reason
@@ -182,24 +287,31 @@ def _read_json_lines(path: Path) -> list[dict]:
     return records
 
 
-# ------------------------------------------------------------------------------------------------ all runs
+# ----------------------------------------------------------------------------------------- all runs
 
 
 @dataclass
 class Row:
-    """One strategy: medians over its completed repeats; bytes are of the rank that holds most. None: not known.
+    """One strategy: medians over its completed repeats; bytes are of the rank that holds most.
+    None: not known.
 
     Attributes:
-        memory_bytes: peak of the GPU's allocator; on a CPU parameters, gradients and optimizer states that a GPU would hold.
+        memory_bytes: peak of the GPU's allocator; on a CPU parameters, gradients and optimizer
+            states that a GPU would hold.
         planned_bytes: what support/memory/estimate.py predicts for memory_bytes.
         planned: its whole prediction, in bytes by kind.
-        step_peak_bytes: most live tensors at any moment of the last step; not known on a CPU for ordinary runs, and where
-            part of them would not be on a GPU. `activations`, `logits`: held at the end of forward, known as far.
-        categories: live bytes on the device by category at the end of backward; `host_categories`: in host memory.
-        saved: share of the reference's memory_bytes that is not needed; None where sharding has nobody to share with.
-        samples_per_second: with _low and _high, the slowest and fastest repeat, or of one run the tenth and ninetieth
-            percentile of its steps; `speed` is the same relative to the reference.
-        difference, difference_step: largest relative difference of a loss from the reference's (see `differences`), and where.
+        step_peak_bytes: most live tensors at any moment of the last step; not known on a CPU for
+            ordinary runs, and where part of them would not be on a GPU. `activations`, `logits`:
+            held at the end of forward, known as far.
+        categories: live bytes on the device by category at the end of backward; `host_categories`:
+            in host memory.
+        saved: share of the reference's memory_bytes that is not needed; None where sharding has
+            nobody to share with.
+        samples_per_second: with _low and _high, the slowest and fastest repeat, or of one run the
+            tenth and ninetieth percentile of its steps; `speed` is the same relative to the
+            reference.
+        difference, difference_step: largest relative difference of a loss from the reference's (see
+            `differences`), and where.
         departs_at, departing_loss: first step whose difference exceeds the tolerance, and its loss.
         volume: bytes sent put into the paper's unit, P.
     """
@@ -251,12 +363,13 @@ class Comparison:
     """All strategies of one comparison.
 
     Attributes:
-        reference: the row that the others are compared with: dp's, or the first that completed; None if none did.
+        reference: the row that the others are compared with: dp's, or the first that completed;
+            None if none did.
         work: what every run did (SAME_WORK), from the reference.
         tolerance: largest relative loss difference that counts as the same model.
         step_cap: the default --max_steps that was added to the user's arguments, or None.
-        control: the reference once more with a higher learning rate (a row outside of `rows`), to see whether the losses
-            would show a difference; None if it was not run.
+        control: the reference once more with a higher learning rate (a row outside of `rows`), to
+            see whether the losses would show a difference; None if it was not run.
     """
 
     name: str
@@ -274,8 +387,14 @@ class Comparison:
 
     @property
     def lasting(self) -> int:
-        """Steps that a difference must last: 1 where arithmetic is exact enough to look at each by itself."""
-        return 1 if self.work.get("precision") == "fp32" and self.work.get("device") == "cpu" else LASTING_STEPS
+        """Steps that a difference must last: 1 where arithmetic is exact enough to look at each by
+        itself.
+        """
+        return (
+            1
+            if self.work.get("precision") == "fp32" and self.work.get("device") == "cpu"
+            else LASTING_STEPS
+        )
 
     @property
     def repeated(self) -> bool:
@@ -305,14 +424,17 @@ class Comparison:
     @property
     def exit_code(self) -> int:
         """1 if a curve departs, a strategy failed, or nothing completed."""
-        return int(self.reference is None or bool(self.departing) or any(row.failed for row in self.rows))
+        return int(
+            self.reference is None or bool(self.departing) or any(row.failed for row in self.rows)
+        )
 
 
 def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
     """Read <folder>/<strategy>/<repeat>/ and compare.
 
     Args:
-        folder: what compare_strategies.sh filled; planned.txt in it names strategies that may not have run yet.
+        folder: what compare_strategies.sh filled; planned.txt in it names strategies that may not
+            have run yet.
         tolerance: instead of TOLERANCES'.
     """
     planned = _read_text(folder / "planned.txt").split()
@@ -321,7 +443,9 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
     done = [row for row in rows if row.completed]
     reference = next((row for row in done if row.strategy == "dp"), done[0] if done else None)
     cap = _read_text(folder / "step_cap.txt").strip()
-    comparison = Comparison(folder.resolve().name, rows, reference, {}, tolerance, int(cap) if cap.isdecimal() else None)
+    comparison = Comparison(
+        folder.resolve().name, rows, reference, {}, tolerance, int(cap) if cap.isdecimal() else None
+    )
     if reference is None:
         return comparison
     results = comparison.facts
@@ -339,7 +463,9 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
 
 
 def _gather(folder: Path, strategy: str) -> Row:
-    numbers = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+    numbers = (
+        [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+    )
     attempts = [read_attempt(path) for path in sorted(numbers, key=lambda path: int(path.name))]
     row = Row(strategy, "not run", "", attempts)
     _settle_status(row)
@@ -350,15 +476,22 @@ def _settle_status(row: Row) -> None:
     """completed only if every repeat is; else what the first other one says."""
     broken = [attempt for attempt in row.attempts if not attempt.completed]
     if row.attempts:
-        row.status, row.reason = (broken[0].status, broken[0].reason) if broken else ("completed", "")
+        row.status, row.reason = (
+            (broken[0].status, broken[0].reason) if broken else ("completed", "")
+        )
 
 
 def _set_other_work_apart(row: Row, work: dict) -> None:
-    """A run with another batch, seed, text or library than the reference's proves nothing: take its numbers out."""
+    """A run with another batch, seed, text or library than the reference's proves nothing: take its
+    numbers out.
+    """
     for attempt in row.completed:
         for key, wanted in work.items():
             if (value := lookup(attempt.results, key)) != wanted:
-                attempt.status, attempt.reason = "other_work", f"{key} is {value}, the reference's is {wanted}"
+                attempt.status, attempt.reason = (
+                    "other_work",
+                    f"{key} is {value}, the reference's is {wanted}",
+                )
     _settle_status(row)
 
 
@@ -370,11 +503,17 @@ def _measure(row: Row) -> None:
     memory = [found["memory"] for found in results]
     kinds = ("parameters", "gradients", "optimizer", "buffers", "other")
 
-    by_rank = [zip(m["device_categories_bytes_by_rank"], m["categories_bytes_by_rank"], strict=True) for m in memory]
-    fullest = [max(ranks, key=lambda rank: sum(rank[0][kind] for kind in kinds)) for ranks in by_rank]
+    by_rank = [
+        zip(m["device_categories_bytes_by_rank"], m["categories_bytes_by_rank"], strict=True)
+        for m in memory
+    ]
+    fullest = [
+        max(ranks, key=lambda rank: sum(rank[0][kind] for kind in kinds)) for ranks in by_rank
+    ]
     row.categories = {kind: median(device[kind] for device, _ in fullest) for kind in kinds}
     row.host_categories = {
-        kind: median(everywhere[kind] - device[kind] for device, everywhere in fullest) for kind in ("gradients", "optimizer")
+        kind: median(everywhere[kind] - device[kind] for device, everywhere in fullest)
+        for kind in ("gradients", "optimizer")
     }
     on_gpu = results[0]["device"] == "cuda"
     if on_gpu:
@@ -395,10 +534,14 @@ def _add_plan_and_step(row: Row, memory: dict, on_gpu: bool) -> None:
     """What was planned for the run, and what came and went within its last step."""
     if memory.get("predicted_bytes"):
         row.planned = memory["predicted_bytes"]
-        row.planned_bytes = row.planned["peak"] if on_gpu else sum(row.planned[kind] for kind in STATES)
+        row.planned_bytes = (
+            row.planned["peak"] if on_gpu else sum(row.planned[kind] for kind in STATES)
+        )
     ranks = memory["device_categories_bytes_by_rank"]
     if ranks[0].get("activations") is not None:
-        row.activations, row.logits = (max(rank[kind] for rank in ranks) for kind in ("activations", "logits"))
+        row.activations, row.logits = (
+            max(rank[kind] for rank in ranks) for kind in ("activations", "logits")
+        )
     steps = memory.get("step_bytes_by_rank") or [None]
     if steps[0] and (on_gpu or row.strategy not in ("offload", "infinity")):
         row.step_peak_bytes = max(phase["peak"] for step in steps for phase in step.values())
@@ -410,9 +553,12 @@ def _measure_speed(row: Row) -> None:
     row.samples_per_second = median(speeds)
     row.tokens_per_second_per_gpu = median(found["tokens_per_second_per_gpu"] for found in results)
     row.phases_seconds = {
-        phase: median(found["step_phases_seconds"][phase] for found in results) for phase in results[0]["step_phases_seconds"]
+        phase: median(found["step_phases_seconds"][phase] for found in results)
+        for phase in results[0]["step_phases_seconds"]
     }
-    if len(row.attempts) == 1:  # the spread of the run's steps, without the slowest and the fastest tenth
+    if (
+        len(row.attempts) == 1
+    ):  # the spread of the run's steps, without the slowest and the fastest tenth
         rates = sorted(row.completed[0].token_rates[results[0]["warmup_steps_excluded"] :])
         tenth = (len(rates) - 1) // 10
         speeds = [rate / results[0]["seq_length"] for rate in rates[tenth : len(rates) - tenth]]
@@ -430,7 +576,8 @@ def _measure_traffic(row: Row, results: list[dict]) -> None:
 
 
 def volumes(collectives: dict, parameters: int) -> dict[str, float]:
-    """Each kind of collective in units of P: its elements, twice for an all-reduce, whatever their type.
+    """Each kind of collective in units of P: its elements, twice for an all-reduce, whatever their
+    type.
 
     Args:
         collectives: results.json's communication_per_step.
@@ -452,13 +599,18 @@ def _compare(row: Row, reference: Row, tolerance: float, lasting: int) -> None:
         return
     shards_only = row.strategy not in ("offload", "infinity")
     results = row.completed[0].results
-    if row is not reference and not (shards_only and (results.get("simulated_world_size") or results["world_size"]) == 1):
+    if row is not reference and not (
+        shards_only and (results.get("simulated_world_size") or results["world_size"]) == 1
+    ):
         row.saved = 1 - row.memory_bytes / reference.memory_bytes
     if results.get("simulated_world_size"):
         return
     base = reference.samples_per_second
     row.speed = row.samples_per_second / base
-    row.speed_low, row.speed_high = row.samples_per_second_low / base, row.samples_per_second_high / base
+    row.speed_low, row.speed_high = (
+        row.samples_per_second_low / base,
+        row.samples_per_second_high / base,
+    )
     row.difference, row.difference_step = 0.0, 1
     for attempt in row.completed:
         for step, difference in enumerate(differences(attempt, reference.completed[0], lasting), 1):
@@ -472,14 +624,18 @@ def differences(attempt: Attempt, reference: Attempt, lasting: int) -> list[floa
     """Relative difference of the loss from the reference's, step by step; both have the same steps.
 
     Args:
-        lasting: steps of which each value is the median: this one and those before it; at first, of as many first ones.
+        lasting: steps of which each value is the median: this one and those before it; at first, of
+            as many first ones.
     """
     pairs = zip(attempt.losses, reference.losses, strict=True)
     each = [abs(loss - wanted) / max(abs(wanted), 1e-12) for loss, wanted in pairs]
-    return [median(each[max(0, step - lasting) : max(step, lasting)]) for step in range(1, len(each) + 1)]
+    return [
+        median(each[max(0, step - lasting) : max(step, lasting)])
+        for step in range(1, len(each) + 1)
+    ]
 
 
-# ------------------------------------------------------------------------------------------------ in words
+# ----------------------------------------------------------------------------------------- in words
 
 
 def verdict(comparison: Comparison) -> list[str]:
@@ -502,14 +658,18 @@ def verdict(comparison: Comparison) -> list[str]:
 def _say_simulated(comparison: Comparison) -> list[str]:
     """What a memory simulation is, and how far the plan was off."""
     ranks = comparison.work["simulated_world_size"]
-    sentences = [f"A memory simulation: one process allocated what rank 0 of {ranks} would, without the others. Nothing was "
-                 "trained, so there are no losses and no speeds. The table is in MB, 2^20 bytes."]  # fmt: skip
+    sentences = [
+        f"A memory simulation: one process allocated what rank 0 of {ranks} would, without the others. Nothing was "
+        "trained, so there are no losses and no speeds. The table is in MB, 2^20 bytes."
+    ]
     planned = [row for row in comparison.rows if row.completed and row.planned_bytes]
     if planned:
         worst = max(planned, key=lambda row: abs(row.planned_bytes / row.memory_bytes - 1))
         off = 100 * (worst.planned_bytes / worst.memory_bytes - 1)
         what = "peaks" if comparison.work["device"] == "cuda" else "model states"
-        sentences.append(f"The planner's {what} are within {abs(off):.1f}% of the simulated ones ({worst.strategy}).")
+        sentences.append(
+            f"The planner's {what} are within {abs(off):.1f}% of the simulated ones ({worst.strategy})."
+        )
     return sentences
 
 
@@ -519,9 +679,15 @@ def _say_same_model(comparison: Comparison) -> list[str]:
     if reference.strategy != "dp":
         dp = next((row for row in comparison.rows if row.strategy == "dp"), None)
         why = f"did not complete ({dp.status})" if dp else "was left out"
-        sentences.append(f"ℹ️  dp, the plain reference, {why}: the others are compared with {reference.strategy}.")
+        sentences.append(
+            f"ℹ️  dp, the plain reference, {why}: the others are compared with {reference.strategy}."
+        )
     allowed = f"tolerance {tolerance:g} for {comparison.work['precision']}"
-    sharper = " --precision fp32 tells a fault from rounding." if comparison.work["precision"] != "fp32" else ""
+    sharper = (
+        " --precision fp32 tells a fault from rounding."
+        if comparison.work["precision"] != "fp32"
+        else ""
+    )
     lasting = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
     for row in comparison.departing:
         wanted = reference.completed[0].losses[row.departs_at - 1]
@@ -541,7 +707,9 @@ def _say_same_model(comparison: Comparison) -> list[str]:
     elif not comparison.departing:
         sentences.append(f"ℹ️  Only {reference.strategy} completed, so no losses could be compared.")
     if reference.difference:
-        sentences.append(f"ℹ️  {reference.strategy}'s own repeats are off by up to {reference.difference:.1e} from its first.")
+        sentences.append(
+            f"ℹ️  {reference.strategy}'s own repeats are off by up to {reference.difference:.1e} from its first."
+        )
     return sentences
 
 
@@ -553,9 +721,13 @@ def _say_control(comparison: Comparison) -> list[str]:
     higher = 100 * (control.completed[0].lrs[0] / reference.completed[0].lrs[0] - 1)
     text = f"Control: {reference.strategy} with a learning rate {higher:.0f}% higher is off by up to {control.difference:.1e}"
     if control.departs_at:
-        return [f"{text}, beyond the tolerance from step {control.departs_at} on: a fault of that size would show."]
-    return [f"ℹ️  {text}, within the tolerance: a fault of that size would not show. --precision fp32 or more steps are a "
-            "sharper test."]  # fmt: skip
+        return [
+            f"{text}, beyond the tolerance from step {control.departs_at} on: a fault of that size would show."
+        ]
+    return [
+        f"ℹ️  {text}, within the tolerance: a fault of that size would not show. --precision fp32 or more steps are a "
+        "sharper test."
+    ]
 
 
 def _say_fastest(comparison: Comparison, done: list[Row]) -> str:
@@ -564,8 +736,14 @@ def _say_fastest(comparison: Comparison, done: list[Row]) -> str:
     text = f"Fastest: {fastest.strategy}, {human_rate(fastest.samples_per_second)} samples/s"
     if len(by_speed) > 1:
         text += f"; slowest: {slowest.strategy}, {slowest.samples_per_second / fastest.samples_per_second:.2f} of that"
-    overlap = [row.strategy for row in by_speed[1:] if row.samples_per_second_high > fastest.samples_per_second_low]
-    if comparison.repeated and overlap:  # the steps of one run vary for other reasons than the strategy
+    overlap = [
+        row.strategy
+        for row in by_speed[1:]
+        if row.samples_per_second_high > fastest.samples_per_second_low
+    ]
+    if (
+        comparison.repeated and overlap
+    ):  # the steps of one run vary for other reasons than the strategy
         text += f" (within the spread of repeats: {', '.join(overlap)})"
     if comparison.work["device"] == "cpu":
         text += ". The ranks share this CPU and its memory: on GPUs the order can be another"
@@ -597,14 +775,22 @@ def _say_limits(comparison: Comparison, done: list[Row]) -> list[str]:
     sentences = []
     one, cpu = comparison.work["world_size"] == 1, comparison.work["device"] == "cpu"
     if one:
-        sharded = [row.strategy for row in done if row.strategy not in ("dp", "offload", "infinity")]
-        which = f": {', '.join(sharded)} split over one rank, which saves nothing" if sharded else ""
-        sentences.append(f"ℹ️  One {'process' if cpu else 'GPU'} cannot show what sharding saves, nor what communication "
-                         f"costs{which}. Compare on two or more.")  # fmt: skip
+        sharded = [
+            row.strategy for row in done if row.strategy not in ("dp", "offload", "infinity")
+        ]
+        which = (
+            f": {', '.join(sharded)} split over one rank, which saves nothing" if sharded else ""
+        )
+        sentences.append(
+            f"ℹ️  One {'process' if cpu else 'GPU'} cannot show what sharding saves, nor what communication "
+            f"costs{which}. Compare on two or more."
+        )
     if cpu:
-        sentences.append("ℹ️  On a CPU the memory column counts the parameters, gradients and optimizer states that a GPU would "
-                         "hold at the end of backward, and nothing that comes and goes: activations, gathered layers, buckets. "
-                         "Host peak is the whole process, libraries included.")  # fmt: skip
+        sentences.append(
+            "ℹ️  On a CPU the memory column counts the parameters, gradients and optimizer states that a GPU would "
+            "hold at the end of backward, and nothing that comes and goes: activations, gathered layers, buckets. "
+            "Host peak is the whole process, libraries included."
+        )
     return sentences
 
 
@@ -615,14 +801,24 @@ def _say_incomplete(comparison: Comparison) -> list[str]:
             continue
         mark = "ℹ️ " if row.status in ("skipped", "not run") else "❌"
         broken = next((attempt for attempt in row.attempts if not attempt.completed), None)
-        where = f" Log: {broken.folder / 'log.txt'}" if broken and row.status != "interrupted" else ""
-        count = f" ({len(row.completed)} of {len(row.attempts)} repeats completed)" if row.completed else ""
-        sentences.append(f"{mark} {row.strategy}: {row.status.replace('_', ' ')}{count}. {row.reason}{where}".rstrip())
+        where = (
+            f" Log: {broken.folder / 'log.txt'}" if broken and row.status != "interrupted" else ""
+        )
+        count = (
+            f" ({len(row.completed)} of {len(row.attempts)} repeats completed)"
+            if row.completed
+            else ""
+        )
+        sentences.append(
+            f"{mark} {row.strategy}: {row.status.replace('_', ' ')}{count}. {row.reason}{where}".rstrip()
+        )
     return sentences
 
 
 def explain_traffic(comparison: Comparison) -> list[str]:
-    """Why a strategy moves what it moves, from the collectives that were counted, beside the ZeRO paper's volume."""
+    """Why a strategy moves what it moves, from the collectives that were counted, beside the ZeRO
+    paper's volume.
+    """
     if comparison.reference is None:
         return []
     if comparison.work["world_size"] == 1:
@@ -650,15 +846,23 @@ def _explain_row(row: Row, parameters: int, micro_steps: int) -> str:
         text += f", parameters {gathered:.2f}P by all-gather in {_types(row, 'gather')}"
     reasons = []
     if row.strategy in ("zero1", "zero2", "offload") and how == "all-reduce":
-        reasons.append("the paper reduces each part of the gradients to its owner only, 1P; DeepSpeed all-reduces buckets")
+        reasons.append(
+            "the paper reduces each part of the gradients to its owner only, 1P; DeepSpeed all-reduces buckets"
+        )
     if micro_steps > 1 and row.strategy in ("zero2", "offload", "zero3", "infinity"):
-        reasons.append(f"no rank keeps whole gradients, so they are reduced after each of the {micro_steps} micro-batches")
+        reasons.append(
+            f"no rank keeps whole gradients, so they are reduced after each of the {micro_steps} micro-batches"
+        )
     if row.strategy in ("zero3", "infinity", "fsdp"):
         per_micro_step = gathered / micro_steps
         again = f", in each of the {micro_steps} micro-batches" if micro_steps > 1 else ""
         but = ""
         if per_micro_step < 1.98:
-            but = ", the outermost (embeddings) only once" if row.strategy == "fsdp" else ", some less often"
+            but = (
+                ", the outermost (embeddings) only once"
+                if row.strategy == "fsdp"
+                else ", some less often"
+            )
         elif per_micro_step > 2.005:
             but = ", some more often than that"
         reasons.append(f"parameters are gathered for forward and for backward{again}{but}")
@@ -673,7 +877,11 @@ def _types(row: Row, verb: str) -> str:
         if verb in kind:
             moved[dtype] = moved.get(dtype, 0) + counted["message_bytes"]
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    kept = [short.get(dtype, dtype) for dtype, size in moved.items() if size > 0.01 * sum(moved.values())]
+    kept = [
+        short.get(dtype, dtype)
+        for dtype, size in moved.items()
+        if size > 0.01 * sum(moved.values())
+    ]
     return " and ".join(kept) or "nothing"
 
 

@@ -1,4 +1,6 @@
-"""Follows a run step by step: time, losses, tokens, memory, metrics.jsonl, and what watches it live."""
+"""Follows a run step by step: time, losses, tokens, memory, metrics.jsonl, and what watches it
+live.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,12 @@ EARLY_MEASURED_STEP = 5  # whose memory is measured where nobody knows which wil
 
 
 class StepTimer:
-    """Seconds of each phase of each step. On a GPU it records events and reads them only when asked.
+    """Seconds of each phase of each step. On a GPU it records events and reads them only when
+    asked.
 
     A step reaches from the end of the update before it to the end of its own. Reading a clock after
-    launching GPU work would time the launch, and waiting for the work would slow training down; an event
-    is a mark in the GPU's own queue of work.
+    launching GPU work would time the launch, and waiting for the work would slow training down; an
+    event is a mark in the GPU's own queue of work.
     """
 
     def __init__(self, device: torch.device):
@@ -54,11 +57,15 @@ class StepTimer:
         self._marks.append((phase, self._now()))
 
     def end_step(self) -> None:
-        """Close the step that the marks since the last one belong to; the next starts at the last mark."""
+        """Close the step that the marks since the last one belong to; the next starts at the last
+        mark.
+        """
         self._marks.append(("end", None))
 
     def read(self) -> None:
-        """Turn marks into seconds, in `steps`. On a GPU this waits for the work so far: call it where lines are logged."""
+        """Turn marks into seconds, in `steps`. On a GPU this waits for the work so far: call it
+        where lines are logged.
+        """
         if self.cuda and self._marks:
             torch.cuda.synchronize()
         for phase, moment in self._marks:
@@ -78,14 +85,25 @@ class StepTimer:
 class Meter:
     """Follows training step by step and keeps every number on the device until a line is logged."""
 
-    def __init__(self, args, run: Run, folder: Path, total_steps: int, blocks: int, before: dict, footprint, step_memory):
+    def __init__(
+        self,
+        args,
+        run: Run,
+        folder: Path,
+        total_steps: int,
+        blocks: int,
+        before: dict,
+        footprint,
+        step_memory,
+    ):
         """
         Args:
             total_steps: of the whole run, unless it is stopped early.
             blocks: in an epoch.
             before: the counters to go on from, of a checkpoint (see `counters`) or of a new run.
             footprint: memory.Phases, which learns of the first step's phases.
-            step_memory: memory.StepMemory, which measures one step: the last, where it is known which that is.
+            step_memory: memory.StepMemory, which measures one step: the last, where it is known
+                which that is.
         """
         self.args, self.run, self.total_steps, self._blocks = args, run, total_steps, blocks
         self.measured_step = total_steps
@@ -95,7 +113,9 @@ class Meter:
         self.trace = None  # of --profile
         self.trackers = None  # of --report_to
         self._bar = None
-        self._epoch_began: tuple[int, int] | None = None  # number of the epoch, and the step before its first one here
+        self._epoch_began: tuple[int, int] | None = (
+            None  # number of the epoch, and the step before its first one here
+        )
         self.timer = StepTimer(run.device)
         self.traffic = Traffic()
         self.before = before
@@ -105,7 +125,11 @@ class Meter:
         self.stopped_early = False
         self.samples: list[int] = []  # of each step of this process
         self.tokens: list[int] = []
-        self.tokens_before = before["tokens"] if before["tokens"] is not None else before["samples"] * args.seq_length
+        self.tokens_before = (
+            before["tokens"]
+            if before["tokens"] is not None
+            else before["samples"] * args.seq_length
+        )
         self.losses: list[float] = []
         self.first_step_at: float | None = None
         self._rate: float | None = None  # tokens per second of the last step that was read
@@ -121,10 +145,16 @@ class Meter:
         kept, damage = read_metrics(self._path)
         if damage:
             aside = set_aside(self._path, f"{self._path.name}.damaged")
-            self.run.warn(f"{self._path} is damaged ({damage}): what cannot be read is left out, and the file as it was is "
-                          f"{aside.name}.")  # fmt: skip
+            self.run.warn(
+                f"{self._path} is damaged ({damage}): what cannot be read is left out, and the file as it was is "
+                f"{aside.name}."
+            )
         # A checkpoint at an epoch's end comes before that epoch's evaluation.
-        kept = [line for step, line in kept if step < self.step or (step == self.step and b'"loss"' in line)]
+        kept = [
+            line
+            for step, line in kept
+            if step < self.step or (step == self.step and b'"loss"' in line)
+        ]
         write_text(self._path, b"".join(kept).decode())
 
     def counters(self) -> dict:
@@ -136,14 +166,17 @@ class Meter:
             "samples": self.samples_done,
             "tokens": self.tokens_before + sum(self.tokens),
             "best": self.best,
-            "training_seconds": self.before["training_seconds"] + sum(sum(step.values()) for step in self.timer.steps),
+            "training_seconds": self.before["training_seconds"]
+            + sum(sum(step.values()) for step in self.timer.steps),
             "first_loss": self.losses[0] if first is None and self.losses else first,
             "last_loss": self.losses[-1] if self.losses else last,
         }
 
     @property
     def warmup_steps(self) -> int:
-        """First steps that no average counts: compilation, first allocations, DeepSpeed's first look at the model."""
+        """First steps that no average counts: compilation, first allocations, DeepSpeed's first
+        look at the model.
+        """
         return min(5, (self.step - self.before["step"]) // 4)
 
     @property
@@ -153,9 +186,13 @@ class Meter:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether to evaluate after the last step: every --eval_every steps, or after each epoch; and at the end."""
+        """Whether to evaluate after the last step: every --eval_every steps, or after each epoch;
+        and at the end.
+        """
         every = self.args.eval_every
-        return self.args.eval and (self.finished or (self.step % every == 0 if every else self.at_end_of_epoch))
+        return self.args.eval and (
+            self.finished or (self.step % every == 0 if every else self.at_end_of_epoch)
+        )
 
     @property
     def finished(self) -> bool:
@@ -185,7 +222,9 @@ class Meter:
         self.timer.mark(None)
 
     def after_backward(self) -> None:
-        """The last micro-batch is done. At the measured step, count live tensors: everything a step needs is there now."""
+        """The last micro-batch is done. At the measured step, count live tensors: everything a step
+        needs is there now.
+        """
         self.footprint.doing = "the update"
         if self._in_measured_step:
             self.step_memory.after_backward()
@@ -201,7 +240,9 @@ class Meter:
         self._global_batch = global_batch(args, self.run.world_size)
         if not self._epoch_began or self._epoch_began[0] != epoch:
             self._epoch_began = (epoch, self.step)
-        self.position = self.samples_done - (epoch - 1) * self._blocks  # 0, unless the epoch goes on in its middle
+        self.position = (
+            self.samples_done - (epoch - 1) * self._blocks
+        )  # 0, unless the epoch goes on in its middle
         self._batch = data.steps_of(self.position, self._global_batch)
         left = data.steps_of(self._blocks - self.position, self._global_batch)
         self._batches = self._batch + min(left, self.total_steps - self.step)
@@ -240,8 +281,16 @@ class Meter:
         self.samples.append(min(self._global_batch, self._blocks - self.position))
         self.samples_done += self.samples[-1]
         self.position += self.samples[-1]
-        self._pending.append({"step": self.step, "epoch": self._epoch, "loss": loss.detach().clone(), "lr": lr,
-                              "grad_norm": grad_norm, "tokens": tokens})  # fmt: skip
+        self._pending.append(
+            {
+                "step": self.step,
+                "epoch": self._epoch,
+                "loss": loss.detach().clone(),
+                "lr": lr,
+                "grad_norm": grad_norm,
+                "tokens": tokens,
+            }
+        )
         shown = batch % self.args.logging_steps == 0 or self._batch == batches or self.finished
         # On a CPU nothing runs ahead, so a look at every loss costs nothing.
         if shown or self.run.device.type == "cpu":
@@ -249,7 +298,9 @@ class Meter:
         if self.run.simulated:
             self.run.say(f"Step {self.step}/{self.total_steps} of the memory simulation")
         elif shown:
-            self.run.say(f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}")
+            self.run.say(
+                f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}"
+            )
             self._say_epoch()
         if shown and (self._bar.active or (self.trackers and self.trackers.active)):
             self._say_memory()
@@ -268,12 +319,18 @@ class Meter:
             self.traffic.discard()  # of this gather
 
     def _say_epoch(self) -> None:
-        """The mean loss of an epoch's steps, after the last one; of a resumed run the steps since then."""
+        """The mean loss of an epoch's steps, after the last one; of a resumed run the steps since
+        then.
+        """
         if self.args.streaming or not (self.at_end_of_epoch or self.finished):
             return
         steps = self.step - self._epoch_began[1]
-        epochs = self._epoch + data.steps_of(self.total_steps - self.step, data.steps_of(self._blocks, self._global_batch))
-        self.run.say(f"Epoch {self._epoch}/{epochs} | Average Loss: {statistics.fmean(self.losses[-steps:]):.4f}")
+        epochs = self._epoch + data.steps_of(
+            self.total_steps - self.step, data.steps_of(self._blocks, self._global_batch)
+        )
+        self.run.say(
+            f"Epoch {self._epoch}/{epochs} | Average Loss: {statistics.fmean(self.losses[-steps:]):.4f}"
+        )
 
     def _advance_bar(self, lr: float) -> None:
         if self._bar.active and self.losses and self._rate:
@@ -287,15 +344,24 @@ class Meter:
         """Bring the numbers of the steps so far to the host and write them."""
         self.timer.read()
         if self.first_step_at is None and self.timer.steps:
-            self.first_step_at = time.time() - sum(sum(step.values()) for step in self.timer.steps[1:])
+            self.first_step_at = time.time() - sum(
+                sum(step.values()) for step in self.timer.steps[1:]
+            )
         pending, self._pending = self._pending, []
         for record in () if self.run.simulated else pending:
             tokens = int(record.pop("tokens"))
             seconds = sum(self.timer.steps[record["step"] - 1 - self.before["step"]].values())
             record["loss"] = float(record["loss"])
-            record["grad_norm"] = None if record["grad_norm"] is None else float(record["grad_norm"])
-            # DeepSpeed's norm of gradients that are not finite is -1. In fp16 it has left out that update.
-            norm_is_usable = record["grad_norm"] is None or 0 <= record["grad_norm"] < math.inf or self.run.precision == "fp16"
+            record["grad_norm"] = (
+                None if record["grad_norm"] is None else float(record["grad_norm"])
+            )
+            # DeepSpeed's norm of gradients that are not finite is -1. In fp16 it has left out that
+            # update.
+            norm_is_usable = (
+                record["grad_norm"] is None
+                or 0 <= record["grad_norm"] < math.inf
+                or self.run.precision == "fp16"
+            )
             if not (math.isfinite(record["loss"]) and norm_is_usable):
                 raise gradients.not_finite(record["loss"], record["step"])
             self.losses.append(record["loss"])
@@ -310,12 +376,16 @@ class Meter:
             return
         if math.isfinite(loss) and (self.best is None or loss < self.best["loss"]):
             self.best = {"loss": loss, "step": self.step, "waited": 0}
-        elif self.best and self.best["step"] != self.step:  # a resumed run may repeat the evaluation of its checkpoint
+        elif (
+            self.best and self.best["step"] != self.step
+        ):  # a resumed run may repeat the evaluation of its checkpoint
             self.best = {**self.best, "waited": self.best["waited"] + 1}
         patience = self.args.early_stopping_patience
         if patience and self.best and self.best["waited"] >= patience and not self.finished:
             self.stopped_early = True
-            self.run.say(f"🛑 Stopped early: {patience} evaluations in a row no better than that of step {self.best['step']}.")
+            self.run.say(
+                f"🛑 Stopped early: {patience} evaluations in a row no better than that of step {self.best['step']}."
+            )
 
     def _write(self, record: dict) -> None:
         if self.trackers:
@@ -332,18 +402,26 @@ class Meter:
         if self._bar:
             self._bar.close()
         trackers = [lambda: self.trackers.sample(self.step, sample)] if sample else []
-        for finish in ([self.trace.stop] if self.trace else []) + [*self.run.at_end, *trackers, self.trackers.close]:
+        for finish in ([self.trace.stop] if self.trace else []) + [
+            *self.run.at_end,
+            *trackers,
+            self.trackers.close,
+        ]:
             try:
                 finish()
             except Exception as error:
                 self.run.warn(str(explain(error)))
 
     def speed(self) -> dict:
-        """Throughput and step times of this rank, without the first steps (compilation, first allocations)."""
+        """Throughput and step times of this rank, without the first steps (compilation, first
+        allocations).
+        """
         excluded = self.warmup_steps
         if self.run.simulated:
             return {"warmup_steps_excluded": 0}
-        slowed = self.measured_step - 1 - self.before["step"] if self.step_memory.slows_down else None
+        slowed = (
+            self.measured_step - 1 - self.before["step"] if self.step_memory.slows_down else None
+        )
         everything = range(excluded, len(self.samples))
         counted = [i for i in everything if i != slowed] or everything
         steps = [self.timer.steps[i] for i in counted]
@@ -359,7 +437,9 @@ class Meter:
                 "p10": seconds[int(0.1 * (len(seconds) - 1))],
                 "p90": seconds[math.ceil(0.9 * (len(seconds) - 1))],
             },
-            "step_phases_seconds": {name: statistics.mean(step[name] for step in steps) for name in PHASES},
+            "step_phases_seconds": {
+                name: statistics.mean(step[name] for step in steps) for name in PHASES
+            },
         }
 
 
@@ -376,17 +456,33 @@ def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:
                     record = json.loads(line.decode())
                 except (ValueError, RecursionError):
                     record = None
-                if isinstance(record, dict) and type(record.get("step")) is int and record.keys() & {"loss", "eval_loss"}:
+                if (
+                    isinstance(record, dict)
+                    and type(record.get("step")) is int
+                    and record.keys() & {"loss", "eval_loss"}
+                ):
                     found.append((record["step"], line if line.endswith(b"\n") else line + b"\n"))
                 elif line.endswith(b"\n") or len(line) == LONGEST_LINE_BYTES:
                     bad.append(number)
     except OSError as error:
         return found, error.strerror
-    return found, f"line {bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}" if bad else ""
+    return (
+        found,
+        f"line {bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}" if bad else "",
+    )
 
 
 def open_meter(
-    args, run: Run, folder: Path, model, optimizer, blueprint, steps: int, before: dict, footprint, blocks: int
+    args,
+    run: Run,
+    folder: Path,
+    model,
+    optimizer,
+    blueprint,
+    steps: int,
+    before: dict,
+    footprint,
+    blocks: int,
 ) -> Meter:
     """A `Meter` with all that --profile_memory, --profile and --report_to add to it."""
     detailed = args.profile_memory or run.simulated
@@ -395,11 +491,15 @@ def open_meter(
     all_logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size
 
     def kept_by_loss() -> int:
-        return unwrapped.get_output_embeddings().kept_bytes if blueprint.chunked_loss else all_logits
+        return (
+            unwrapped.get_output_embeddings().kept_bytes if blueprint.chunked_loss else all_logits
+        )
 
     step_memory = memory.StepMemory(unwrapped, optimizer, footprint.peak, detailed, kept_by_loss)
     run.memory_facts.append(step_memory.describe)
-    meter = Meter(args, run, folder, 0 if args.eval_only else steps, blocks, before, footprint, step_memory)
+    meter = Meter(
+        args, run, folder, 0 if args.eval_only else steps, blocks, before, footprint, step_memory
+    )
     meter.trackers = Trackers(args, run, folder, before["step"])
     if args.profile:
         meter.trace = tracing.Trace(args.profile, run)

@@ -1,8 +1,8 @@
 """Peak arithmetic rates of GPUs, against which MFU is measured.
 
-Dense figures (without structured sparsity), of matrix multiplications that accumulate in fp32. GeForce
-boards multiply fp16 with fp32 accumulation at half the rate that NVIDIA advertises. A device that
-is not in the table has no MFU: a wrong one is worse than none.
+Dense figures (without structured sparsity), of matrix multiplications that accumulate in fp32.
+GeForce boards multiply fp16 with fp32 accumulation at half the rate that NVIDIA advertises. A
+device that is not in the table has no MFU: a wrong one is worse than none.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Peak:
     """One kind of GPU.
 
     Attributes:
-        name: regular expression for the whole name that torch.cuda.get_device_name() reports, without
-            the maker.
+        name: regular expression for the whole name that torch.cuda.get_device_name() reports,
+            without the maker.
         half: TFLOP/s in fp16 and, where `bf16`, in bf16 on matrix units.
         tf32: the same in TF32; None where the device has none, or torch does not use it.
         fp32: the same in fp32 (AMD's figure is that of its matrix cores).
@@ -62,8 +62,8 @@ PEAKS = (
     Peak(r"V100 SXM2 (16|32)GB", 125, None, 15.7, "V100 datasheet, SXM2", bf16=False),
     Peak(r"V100 PCIE (16|32)GB", 112, None, 14, "V100 datasheet, PCIe", bf16=False),
     Peak(r"V100S PCIE 32GB", 130, None, 16.4, "V100 datasheet, V100S", bf16=False),
-    # On ROCm torch multiplies fp32 in fp32 unless HIPBLASLT_ALLOW_TF32 is set. Each of the two dies of
-    # an MI250(X) is a device of its own.
+    # On ROCm torch multiplies fp32 in fp32 unless HIPBLASLT_ALLOW_TF32 is set. Each of the two dies
+    # of an MI250(X) is a device of its own.
     Peak("Instinct MI210", 181, None, 45.3, "MI210 datasheet"),
     Peak("Instinct MI250", 362.1 / 2, None, 90.5 / 2, "MI250 datasheet"),
     Peak("Instinct MI250X", 383 / 2, None, 95.7 / 2, "MI250X datasheet"),
@@ -80,12 +80,13 @@ def find(name: str) -> Peak | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's peak FLOP/s in what its matrix multiplications compute; None where it is not known.
+    """The device's peak FLOP/s in what its matrix multiplications compute; None where it is not
+    known.
 
     Args:
         device: of training.
-        precision: "fp32", "bf16" or "fp16". In fp32 PyTorch multiplies in TF32 where the device has it
-            and torch.set_float32_matmul_precision allows it.
+        precision: "fp32", "bf16" or "fp16". In fp32 PyTorch multiplies in TF32 where the device has
+            it and torch.set_float32_matmul_precision allows it.
     """
     peak = find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if peak is None:

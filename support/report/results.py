@@ -25,7 +25,15 @@ from support.cluster.launch import available_cores
 from support.data import batches as data
 from support.data.chat import PLAIN_NOTICE, use_plain_template
 from support.errors import TrainingError, UserError
-from support.files.atomic import lock, only_finite, overwrite, read_json, remove_leftovers, set_aside, write_text
+from support.files.atomic import (
+    lock,
+    only_finite,
+    overwrite,
+    read_json,
+    remove_leftovers,
+    set_aside,
+    write_text,
+)
 from support.memory import measure as memory
 from support.redaction import redact
 from support.report.compare import human_bytes
@@ -43,13 +51,18 @@ def human_count(number: int) -> str:
     return f"{number / 1e6:.0f}M" if number >= 1e7 else f"{number / 1e6:.1f}M"
 
 
-def flops_per_token(matmul_parameters: int, trained: int, layers: int, hidden: int, seq_length: int) -> float:
-    """Floating-point operations per token of forward and backward: 6N + 12·L·H·T (PaLM, 2204.02311, appendix B).
+def flops_per_token(
+    matmul_parameters: int, trained: int, layers: int, hidden: int, seq_length: int
+) -> float:
+    """Floating-point operations per token of forward and backward: 6N + 12·L·H·T (PaLM, 2204.02311,
+    appendix B).
 
-    Of the 6 a parameter 2 are the forward pass, 2 its input's gradient, and 2 its own, which a frozen one does not have.
+    Of the 6 a parameter 2 are the forward pass, 2 its input's gradient, and 2 its own, which a
+    frozen one does not have.
 
     Args:
-        matmul_parameters: parameters that take part in matrix multiplications (not position or untied input embeddings).
+        matmul_parameters: parameters that take part in matrix multiplications (not position or
+            untied input embeddings).
         trained: how many of them are trained.
         layers, hidden, seq_length: of the model and the block.
     """
@@ -58,7 +71,10 @@ def flops_per_token(matmul_parameters: int, trained: int, layers: int, hidden: i
 
 def new_output_dir(args, run: Run) -> Path:
     """The folder of results.json: as named, or a new one that rank 0 names for all."""
-    name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = (
+        args.output_dir
+        or f"runs/{Path(args.model).name}-{args.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     if run.is_main:
         while not args.output_dir and Path(name).exists():  # two runs in one second
             name += "x"
@@ -74,7 +90,8 @@ def new_output_dir(args, run: Run) -> Path:
 
 
 def check_all_see(folder: Path, run: Run) -> None:
-    """Every rank writes its part of a checkpoint: find out now, and not hours later, that a node has another disk.
+    """Every rank writes its part of a checkpoint: find out now, and not hours later, that a node
+    has another disk.
 
     Raises:
         UserError: names the hosts that do not see the folder.
@@ -82,10 +99,18 @@ def check_all_see(folder: Path, run: Run) -> None:
     until = time.monotonic() + 10  # NFS shows a new folder late
     while not (folder / ".lock").exists() and time.monotonic() < until:
         time.sleep(0.1)
-    blind = sorted({host for host in run.gather("" if (folder / ".lock").exists() else platform.node()) if host})
+    blind = sorted(
+        {
+            host
+            for host in run.gather("" if (folder / ".lock").exists() else platform.node())
+            if host
+        }
+    )
     if blind:
-        raise UserError(f"--output_dir {folder} is on no disk that {', '.join(blind)} shares with rank 0: name one that all "
-                        "nodes see, or use --no_save --no_export.")  # fmt: skip
+        raise UserError(
+            f"--output_dir {folder} is on no disk that {', '.join(blind)} shares with rank 0: name one that all "
+            "nodes see, or use --no_save --no_export."
+        )
 
 
 def lock_folder(folder: Path):
@@ -99,25 +124,38 @@ def lock_folder(folder: Path):
     try:
         return lock(folder / ".lock")
     except BlockingIOError:
-        raise UserError(f"--output_dir {folder} is in use by another run: wait for it, or name another folder.") from None
+        raise UserError(
+            f"--output_dir {folder} is in use by another run: wait for it, or name another folder."
+        ) from None
     except OSError as error:
-        raise UserError(f"--output_dir {folder}: its lock file .lock cannot be used ({error.strerror}): remove it.") from error
+        raise UserError(
+            f"--output_dir {folder}: its lock file .lock cannot be used ({error.strerror}): remove it."
+        ) from error
 
 
 def open_results(args, run: Run, folder: Path) -> Results:
     """results.json with what is known before anything is loaded."""
     facts = {
-        "strategy": args.strategy, "model": args.model,
-        "world_size": run.real_world_size, "simulated_world_size": args.simulate_gpus,
-        "device": run.device.type, "backend": run.backend, "launcher": run.launch.launcher, "precision": run.precision,
-        "batch_size": args.batch_size, "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "global_batch_size": global_batch(args, run.world_size), "seed": args.seed,
-    }  # fmt: skip
+        "strategy": args.strategy,
+        "model": args.model,
+        "world_size": run.real_world_size,
+        "simulated_world_size": args.simulate_gpus,
+        "device": run.device.type,
+        "backend": run.backend,
+        "launcher": run.launch.launcher,
+        "precision": run.precision,
+        "batch_size": args.batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "global_batch_size": global_batch(args, run.world_size),
+        "seed": args.seed,
+    }
     return Results(run, folder, facts, resuming=args.resume is not None)
 
 
 class Results:
-    """results.json: written at the start with status "running", and at the end, whichever end it is."""
+    """results.json: written at the start with status "running", and at the end, whichever end it
+    is.
+    """
 
     def __init__(self, run: Run, folder: Path, facts: dict, resuming: bool):
         self.run, self.path = run, folder / "results.json"
@@ -136,10 +174,15 @@ class Results:
         self.before, self._damage = read_results(self.path) if run.is_main else (None, "")
         self.kept = resuming and (self.before is not None or bool(self._damage))
         if run.is_main and not self.kept:
-            self.begin()  # before the others continue: they may fail, and then the file must be of this run
+            # before the others continue: they may fail, and then the file must be of this run
+            self.begin()
         started = self.facts["started_at"]  # rank 0's stands for the run
-        self.before, self.kept, self.facts["started_at"] = run.from_main((self.before, self.kept, started))
-        self.was_complete = self.kept and self.before is not None and self.before["status"] == "completed"
+        self.before, self.kept, self.facts["started_at"] = run.from_main(
+            (self.before, self.kept, started)
+        )
+        self.was_complete = (
+            self.kept and self.before is not None and self.before["status"] == "completed"
+        )
         run.on_failure.append(self.fail)
 
     def begin(self) -> None:
@@ -152,7 +195,9 @@ class Results:
             remove_leftovers(self.path.parent)
         if self._damage:
             aside = set_aside(self.path, f"{self.path.name}.damaged")
-            self.run.warn(f"{self.path} is damaged ({self._damage}): ignored, and renamed to {aside.name}.")
+            self.run.warn(
+                f"{self.path} is damaged ({self._damage}): ignored, and renamed to {aside.name}."
+            )
             self._damage = ""
         self._write()
 
@@ -171,12 +216,16 @@ class Results:
             self._write()
 
     def over(self, steps: int, args) -> bool:
-        """Whether --resume finds nothing left to do although its newest checkpoint may be older than the run's end: the run
-        stopped early as it would again, or had `steps` steps and kept the best weights only.
+        """Whether --resume finds nothing left to do although its newest checkpoint may be older
+        than the run's end: the run stopped early as it would again, or had `steps` steps and kept
+        the best weights only.
         """
         if not self.was_complete or args.resume != "":
             return False
-        early = bool(args.early_stopping_patience) and self.before.get("stopped_early") == args.early_stopping_patience
+        early = (
+            bool(args.early_stopping_patience)
+            and self.before.get("stopped_early") == args.early_stopping_patience
+        )
         return early or (args.load_best_at_end and self.before["steps"] >= steps)
 
     def preempted(self, counters: dict) -> None:
@@ -255,7 +304,9 @@ def progress(counters: dict) -> dict:
 
 
 def hardware(device: torch.device) -> dict:
-    """The machine of this rank: names, cores this process may use, bytes of memory; GPU keys are null without one."""
+    """The machine of this rank: names, cores this process may use, bytes of memory; GPU keys are
+    null without one.
+    """
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "host": platform.node(),
@@ -271,16 +322,26 @@ def cpu_name() -> str:
     """The processor as /proc/cpuinfo names it, else as Python knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
 
-def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint) -> dict:
-    """The measured part of results.json: gathered from all ranks; throughput and times are means over them."""
+def summarize(
+    run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint
+) -> dict:
+    """The measured part of results.json: gathered from all ranks; throughput and times are means
+    over them.
+    """
     counters, steps = meter.counters(), meter.step - meter.before["step"]
-    mine = {"memory": memory.of_this_rank(footprint, meter.step_memory, args.nvme_folder, run.launch.is_node_leader),
-            "speed": meter.speed()}  # fmt: skip
+    mine = {
+        "memory": memory.of_this_rank(
+            footprint, meter.step_memory, args.nvme_folder, run.launch.is_node_leader
+        ),
+        "speed": meter.speed(),
+    }
     traffic = meter.traffic.per_step(meter.warmup_steps)
     mine["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
     ranks = run.gather(mine)
@@ -291,7 +352,9 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
         "best_eval_loss": meter.best["loss"] if meter.best else None,
         "best_step": meter.best["step"] if meter.best else None,
         "stopped_early": args.early_stopping_patience if meter.stopped_early else None,
-        "seconds_to_first_step": meter.first_step_at - PROCESS_STARTED if meter.first_step_at else None,
+        "seconds_to_first_step": meter.first_step_at - PROCESS_STARTED
+        if meter.first_step_at
+        else None,
         "communication_bytes_per_step": None,
         "communication_per_step": None,
         "step_seconds": None,
@@ -305,15 +368,26 @@ def summarize(run: Run, meter: Meter, footprint: memory.Phases, evaluation: tupl
     if facts["tokens_per_second"]:
         facts["tokens_per_second_per_gpu"] = facts["tokens_per_second"] / run.world_size
         if peak := peak_flops(run.device, run.precision):
-            text, weights = blueprint.text_config, (blueprint.matmul_parameters, blueprint.trainable_matmul)
-            flops = flops_per_token(*weights, text.num_hidden_layers, text.hidden_size, args.seq_length)
+            text, weights = (
+                blueprint.text_config,
+                (blueprint.matmul_parameters, blueprint.trainable_matmul),
+            )
+            flops = flops_per_token(
+                *weights, text.num_hidden_layers, text.hidden_size, args.seq_length
+            )
             facts["mfu"] = facts["tokens_per_second_per_gpu"] * flops / peak
     if steps and Traffic.complete(run.device, args.ds_config_dict is not None):
         facts["communication_bytes_per_step"] = statistics.mean(rank["sent"] for rank in ranks)
         facts["communication_per_step"] = traffic
     facts["memory"] = memory.over_ranks([rank["memory"] for rank in ranks])
-    if run.simulated and not facts["memory"]["moments_bytes"] and facts["memory"]["placement"]["optimizer"] != "nvme":
-        raise TrainingError("The simulated steps updated nothing, so Adam's states are missing in what was measured.")
+    if (
+        run.simulated
+        and not facts["memory"]["moments_bytes"]
+        and facts["memory"]["placement"]["optimizer"] != "nvme"
+    ):
+        raise TrainingError(
+            "The simulated steps updated nothing, so Adam's states are missing in what was measured."
+        )
     facts["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, run, blueprint)
     return facts
 
@@ -334,12 +408,16 @@ def say_dataset(run: Run, args, facts: dict[str, dict], tokenizer) -> None:
         facts: of each split, see data.open_split.
         tokenizer: gets a chat template if it needs one and has none.
     """
-    if "chat" in [found.get("kind") for found in facts.values()] and use_plain_template(tokenizer, "chat"):
+    if "chat" in [found.get("kind") for found in facts.values()] and use_plain_template(
+        tokenizer, "chat"
+    ):
         run.warn(PLAIN_NOTICE)
     for name, found in facts.items():
         run.say(f"📚 {data.describe_split(name, found, args.seq_length)}")
         if name == "train" and args.num_samples and found["blocks"] < args.num_samples:
-            run.warn(f"--num_samples {args.num_samples:,} is more than the corpus has: using all {found['blocks']:,} blocks.")
+            run.warn(
+                f"--num_samples {args.num_samples:,} is more than the corpus has: using all {found['blocks']:,} blocks."
+            )
 
 
 def say_setup(run: Run) -> None:
@@ -355,7 +433,9 @@ def say_setup(run: Run) -> None:
 
 
 def place_of(path: Path, run: Run) -> str:
-    """A path as the console shows it; of several machines also the host, which may be the only one that has it."""
+    """A path as the console shows it; of several machines also the host, which may be the only one
+    that has it.
+    """
     return f"{path} on {platform.node()}" if run.nodes > 1 else str(path)
 
 
@@ -373,16 +453,22 @@ def say_results(run: Run, facts: dict, args) -> None:
 
 def say_memory(run: Run, memory_by_rank: dict) -> None:
     """One line: the most that any rank held."""
-    allocated, peak = max(memory_by_rank["allocated_bytes"]) / GB, max(memory_by_rank["peak_bytes"]) / GB
+    allocated, peak = (
+        max(memory_by_rank["allocated_bytes"]) / GB,
+        max(memory_by_rank["peak_bytes"]) / GB,
+    )
     if run.device.type == "cuda":
         reserved = max(memory_by_rank["reserved_bytes"]) / GB
-        run.say(f"GPU Memory: {allocated:.2f} GB allocated | {reserved:.2f} GB reserved | {peak:.2f} GB peak")
+        run.say(
+            f"GPU Memory: {allocated:.2f} GB allocated | {reserved:.2f} GB reserved | {peak:.2f} GB peak"
+        )
     else:
         run.say(f"Process Memory: {allocated:.2f} GB resident | {peak:.2f} GB peak")
 
 
 def say_memory_profile(run: Run, found: dict) -> None:
-    """--profile_memory: the device's numbers, then each phase, each kind of state, the host and NVMe.
+    """--profile_memory: the device's numbers, then each phase, each kind of state, the host and
+    NVMe.
 
     Of several ranks the most is shown, and the least beside it where it is less.
     """
@@ -393,7 +479,9 @@ def say_memory_profile(run: Run, found: dict) -> None:
         for name, key in names:
             value = found[f"{key}_bytes"][rank]
             run.say(f"  {name}: " + (f"{value / GB:.2f} GB" if value is not None else "—"))
-    run.say("Memory after each phase (of the rank that holds most, and of the one that holds least in brackets):")
+    run.say(
+        "Memory after each phase (of the rank that holds most, and of the one that holds least in brackets):"
+    )
     for phase, values in found["phases_bytes"].items():
         shown = PHASE_COLUMNS if run.device.type == "cuda" else PHASE_COLUMNS[-1:]
         columns = [f"{name} {most_and_least(values[key])}" for name, key in shown]
@@ -403,26 +491,43 @@ def say_memory_profile(run: Run, found: dict) -> None:
         for phase in found["step_bytes_by_rank"][0]:
             steps = [step[phase] for step in found["step_bytes_by_rank"]]
             live, peak = ([step[key] for step in steps] for key in ("live", "peak"))
-            run.say(f"  {phase:20}at its end {most_and_least(live)} | at its peak {most_and_least(peak)}")
-    run.say("Live tensors by kind in the last step (end of backward; activations and logits: end of forward):")
+            run.say(
+                f"  {phase:20}at its end {most_and_least(live)} | at its peak {most_and_least(peak)}"
+            )
+    run.say(
+        "Live tensors by kind in the last step (end of backward; activations and logits: end of forward):"
+    )
     for name in found["categories_bytes"] or ():
-        whole, on_device = ([rank[name] for rank in found[key]] for key in ("categories_bytes_by_rank", CATEGORIES_ON_DEVICE))
+        whole, on_device = (
+            [rank[name] for rank in found[key]]
+            for key in ("categories_bytes_by_rank", CATEGORIES_ON_DEVICE)
+        )
         if whole[0] is not None:
-            elsewhere = "" if whole == on_device else f" | of it on the device {most_and_least(on_device)}"
+            elsewhere = (
+                "" if whole == on_device else f" | of it on the device {most_and_least(on_device)}"
+            )
             run.say(f"  {name:20}{most_and_least(whole)}{elsewhere}")
     host, pinned = (most_and_least(found[key]) for key in ("host_peak_bytes", "pinned_bytes"))
     run.say(f"Host: {host} at its peak, {pinned} pinned")
     if found["nvme_bytes"]:
-        held, written = (human_bytes(found[key]) for key in ("nvme_bytes", "nvme_written_bytes_per_step"))
+        held, written = (
+            human_bytes(found[key]) for key in ("nvme_bytes", "nvme_written_bytes_per_step")
+        )
         run.say(f"NVMe: {held} held, {written} written in a step, by all ranks")
     if found["device_used"][0]:
         used, unseen = ([rank[key] for rank in found["device_used"]] for key in ("used", "unseen"))
-        run.say(f"The device itself: {most_and_least(used)} in use, of it {most_and_least(unseen)} that PyTorch does not "
-                "see (CUDA context, libraries, NCCL, other processes)")  # fmt: skip
+        run.say(
+            f"The device itself: {most_and_least(used)} in use, of it {most_and_least(unseen)} that PyTorch does not "
+            "see (CUDA context, libraries, NCCL, other processes)"
+        )
 
 
-PHASE_COLUMNS = (("allocated", "device_allocated"), ("reserved", "device_reserved"), ("peak", "device_peak"),
-                 ("host", "host_resident"))  # fmt: skip
+PHASE_COLUMNS = (
+    ("allocated", "device_allocated"),
+    ("reserved", "device_reserved"),
+    ("peak", "device_peak"),
+    ("host", "host_resident"),
+)
 CATEGORIES_ON_DEVICE = "device_categories_bytes_by_rank"
 
 

@@ -14,8 +14,14 @@ from support.files.atomic import open_regular, set_aside, write_text
 from support.redaction import redact
 
 # Name of a curve -> key of a record in metrics.jsonl.
-CURVES = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "eval/loss": "eval_loss",
-          "train/tokens_per_second": "tokens_per_second", "eval/perplexity": "perplexity"}  # fmt: skip
+CURVES = {
+    "train/loss": "loss",
+    "train/lr": "lr",
+    "train/grad_norm": "grad_norm",
+    "eval/loss": "eval_loss",
+    "train/tokens_per_second": "tokens_per_second",
+    "eval/perplexity": "perplexity",
+}
 
 
 class TensorBoard:
@@ -27,7 +33,8 @@ class TensorBoard:
         if step == 0:  # another run's, which --overwrite replaces
             for file in folder.glob(EVENT_FILES):
                 file.unlink(missing_ok=True)
-        # What was logged after the checkpoint is made again: TensorBoard leaves the first version out.
+        # What was logged after the checkpoint is made again: TensorBoard leaves the first version
+        # out.
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
         shown = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
         self._writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{shown}", step)
@@ -51,7 +58,9 @@ class TensorBoard:
 
 
 class WandB:
-    """A run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline; a resumed run continues the same one."""
+    """A run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline; a resumed run
+    continues the same one.
+    """
 
     def __init__(self, folder: Path, step: int, arguments: dict):
         import wandb
@@ -59,12 +68,18 @@ class WandB:
         identifier = wandb_run_of(folder, step)
         try:
             self._run = wandb.init(
-                project="distributed-training", id=identifier, resume="allow", dir=str(folder), config=arguments,
+                project="distributed-training",
+                id=identifier,
+                resume="allow",
+                dir=str(folder),
+                config=arguments,
                 settings=wandb.Settings(silent=True, console="off", login_timeout=30),
-            )  # fmt: skip
+            )
         except Exception as error:  # of many kinds, all of them about the account or the network
             said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise UserError(f"--report_to wandb: {said}. Log in with `wandb login`, or set WANDB_MODE=offline.") from error
+            raise UserError(
+                f"--report_to wandb: {said}. Log in with `wandb login`, or set WANDB_MODE=offline."
+            ) from error
 
     def curves(self, step: int, values: dict[str, float]) -> None:
         """One point of each curve."""
@@ -106,12 +121,19 @@ class Trackers:
     """All that --report_to names; on rank 0 only, elsewhere every method does nothing."""
 
     def __init__(self, args, run: Run, folder: Path, step: int):
-        arguments = {name: redact(value) if isinstance(value, str) else value for name, value in vars(args).items()
-                     if isinstance(value, str | int | float | bool)}  # fmt: skip
+        arguments = {
+            name: redact(value) if isinstance(value, str) else value
+            for name, value in vars(args).items()
+            if isinstance(value, str | int | float | bool)
+        }
         self.active = bool(args.report_to)
         self._run = run
         folders = {"tensorboard": Path(args.logging_dir or folder / "tensorboard"), "wandb": folder}
-        self._all = [KINDS[name](folders[name], step, arguments) for name in args.report_to] if run.is_main else []
+        self._all = (
+            [KINDS[name](folders[name], step, arguments) for name in args.report_to]
+            if run.is_main
+            else []
+        )
         run.flushes += [tracker.flush for tracker in self._all]
 
     def _curves(self, step: int, values: dict[str, float]) -> None:
@@ -120,15 +142,22 @@ class Trackers:
                 tracker.curves(step, values)
             except Exception as error:  # a full disk, a lost network: no reason to end the training
                 self._all.remove(tracker)
-                self._run.warn(f"--report_to {type(tracker).__name__.lower()} gets no more: {explain(error)}")
+                self._run.warn(
+                    f"--report_to {type(tracker).__name__.lower()} gets no more: {explain(error)}"
+                )
 
     def log(self, record: dict) -> None:
         """A record of metrics.jsonl."""
-        self._curves(record["step"], {name: record[key] for name, key in CURVES.items() if record.get(key) is not None})
+        self._curves(
+            record["step"],
+            {name: record[key] for name, key in CURVES.items() if record.get(key) is not None},
+        )
 
     def memory(self, step: int, held: list[int]) -> None:
         """Bytes that each rank's device holds."""
-        self._curves(step, {f"memory_gb/rank{rank}": size / 2**30 for rank, size in enumerate(held)})
+        self._curves(
+            step, {f"memory_gb/rank{rank}": size / 2**30 for rank, size in enumerate(held)}
+        )
 
     def sample(self, step: int, text: str) -> None:
         """What --generate gave."""

@@ -31,7 +31,10 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
 
         def make_folder() -> str:
             folder = preflight.make_nvme_folder(
-                args.nvme_path, blueprint.parameters, 1 if run.simulated else run.launch.local_world_size, run.world_size
+                args.nvme_path,
+                blueprint.parameters,
+                1 if run.simulated else run.launch.local_world_size,
+                run.world_size,
             )
             run.temporary += folder.paths
             return str(folder.path)
@@ -39,7 +42,8 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
         args.nvme_folder = run.once_per_node("nvme folder", make_folder)
     # Each op that is loaded asks for it twice, and an answer takes a second.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    # Torch quotes the folders of headers but not the one of its libraries: a space in its path would end the compilation.
+    # Torch quotes the folders of headers but not the one of its libraries: a space in its path
+    # would end the compilation.
     cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
 
     def say(text: str) -> None:
@@ -49,13 +53,18 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
     compilation.guard_compilations(run.attempt or f"simulation {os.getpid()}", say)
     if ops := preflight.ops_to_compile(args.strategy, run.device):
         run.warn(f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine.")
-    # Under its own launcher DeepSpeed reduces through this file of 69 MB, on a CPU, and leaves it there.
+    # Under its own launcher DeepSpeed reduces through this file of 69 MB, on a CPU, and leaves it
+    # there.
     buffer = f"deepspeed_allreduce_buffer_{os.getuid()}_{run.launch.master_addr}_{run.launch.master_port}_{run.rank}"
     run.temporary.append(f"/dev/shm/{buffer}")
     with quiet(args.verbose):
-        deepspeed.init_distributed(dist_backend=run.backend)  # takes over the process group that is there
+        deepspeed.init_distributed(
+            dist_backend=run.backend
+        )  # takes over the process group that is there
     if run.simulated and "fp16" in args.ds_config_dict:
-        args.ds_config_dict["fp16"]["loss_scale"] = 1  # gradients would overflow, and their steps be left out
+        args.ds_config_dict["fp16"]["loss_scale"] = (
+            1  # gradients would overflow, and their steps be left out
+        )
     complete_ds_config(
         args.ds_config_dict,
         precision=run.precision,
@@ -69,7 +78,9 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
 
 
 class OneByOne(nn.Module):
-    """Shows DeepSpeed a model's parameters one after the other, each copied into memory only when its turn comes."""
+    """Shows DeepSpeed a model's parameters one after the other, each copied into memory only when
+    its turn comes.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()

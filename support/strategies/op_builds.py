@@ -1,8 +1,10 @@
-"""Compiling DeepSpeed's C++ ops: one process at a time for each op, and nothing stays behind when it is killed.
+"""Compiling DeepSpeed's C++ ops: one process at a time for each op, and nothing stays behind when
+it is killed.
 
-PyTorch protects a compilation with a file, `lock` in the op's folder, which stays there when the compiling process is killed,
-and then everyone waits for it without a message. So each compilation holds a lock of the kernel, too (flock on `.building`),
-which ends with its process. Whoever has that lock may remove PyTorch's file.
+PyTorch protects a compilation with a file, `lock` in the op's folder, which stays there when the
+compiling process is killed, and then everyone waits for it without a message. So each compilation
+holds a lock of the kernel, too (flock on `.building`), which ends with its process. Whoever has
+that lock may remove PyTorch's file.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ import psutil
 from torch.utils import cpp_extension
 
 POLL_SECONDS = 0.2
-UNLOCKED_SECONDS = 900  # where the lock says nothing about other machines: age of a file `lock` that is nobody's
+UNLOCKED_SECONDS = (
+    900  # where the lock says nothing about other machines: age of a file `lock` that is nobody's
+)
 END_SECONDS = 5  # for ninja to end its compilers
 
-# Started instead of ninja, which it becomes: the kernel ends it (SIGTERM) when this process is killed. ninja then ends its
-# compilers, each of which takes about 1 GB.
+# Started instead of ninja, which it becomes: the kernel ends it (SIGTERM) when this process is
+# killed. ninja then ends its compilers, each of which takes about 1 GB.
 END_WITH_PARENT = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -37,7 +41,8 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def guard_compilations(run_id: str, say: Callable[[str], None]) -> None:
-    """Make every later compilation of an op in this process hold the op's lock; DeepSpeed compiles where it needs an op.
+    """Make every later compilation of an op in this process hold the op's lock; DeepSpeed compiles
+    where it needs an op.
 
     Args:
         run_id: the same on all ranks of a run; no message says that one of them waits for another.
@@ -59,7 +64,9 @@ def build_lock(op: str, folder: Path, run_id: str, say: Callable[[str], None]) -
     """Wait until nobody else compiles `op`, and keep others out; print once what it waits for."""
     with open(folder / ".building", "a+", encoding="utf-8") as file:
         locked = _wait_for_lock(op, file, run_id, say)
-        owner = _owner(file)  # that was killed; or compiles on a machine to which this file system passes no locks on
+        owner = _owner(
+            file
+        )  # that was killed; or compiles on a machine to which this file system passes no locks on
         elsewhere = owner is not None and owner["host"] != platform.node()
         _remove_abandoned(op, folder / "lock", locked and not elsewhere, say)
         if locked:
@@ -84,7 +91,9 @@ def _wait_for_lock(op: str, file, run_id: str, say: Callable[[str], None]) -> bo
             owner = _owner(file)
             if not said and owner and owner["run"] != run_id:
                 said = True
-                say(f"Waiting until process {owner['process']} on {owner['host']}, of another run, has compiled {op}.")
+                say(
+                    f"Waiting until process {owner['process']} on {owner['host']}, of another run, has compiled {op}."
+                )
             time.sleep(POLL_SECONDS)
         except OSError:
             return False
@@ -100,7 +109,9 @@ def _owner(file) -> dict | None:
 
 
 def _write(file, text: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the lock counts, and the text is for a message only
+    with contextlib.suppress(
+        OSError
+    ):  # a full disk: the lock counts, and the text is for a message only
         file.seek(0)
         file.truncate()
         file.write(text)
@@ -108,11 +119,15 @@ def _write(file, text: str) -> None:
 
 
 def _remove_abandoned(op: str, lock: Path, locked: bool, say: Callable[[str], None]) -> None:
-    """Remove PyTorch's file of a process that was killed; wait for one of a program that does not use our lock."""
+    """Remove PyTorch's file of a process that was killed; wait for one of a program that does not
+    use our lock.
+    """
     said, idle = False, 0
     while lock.exists():
         idle = 0 if _in_use(lock.parent) else idle + 1
-        if idle * POLL_SECONDS > 1 and (locked or _age(lock) > UNLOCKED_SECONDS):  # between two commands nobody uses it
+        if idle * POLL_SECONDS > 1 and (
+            locked or _age(lock) > UNLOCKED_SECONDS
+        ):  # between two commands nobody uses it
             lock.unlink(missing_ok=True)
             say(f"An earlier compilation of {op} was killed: its lock is removed.")
             return
@@ -135,14 +150,18 @@ def _age(path: Path) -> float:
 
 
 class _Subprocess:
-    """Stands for the module `subprocess` in cpp_extension: what it runs ends when this process does."""
+    """Stands for the module `subprocess` in cpp_extension: what it runs ends when this process
+    does.
+    """
 
     def __getattr__(self, name: str):
         return getattr(subprocess, name)
 
     @staticmethod
     def run(command: list[str], *, check: bool = False, **options) -> subprocess.CompletedProcess:
-        """As subprocess.run; the terminal's Ctrl-C does not reach the command, because this process handles it."""
+        """As subprocess.run; the terminal's Ctrl-C does not reach the command, because this process
+        handles it.
+        """
         wrapped = [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *command]
         process = subprocess.Popen(wrapped, start_new_session=True, **options)
         try:

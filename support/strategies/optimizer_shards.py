@@ -1,8 +1,9 @@
 """Where each strategy keeps a parameter's fp32 weight and Adam's two moments on this rank.
 
-One description serves all seven, because every optimizer updates flat fp32 tensors ("masters"): dp the parameters
-themselves, FSDP its local shards, DeepSpeed one partition for each group (stages 1 and 2) or sub-group (stage 3, whose
-sub-groups infinity keeps on NVMe). A piece says which elements of which parameter lie where in a master.
+One description serves all seven, because every optimizer updates flat fp32 tensors ("masters"): dp
+the parameters themselves, FSDP its local shards, DeepSpeed one partition for each group (stages 1
+and 2) or sub-group (stage 3, whose sub-groups infinity keeps on NVMe). A piece says which elements
+of which parameter lie where in a master.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Shard:
 
     Attributes:
         key: what the optimizer's state is filed under.
-        names: parameters that this master's counterparts on all ranks hold together, in the same order everywhere.
+        names: parameters that this master's counterparts on all ranks hold together, in the same
+            order everywhere.
         pieces: whose elements it holds itself; without DeepSpeed's padding.
         group: DeepSpeed's number of it.
     """
@@ -69,12 +71,20 @@ class ShardedState:
         self.wrapper = optimizer if hasattr(optimizer, "optimizer") else None
         self.base = base_optimizer(optimizer)
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters() if p.requires_grad}
+        self.shapes = {
+            name: tuple(getattr(p, "ds_shape", p.shape))
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
         self.stage3 = hasattr(self.wrapper, "fp32_partitioned_groups_flat")
         sharded = next((p for p in model.parameters() if _is_dtensor(p)), None)
         self.replicated = self.wrapper is None and sharded is None
         # Under HYBRID_SHARD every node holds all pieces, and those of the first one count.
-        self.is_copy = sharded is not None and sharded.device_mesh.ndim > 1 and sharded.device_mesh.get_local_rank(0) > 0
+        self.is_copy = (
+            sharded is not None
+            and sharded.device_mesh.ndim > 1
+            and sharded.device_mesh.get_local_rank(0) > 0
+        )
         if self.wrapper is None:
             self.shards = list(self._plain_shards(model))
         else:
@@ -82,23 +92,36 @@ class ShardedState:
 
     @staticmethod
     def knows(optimizer) -> bool:
-        """Whether this is an AdamW, PyTorch's or DeepSpeed's for the CPU; a DeepSpeed file may choose any other optimizer."""
+        """Whether this is an AdamW, PyTorch's or DeepSpeed's for the CPU; a DeepSpeed file may
+        choose any other optimizer.
+        """
         base = base_optimizer(optimizer)
-        return isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "ds_opt_adam")
+        return isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(
+            base, "ds_opt_adam"
+        )
 
-    # -------------------------------------------------------------------------------- what lies where
+    # ------------------------------------------------------------------------------ what lies where
 
     def _plain_shards(self, model: nn.Module) -> Iterator[Shard]:
         for number, (name, parameter) in enumerate(model.named_parameters()):
             if parameter.requires_grad:
                 start, numel = _local_range(parameter)
-                yield Shard(parameter, [name], [Piece(name, start, 0, numel)] if numel else [], number)
+                yield Shard(
+                    parameter, [name], [Piece(name, start, 0, numel)] if numel else [], number
+                )
 
     def _stage12_shards(self) -> Iterator[Shard]:
         for group, parameters in enumerate(self.wrapper.bit16_groups):
-            mapped = [(self.names[id(p)], p._hp_mapping) for p in parameters if p._hp_mapping is not None]
+            mapped = [
+                (self.names[id(p)], p._hp_mapping) for p in parameters if p._hp_mapping is not None
+            ]
             pieces = [
-                Piece(name, m.lp_fragment_address.start, m.hp_fragment_address.start, m.lp_fragment_address.numel)
+                Piece(
+                    name,
+                    m.lp_fragment_address.start,
+                    m.hp_fragment_address.start,
+                    m.lp_fragment_address.numel,
+                )
                 for name, m in mapped
             ]
             names = [self.names[id(p)] for p in parameters]
@@ -113,17 +136,21 @@ class ShardedState:
                 start = rank * numel  # every rank has as many, the last ones filled up with padding
                 if (real := min(numel, parameter.ds_numel - start)) > 0:
                     pieces.append(Piece(self.names[id(parameter)], start, offset, real))
-            yield Shard(master, [self.names[id(p)] for p in self.wrapper.fp16_groups[group]], pieces, group)
+            yield Shard(
+                master, [self.names[id(p)] for p in self.wrapper.fp16_groups[group]], pieces, group
+            )
 
-    # -------------------------------------------------------------------------------- reading and writing
+    # -------------------------------------------------------------------------- reading and writing
 
     @contextmanager
     def open(self, shard: Shard, write: bool = False, moments: bool = True):
-        """The flat tensors of one shard: {"weight", "exp_avg", "exp_avg_sq"}; without moments before the first update.
+        """The flat tensors of one shard: {"weight", "exp_avg", "exp_avg_sq"}; without moments
+        before the first update.
 
-        What lies on NVMe is read for the time of the context. With `write` the moments are created where there are none,
-        and what the caller puts into the tensors is kept; call `finish_writing` after the last one. Without `moments`
-        only the weight is given, which every optimizer has.
+        What lies on NVMe is read for the time of the context. With `write` the moments are created
+        where there are none, and what the caller puts into the tensors is kept; call
+        `finish_writing` after the last one. Without `moments` only the weight is given, which every
+        optimizer has.
 
         Raises:
             TrainingError: DeepSpeed keeps states that are not found.
@@ -131,25 +158,38 @@ class ShardedState:
         swapped = self.stage3 and self.wrapper._swappable_optimizer_subgroup(shard.group)
         if swapped:
             self.wrapper._optimizer_states_and_gradient_swap_in(shard.group)
-        state = self.base.state[shard.key] if moments and (shard.key in self.base.state or write) else {}
-        # torch's AdamW has none for a parameter that never got a gradient. DeepSpeed's masters are updated together.
+        state = (
+            self.base.state[shard.key]
+            if moments and (shard.key in self.base.state or write)
+            else {}
+        )
+        # torch's AdamW has none for a parameter that never got a gradient. DeepSpeed's masters are
+        # updated together.
         if moments and not write and not state and self.wrapper is not None and self.adam_step > 0:
-            raise TrainingError("A part of the optimizer's states lies where checkpoints do not find it: use --no_save.")
+            raise TrainingError(
+                "A part of the optimizer's states lies where checkpoints do not find it: use --no_save."
+            )
         if write:
             for moment in MOMENTS:
                 if moment not in state or state[moment].numel() != shard.key.numel():
                     state[moment] = torch.zeros_like(shard.key.data)
-        tensors = {"weight": shard.key.data, **{moment: state[moment] for moment in MOMENTS if moment in state}}
+        tensors = {
+            "weight": shard.key.data,
+            **{moment: state[moment] for moment in MOMENTS if moment in state},
+        }
         yield {name: local_part(tensor).view(-1) for name, tensor in tensors.items()}
         if write and self.stage3:
-            self.wrapper._reassign_or_swap_out_partitioned_parameters(shard.group)  # the working copy follows the master
+            self.wrapper._reassign_or_swap_out_partitioned_parameters(
+                shard.group
+            )  # the working copy follows the master
         if swapped and write:
             self.wrapper._optimizer_states_and_gradient_swap_out(shard.group)
         elif swapped:
             self.wrapper._release_swap_buffers(shard.group)
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every fp32 weight in turn, put together from the ranks: (name, tensor on rank 0 and None on the others).
+        """Every fp32 weight in turn, put together from the ranks: (name, tensor on rank 0 and None
+        on the others).
 
         All ranks call it together. There is one whole weight at a time.
         """
@@ -161,7 +201,9 @@ class ShardedState:
                         yield name, held["weight"].view(self.shapes[name]) if is_main else None
                         continue
                     flat = torch.zeros(math.prod(self.shapes[name]), device=self.device)
-                    for piece in (piece for piece in shard.pieces if piece.name == name and not self.is_copy):
+                    for piece in (
+                        piece for piece in shard.pieces if piece.name == name and not self.is_copy
+                    ):
                         part = held["weight"][piece.offset : piece.offset + piece.numel]
                         flat[piece.start : piece.start + piece.numel].copy_(part)
                     dist.reduce(flat, dst=0)  # every element is on one rank, and 0 on the others
@@ -170,7 +212,9 @@ class ShardedState:
     @property
     def adam_step(self) -> int:
         """Updates that Adam has made; its bias correction depends on it."""
-        return int(next((state["step"] for state in self.base.state.values() if "step" in state), 0))
+        return int(
+            next((state["step"] for state in self.base.state.values() if "step" in state), 0)
+        )
 
     def set_adam_step(self, step: int) -> None:
         """Set it for every master."""
@@ -178,12 +222,16 @@ class ShardedState:
         own = hasattr(self.base, "ds_opt_adam")  # DeepSpeed's for the CPU counts in a plain number
         for shard in self.shards:
             device = local_part(shard.key).device if on_device else "cpu"
-            self.base.state[shard.key]["step"] = step if own else torch.tensor(float(step), device=device)
+            self.base.state[shard.key]["step"] = (
+                step if own else torch.tensor(float(step), device=device)
+            )
         if own:
             replay_bias_correction(self.base, step)
 
     def finish_writing(self) -> None:
-        """Bring the working copies of DeepSpeed's parameters, which other ranks need, to the masters' values."""
+        """Bring the working copies of DeepSpeed's parameters, which other ranks need, to the
+        masters' values.
+        """
         if self.wrapper is None:
             return
         if not self.stage3:
@@ -197,8 +245,9 @@ class ShardedState:
 def replay_bias_correction(cpu_adam, step: int) -> None:
     """Bring the inside of DeepSpeed's CPU Adam to where `step` updates bring it.
 
-    Its C++ part keeps β₁ᵗ and β₂ᵗ as running products in fp32. Started at t it would compute powers instead, which differ in
-    the last bit: so the products are made again, with updates of a single number at learning rate
+    Its C++ part keeps β₁ᵗ and β₂ᵗ as running products in fp32. Started at t it would compute powers
+    instead, which differ in the last bit: so the products are made again, with updates of a single
+    number at learning rate
         0. Once they are too small
     to change 1 - βᵗ in fp32, powers do as well, and neither a long run nor a checkpoint that claims
     10¹² steps takes longer.
@@ -208,7 +257,14 @@ def replay_bias_correction(cpu_adam, step: int) -> None:
     matter = min(step, math.ceil(math.log(2**-26) / math.log(slower)))
     for t in (*range(1, matter + 1), *([step] if step > matter else [])):
         cpu_adam.ds_opt_adam.adam_update(
-            cpu_adam.opt_id, t, 0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"], *tensors
+            cpu_adam.opt_id,
+            t,
+            0.0,
+            *group["betas"],
+            group["eps"],
+            0.0,
+            group["bias_correction"],
+            *tensors,
         )
 
 
@@ -232,6 +288,8 @@ def _local_range(parameter: torch.Tensor) -> tuple[int, int]:
         return 0, parameter.numel()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     row = parameter.numel() // max(1, parameter.shape[0])
     return (offset[0] if offset else 0) * row, parameter.to_local().numel()
