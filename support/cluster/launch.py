@@ -343,11 +343,11 @@ def return_freed_memory() -> None:
 def keep_freed_memory() -> None:
     """While a model trains on the CPU: keep the memory of one step's activations for the next step.
 
-    To return it to the kernel costs page faults at every step (benchmarks/RESULTS.md has what that
-    is on GPT-2 124M). Tensors of 32 MB and more are returned: kept, they would leave holes that
-    nothing else fills.
+    Returning it to the kernel costs page faults at every step (benchmarks/RESULTS.md has the cost
+    for GPT-2 124M). Tensors of 8 MB and more are returned: if they were kept, they would leave
+    holes that nothing else fills.
     """
-    _mallopt(mmap_threshold=32 << 20, trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
+    _mallopt(mmap_threshold=8 << 20, trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
 
 
 def _mallopt(**settings: int) -> bool:
