@@ -23,7 +23,7 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
 SCRIPT = PROJECT / "real_model_example.py"
-FAULT = PROJECT / "tests" / "fault.py"
+FAULT = PROJECT / "tests" / "helpers" / "fault.py"
 SHARED = (
     PROJECT.parent / "shared"
 )  # real tokenizer, WikiText-2 and a stand-in for the hub, where they are at hand

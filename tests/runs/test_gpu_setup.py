@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FAULT, finish, free_port, start
+from conftest import FAULT, PROJECT, finish, free_port, start
 
 from support.cli import validate as preflight
 from support.cli.flags import GROWTH_INTERVAL, complete_ds_config, parse_arguments
@@ -188,7 +188,7 @@ def test_bf16_gradients_are_not_searched_for_infinities(strategy):
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_loss_that_is_not_finite_leaves_the_weights_in_bf16(strategy):
     """Without DeepSpeed's own search, too: our flag makes the update do nothing."""
-    command = [sys.executable, Path(__file__).with_name("held_update.py"), strategy]
+    command = [sys.executable, PROJECT / "tests" / "helpers" / "held_update.py", strategy]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"changed": [True, False], "finite": True, "searches": 0}
@@ -317,7 +317,7 @@ def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, offlo
     backend = {"nccl": "cuda:nccl"}.get(backend, backend).replace("nccl", "gloo")
     command = [
         sys.executable,
-        Path(__file__).with_name("host_gradients.py"),
+        PROJECT / "tests" / "helpers" / "host_gradients.py",
         backend,
         tmp_path / "store",
     ]

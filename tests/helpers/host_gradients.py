@@ -1,6 +1,6 @@
 """One of two ranks whose gradients lie in host memory, as under FSDP with CPU offload:
 
-    RANK=0 python tests/host_gradients.py BACKEND STORE
+    RANK=0 python tests/helpers/host_gradients.py BACKEND STORE
 
 Unscales, measures and clips them as train_epoch_ddp does, and prints what it found as JSON.
 """
@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class Sharded(FSDPModule, nn.Module):
     """What `gradients.norm` asks of a model that fully_shard has split."""
 
     def __new__(cls, *args):
-        return object.__new__(cls)
+        return super().__new__(cls)
 
     def __init__(self, mesh):
         super().__init__()

@@ -26,7 +26,6 @@ from conftest import (
     start,
 )
 
-sys.path.insert(0, str(PROJECT))
 
 
 @pytest.fixture(scope="session")

@@ -25,8 +25,6 @@ from conftest import (
     start,
 )
 
-sys.path.insert(0, str(PROJECT))
-
 # Global batch of 4 blocks on two ranks; 10 steps.
 WORK = [
     "--seq_length",

@@ -7,7 +7,6 @@ import sys
 import pytest
 from conftest import PROJECT, assert_close
 
-sys.path.insert(0, str(PROJECT))
 
 # Global batches of 6 blocks on 40: an epoch has 7 steps, the last one short. The schedule spans the
 # whole run.

@@ -23,7 +23,6 @@ from conftest import (
     start,
 )
 
-sys.path.insert(0, str(PROJECT))
 
 
 def lines_of(run, name):

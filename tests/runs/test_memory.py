@@ -10,7 +10,6 @@ import sys
 import pytest
 from conftest import FAULT, PROJECT, SCRIPT, STRATEGIES, finish, start
 
-sys.path.insert(0, str(PROJECT))
 
 from support.cli.validate import cpu_computes_bf16
 

@@ -16,6 +16,7 @@ from statistics import median
 
 import pytest
 from conftest import (
+    FAULT,
     PROJECT,
     SAME_WORK,
     SPLIT,
@@ -434,7 +435,7 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_s
     for file in [*PROJECT.glob("ds_config_*.json"), PROJECT / "compare_strategies.sh"]:
         shutil.copy(file, project)
     shutil.copy(PROJECT / "real_model_example.py", project / "original.py")
-    (project / "real_model_example.py").write_text(PLANTED % str(PROJECT / "tests" / "fault.py"))
+    (project / "real_model_example.py").write_text(PLANTED % str(FAULT))
 
     code, out, found = compare(
         work,
@@ -602,7 +603,7 @@ def test_deepspeeds_own_logger_counts_the_same_bytes(script, tmp_path, strategy,
         tmp_path / "ds.json",
         launcher="torchrun",
         ranks=2,
-        program=PROJECT / "tests" / "fault.py",
+        program=FAULT,
         env={"FAULT": f"witness:{tmp_path / 'counts.json'}"},
     )
     theirs = json.loads((tmp_path / "counts.json").read_text())

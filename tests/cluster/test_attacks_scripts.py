@@ -21,9 +21,6 @@ from conftest import PROJECT, Run
 
 from support.cli.run_file import OTHER_NAMES
 
-sys.path.insert(0, str(PROJECT))
-sys.path.insert(0, str(PROJECT / "scripts"))
-
 # --------------------------------------------------------------------------------------- generating
 
 

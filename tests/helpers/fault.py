@@ -30,8 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 SCRIPT = Path(
-    os.environ.get("FAULT_SCRIPT")
-    or Path(__file__).resolve().parent.parent / "real_model_example.py"
+    os.environ.get("FAULT_SCRIPT") or Path(__file__).resolve().parents[2] / "real_model_example.py"
 )
 
 

@@ -421,7 +421,6 @@ def test_random_kills(script, uninterrupted, under, tmp_path, number):
 @pytest.fixture
 def saver():
     """A Saver of which only the loss scaler is looked at."""
-    sys.path.insert(0, str(PROJECT))
     from support.checkpoints.manager import Saver
 
     return object.__new__(Saver)
@@ -483,7 +482,6 @@ def test_cpu_adam_goes_on_exactly_after_many_steps():
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    sys.path.insert(0, str(PROJECT))
     from support.strategies.optimizer_shards import replay_bias_correction
 
     def fresh():
