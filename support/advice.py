@@ -22,8 +22,9 @@ from support.errors import (
 )
 
 LESS_MEMORY = (
-    "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
-    "--seq_length, or a strategy that shards more (zero2, zero3, offload)."
+    "Try a smaller --batch_size with more --gradient_accumulation_steps, "
+    "--gradient_checkpointing, a shorter --seq_length, or a strategy that shards more (zero2, "
+    "zero3, offload)."
 )
 
 
@@ -55,8 +56,8 @@ AMONG_RANKS = r"(?=.*([Gg]loo|NCCL|c10d|TCPStore|Dist\w+Error))"
 TABLE = (
     Entry(
         "gpu memory",
-        r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA (driver )?error: out of memory|"
-        r"Cuda failure.*out of memory",
+        r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA (driver )?error: "
+        r"out of memory|Cuda failure.*out of memory",
         OutOfMemory,
         "Out of memory: {said}.",
     ),
@@ -70,36 +71,38 @@ TABLE = (
         "deterministic",
         r"does not have a deterministic implementation",
         UserError,
-        "--deterministic: this model needs {operation}, of which PyTorch has no deterministic kernel "
-        "for this device. Run without --deterministic.",
+        "--deterministic: this model needs {operation}, of which PyTorch has no deterministic "
+        "kernel for this device. Run without --deterministic.",
     ),
     Entry(
         "files",
         r"Too many open files",
         TrainingError,
-        "Too many open files: this shell allows {open_files}. Every rank, data file and connection takes some: `ulimit "
-        "-n 65536` before the run, or in the job script.",
+        "Too many open files: this shell allows {open_files}. Every rank, data file and "
+        "connection takes some: `ulimit -n 65536` before the run, or in the job script.",
     ),
     Entry(
         "shared memory",
         r"/dev/shm.*No space left|No space left.*/dev/shm",
         TrainingError,
-        "/dev/shm is full, through which the ranks of a host share data: {said}. In a container give it more (docker run "
-        "--shm-size=8g); otherwise remove what earlier runs left there (`ls -l /dev/shm`).",
+        "/dev/shm is full, through which the ranks of a host share data: {said}. In a container "
+        "give it more (docker run --shm-size=8g); "
+        "otherwise remove what earlier runs left there (`ls -l /dev/shm`).",
     ),
     Entry(
         "disk",
         r"No space left on device|Disk quota exceeded",
         TrainingError,
-        "No space left on the device while writing {where}: free some space (`df -h`, `quota -s`), or name another "
-        "folder with --output_dir, --cache_dir, --nvme_path or TMPDIR. Checkpoints that were complete before are untouched.",
+        "No space left on the device while writing {where}: free some space (`df -h`, `quota "
+        "-s`), or name another folder with --output_dir, --cache_dir, --nvme_path or TMPDIR. "
+        "Checkpoints that were complete before are untouched.",
     ),
     Entry(
         "file size",
         r"File too large",
         TrainingError,
-        "{where} would be larger than this shell (`ulimit -f`) or the file system allows: raise the limit, or name a folder on "
-        "another disk.",
+        "{where} would be larger than this shell (`ulimit -f`) or the file system allows: raise "
+        "the limit, or name a folder on another disk.",
     ),
     Entry(
         "deepspeed",
@@ -111,40 +114,42 @@ TABLE = (
         "toolkit",
         r"^(MissingCUDAException|CUDAMismatchException)",
         MissingRequirement,
-        "This strategy compiles a DeepSpeed op with the CUDA toolkit of torch's CUDA version, which was not found: "
-        "install it, or set CUDA_HOME (module load cuda on a cluster). DeepSpeed says: {said}",
+        "This strategy compiles a DeepSpeed op with the CUDA toolkit of torch's CUDA version, "
+        "which was not found: install it, or set CUDA_HOME (module load cuda on a cluster). "
+        "DeepSpeed says: {said}",
     ),
     Entry(
         "compiler",
         r"Error building extension|Ninja is required|Unable to JIT load",
         MissingRequirement,
-        "DeepSpeed could not compile one of its ops. The compiler's first error: {compiler}. `--check` says what is "
-        "missing; dp and fsdp need no compiler.",
+        "DeepSpeed could not compile one of its ops. The compiler's first error: {compiler}. "
+        "`--check` says what is missing; dp and fsdp need no compiler.",
     ),
     Entry(
         "port",
         r"EADDRINUSE|[Aa]ddress already in use",
         TrainingError,
-        "Port {port} on this host is taken, by another run as a rule: start this one with another (torchrun "
-        "--master_port=29501, deepspeed --master_port=29501, or MASTER_PORT), or end the other run.",
+        "Port {port} on this host is taken, by another run as a rule: start this one with another "
+        "(torchrun --master_port=29501, deepspeed --master_port=29501, or MASTER_PORT), "
+        "or end the other run.",
     ),
     Entry(
         "refused",
-        AMONG_RANKS
-        + r".*(Connection refused|ECONNREFUSED)|connect\(\) failed|client socket has (failed|timed out)",
+        AMONG_RANKS + r".*(Connection refused|ECONNREFUSED)|connect\(\) failed|client socket has "
+        r"(failed|timed out)",
         TrainingError,
-        "A rank could not connect to another: it has ended, listens on another network, or a firewall is between. Look "
-        "for its message on the other hosts; where a host has several networks set NCCL_SOCKET_IFNAME "
-        "(GLOO_SOCKET_IFNAME on CPUs) to the right one. ({said})",
+        "A rank could not connect to another: it has ended, listens on another network, or a "
+        "firewall is between. Look for its message on the other hosts; where a host has several "
+        "networks set NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) to the right one. ({said})",
     ),
     Entry(
         "peer",
-        AMONG_RANKS
-        + r".*(Connection (reset|closed) by peer|Broken pipe)|remote process has exited|ncclRemoteError",
+        AMONG_RANKS + r".*(Connection (reset|closed) by peer|Broken pipe)|remote process has "
+        r"exited|ncclRemoteError",
         TrainingError,
-        "The connection to another rank broke: it has ended, and its own message, on its host, says why; without one it "
-        "was killed, as a rule by the kernel when the host's memory was full (`dmesg | grep -i oom`), or by the scheduler. "
-        "({said})",
+        "The connection to another rank broke: it has ended, and its own message, on its host, "
+        "says why; without one it was killed, as a rule by the kernel when the host's memory was "
+        "full (`dmesg | grep -i oom`), or by the scheduler. ({said})",
     ),
     Entry(
         "waiting",
@@ -152,24 +157,27 @@ TABLE = (
         + AMONG_RANKS
         + r".*([Tt]imed out|wait timeout after|Timeout)",
         TrainingError,
-        "A collective waited longer than --ddp_timeout: one rank is much slower than the others, or stopped. Look at what "
-        "it prints and at its host's load; for a slow first load give a longer --ddp_timeout; "
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL names the collective that does not match. ({said})",
+        "A collective waited longer than --ddp_timeout: one rank is much slower than the others, "
+        "or stopped. Look at what it prints and at its host's load; for a slow first load give a "
+        "longer --ddp_timeout; TORCH_DISTRIBUTED_DEBUG=DETAIL names the collective that does not "
+        "match. ({said})",
     ),
     Entry(
         "nccl",
         r"DistBackendError|NCCL error|ncclSystemError|ncclInternalError|ncclUnhandledCudaError",
         TrainingError,
-        "NCCL failed: {said}. `NCCL_DEBUG=INFO` shows what it tried; NCCL_SOCKET_IFNAME chooses the network, "
-        "NCCL_IB_DISABLE=1 leaves InfiniBand out, NCCL_P2P_DISABLE=1 direct copies between GPUs. `--check` under the "
-        "same launcher tests it in seconds.",
+        "NCCL failed: {said}. `NCCL_DEBUG=INFO` shows what it tried; NCCL_SOCKET_IFNAME chooses "
+        "the network, NCCL_IB_DISABLE=1 leaves InfiniBand out, NCCL_P2P_DISABLE=1 direct copies "
+        "between GPUs. `--check` under the same launcher tests it in seconds.",
     ),
     Entry(
         "driver",
-        r"CUDA driver version is insufficient|no kernel image is available|forward compatibility was attempted",
+        r"CUDA driver version is insufficient|no kernel image is available|forward compatibility "
+        r"was attempted",
         MissingRequirement,
-        "This GPU, its driver and this build of torch do not fit: {said}. Compare `nvidia-smi` with torch.version.cuda "
-        "(`--check` shows both), and install a torch for that CUDA version.",
+        "This GPU, its driver and this build of torch do not fit: {said}. Compare `nvidia-smi` "
+        "with torch.version.cuda (`--check` shows both), "
+        "and install a torch for that CUDA version.",
     ),
 )
 
