@@ -1,7 +1,4 @@
-"""Exceptions that end a run, and the exit codes that other programs read.
-
-Every exception becomes a `UserError` (see `explain`), whose text is one line for the user.
-"""
+"""How a run ends when something is wrong: one clear line and an exit code that means something."""
 
 from __future__ import annotations
 
@@ -15,13 +12,7 @@ EXIT_PREEMPTED = 75
 
 
 class UserError(Exception):
-    """An error that is shown to the user; its text says what happened and what to do.
-
-    Attributes:
-        exit_code: of the process.
-        status: as written to results.json.
-        kind: a short name of the class, for programs.
-    """
+    """Something the user can put right. Its text is the one line that says what to do."""
 
     exit_code = EXIT_USAGE
     status = "failed"
@@ -29,20 +20,24 @@ class UserError(Exception):
 
 
 class MissingRequirement(UserError):
-    """A library, compiler or disk that the strategy needs is missing; another strategy may run."""
+    """This machine lacks what the strategy needs: a library, a compiler, a suitable disk. Another
+    strategy may run.
+    """
 
     kind = "missing_requirement"
 
 
 class TrainingError(UserError):
-    """A failure after a correct set-up, for example a loss that is not finite."""
+    """The run was set up rightly but cannot go on, for example because the loss is no longer
+    finite.
+    """
 
     exit_code = EXIT_FAILED
     kind = "training"
 
 
 class OutOfMemory(UserError):
-    """Out of memory on the device."""
+    """The device had no memory left."""
 
     on_host = False
 
@@ -52,23 +47,23 @@ class OutOfMemory(UserError):
 
 
 class HostOutOfMemory(OutOfMemory):
-    """Out of host memory; on a CPU, the host is the device."""
+    """The host had no memory left; on a CPU it is the device."""
 
     on_host = True
 
 
 class StoppedBySignal(KeyboardInterrupt):
-    """A signal that asks the run to end.
-
-    Not a subclass of `Exception`: libraries catch those, and would continue.
+    """A signal asks the run to end. No `Exception`: libraries catch those, and would continue as if
+    nothing had happened.
     """
 
 
 class Preempted(Exception):
-    """A stop after a request, with a checkpoint saved; all ranks raise it after the same step.
+    """The run was asked to stop, and has saved a checkpoint; all ranks raise it after the same
+    step.
 
     Attributes:
-        engine: the wrapped model, which the caller must shut down.
+        engine: what must be taken down.
     """
 
     def __init__(self, engine):
@@ -77,25 +72,21 @@ class Preempted(Exception):
 
 
 class FirstError:
-    """The first error of several calls; after it, further calls do nothing.
+    """Calls functions until one fails, and then calls no more: for a rank that writes while all
+    ranks communicate.
 
-    For a rank that writes files between collectives. If it raised an exception, the other ranks
-    would wait for it in their next collective. Instead it takes part in all collectives, and the
-    error is shared with all ranks afterwards.
+    If it raised, the others would wait for it in their next collective. So it takes part to the
+    end, and then all ranks learn of the error.
 
     Attributes:
-        error: the exception of the first function that failed, or None.
+        error: what the first function that failed raised; None so far.
     """
 
     def __init__(self):
         self.error: Exception | None = None
 
     def attempt(self, function, *args):
-        """Call `function` unless an earlier call failed.
-
-        Returns:
-            The function's result; None if it failed or was not called.
-        """
+        """The function's result; None if it fails, or another one has failed before."""
         if self.error is None:
             try:
                 return function(*args)
@@ -108,37 +99,38 @@ class FirstError:
 
 
 def explain(error: BaseException) -> UserError:
-    """Convert any exception into the `UserError` that is shown to the user.
+    """Turn any exception into the error that is shown: what it means and what to do, or the
+    library's first line.
 
     Args:
-        error: an exception of this project or of a library.
+        error: what was raised, by this project or by a library.
     Returns:
-        `error` itself if it is a `UserError`. Otherwise an error with the advice of
-        support/advice.py, or with the first line of the library's message. Credentials in the text
-        are replaced (see support/redaction.py), also in `error` itself.
+        The error itself if it is already one of ours, else one with a message of a single line;
+        without secrets.
     """
-    user_error = _explained(error)
-    user_error.args = (redact(str(user_error)),)
-    return user_error
+    shown = _explained(error)
+    shown.args = (redact(str(shown)),)
+    return shown
 
 
 def _explained(error: BaseException) -> UserError:
-    from support import advice  # not at the top: it imports the classes above
+    from support import advice  # it needs the classes above
 
     if isinstance(error, UserError):
         return error
     name, lines = type(error).__name__, str(error).strip().splitlines()
-    # pydantic's ValidationError, raised for DeepSpeed's configuration
-    if name == "ValidationError" and hasattr(error, "errors"):
-        detail = error.errors()[0]
+    if name == "ValidationError" and hasattr(
+        error, "errors"
+    ):  # pydantic's, of DeepSpeed's configuration
+        first = error.errors()[0]
         return UserError(
-            f"DeepSpeed configuration: {'.'.join(map(str, detail['loc']))}: {detail['msg']}."
+            f"DeepSpeed configuration: {'.'.join(map(str, first['loc']))}: {first['msg']}."
         )
     if isinstance(error, StoppedBySignal):
         return TrainingError(str(error))
     if isinstance(error, KeyboardInterrupt):
         return TrainingError("Interrupted: stopped before the end; nothing more was written.")
-    if advised := advice.look_up(error):
-        return advised
+    if known := advice.look_up(error):
+        return known
     text = lines[0].strip() if lines else ""
     return TrainingError(f"{name}: {text} (run again with --verbose to see where)")

@@ -1,4 +1,4 @@
-"""Progress bars on a terminal; where the output goes to a file, lines are printed instead."""
+"""Live bars for who watches a terminal. Where output goes to a file there are none, only lines."""
 
 from __future__ import annotations
 
@@ -8,26 +8,20 @@ from tqdm import tqdm
 
 
 def on_terminal() -> bool:
-    """Return whether stdout and stderr are both a terminal."""
+    """Whether somebody watches: both streams are a terminal."""
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
 class Bar:
-    """A progress bar, a counter, or a line; it disappears when it is closed.
-
-    Args:
-        what: description in front of the bar.
-        total: number of units until the end; None shows a counter.
-        unit: name of a unit; empty, without a total, shows the description only.
-        active: False shows nothing.
-        done: units that are done already.
+    """A bar that fills; without a total it counts, and without a unit it only stands there. It
+    vanishes when it is closed.
     """
 
     def __init__(self, what: str, total: int | None, unit: str, active: bool, done: int = 0):
-        if total is not None:  # short, so that the loss fits into 80 columns, too
-            bar_format = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+        if total is not None:  # as short as it can be: 80 columns hold the loss, too
+            shown = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
         else:
-            bar_format = "{desc} {n_fmt} {unit}, {elapsed}" if unit else "{desc} …"
+            shown = "{desc} {n_fmt} {unit}, {elapsed}" if unit else "{desc} …"
         self._bar = tqdm(
             desc=what,
             total=total,
@@ -39,24 +33,24 @@ class Bar:
             mininterval=0.5,
             file=sys.stderr,
             unit_scale=total is None,
-            bar_format=bar_format,
+            bar_format=shown,
         )
 
     @property
     def active(self) -> bool:
-        """Whether the bar is shown."""
+        """Whether anybody sees it."""
         return not self._bar.disable
 
     def advance(self, by: int = 1) -> None:
-        """Add `by` units to the units done."""
+        """So much more is done."""
         self._bar.update(by)
 
     def show(self, text: str) -> None:
-        """Set the text at the end of the bar; it appears with the next refresh."""
+        """Say something at the bar's end."""
         self._bar.set_postfix_str(text, refresh=False)
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove it."""
         self._bar.close()
 
     def __enter__(self) -> Bar:
@@ -67,12 +61,7 @@ class Bar:
 
 
 def write(text: str, stream=None) -> None:
-    """Print a line above the progress bars, if there are any.
-
-    Args:
-        text: the line.
-        stream: where to write it (default: sys.stdout).
-    """
+    """A line above the bars, if there are any; on stdout if nothing else is said."""
     stream = stream or sys.stdout
     tqdm.write(text, file=stream)
     stream.flush()

@@ -1,11 +1,12 @@
-"""The trained model as a folder that `AutoModelForCausalLM.from_pretrained` reads.
+"""Export the trained model as a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-    config.json, generation_config.json, tokenizer files     what `describe` writes; a checkpoint holds them, too
-    model.safetensors                                        or several files and model.safetensors.index.json
-    README.md                                                the model card
+    config.json, generation_config.json, tokenizer files    written by `describe`, as in checkpoints
+    model.safetensors                                       or several files and an index,
+                                                            model.safetensors.index.json
+    README.md                                               the model card
 
-Weights are written one by one, each straight to its place in its file, so that exporting needs the
-memory of the largest weight on one rank and not of a second model, on any rank.
+Weights are written one at a time, each directly to its position in its file. An export therefore
+needs memory for the largest weight on one rank; no rank needs memory for a second model.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from support.model import resolve as models
 
 
 class ExportFailed(TrainingError):
-    """The trained model could not be written; all ranks raise it together."""
+    """The trained model could not be written. All ranks raise this error together."""
 
 
 class Target:
-    """The folder that an export goes to, as it was when the run began.
+    """Destination folder of an export, with its state at the start of the run.
 
     Args:
-        named: the folder as the user named it.
-        overwrite: replace whatever is there at the end.
-        own: what is there is an earlier export of the same run.
+        named: the folder as the user wrote it.
+        overwrite: replace whatever the folder contains at the end of the run.
+        own: the folder contains an earlier export of the same run.
     """
 
     def __init__(self, named: Path, overwrite: bool, own: bool):
@@ -53,20 +54,25 @@ class Target:
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether --overwrite allows it, or this run's own earlier export is there, unchanged."""
+        """Whether the folder may be replaced.
+
+        True with --overwrite, or if the folder is this run's own earlier export and is unchanged.
+        """
         return self._overwrite or (self._seen is not None and _identity(self.folder) == self._seen)
 
 
 def _identity(folder: Path) -> tuple | None:
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
-    """Where --export_hf sends a run's model; by default into the run's own folder.
+    """Return the destination of a run's export.
+
+    It is the folder named by --export_hf, by default `hf` in the run's own folder.
 
     Args:
         args: --export_hf, --overwrite.
@@ -81,27 +87,27 @@ def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
 
 
 def export_model(model, state, blueprint, target: Target, args, run, card: str) -> dict:
-    """Write the model that a run has trained; every rank calls it.
+    """Write the model that a run has trained. Every rank calls this function.
 
     Args:
         model: as wrapped by the strategy.
         state: the run's ShardedState.
         blueprint: the model's description.
-        target: where it goes.
+        target: the destination folder.
         args: --export_dtype, --merge_lora.
         run: the ranks.
-        card: the model card's text.
+        card: the text of the model card.
     Returns:
-        What results.json says of it. If another run has written to the folder since this one began,
-        the model is in a folder next to it, which is named here and in a message.
+        The `export` entry of results.json. If another run has written to the folder since this run
+        started, the model is in a new folder next to it. The entry and a warning name that folder.
     Raises:
-        ExportFailed: it could not be written; nothing of it is left.
+        ExportFailed: the model could not be written. No part of it remains on disk.
     """
-    dtype, begun, errors = models.DTYPES[args.export_dtype], time.monotonic(), FirstError()
-    writing = errors.attempt(start_folder, target.folder) if run.is_main else None
-    folder = writing.path / "new" if writing else None
-    if writing:
-        run.temporary += writing.paths
+    dtype, start, errors = models.DTYPES[args.export_dtype], time.monotonic(), FirstError()
+    temporary = errors.attempt(start_folder, target.folder) if run.is_main else None
+    folder = temporary.path / "new" if temporary else None
+    if temporary:
+        run.temporary += temporary.paths
         errors.attempt(describe, blueprint, folder, dtype, args.merge_lora)
     if blueprint.lora and args.merge_lora:
         adapters = {
@@ -121,41 +127,46 @@ def export_model(model, state, blueprint, target: Target, args, run, card: str) 
     final = None
     if folder:
         errors.attempt(write_text, folder / "README.md", card)
-        final = errors.attempt(finish_folder, writing, target.folder, target.may_be_replaced)
-        writing.remove()
+        final = errors.attempt(finish_folder, temporary, target.folder, target.may_be_replaced)
+        temporary.remove()
     failed, final = run.from_main((str(errors), final))
     if failed:
         raise ExportFailed(f"The export to {target.named} failed: {failed}")
-    named = target.named
+    export_path = target.named
     if final != target.folder:
-        named = named.with_name(final.name)
+        export_path = export_path.with_name(final.name)
         run.warn(
-            f"{target.named} holds another run's export, which is kept: use --overwrite to replace it."
+            f"{target.named} holds another run's export, which is kept: "
+            "use --overwrite to replace it."
         )
-    run.say(f"🤗 {named}")
+    run.say(f"🤗 {export_path}")
     peaks = run.gather(memory.host_bytes()[1])
-    return {"folder": str(named), "seconds": time.monotonic() - begun, "host_peak_bytes": peaks}
+    return {
+        "folder": str(export_path),
+        "seconds": time.monotonic() - start,
+        "host_peak_bytes": peaks,
+    }
 
 
 def rescue_weights(
     failed: ExportFailed, checkpoint: Path | None, export_to: Callable[[Target], object], run
 ) -> TrainingError:
-    """Keep the trained weights after a failed export; every rank calls it.
+    """Preserve the trained weights after a failed export. Every rank calls this function.
 
     Args:
-        failed: what `export_model` raised.
-        checkpoint: holds the weights. Without one they are exported to the temporary folder of rank
-            0's host.
+        failed: the error that `export_model` raised.
+        checkpoint: contains the weights. Without one, they are exported to the temporary directory
+            of rank 0's host.
         export_to: calls `export_model` with another target.
         run: the ranks.
     Returns:
-        The error with a sentence that says where the weights are.
+        The error, with a sentence that names the location of the weights.
     """
     if checkpoint:
         convert = f"python scripts/convert_checkpoint.py {checkpoint} --to hf FOLDER"
         return TrainingError(
-            f"{failed} The trained weights are in {checkpoint}: `{convert}` exports them, and so does "
-            "the same run with --resume."
+            f"{failed} The trained weights are in {checkpoint}: `{convert}` exports them, "
+            "and so does the same run with --resume."
         )
     folder = None
     if run.is_main:
@@ -177,8 +188,9 @@ def rescue_weights(
 def _write_trained(
     state, buffers: dict, blueprint, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
-    """What was trained: the model, or its adapters. Every rank calls it; one without a folder only
-    gives its share.
+    """Write the trained weights: the model's, or its adapters'.
+
+    Every rank calls this function. A rank whose `folder` is None only contributes its shards.
     """
     rename, buffers = (lora.peft_name, {}) if blueprint.lora else (str, buffers)
     files = None
@@ -200,9 +212,11 @@ def _write_trained(
 
 
 def _write_merged(adapters: dict, blueprint, folder: Path, dtype: torch.dtype, run) -> None:
-    """The whole model, its weights read again from where it came from, with the adapters added; on
-    rank 0."""
-    model = blueprint.load(run, dtype="auto")  # only mapped
+    """Write the whole model with the adapters added, on rank 0.
+
+    The base weights are loaded again from the model's original files.
+    """
+    model = blueprint.load(run, dtype="auto")  # memory-mapped, not copied
     whole = {
         lora.base_name(name): weight
         for name, weight in model.named_parameters()
@@ -222,10 +236,10 @@ def _write_merged(adapters: dict, blueprint, folder: Path, dtype: torch.dtype, r
 
 
 def start_folder(folder: Path) -> TemporaryFolder:
-    """A temporary folder next to `folder`, with an empty folder `new` in it, see `finish_folder`.
+    """Create a temporary folder next to `folder`, with an empty `new` in it for `finish_folder`.
 
     Raises:
-        OSError: the folder above is not writable.
+        OSError: the parent folder is not writable.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     # A name has at most 255 bytes, and a character up to four.
@@ -235,20 +249,21 @@ def start_folder(folder: Path) -> TemporaryFolder:
 
 
 def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Path:
-    """Flush what was written to disk and move it to `folder`, or if that is taken to `folder`-2,
-    `folder`-3 …
+    """Flush a new folder to disk and rename it to `folder`.
 
-    Renaming a folder to the name of one with contents fails, so two processes that finish at the
-    same instant cannot replace each other's.
+    If that name is taken, the new name is `folder`-2, `folder`-3 …
+
+    Renaming a folder to the name of a non-empty folder fails. Two processes that finish at the same
+    time therefore cannot replace each other's result.
 
     Args:
-        temporary: of `start_folder`; the caller removes it.
-        folder: the name.
-        replace: what has the name is moved into `temporary`, and so removed.
+        temporary: returned by `start_folder`; the caller removes it.
+        folder: the final name.
+        replace: move an existing folder of this name into `temporary`, which removes it.
     Returns:
-        Where it is now.
+        The final path.
     Raises:
-        OSError: the disk is full, or not writable; what had the name has it still.
+        OSError: the disk is full or not writable. An existing folder keeps its name.
     """
     new, old = temporary.path / "new", temporary.path / "old"
     sync_tree(new)
@@ -270,56 +285,57 @@ def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Pa
 
 
 def check_room(args, run, target: Target, output_dir: Path, blueprint, saves: int) -> None:
-    """Before training: is there room for what will be written at the end?
+    """Check before training that the disks have room for the files that the run will write.
 
     Args:
         args: --no_export, --eval_only, --export_dtype, --merge_lora, --keep_last.
-        run: the ranks; all call it.
-        target, output_dir: where the export and the checkpoints go.
+        run: the ranks; all call this function.
+        target, output_dir: destinations of the export and of the checkpoints.
         blueprint: the model's description.
         saves: checkpoints that this run will write.
     Raises:
-        UserError: the export, or one checkpoint with it, does not fit on its disk.
+        UserError: the export, or one checkpoint together with the export, does not fit on its disk.
     """
     if not run.is_main or run.simulated:
         return
-    least, most = Counter(), Counter()  # bytes on each disk
+    required, total = Counter(), Counter()  # bytes on each disk
     if not (args.no_export or args.eval_only):
         exported = (
             blueprint.trainable if blueprint.lora and not args.merge_lora else blueprint.parameters
         )
-        least[_disk(target.folder)] += exported * models.DTYPES[args.export_dtype].itemsize
-    most |= least
+        required[_disk(target.folder)] += exported * models.DTYPES[args.export_dtype].itemsize
+    total |= required
     if saves:
         checkpoint = 12 * blueprint.trainable
-        least[_disk(output_dir)] += checkpoint
-        most[_disk(output_dir)] += checkpoint * min(
+        required[_disk(output_dir)] += checkpoint
+        total[_disk(output_dir)] += checkpoint * min(
             saves, args.keep_last + 1 if args.keep_last else saves
         )
-    for disk, size in least.items():
+    for disk, size in required.items():
         usage = shutil.disk_usage(disk)
         if usage.total == 0:  # the file system does not report its size
             continue
         text = f"{disk} has {usage.free / 2**30:.2f} GB free, and "
         if size > usage.free:
-            what = (
+            written = (
                 "the export"
                 if disk != _disk(output_dir) or not saves
                 else "a checkpoint with the export"
             )
             raise UserError(
-                f"{text}{what} of this run needs {size / 2**30:.2f} GB there: free some space, or name another "
-                "folder with --output_dir or --export_hf (--no_export leaves the export out)."
+                f"{text}{written} of this run needs {size / 2**30:.2f} GB there: free some space, "
+                "or name another folder with --output_dir or --export_hf "
+                "(--no_export leaves the export out)."
             )
-        if most[disk] > usage.free:
+        if total[disk] > usage.free:
             run.warn(
-                f"{text}all that this run keeps there needs {most[disk] / 2**30:.2f} GB: --keep_last 2 keeps only "
-                "the newest checkpoints."
+                f"{text}all that this run keeps there needs {total[disk] / 2**30:.2f} GB: "
+                "--keep_last 2 keeps only the newest checkpoints."
             )
 
 
 def _disk(folder: Path) -> Path:
-    """The mount point of the disk that holds `folder`, or will hold it."""
+    """Return the mount point of the disk that contains `folder`, or will contain it."""
     existing = next(
         parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir()
     )
@@ -333,13 +349,16 @@ def _disk(folder: Path) -> Path:
 def describe(
     blueprint, folder: Path, dtype: torch.dtype | None = None, whole: bool = False
 ) -> None:
-    """Write all of a model but its weights: configuration, generation configuration and tokenizer;
-    of adapters, theirs.
+    """Write everything of a model except its weights: configurations and tokenizer.
+
+    For a model with adapters, write the tokenizer and the adapters' configuration.
 
     Args:
-        dtype: the weights' type, noted in the configuration; None leaves it as it is.
-        whole: describe the model itself although it has adapters, which have been added to its
-            weights.
+        blueprint: the model's description.
+        folder: created if it does not exist.
+        dtype: the type of the weights, recorded in the configuration; None leaves it unchanged.
+        whole: describe the model itself although it has adapters, because they have been added to
+            its weights.
     """
     folder.mkdir(exist_ok=True)
     blueprint.tokenizer.save_pretrained(folder)
@@ -347,7 +366,7 @@ def describe(
         blueprint.lora.describe(folder)
         return
     config = copy.deepcopy(blueprint.config)
-    config.use_cache = True  # off for training only
+    config.use_cache = True  # disabled for training only
     for name, value in blueprint.own_settings.items():
         setattr(config.get_text_config(), name, value)
     config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
@@ -357,18 +376,17 @@ def describe(
     config.save_pretrained(folder)
     try:
         blueprint.generation.save_pretrained(folder)
-    except (
-        ValueError
-    ):  # older versions of transformers refuse to write what some models were published with
+    except ValueError:
+        # Older versions of transformers reject the generation configuration of some models.
         write_text(folder / "generation_config.json", blueprint.generation.to_json_string())
 
 
 def model_card(facts: dict, identity: dict) -> str:
-    """README.md of an exported model, with the hub's metadata on top.
+    """Return the text of an exported model's README.md, which starts with the hub's metadata.
 
     Args:
-        facts: results.json's keys, as far as they are known.
-        identity: what the run was, see `checkpoint.identify`.
+        facts: the available keys of results.json.
+        identity: the run signature, see `checkpoint.identify`.
     """
     base, dataset = facts["model"], (facts.get("dataset") or {}).get("name")
     scratch = identity["told"].get("from_scratch") or base == EMBEDDED_MODEL
@@ -404,19 +422,21 @@ def model_card(facts: dict, identity: dict) -> str:
             if adapters
             else ""
         ),
-        f"{facts['parameters']:,} parameters; {'random weights of the architecture of' if scratch else 'base model'} `{base}`. "
-        f"Trained with `real_model_example.py --strategy {facts['strategy']}` on {facts['world_size']} {_devices(facts)}.",
+        f"{facts['parameters']:,} parameters; "
+        f"{'random weights of the architecture of' if scratch else 'base model'} `{base}`. "
+        f"Trained with `real_model_example.py --strategy {facts['strategy']}` "
+        f"on {facts['world_size']} {_devices(facts)}.",
         "## Results\n\n" + _table(results.items(), "Measured"),
         "## Training\n\n" + _table(hyperparameters.items(), "Hyperparameter"),
     ]
     if facts.get("dataset"):
         streamed = facts["dataset"].get("streaming")
-        of = (
+        hashed = (
             "its files' names, sizes, beginnings and ends, or of its commit,"
             if streamed
             else "the corpus"
         )
-        parts.append(f"Data: {dataset}, SHA-256 of {of} `{facts['dataset'].get('sha256')}`.")
+        parts.append(f"Data: {dataset}, SHA-256 of {hashed} `{facts['dataset'].get('sha256')}`.")
     if versions:
         parts.append(f"Versions: {versions}.")
     if facts.get("command"):

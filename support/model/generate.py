@@ -1,4 +1,4 @@
-"""A sample of text at the end of a run, from a model that may be spread over the ranks."""
+"""Text generation at the end of a run, from a model that may be sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TEMPERATURE, TOP_K = 0.8, 50
 
 
 def tokens_of(prompt: str, tokenizer) -> list[int]:
-    """A prompt's tokens.
+    """Return the token ids of a prompt.
 
     Raises:
-        UserError: the tokenizer makes none of it.
+        UserError: the tokenizer returns no token.
     """
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not ids:
@@ -28,11 +28,11 @@ def tokens_of(prompt: str, tokenizer) -> list[int]:
 
 
 def generate(model, casting, blueprint: Blueprint, args, run: Run) -> str:
-    """Print and return a continuation of --generate; every rank calls it.
+    """Print and return a continuation of --generate. Every rank calls this function.
 
     Args:
         model: as wrapped by the strategy.
-        casting: the context manager that training computes the forward pass in.
+        casting: the context manager that training uses for the forward pass.
         blueprint: the model's description.
         args: --generate, --seed.
         run: the ranks.
@@ -44,7 +44,8 @@ def generate(model, casting, blueprint: Blueprint, args, run: Run) -> str:
             return model(**inputs)
 
     limit = max_positions(blueprint.config)
-    with torch.compiler.set_stance("force_eager"):  # what was compiled is for blocks of one length
+    # The compiled graph is for sequences of one length.
+    with torch.compiler.set_stance("force_eager"):
         text = sample_text(
             forward, blueprint.tokenizer, args.generate, run.device, limit, args.seed
         )
@@ -61,20 +62,24 @@ def sample_text(
     positions: int | None,
     seed: int,
 ) -> str:
-    """Continue a prompt by up to NEW_TOKENS tokens; every rank calls it, and all return the same
-    text.
+    """Continue a prompt by up to NEW_TOKENS tokens.
 
-    transformers' `generate` would let each rank choose for itself. Where layers are gathered for
-    one forward pass at a time (zero3, infinity, fsdp) a rank that ends a token earlier than the
-    others would leave them waiting for ever.
+    Every rank calls this function, and all ranks return the same text.
+
+    transformers' `generate` would let each rank sample its own tokens. Under zero3, infinity and
+    fsdp, layers are gathered for one forward pass at a time. A rank that finished earlier than the
+    others would leave them blocked in an all-gather.
 
     Args:
-        forward: the model's forward pass; keyword arguments as transformers has them.
-        tokenizer: the model's.
-        prompt: the text to continue; only its end, where it leaves no room in `positions`.
-        device: where the model computes.
-        positions: tokens that the model can look at; None for no limit.
-        seed: for the choice of tokens.
+        forward: the model's forward pass, with the keyword arguments of transformers.
+        tokenizer: the model's tokenizer.
+        prompt: the text to continue; its beginning is cut off if it has more than `positions` - 1
+            tokens.
+        device: the device that the model computes on.
+        positions: maximum length of the model's context in tokens; None for no limit.
+        seed: of the generator that samples the tokens.
+    Raises:
+        UserError: the tokenizer returns no token for the prompt.
     """
     room = (positions or 2**31) - 1
     ids = torch.tensor([tokens_of(prompt, tokenizer)[-room:]], device=device)
@@ -84,9 +89,8 @@ def sample_text(
         out = forward(
             input_ids=ids if cache is None else ids[:, -1:], past_key_values=cache, use_cache=True
         )
-        cache = getattr(
-            out, "past_key_values", None
-        )  # some architectures have none: then the whole text is computed again
+        # Architectures without a cache compute the whole text again for each token.
+        cache = getattr(out, "past_key_values", None)
         likeliest = out.logits[0, -1].float().cpu().topk(min(TOP_K, out.logits.shape[-1]))
         choice = torch.multinomial(
             torch.softmax(likeliest.values / TEMPERATURE, 0), 1, generator=generator

@@ -1,8 +1,8 @@
-"""LoRA (Hu et al., arXiv 2106.09685): small adapters beside frozen weights, put into the model by
-peft.
+"""LoRA adapters (Hu et al., arXiv 2106.09685) for frozen weights, attached to the model by peft.
 
-A layer with the weight W computes x W + (alpha / r) · (x A) B; A has r columns and B r rows, and
-only they are trained. B begins at 0, so that training begins at the model as it is.
+A linear layer with the weight W computes x W + (alpha / r) · (x A) B. A has r columns and B has r
+rows; only A and B are trained. B is initialised to 0, so the adapted model initially computes the
+same output as the base model.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import nn
 
 from support.errors import UserError
 
-ADAPTER = "default"  # peft's name for the one that is there
+ADAPTER = "default"  # peft's name for a model's only adapter
 ALL_LINEAR = "all-linear"
 
 
 @dataclass
 class Lora:
-    """What adapters a model gets.
+    """Configuration of the adapters that a model gets.
 
     Attributes:
-        r, alpha, dropout: rank, scale (alpha / r), and dropout before A.
-        targets: ends of the names of the layers that get one, or "all-linear"; None: what peft
-            knows of the architecture, and all linear layers of any other.
+        r, alpha, dropout: rank, scale (alpha / r), and dropout probability of the input of A.
+        targets: suffixes of the names of the layers that get an adapter, or "all-linear"; None:
+            peft's default for the architecture, or all linear layers if peft has no default.
         base: the model's name, for adapter_config.json.
-        seed: A is drawn from it.
-        settled: peft's configuration of them, once a model got them.
+        seed: for the initialisation of A.
+        settled: peft's configuration of the adapters; None until `attach` has been called.
     """
 
     r: int
@@ -46,7 +46,7 @@ class Lora:
 
     @classmethod
     def of(cls, args) -> Lora | None:
-        """What the flags ask for."""
+        """Return the configuration that the flags request; None without --lora_r."""
         if args.lora_r is None:
             return None
         targets = args.lora_targets
@@ -60,11 +60,13 @@ class Lora:
         return cls(args.lora_r, args.lora_alpha, args.lora_dropout, targets, base, args.seed)
 
     def attach(self, model: nn.Module) -> None:
-        """Put the adapters into a model and freeze all else. They are in fp32, and the same
-        whatever type the model is in.
+        """Attach the adapters to a model and freeze all other parameters.
+
+        The adapters are in fp32 and have the same initial values for every type of the model.
 
         Raises:
-            UserError: a target that the model does not have.
+            UserError: the model has no such target, or a target shares its weight with another
+                layer.
         """
         import peft
         from peft.tuners.lora import LoraLayer
@@ -72,49 +74,48 @@ class Lora:
         on_meta = next(model.parameters()).is_meta
         names = self.targets if isinstance(self.targets, list) else []
         layers = [name for name, module in model.named_modules() if _is_linear(module)]
-        if wrong := [
+        if missing := [
             name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in layers)
         ]:
-            raise self._no_such_layer(wrong[0], layers)
+            raise self._no_such_layer(missing[0], layers)
         weights = Counter(
             id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
         )
         config = self._config(model)
-        self.settled = copy.deepcopy(config)  # before peft names each layer in it
+        self.settled = copy.deepcopy(config)  # peft adds the name of each layer to `config`
         try:
             with torch.device("meta" if on_meta else "cpu"):
                 peft.inject_adapter_in_model(config, model, ADAPTER)
         except ValueError as error:
             raise self._no_such_layer(self.targets, layers) from error
-        self.settled.fan_in_fan_out = (
-            config.fan_in_fan_out
-        )  # GPT-2's weights lie the other way round, peft found
-        self.settled.inference_mode = True  # for those who load it
+        # peft sets this if the weights are transposed, as GPT-2's are.
+        self.settled.fan_in_fan_out = config.fan_in_fan_out
+        self.settled.inference_mode = True  # for users who load the adapters
         if isinstance(self.settled.target_modules, set):
             self.settled.target_modules = sorted(self.settled.target_modules)
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer) and weights[id(module.get_base_layer().weight)] > 1:
                 raise UserError(
-                    f"--lora_targets: {name} shares its weight with another layer, and adapters would change both."
+                    f"--lora_targets: {name} shares its weight with another layer, "
+                    "and adapters would change both."
                 )
         torch.manual_seed(self.seed)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-                if (
-                    ".lora_A." in name and not on_meta
-                ):  # as peft draws it, which would round it to the model's type
+                # peft's own initialisation, repeated in fp32: peft rounds A to the model's type.
+                if ".lora_A." in name and not on_meta:
                     nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
 
     def _no_such_layer(self, name, layers: list[str]) -> UserError:
-        there = ", ".join(sorted({layer.rsplit(".", 1)[-1] for layer in layers}))
+        layer_names = ", ".join(sorted({layer.rsplit(".", 1)[-1] for layer in layers}))
         return UserError(
-            f"--lora_targets {name}: this model has no such linear layer; there are {there}, and {ALL_LINEAR} for "
-            "all but the output."
+            f"--lora_targets {name}: this model has no such linear layer; "
+            f"there are {layer_names}, and {ALL_LINEAR} for all but the output."
         )
 
     def _config(self, model: nn.Module):
-        """peft's configuration of these adapters, its targets settled."""
+        """Return peft's configuration of these adapters, with the targets resolved."""
         import peft
         from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
@@ -131,7 +132,7 @@ class Lora:
         )
 
     def describe(self, folder: Path) -> None:
-        """Write adapter_config.json, as peft reads it, into an existing folder; after `attach`."""
+        """Write adapter_config.json in peft's format into an existing folder, after `attach`."""
         self.settled.save_pretrained(folder)
 
 
@@ -140,20 +141,20 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def peft_name(name: str) -> str:
-    """A parameter's name in adapter_model.safetensors."""
+    """Return a parameter's name in adapter_model.safetensors."""
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def merged(
     model: nn.Module, adapters: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, weight in fp32) of the model without adapters, with what they have learned added to
-    it; one weight at a time.
+    """Yield (name, weight in fp32) of the model without adapters, with the trained adapters added.
+
+    One weight is in memory at a time.
 
     Args:
-        model: with adapters, its weights as they were before training; they may be mapped from a
-            file.
-        adapters: what was trained, by name.
+        model: with adapters, its weights as before training; they may be mapped from a file.
+        adapters: the trained adapter parameters by name.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -175,5 +176,5 @@ def merged(
 
 
 def base_name(name: str) -> str:
-    """A parameter's name in the model without adapters."""
+    """Return a parameter's name in the model without adapters."""
     return name.replace(".base_layer.", ".")

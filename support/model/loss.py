@@ -1,10 +1,10 @@
-"""The next-token loss, computed from chunks of the logits.
+"""Next-token loss, computed from chunks of the logits.
 
-The logits of a batch ([tokens, vocabulary]) and what cross_entropy derives from them are the
-largest tensors of a step: for GPT-2 and 4,096 tokens 2.3 GB. Here the output layer returns the loss
-itself: it computes the logits of some hundred tokens, their loss and its gradient, and frees them
-before the next ones. PyTorch 2.13 has the same method as torch.nn.functional.linear_cross_entropy,
-but older versions do not, and it ignores autocast.
+The logits of a batch ([tokens, vocabulary]) and the tensors that cross_entropy derives from them
+are the largest tensors of a step: 2.3 GB for GPT-2 and 4,096 tokens. Here the output layer returns
+the loss itself. It computes the logits of a few hundred tokens, their loss and its gradient, and
+frees them before the next chunk. PyTorch 2.13 has the same method as
+torch.nn.functional.linear_cross_entropy, but older versions do not, and it ignores autocast.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from torch import nn
 from support.cli.flags import LOGITS_CHUNK
 from support.data.batches import IGNORED
 
-COMPUTED_IN_BACKWARD = (
-    torch.float16,
-)  # types whose gradients need the loss scaler's factor, see ChunkedLoss
+# Types whose gradients need the factor of the loss scaler, see ChunkedLoss.
+COMPUTED_IN_BACKWARD = (torch.float16,)
 
 
 def returns_plain_logits(model: nn.Module) -> bool:
-    """Whether a model's logits are its output layer's result, with nothing done to them afterwards.
+    """Return whether a model's logits are the unmodified result of its output layer.
 
     Some models scale or cap their logits (Gemma 2, Cohere, Granite), or have adapters on the output
     layer.
 
     Args:
-        model: a causal language model on the meta device; its type may be changed.
+        model: a causal language model on the meta device; its dtype may be changed.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -41,7 +40,7 @@ def returns_plain_logits(model: nn.Module) -> bool:
         lambda _module, _inputs, output: outputs.append((output, output._version))
     )
     try:
-        # Experts are multiplied together by a kernel that on the meta device takes bf16 only.
+        # On the meta device the grouped matrix multiplication of experts accepts bf16 only.
         for dtype in (torch.float32, torch.bfloat16):
             with contextlib.suppress(Exception), torch.no_grad():
                 ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
@@ -52,20 +51,18 @@ def returns_plain_logits(model: nn.Module) -> bool:
                     and logits._version == outputs[0][1]
                 )
             outputs.clear()
-        return False  # a model that looks at its values cannot run on the meta device
+        return False  # a model that reads the values of its tensors cannot run on the meta device
     finally:
         hook.remove()
 
 
 class OutputLayer(nn.Linear):
-    """A model's output layer. Inside `loss_in_place_of_logits` it returns the loss, otherwise
-    logits.
+    """Output layer that returns the loss inside `loss_in_place_of_logits`, and logits otherwise.
 
     Attributes:
-        targets: [batch, length], the token that follows each position, or IGNORED; None: return
-            logits.
-        divisor: a scalar tensor by which the summed loss is divided.
-        kept_bytes: size of the gradients that the last loss holds until backward.
+        targets: [batch, length], the next token of each position, or IGNORED; None: return logits.
+        divisor: scalar tensor that divides the summed loss.
+        kept_bytes: bytes of the gradients that the last loss keeps until backward.
     """
 
     targets: torch.Tensor | None = None
@@ -74,18 +71,20 @@ class OutputLayer(nn.Linear):
 
     @classmethod
     def replace_head(cls, model: nn.Module) -> None:
-        """Let the model's output layer be one of these; its parameters stay what they are."""
+        """Change the class of the model's output layer to this class; the parameters stay."""
         model.get_output_embeddings().__class__ = cls
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[batch, length, hidden size] to logits [batch, length, vocabulary], or to the loss, a
-        scalar in fp32.
+        """Compute logits [batch, length, vocabulary], or the loss: a scalar in fp32.
+
+        Args:
+            hidden: [batch, length, hidden size].
         """
         if self.targets is None:
             return super().forward(hidden)
         return self._loss(hidden)
 
-    @torch.compiler.disable  # a loop over chunks that keeps no graph: there is nothing to compile
+    @torch.compiler.disable  # the loop over chunks records no graph, so compiling it gains nothing
     def _loss(self, hidden: torch.Tensor) -> torch.Tensor:
         device, dtype = hidden.device.type, hidden.dtype
         if torch.is_autocast_enabled(device):
@@ -109,14 +108,13 @@ class OutputLayer(nn.Linear):
 def loss_in_place_of_logits(
     model: nn.Module, targets: torch.Tensor, divisor: torch.Tensor
 ) -> Iterator[bool]:
-    """Let the model return the loss in the place of its logits, if its output layer is an
-    OutputLayer.
+    """Make the model return the loss in place of its logits, if its output layer is an OutputLayer.
 
     Args:
         model: as wrapped by the strategy.
         targets, divisor: see OutputLayer.
     Yields:
-        Whether it does.
+        Whether the model returns the loss.
     """
     head = getattr(model, "module", model).get_output_embeddings()
     if not isinstance(head, OutputLayer):
@@ -133,19 +131,19 @@ class ChunkedLoss(torch.autograd.Function):
     """Cross entropy of a linear layer's output, summed over the tokens and divided by `divisor`.
 
     The gradients are computed together with the loss, from the same logits; backward only
-    multiplies them. In fp16 most of them would be rounded to 0 without the factor of the loss
-    scaler, which is known in backward: there the logits are computed a second time.
+    multiplies them. In fp16 most of them would underflow to 0 without the factor of the loss
+    scaler, which is known only in backward. In fp16 backward therefore computes the logits again.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, divisor, dtype) -> torch.Tensor:
-        """Compute the loss, and except in fp16 the gradients.
+        """Compute the loss and, except in fp16, the gradients.
 
         Args:
             hidden: [tokens, hidden size].
             weight: [vocabulary, hidden size].
             bias: [vocabulary], or None.
-            targets: [tokens]; IGNORED where a token does not count.
+            targets: [tokens]; IGNORED for tokens that do not count.
             divisor: a scalar.
             dtype: of the matrix multiplications.
         """
@@ -162,7 +160,11 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, factor):
-        """`factor`: the gradient of the result, a scalar in fp32."""
+        """Return the gradients of hidden, weight and bias.
+
+        Args:
+            factor: the gradient of the result, a scalar in fp32.
+        """
         if ctx.in_backward:
             hidden, weight, bias, targets, divisor = ctx.saved_tensors
             inputs, needed = (hidden, weight, bias), ctx.needs_input_grad[:3]
@@ -176,7 +178,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def _loss_and_gradients(inputs, targets, scale, dtype, needed):
-    """The loss of all chunks, and its gradients, multiplied by `scale`.
+    """Compute the loss of all chunks and its gradients, both multiplied by `scale`.
 
     Args:
         inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
@@ -186,36 +188,36 @@ def _loss_and_gradients(inputs, targets, scale, dtype, needed):
         dtype: of the matrix multiplications; sums over chunks are in fp32.
         needed: whether each of the inputs needs a gradient.
     Returns:
-        The loss in fp32, and for each input its gradient or None.
+        The loss in fp32, and a list with the gradient of each input, or None.
     """
     hidden, weight, bias = (None if x is None else x.to(dtype) for x in inputs)
     grad_hidden = torch.empty_like(inputs[0]) if needed[0] else None
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
     grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
     loss = torch.zeros((), device=hidden.device)
-    for rows in _chunks(hidden.shape[0], weight.shape[0], hidden.device.type):
-        logits = F.linear(hidden[rows], weight, bias)
+    for chunk in _chunks(hidden.shape[0], weight.shape[0], hidden.device.type):
+        logits = F.linear(hidden[chunk], weight, bias)
         log_p = F.log_softmax(logits, -1, dtype=torch.float32)
-        valid = targets[rows] != IGNORED
-        target = targets[rows].where(valid, 0)[:, None]
+        valid = targets[chunk] != IGNORED
+        target = targets[chunk].where(valid, 0)[:, None]
         log_p_of_target = log_p.gather(1, target)
         loss -= log_p_of_target[:, 0].where(valid, 0).sum()
         if not any(needed):
             del logits, log_p
             continue
-        # The derivative by the logits is p - 1 for the target and p for all others. expm1 is exact
-        # where p is almost 1.
+        # The derivative with respect to the logits is p - 1 for the target and p for all others.
+        # expm1 avoids cancellation where p is close to 1.
         derivative = log_p.exp_().scatter_(1, target, log_p_of_target.expm1())
         grad_logits = torch.mul(derivative, (valid * scale)[:, None], out=logits)
         if needed[0]:
-            grad_hidden[rows] = grad_logits @ weight
+            grad_hidden[chunk] = grad_logits @ weight
         if needed[1] and dtype == torch.float32:
-            grad_weight.addmm_(grad_logits.T, hidden[rows])
+            grad_weight.addmm_(grad_logits.T, hidden[chunk])
         elif needed[1]:
-            grad_weight += grad_logits.T @ hidden[rows]
+            grad_weight += grad_logits.T @ hidden[chunk]
         if needed[2]:
             grad_bias += grad_logits.sum(0, dtype=torch.float32)
-        del logits, log_p, derivative, grad_logits  # before those of the next part are allocated
+        del logits, log_p, derivative, grad_logits  # before the next chunk allocates its own
     gradients = (grad_hidden, grad_weight, grad_bias)
     return loss * scale, [
         g if g is None else g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)
@@ -223,7 +225,7 @@ def _loss_and_gradients(inputs, targets, scale, dtype, needed):
 
 
 def _chunks(tokens: int, vocabulary: int, device: str) -> list[slice]:
-    """Parts of equal size, but for the last, whose logits have about LOGITS_CHUNK elements at most."""
+    """Return slices of equal size, except the last, each with at most about LOGITS_CHUNK logits."""
     count = -(-tokens * vocabulary // LOGITS_CHUNK[device])
     size = -(-tokens // count)
     return [slice(start, start + size) for start in range(0, tokens, size)]
