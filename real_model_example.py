@@ -1,27 +1,28 @@
 #!/usr/bin/env python3
-"""Fine-tune a real causal language model, with one flag choosing how the work is spread over
-processes.
+"""Fine-tune a causal language model with data parallelism, DeepSpeed ZeRO or PyTorch FSDP.
 
-    python real_model_example.py                                        # embedded model and text, no network
-    python real_model_example.py --model gpt2 --num_samples 100         # one GPU (or the CPU)
-    torchrun --nproc_per_node=4 real_model_example.py --strategy zero2  # four GPUs (or four CPU processes)
+    python real_model_example.py                                          # embedded model, offline
+    python real_model_example.py --model gpt2 --num_samples 100           # one GPU, or the CPU
+    torchrun --nproc_per_node=4 real_model_example.py --strategy zero2    # 4 GPUs, or 4 processes
     deepspeed --num_gpus=4 real_model_example.py --strategy zero3
     accelerate launch --multi_gpu --num_processes 4 real_model_example.py --strategy fsdp
-    srun --ntasks=8 --kill-on-bad-exit=1 python real_model_example.py --strategy zero3    # inside a Slurm job
+    srun --ntasks=8 --kill-on-bad-exit=1 python real_model_example.py --strategy zero3   # Slurm
 
-Strategies, by what each of N ranks keeps of parameters (P), gradients (G) and optimizer states (O):
+The flag --strategy chooses how the model is spread over the ranks. What each of N ranks stores of
+the parameters (P), the gradients (G) and the optimizer states (O):
 
-    dp        all of P, G, O         PyTorch's DistributedDataParallel
-    zero1     P, G,   O/N            DeepSpeed
-    zero2     P, G/N, O/N            DeepSpeed
-    zero3     P/N, G/N, O/N          DeepSpeed
-    offload   zero2, with O in host memory, updated by the CPU
-    infinity  zero3, with O and P on NVMe
-    fsdp      P/N, G/N, O/N          PyTorch's FSDP2
+    dp        P,   G,   O      PyTorch DistributedDataParallel
+    zero1     P,   G,   O/N    DeepSpeed ZeRO stage 1
+    zero2     P,   G/N, O/N    DeepSpeed ZeRO stage 2
+    zero3     P/N, G/N, O/N    DeepSpeed ZeRO stage 3
+    offload   P,   G/N, O/N    zero2 with G and O in host memory, and the optimizer step on the CPU
+    infinity  P/N, G/N, O/N    zero3 with P and O on NVMe
+    fsdp      P/N, G/N, O/N    PyTorch FSDP2 (fully_shard)
 
-Every strategy computes the same thing: for the same global batch the losses agree, whatever the
-number of ranks. Read main() first, then train_epoch_ddp() beside train_epoch_deepspeed(): what
-differs is what the strategy changes. Results are in <output_dir>/results.json and metrics.jsonl.
+All strategies train the same model: for the same global batch the losses agree, for any number of
+ranks. Read main() first, then compare train_epoch_ddp() with train_epoch_deepspeed(): the lines
+that differ are what DeepSpeed changes. The results are in <output_dir>/results.json and
+metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ import sys
 
 from support import process
 
-if __name__ == "__main__":  # before the imports, which take seconds
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: a signal that arrives during them is handled.
     process.protect_output()
     process.catch_signals(process.ALSO_IF_IGNORED)
 
 from support.cli import validate as preflight
 
 if __name__ == "__main__":
-    # Before torch is imported, which takes seconds: --help and wrong arguments answer at once, and
-    # the settings that libraries read while they are imported (threads, allocator, offline mode)
-    # are in place.
+    # Before torch is imported, so that --help and argument errors are printed at once, and so that
+    # settings that libraries read on import (threads, allocator, offline mode) take effect.
     ARGS, LAUNCH = preflight.start(sys.argv[1:])
 
 import contextlib
@@ -94,7 +95,7 @@ from support.strategies.deepspeed import OneByOne, configure_deepspeed, quiet
 NOTHING_TO_EVALUATE = (
     "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file"
 )
-# batches of an evaluation between two looks whether a signal came: each look waits for all ranks
+# Evaluation batches between two checks for a stop signal. Each check waits for all ranks.
 STOP_CHECK_BATCHES = 8
 
 
@@ -102,10 +103,19 @@ STOP_CHECK_BATCHES = 8
 
 
 def setup_distributed(args, launch) -> Run:
-    """Join the other ranks: NCCL between GPUs, gloo between CPU processes.
+    """Initialize the process group: NCCL for GPUs, gloo for CPU processes.
 
-    Every strategy and a single process, too, has a process group, so that there is one code path to
-    read.
+    A single process also gets a process group, so that there is only one code path.
+
+    Args:
+        args: the command-line arguments.
+        launch: this process's place in the run (rank, world size, rendezvous address), as read from
+            the launcher's environment.
+    Returns:
+        The run: its ranks, its device, its output.
+    Raises:
+        TrainingError: a rank did not arrive in time, or the ranks do not fit together.
+        UserError: this rank has no GPU of its own.
     """
     if torch.cuda.is_available():
         device = torch.device(
@@ -120,12 +130,11 @@ def setup_distributed(args, launch) -> Run:
         run = Run(launch, device, "fake", args.verbose, args.quiet)
         simulate_process_group(launch.world_size, limit)
     else:
-        patience = min(args.ddp_timeout, ARRIVAL_SECONDS)
-        store, attempt = meet(launch, backend, patience, identify_gpu(device))
+        rendezvous_seconds = min(args.ddp_timeout, ARRIVAL_SECONDS)
+        store, attempt = meet(launch, backend, rendezvous_seconds, identify_gpu(device))
         run = Run(launch, device, backend, args.verbose, args.quiet, attempt)
-        if (
-            launch.world_size > 1
-        ):  # before NCCL connects the ranks, which may wait for one that has ended
+        # Before NCCL connects the ranks: it would wait for a rank that has already failed.
+        if launch.world_size > 1:
             run.store = open_store(launch, attempt)
             run.watch_for_failures()
         options = group_options(args, device, launch.world_size)
@@ -135,11 +144,11 @@ def setup_distributed(args, launch) -> Run:
         run.nodes = sum(run.gather(launch.is_node_leader))
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if device.type == "cuda":
-        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the number of the GPU
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed uses it as the GPU's index
 
-    torch.set_float32_matmul_precision("high")  # TF32 tensor cores for fp32 on GPUs that have them
+    torch.set_float32_matmul_precision("high")  # use TF32 tensor cores for fp32 where available
     if args.deterministic:
-        # Not warn_only: then attention's backward pass on a GPU would not be deterministic.
+        # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
         torch.use_deterministic_algorithms(True)
     return run
 
@@ -148,7 +157,13 @@ def setup_distributed(args, launch) -> Run:
 
 
 def find_model(args, run: Run) -> models.Blueprint:
-    """Find the model, its sizes and its tokenizer, without loading any weights."""
+    """Resolve --model to a configuration, its sizes and its tokenizer, without loading weights.
+
+    Sets args.seq_length to its default if the user gave none.
+
+    Raises:
+        UserError: --seq_length exceeds the positions of the model.
+    """
     if not args.hub_offline:
         run.say(f"⏳ Downloading {args.model}, where it is not in the cache")
     blueprint = models.find_model(args, run)
@@ -159,7 +174,7 @@ def find_model(args, run: Run) -> models.Blueprint:
         raise UserError(
             f"--seq_length {args.seq_length} is more than the {limit} positions of {args.model}."
         )
-    doing = (
+    action = (
         "Simulating the memory of"
         if run.simulated
         else "Evaluating"
@@ -167,29 +182,32 @@ def find_model(args, run: Run) -> models.Blueprint:
         else "Fine-tuning"
     )
     base = blueprint.parameters - (blueprint.trainable if blueprint.lora else 0)
-    run.say(f"🚀 {doing} {args.model} ({reporting.human_count(base)} parameters)")
+    run.say(f"🚀 {action} {args.model} ({reporting.human_count(base)} parameters)")
     run.say(f"📋 Strategy: {args.strategy.upper()}")
     if blueprint.own_settings:
         run.say(
-            "🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel (--no_fused_gelu keeps it)"
+            "🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel "
+            "(--no_fused_gelu keeps it)"
         )
     if not blueprint.chunked_loss:
         run.say(
-            "🔧 All logits of a batch are computed at once: this model changes them, or has adapters on its output layer"
+            "🔧 All logits of a batch are computed at once: this model changes them, or has "
+            "adapters on its output layer"
         )
     return blueprint
 
 
 def load_model_and_tokenizer(args, run: Run, blueprint: models.Blueprint):
-    """Bring the weights to where the strategy wants them.
+    """Load the weights: a full copy per rank, or shards for zero3, infinity and fsdp.
 
-    dp, zero1, zero2 and offload hold a whole copy per rank; zero3, infinity and fsdp split it while
-    loading.
+    Returns:
+        The model, not yet wrapped by dp or by DeepSpeed, and its tokenizer.
+    Raises:
+        UserError: the prompt of --generate, the weights or a configuration cannot be used.
     """
     if args.generate:
-        sampling.tokens_of(
-            args.generate, blueprint.tokenizer
-        )  # a prompt that cannot be used is refused now
+        # Fail on an unusable prompt before the training, not after it.
+        sampling.tokens_of(args.generate, blueprint.tokenizer)
     if args.ds_config_dict:
         configure_deepspeed(args, run, blueprint)
     if args.strategy == "fsdp":
@@ -201,7 +219,7 @@ def load_model_and_tokenizer(args, run: Run, blueprint: models.Blueprint):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dist.barrier()
-    if not args.merge_lora:  # which will read them again
+    if not args.merge_lora:  # --merge_lora reads the weights again at the end
         run.clean_up(blueprint.weights)
     run.say(
         f"✅ Model loaded: {blueprint.parameters:,} parameters ({blueprint.parameters / 1e6:.1f}M)"
@@ -209,21 +227,26 @@ def load_model_and_tokenizer(args, run: Run, blueprint: models.Blueprint):
     if blueprint.lora:
         share = blueprint.trainable / blueprint.parameters
         run.say(
-            f"🔧 LoRA: {blueprint.trainable:,} of {blueprint.parameters:,} parameters are trained ({share:.2%})"
+            f"🔧 LoRA: {blueprint.trainable:,} of {blueprint.parameters:,} parameters are trained "
+            f"({share:.2%})"
         )
         if blueprint.random and not (args.merge_lora or args.no_export):
             run.warn(
-                "The frozen weights are random, and adapters are worth nothing without them: --merge_lora exports both."
+                "The frozen weights are random, and adapters are worth nothing without them: "
+                "--merge_lora exports both."
             )
     return model, blueprint.tokenizer
 
 
 def prepare_dataset(args, run: Run, tokenizer):
-    """Read, tokenise and pack the corpus (once per node, and kept for later runs), or under
-    --streaming only open it.
+    """Tokenize the corpus and cut it into sequences; with --streaming, only open it.
+
+    The tokens are computed once per node and cached for later runs.
 
     Returns:
-        Training blocks, validation blocks, and the facts for results.json.
+        The training sequences, the validation sequences, and the dataset's entry in results.json.
+    Raises:
+        UserError: the corpus cannot be read, or is shorter than one sequence.
     """
     if args.streaming:
         return streaming.open_stream(args, run, tokenizer)
@@ -249,20 +272,20 @@ def prepare_dataset(args, run: Run, tokenizer):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Decay for matrices and embeddings, none for biases and norms; the same for every strategy."""
-    # A parameter partitioned by ZeRO-3 keeps its true shape in ds_shape.
-    matrix = {
+    """Returns two parameter groups: weight decay for matrices, no decay for biases and norms."""
+    # A parameter that ZeRO-3 has partitioned has an empty shape; its full shape is in ds_shape.
+    is_matrix = {
         p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in model.parameters() if p.requires_grad
     }
     groups = [
-        {"params": [p for p in matrix if matrix[p]], "weight_decay": weight_decay},
-        {"params": [p for p in matrix if not matrix[p]], "weight_decay": 0.0},
+        {"params": [p for p in is_matrix if is_matrix[p]], "weight_decay": weight_decay},
+        {"params": [p for p in is_matrix if not is_matrix[p]], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]  # adapters are matrices only
+    return [group for group in groups if group["params"]]  # LoRA adapters are all matrices
 
 
 def adamw(model: nn.Module, args) -> torch.optim.AdamW:
-    """The optimizer of dp and fsdp; the ds_config files ask DeepSpeed for the same one."""
+    """Returns the optimizer of dp and fsdp; the ds_config files configure DeepSpeed's the same."""
     return torch.optim.AdamW(
         parameter_groups(model, args.weight_decay),
         lr=args.lr,
@@ -273,34 +296,33 @@ def adamw(model: nn.Module, args) -> torch.optim.AdamW:
 
 
 def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
-    """A whole model on every rank; gradients are averaged over the ranks while backward still runs."""
+    """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
     model.to(run.device)
     if run.world_size == 1:
         return model
     wrapped = DistributedDataParallel(
         model,
         device_ids=[run.device.index] if run.device.type == "cuda" else None,
-        # gradients live in the buckets that are communicated, not beside them
+        # Gradients are views of the communication buckets, so there is no second copy of them.
         gradient_as_bucket_view=True,
-        # masks and rotary frequencies: the same on every rank, and never changed
+        # Buffers (masks, rotary frequencies) are equal on all ranks and never change.
         broadcast_buffers=False,
     )
-    if run.simulated:  # DDP's own all-reduce insists on an answer of the other ranks
+    if run.simulated:  # DDP's own all-reduce fails in the fake process group
         wrapped.register_comm_hook(None, noop_hook)
     return wrapped
 
 
 def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
-    """Split parameters, gradients and optimizer states over the ranks, one transformer block at a
-    time.
+    """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
-    The sharded model is built without memory (meta device); then rank 0's weights are broadcast
-    tensor by tensor and each rank keeps its part.
+    The sharded model is built on the meta device, without memory. Then rank 0's weights are
+    broadcast tensor by tensor, and each rank keeps its shard.
     """
-    whole = blueprint.load(run) if run.is_main else None
+    full_model = blueprint.load(run) if run.is_main else None
     sharded = blueprint.on_meta_device()
-    # Compute in 16 bit, keep the shards and reduce the gradients in fp32. fp16 computes under
-    # autocast, see autocast().
+    # bf16: compute in bf16, but keep the shards and reduce the gradients in fp32. fp16 is left to
+    # autocast(), below.
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if run.precision == "bf16" else None, reduce_dtype=torch.float32
     )
@@ -310,46 +332,50 @@ def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
         if options.offload
         else OffloadPolicy()
     )
-    how = {"mesh": run.mesh(options.hybrid), "mp_policy": policy, "offload_policy": offload}
+    shard_options = {
+        "mesh": run.mesh(options.hybrid),
+        "mp_policy": policy,
+        "offload_policy": offload,
+    }
     blocks = models.blocks_to_shard(sharded, options, run)
     for block in blocks:
         if args.compile:
             block.compile()
-        fully_shard(block, reshard_after_forward=options.reshard_after_forward, **how)
-    fully_shard(sharded, **how)
+        fully_shard(block, reshard_after_forward=options.reshard_after_forward, **shard_options)
+    fully_shard(sharded, **shard_options)
     if options.forward_prefetch:
-        for block, following in itertools.pairwise(blocks):
-            block.set_modules_to_forward_prefetch([following])
+        for block, next_block in itertools.pairwise(blocks):
+            block.set_modules_to_forward_prefetch([next_block])
     sharded.to_empty(device="cpu" if options.offload else run.device)
-    models.fill_from_rank0(sharded, whole, run)
+    models.fill_from_rank0(sharded, full_model, run)
     return sharded
 
 
 def shard_with_zero3(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
-    """Split every parameter over the ranks as it is read (infinity: and write this rank's part to
-    NVMe).
+    """Shard each parameter over the ranks as it is read; infinity writes its shard to NVMe.
 
-    Loading only maps the weights file. A parameter is in memory from its copy here until DeepSpeed
-    has taken this rank's part of it, so that no rank ever holds more than its own part and one
-    whole parameter.
+    Loading maps the weight file into memory without reading it. Each parameter is then copied and
+    partitioned in turn, so that a rank never holds more than its shards and one full parameter.
     """
     import deepspeed
 
-    model = blueprint.load(
-        run, dtype="auto"
-    )  # in the file's own type: converting here would copy the whole model
+    # "auto" is the file's own dtype: a conversion here would copy the whole model.
+    model = blueprint.load(run, dtype="auto")
     with quiet(args.verbose):
         deepspeed.zero.Init(
             module=OneByOne(model, models.DTYPES[run.precision]),
             config_dict_or_path=args.ds_config_dict,
         )
-    for buffer in model.buffers():  # they are not split, and DeepSpeed leaves them where they are
+    for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
         buffer.data = buffer.data.to(run.device)
     return model
 
 
 def initialize_deepspeed(model: nn.Module, args, run: Run):
-    """Hand model and optimizer to DeepSpeed, configured by the JSON file."""
+    """Create the DeepSpeed engine: model and optimizer as the JSON file configures them.
+
+    With --eval_only the engine has no optimizer.
+    """
     import deepspeed
 
     groups = None if args.eval_only else parameter_groups(model, args.weight_decay)
@@ -367,22 +393,26 @@ def initialize_deepspeed(model: nn.Module, args, run: Run):
 
 
 def learning_rate(step: int, total_steps: int, args) -> float:
-    """Linear warm-up to --lr, then --lr_scheduler down towards 0 at `total_steps`; `step` counts
-    from 0.
+    """Returns the learning rate of a step: linear warm-up to --lr, then --lr_scheduler.
+
+    Args:
+        step: the optimizer step, counted from 0.
+        total_steps: the step at which "linear" and "cosine" reach 0.
+        args: --lr, --warmup_steps, --lr_scheduler.
     """
     if step < args.warmup_steps:
         return args.lr * (step + 1) / (args.warmup_steps + 1)
     progress = (step - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-    falling = {
+    factors = {
         "constant": 1.0,
         "linear": 1 - progress,
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
     }
-    return args.lr * falling[args.lr_scheduler]
+    return args.lr * factors[args.lr_scheduler]
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
-    """Torch's optimizers and DeepSpeed's wrappers both read it from their parameter groups."""
+    """Set the learning rate of all parameter groups of PyTorch's or DeepSpeed's optimizer."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -390,22 +420,22 @@ def set_learning_rate(optimizer, lr: float) -> None:
 def next_token_loss(
     model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Forward pass, and the cross entropy of each next token: summed, and divided by `tokens`.
+    """Run the forward pass and return the sum of the next-token cross entropies / `tokens`.
 
     Args:
-        inputs: token ids [batch, length].
-        labels: [batch, length]; data.IGNORED where a token does not count.
-        tokens: of the whole step, on all ranks, so that their sums add up to the mean; a scalar
-            tensor.
+        model: as wrapped by the strategy.
+        inputs: token ids, int64 [batch, length].
+        labels: int64 [batch, length]; data.IGNORED for tokens without a loss.
+        tokens: scalar tensor, the valid tokens of the whole step on all ranks. The losses of all
+            micro-batches and ranks then add up to the mean over tokens.
     Returns:
-        A scalar in fp32.
+        The loss, a scalar in fp32.
     """
-    # Shifting the labels instead of the logits saves a copy of the largest tensor of the whole
-    # step.
+    # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
     targets = F.pad(labels[:, 1:], (0, 1), value=data.IGNORED)
     with loss_in_place_of_logits(model, targets, tokens) as chunked:
         output = model(input_ids=inputs, use_cache=False).logits
-    if chunked:  # the output layer has computed the loss, and never all logits at once
+    if chunked:  # the output layer computed the loss in chunks, so the full logits never existed
         return output
     logits = output.flatten(0, 1).float()
     return (
@@ -415,9 +445,11 @@ def next_token_loss(
 
 
 def count_tokens(window: data.Window, run: Run) -> torch.Tensor:
-    """Of one optimizer step, over all micro-batches of all ranks: [tokens that its loss is the mean
-    over, all tokens that are read, ranks that were asked to stop]; on the device, from one
-    all-reduce.
+    """Count the tokens of one optimizer step over all micro-batches and ranks, in one all-reduce.
+
+    Returns:
+        fp32 [3] on the device: valid tokens (those with a loss), all tokens without padding, and
+        the number of ranks that received a stop signal.
     """
     counts = torch.zeros(3, device=run.device)
     counts[0] = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in window.batches)
@@ -428,10 +460,10 @@ def count_tokens(window: data.Window, run: Run) -> torch.Tensor:
 
 
 def autocast(model: nn.Module, run: Run):
-    """16-bit arithmetic for weights that are kept in fp32.
+    """Returns the autocast context for 16-bit computation with fp32 weights.
 
-    DeepSpeed's engine has converted the weights, and FSDP2 converts them to bf16 as it gathers them
-    (its policy).
+    It is disabled where the weights are converted anyway: by DeepSpeed's engine, and by FSDP2's
+    mixed-precision policy in bf16.
     """
     by_fsdp = isinstance(model, FSDPModule) and run.precision == "bf16"
     converted = by_fsdp or hasattr(model, "set_gradient_accumulation_boundary")
@@ -444,22 +476,25 @@ def autocast(model: nn.Module, run: Run):
 
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, needed: bool):
-    """Communicate gradients in this backward pass only if `needed`: on the last micro-batch of a
-    step.
+    """Reduce the gradients over the ranks in this backward pass only if `needed`.
+
+    With gradient accumulation only the last micro-batch of a step needs it.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(needed)
-    without = isinstance(model, DistributedDataParallel) and not needed
-    with model.no_sync() if without else contextlib.nullcontext():
+    skip_ddp_sync = isinstance(model, DistributedDataParallel) and not needed
+    with model.no_sync() if skip_ddp_sync else contextlib.nullcontext():
         yield
 
 
 def windows_of_epoch(train, epoch: int, done: int, args, run: Run):
-    """This rank's micro-batches (inputs, labels) of each optimizer step of one epoch, on the
-    device; see data.windows.
+    """Iterate over this rank's step batches of one epoch, on the device; see data.windows.
 
-    The first `done` blocks are left out: they were trained on before a resume, or before an
-    evaluation.
+    Args:
+        train: the training sequences.
+        epoch: counted from 1; it seeds the order of the sequences.
+        done: leave out the first `done` sequences of the epoch, which were trained on before a
+            resume or an evaluation.
     """
     if args.streaming:
         return train.windows(run.device)
@@ -471,87 +506,89 @@ def windows_of_epoch(train, epoch: int, done: int, args, run: Run):
 
 
 def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run):
-    """One epoch of plain PyTorch, for dp and fsdp."""
+    """Train one epoch in plain PyTorch, for dp and fsdp; end early if an evaluation is due."""
     model.train()
-    held_back = torch.zeros((), dtype=torch.bool, device=run.device)
+    found_inf = torch.zeros((), dtype=torch.bool, device=run.device)
 
     meter.start_epoch(epoch)
-    for window in windows_of_epoch(train, epoch, meter.position, args, run):
+    for step_batch in windows_of_epoch(train, epoch, meter.position, args, run):
         lr = learning_rate(meter.step, meter.total_steps, args)
         set_learning_rate(optimizer, lr)
-        learned, read, stop = count_tokens(window, run)
+        valid_tokens, total_tokens, stop = count_tokens(step_batch, run)
         loss_of_step = torch.zeros((), device=run.device)
         meter.mark("data")
 
-        for micro_step, (inputs, labels) in enumerate(window.batches):
+        for micro_step, (inputs, labels) in enumerate(step_batch.batches):
             data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
-            with gradient_sync(model, needed=micro_step + 1 == len(window.batches)):
+            with gradient_sync(model, needed=micro_step + 1 == len(step_batch.batches)):
                 with autocast(model, run):
-                    loss = next_token_loss(model, inputs, labels, learned)
+                    loss = next_token_loss(model, inputs, labels, valid_tokens)
                 meter.mark("forward")
-                # DDP and FSDP divide the sum over the ranks by their number; `learned` already
-                # counts all ranks.
+                # DDP and FSDP average the gradients over the ranks. `valid_tokens` already counts
+                # the tokens of all ranks, so the factor world_size turns the average into a sum.
                 scaler.scale(loss * run.world_size).backward()
                 meter.mark("backward")
             loss_of_step += loss.detach()
 
-        dist.all_reduce(loss_of_step)  # the parts of all ranks add up to the mean over all tokens
+        dist.all_reduce(loss_of_step)  # the sum over the ranks is the mean over all valid tokens
         meter.after_backward()
         scaler.unscale_(optimizer)
         grad_norm = gradients.norm(model)
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
         gradients.hold_back_if_not_finite(
-            optimizer, loss_of_step, held_back, run, scaler, grad_norm
+            optimizer, loss_of_step, found_inf, run, scaler, grad_norm
         )
-        scaler.step(optimizer)  # without loss scaling (fp32, bf16) just optimizer.step()
+        scaler.step(optimizer)  # in fp32 and bf16 the scaler is disabled: just optimizer.step()
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         meter.mark("update")
 
-        meter.end_step(loss_of_step, lr, grad_norm, read)
+        meter.end_step(loss_of_step, lr, grad_norm, total_tokens)
         saver.after_step(meter, stop)
         if meter.evaluation_is_due or meter.finished:
             break
 
 
 def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
-    """One epoch under DeepSpeed: the engine clips, scales the loss (fp16), updates and clears the
+    """Train one epoch with DeepSpeed; end early if an evaluation is due.
+
+    The engine scales the loss (fp16), clips the gradients, updates the weights and clears the
     gradients.
     """
     engine.train()
-    held_back = torch.zeros((), dtype=torch.bool, device=run.device)
+    found_inf = torch.zeros((), dtype=torch.bool, device=run.device)
 
     meter.start_epoch(epoch)
-    for window in windows_of_epoch(train, epoch, meter.position, args, run):
-        if engine.lr_scheduler is None:  # a user's DeepSpeed file may bring its own
+    for step_batch in windows_of_epoch(train, epoch, meter.position, args, run):
+        if engine.lr_scheduler is None:  # else the user's DeepSpeed file defines the schedule
             set_learning_rate(engine.optimizer, learning_rate(meter.step, meter.total_steps, args))
         lr = engine.optimizer.param_groups[0]["lr"]
-        learned, read, stop = count_tokens(window, run)
+        valid_tokens, total_tokens, stop = count_tokens(step_batch, run)
         loss_of_step = torch.zeros((), device=run.device)
         meter.mark("data")
 
-        for micro_step, (inputs, labels) in enumerate(window.batches):
-            # The last window of an epoch may be short, so the engine is told where a step ends
-            # instead of counting.
+        for micro_step, (inputs, labels) in enumerate(step_batch.batches):
+            # The last step batch of an epoch may have fewer micro-batches, so the engine must not
+            # find the end of a step by counting.
             data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
-            engine.set_gradient_accumulation_boundary(micro_step + 1 == len(window.batches))
-            loss = next_token_loss(engine, inputs, labels, learned)
+            engine.set_gradient_accumulation_boundary(micro_step + 1 == len(step_batch.batches))
+            loss = next_token_loss(engine, inputs, labels, valid_tokens)
             meter.mark("forward")
-            # As in train_epoch_ddp the ranks are averaged; the accumulation steps are already in
-            # `learned`.
+            # As in train_epoch_ddp() the gradients are averaged over the ranks. `valid_tokens`
+            # covers all micro-batches, so the engine must not divide by their number again.
             engine.backward(loss * run.world_size, scale_wrt_gas=False)
             meter.mark("backward")
             loss_of_step += loss.detach()
 
         dist.all_reduce(loss_of_step)
         meter.after_backward()
-        gradients.hold_back_if_not_finite(engine.optimizer, loss_of_step, held_back, run)
+        gradients.hold_back_if_not_finite(engine.optimizer, loss_of_step, found_inf, run)
         engine.step()
         grad_norm = engine.get_global_grad_norm()
         meter.mark("update")
 
-        meter.end_step(loss_of_step, lr, grad_norm, read)
+        meter.end_step(loss_of_step, lr, grad_norm, total_tokens)
         saver.after_step(meter, stop)
         if meter.evaluation_is_due or meter.finished:
             break
@@ -562,27 +599,29 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
 
 @torch.no_grad()
 def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
-    """Mean loss over every validation token, each counted once, and its perplexity exp(loss); None
-    if asked to stop.
+    """Compute the mean loss over the validation tokens and the perplexity exp(loss).
 
-    The blocks are dealt to the ranks; where they do not come out even, rows without labels fill up
-    the batch.
+    The sequences are divided among the ranks. Where they do not divide evenly, a batch is padded
+    with sequences whose labels are all ignored, so that every token counts exactly once.
+
+    Returns:
+        (loss in nats per token, perplexity), or None if a rank received a stop signal.
     """
     model.eval()
     limit = args.eval_samples or args.num_samples or validation.blocks
     order = range(min(limit, validation.blocks))
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
-    one = torch.ones((), device=run.device)
+    divisor = torch.ones((), device=run.device)
     batches = data.windows(validation, order, args.batch_size, 1, run.rank, run.world_size)
     with run.bar(
         "Evaluation", -(-len(order) // (args.batch_size * run.world_size)), "batch"
     ) as bar:
-        for number, window in enumerate(data.prefetch(batches, run.device)):
-            [(inputs, labels)] = window.batches
+        for number, step_batch in enumerate(data.prefetch(batches, run.device)):
+            [(inputs, labels)] = step_batch.batches
             if number % STOP_CHECK_BATCHES == 0 and run.asked_to_stop():
                 return None
             with autocast(model, run):
-                total[0] += next_token_loss(model, inputs, labels, one)
+                total[0] += next_token_loss(model, inputs, labels, divisor)
             total[1] += (labels[:, 1:] != data.IGNORED).sum()
             bar.advance()
     dist.all_reduce(total)
@@ -594,16 +633,15 @@ def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
 
 
 def wrap(model, args, run: Run):
-    """Apply the strategy; fsdp was applied while loading.
+    """Wrap the model with DDP or DeepSpeed; fsdp was applied while loading.
 
     Returns:
-        The wrapped model (DeepSpeed's engine for its strategies) and torch's optimizer (the engine
-        has its own).
+        The wrapped model (for DeepSpeed the engine) and the optimizer. With --eval_only the
+        optimizer is None where the model stays unwrapped.
     """
-    whole_copies = args.strategy in ("dp", "zero1", "zero2", "offload")
-    if (
-        args.eval_only and whole_copies
-    ):  # without optimizer and gradients nothing is left for ZeRO 1 and 2 to shard
+    replicated = args.strategy in ("dp", "zero1", "zero2", "offload")
+    # Without optimizer and gradients ZeRO stages 1 and 2 have nothing to shard.
+    if args.eval_only and replicated:
         return model.to(run.device), None
     if args.ds_config_dict:
         engine = initialize_deepspeed(model, args, run)
@@ -618,28 +656,34 @@ def wrap(model, args, run: Run):
 def train_and_evaluate(
     model, optimizer, scaler, train, validation, args, run: Run, meter, saver
 ) -> tuple | None:
-    """All epochs, or as many as early stopping lets be; returns the last evaluation's (loss,
-    perplexity), or None.
+    """Train all epochs, or until early stopping, and evaluate whenever an evaluation is due.
+
+    Returns:
+        (loss, perplexity) of the last evaluation, or None if there was none.
+    Raises:
+        Preempted: a rank received a stop signal, and the checkpoint is complete.
+        TrainingError: the loss is not finite, or a checkpoint cannot be written.
     """
-    last = None
+    last_evaluation = None
 
     def evaluate_now():
         if not validation.blocks:
             run.warn(f"{NOTHING_TO_EVALUATE}.")
             return None
         meter.footprint.doing = "evaluation"
-        found = evaluate(model, validation, args, run)
-        if found is None:
+        evaluation = evaluate(model, validation, args, run)
+        if evaluation is None:
             saver.save_and_stop(meter)
-        loss, perplexity = found
+        loss, perplexity = evaluation
         run.say(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
         meter.log_evaluation(loss, perplexity)
         saver.after_evaluation(meter)
         return loss, perplexity
 
-    # A checkpoint at the end of an epoch, or of the run, came before the evaluation there.
+    # A checkpoint at the end of an epoch or of the run is saved before the evaluation, so a resumed
+    # run may begin with that evaluation.
     if args.eval_only or (meter.evaluation_is_due if meter.step else args.eval_first):
-        last = evaluate_now()
+        last_evaluation = evaluate_now()
     while not meter.finished and not args.eval_only:
         epoch = meter.samples_done // train.blocks + 1
         if args.ds_config_dict:
@@ -647,12 +691,15 @@ def train_and_evaluate(
         else:
             train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run)
         if meter.evaluation_is_due:
-            last = evaluate_now()
-    return last
+            last_evaluation = evaluate_now()
+    return last_evaluation
 
 
 def main(args, launch) -> None:
-    """Set up, load, wrap, train, evaluate, report."""
+    """Set up the process group, run the training, and end all ranks together.
+
+    Never returns normally: the process ends with an exit code of support/errors.py.
+    """
     if args.prefetch:
         prefetch(args, launch)
     try:
@@ -664,15 +711,23 @@ def main(args, launch) -> None:
         if args.check:
             run.end_together(None, checks.check(args, run))
         engine = train_one_model(args, run)
-    except Preempted as stopped:
-        run.end_together(stopped.engine, EXIT_PREEMPTED)
-    except BaseException as error:  # also an interrupt: no rank may be left waiting for this one
+    except Preempted as preempted:
+        run.end_together(preempted.engine, EXIT_PREEMPTED)
+    except BaseException as error:  # also KeyboardInterrupt: no other rank may wait for this one
         run.end_failed(error)
     run.end_together(engine, EXIT_COMPLETED)
 
 
 def train_one_model(args, run: Run):
-    """The run from model to results; returns what must be taken down at the end."""
+    """Load, wrap, train, evaluate, export and report.
+
+    Returns:
+        The wrapped model; a DeepSpeed engine must be destroyed before the process ends.
+    Raises:
+        UserError: an argument, the data, the model or the checkpoint to resume cannot be used.
+        TrainingError: the run failed.
+        Preempted: a rank received a stop signal, and the checkpoint is complete.
+    """
     reporting.say_setup(run)
     folder = reporting.new_output_dir(args, run)
     results = reporting.open_results(args, run, folder)
@@ -684,8 +739,8 @@ def train_one_model(args, run: Run):
     if args.ds_config_dict:
         preflight.check_requirements(args, run.device)
 
-    # The data comes before the weights: what is wrong with it shows in seconds, however large the
-    # model is.
+    # The data is prepared before the weights are loaded: errors in it show within seconds, however
+    # large the model is.
     blueprint = find_model(args, run)
     run.ways_to_fit = lambda: preflight.ways_to_fit(args, run, blueprint)
     run.say(f"⏳ Preparing the dataset {args.dataset}")
@@ -714,19 +769,21 @@ def train_one_model(args, run: Run):
     saver = checkpoint.Saver(
         args, run, folder, model, optimizer, scaler, identity, blueprint, train
     )
-    over = results.over(data.total_steps(args, run.world_size, train.blocks), args)
-    before = saver.resume()
-    steps = data.total_steps(args, run.world_size, train.blocks, before["step"], before["samples"])
-    if over or (results.was_complete and before["step"] >= steps):
-        finish_again(model, saver, results, before["step"], target, args, run, blueprint)
+    nothing_left_to_do = results.over(data.total_steps(args, run.world_size, train.blocks), args)
+    counters = saver.resume()  # of the checkpoint, or of a new run
+    steps = data.total_steps(
+        args, run.world_size, train.blocks, counters["step"], counters["samples"]
+    )
+    if nothing_left_to_do or (results.was_complete and counters["step"] >= steps):
+        finish_again(model, saver, results, counters["step"], target, args, run, blueprint)
         return model
-    saves = checkpoint.saves_due(args, before, steps, train.blocks)
+    saves = checkpoint.saves_due(args, counters, steps, train.blocks)
     export.check_room(args, run, target, folder, blueprint, saves)
     meter = metering.open_meter(
-        args, run, folder, model, optimizer, blueprint, steps, before, footprint, train.blocks
+        args, run, folder, model, optimizer, blueprint, steps, counters, footprint, train.blocks
     )
-    # Nothing can refuse the run from here on, so files of an earlier run may be changed.
-    saver.take_over(before["best"])
+    # All checks have passed: only now may files of an earlier run be changed.
+    saver.take_over(counters["best"])
     results.begin()
     meter.start_log()
     run.say(
@@ -741,7 +798,8 @@ def train_one_model(args, run: Run):
     except Preempted:
         results.preempted(meter.counters())
         run.say(
-            f"⏸️  Stopped by a signal after step {meter.step} of {meter.total_steps}: go on with --resume"
+            f"⏸️  Stopped by a signal after step {meter.step} of {meter.total_steps}: "
+            "go on with --resume"
         )
         meter.close()
         raise
@@ -767,7 +825,7 @@ def train_one_model(args, run: Run):
 def finish_again(
     model, saver, results, step: int, target, args, run: Run, blueprint: models.Blueprint
 ) -> None:
-    """--resume found a run that was complete: only export or print what was not asked for then."""
+    """Finish a resumed run that was already complete: only export and generate what is missing."""
     run.say("✅ This run was complete already.")
     results.continue_complete_run()
     if args.load_best_at_end and results.facts.get("best_step"):
@@ -783,11 +841,17 @@ def finish_again(
 def hand_out(
     model, saver, results, target, args, run: Run, blueprint: models.Blueprint, meter=None
 ) -> None:
-    """Export the trained model and print a sample, if they are asked for and not there, and
-    complete the results.
+    """Export the model and print a sample, if requested and missing, and complete the results.
+
+    Args:
+        meter: the run's counters; None for a run that was complete before it was resumed.
+    Raises:
+        TrainingError: the export failed; the message says where the trained weights are.
     """
-    there = run.from_main(results.was_complete and not args.export_hf and target.folder.exists())
-    if not (args.no_export or args.eval_only or there):
+    is_exported = run.from_main(
+        results.was_complete and not args.export_hf and target.folder.exists()
+    )
+    if not (args.no_export or args.eval_only or is_exported):
         facts = {**results.facts, "merged": args.merge_lora}
         if saver.best_is_loaded:
             loss = facts["best_eval_loss"]
@@ -809,7 +873,7 @@ def hand_out(
             raise export.rescue_weights(error, saver.weights_kept(meter), export_to, run) from error
     if args.generate:
         results.update(sample=sampling.generate(model, autocast(model, run), blueprint, args, run))
-    run.stop.ignore()  # from here on the run only ends
+    run.stop.ignore()  # a stop signal has nothing left to stop
     results.complete()
 
 
