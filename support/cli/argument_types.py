@@ -1,4 +1,8 @@
-"""What the command lines have in common: types of flags with their limits, and errors of one line."""
+"""Types of command-line flags with their limits, and a parser whose errors are one line.
+
+A type is a function that converts a flag's text, and raises argparse.ArgumentTypeError if the text
+is not valid.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,26 @@ from support.errors import UserError
 from support.files.user_files import shown
 
 REPORTERS = ("tensorboard", "wandb")
-CLOSE = 0.75  # similarity from which a guess is better than none: --hostfile is no --profile
+CLOSE = 0.75  # least similarity of a suggestion, as difflib counts: --hostfile is not --profile
 
 
 # ------------------------------------------------------------------------------------------ numbers
 
 
 def whole(low: int, high: int, note: str = ""):
-    """A type for whole numbers from `low` to `high`; a larger one is a slip, and loops or overflows
-    somewhere.
+    """Return a type for whole numbers from `low` to `high`, both included.
+
+    A larger number is a typing error and would make a later loop too long or overflow.
+
+    Args:
+        low, high: the limits.
+        note: text at the end of the error message.
     """
 
     def parse(text: str) -> int:
         try:
             value = int(text)
-        except ValueError:  # also for thousands of digits
+        except ValueError:  # raised for thousands of digits, too
             value = None
         if value is None or not low <= value <= high:
             raise argparse.ArgumentTypeError(
@@ -40,7 +49,7 @@ def whole(low: int, high: int, note: str = ""):
 
 
 def real(high: float, zero: bool = False):
-    """A type for numbers above 0 (`zero`: or 0) and up to `high`."""
+    """Return a type for numbers above 0 and up to `high`; `zero` allows 0, too."""
 
     def parse(text: str) -> float:
         try:
@@ -48,33 +57,32 @@ def real(high: float, zero: bool = False):
         except ValueError:
             value = math.nan
         if not (0 < value <= high or (zero and value == 0)):
-            what = "a number from 0" if zero else "a number above 0 and up"
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not {what} to {high:g}")
+            expected = "a number from 0" if zero else "a number above 0 and up"
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not {expected} to {high:g}")
         return value
 
     return parse
 
 
-# Limits are far above what anybody uses, and low enough that no loop, product or conversion
-# suffers.
+# The limits are far above any useful value, and low enough for every loop, product and conversion.
 positive_int = whole(1, 10**9)
 natural_int = whole(0, 10**9)
-sequences = whole(1, 10**12)  # in a corpus
+sequences = whole(1, 10**12)  # of a corpus
 batch = whole(1, 2**20)
-steps = whole(1, 99_999_999)  # eight digits, as the folders of checkpoints have
+steps = whole(1, 99_999_999)  # eight digits, as in the names of checkpoint folders
 natural_steps = whole(0, 99_999_999)
 ranks = whole(1, 2**17)
 rank_of_adapters = whole(1, 2**16)
 block_length = whole(2, 2**24, " (a block holds a token and its successor)")
 seed = whole(0, 2**63 - 1)
-seconds = whole(1, 2_000_000)  # in milliseconds it must fit 32 bits
+seconds = whole(1, 2_000_000)  # must fit 32 bits in milliseconds
 positive_float = real(1e9)
 natural_float = real(1e9, zero=True)
 rate = real(1000)
 
 
 def probability(text: str) -> float:
-    """A dropout rate: 0 <= p < 1."""
+    """Parse a dropout probability p, 0 <= p < 1."""
     value = natural_float(text)
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a probability below 1")
@@ -82,7 +90,7 @@ def probability(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """A part of something: 0 < p < 1."""
+    """Parse a share p of the corpus, 0 < p < 1."""
     value = positive_float(text)
     if value >= 1:
         raise argparse.ArgumentTypeError(
@@ -95,7 +103,7 @@ def share(text: str) -> float:
 
 
 def name(text: str) -> str:
-    """A path, or a name on the hub: not empty, and something that a file system can hold."""
+    """Check a path or a name on the hub: not empty, and valid as a path of the file system."""
     _not_blank(text)
     if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text):
         raise argparse.ArgumentTypeError(
@@ -112,12 +120,12 @@ def name(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """A `name` that is a path."""
+    """Check a path, as `name` does, and convert it."""
     return Path(name(text))
 
 
 def prompt(text: str) -> str:
-    """A text to continue."""
+    """Check a text that the model continues: not empty, and UTF-8."""
     _not_blank(text)
     if any(unicodedata.category(character) == "Cs" for character in text):
         raise argparse.ArgumentTypeError("the text is not UTF-8")
@@ -125,33 +133,37 @@ def prompt(text: str) -> str:
 
 
 def layer_names(text: str) -> str:
-    """A comma list of --lora_targets."""
+    """Check the comma-separated layer names of --lora_targets."""
     if not name(text).replace(",", "").strip():
         raise argparse.ArgumentTypeError("it names no layer")
     return text
 
 
 def name_patterns(text: str) -> str:
-    """A comma list of --include."""
+    """Check the comma-separated patterns of --include."""
     if not all(pattern.strip() for pattern in name(text).split(",")):
         raise argparse.ArgumentTypeError("it has an empty pattern")
     return text
 
 
 def precision(text: str) -> str:
-    """Of the arithmetic; "no" is accelerate's word for fp32."""
+    """Convert "no", accelerate's name for fp32; argparse checks the choices."""
     return "fp32" if text == "no" else text
 
 
 def reporters(text: str) -> list[str]:
-    """A comma list of --report_to."""
+    """Parse the comma-separated trackers of --report_to; duplicates and "none" are removed."""
     names = list(
         dict.fromkeys(name.strip() for name in text.split(",") if name.strip() not in ("", "none"))
     )
     for name in names:
         if name not in REPORTERS:
-            near = difflib.get_close_matches(name, REPORTERS, n=1)
-            guess = f": did you mean {near[0]}?" if near else f" (there are {', '.join(REPORTERS)})"
+            matches = difflib.get_close_matches(name, REPORTERS, n=1)
+            guess = (
+                f": did you mean {matches[0]}?"
+                if matches
+                else f" (there are {', '.join(REPORTERS)})"
+            )
             raise argparse.ArgumentTypeError(f"{shown(name)} is no tracker{guess}")
     return names
 
@@ -165,29 +177,31 @@ def _not_blank(text: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with an error of one line, and a guess at what a misspelt value was meant to be."""
+    """An ArgumentParser that raises UserError with one line, and suggests a similar spelling."""
 
     def error(self, message: str):
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
-            message += f": did you mean {near[0]}?" if near else ""
+            matches = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
+            message += f": did you mean {matches[0]}?" if matches else ""
         raise UserError(f"{shown(message, 400)} (--help lists every flag)")
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse has it, with `refuse_unknown`."""
-        found, unknown = self.parse_known_args(args, namespace)
+        """Parse as argparse does; an unknown argument raises UserError (see `refuse_unknown`)."""
+        flags, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse_unknown(unknown[0])
-        return found
+        return flags
 
     def refuse_unknown(self, argument: str) -> None:
-        """
+        """Report an argument that no flag takes.
+
         Raises:
-            UserError: about an argument that no flag takes, with what was probably meant.
+            UserError: always; with the most similar flag, if one is similar enough.
         """
         flag = argument.split("=")[0]
         flags = [option for action in self._actions for option in action.option_strings]
-        near = difflib.get_close_matches(flag, flags, n=1, cutoff=CLOSE)
+        matches = difflib.get_close_matches(flag, flags, n=1, cutoff=CLOSE)
         self.error(
-            f"unknown argument {shown(argument)}" + (f": did you mean {near[0]}?" if near else "")
+            f"unknown argument {shown(argument)}"
+            + (f": did you mean {matches[0]}?" if matches else "")
         )

@@ -1,5 +1,6 @@
-"""FSDP's options, from the JSON that accelerate and transformers use for FSDP1, as PyTorch's FSDP2
-has them.
+"""FSDP's options (--fsdp_config): from the JSON of accelerate and transformers to PyTorch's FSDP2.
+
+Their keys are those of FSDP1; each is converted, or a note says what FSDP2 does instead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from support.cli.argument_types import CLOSE
 from support.errors import UserError
 from support.files.user_files import read_json, shown
 
-# Also by number, as accelerate writes them.
+# accelerate also writes them as numbers, from 1.
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 PRECISIONS = {
     "BFLOAT16": "bf16",
@@ -24,7 +25,7 @@ PRECISIONS = {
     "NO": "fp32",
 }
 
-# Key -> (the value that says what FSDP2 does anyway, what to tell the user of any other value).
+# Key -> (the value that describes what FSDP2 always does, the note for any other value).
 ALWAYS = {
     "fsdp_backward_prefetch_policy": (
         "BACKWARD_PRE",
@@ -44,20 +45,20 @@ ALWAYS = {
 
 @dataclass
 class FsdpOptions:
-    """How FSDP shards.
+    """Options of FSDP.
 
     Attributes:
-        reshard_after_forward: free a layer's gathered parameters after forward (FULL_SHARD) or keep
-            them until backward (SHARD_GRAD_OP), as ZeRO 2 does.
-        hybrid: shard inside a node and replicate over the nodes (HYBRID_SHARD).
+        reshard_after_forward: True frees a layer's all-gathered parameters after forward
+            (FULL_SHARD); False keeps them until backward (SHARD_GRAD_OP), as ZeRO 2 does.
+        hybrid: shard within a node and replicate across nodes (HYBRID_SHARD).
         no_shard: NO_SHARD, which is --strategy dp.
-        layers: names of the layer classes that are sharded one by one; empty for the model's own
-            blocks.
-        wrap_layers: False shards the model as one (NO_WRAP).
-        precision: what fsdp_mixed_precision asks for, as --precision has it; None for nothing.
-        offload: keep parameters, gradients and optimizer states on the CPU.
-        forward_prefetch: fetch the next layer while forward computes one, explicitly.
-        notes: a line for each key that FSDP2 answers in another way.
+        layers: class names of the layers that are sharded separately; empty for the model's own
+            transformer blocks.
+        wrap_layers: False shards the whole model as one unit (NO_WRAP).
+        precision: the value of fsdp_mixed_precision, in the terms of --precision; None if not set.
+        offload: keep parameters, gradients and optimizer states in host memory.
+        forward_prefetch: all-gather the next layer explicitly while forward computes one.
+        notes: one line for each key to which FSDP2 has no equal option.
     """
 
     reshard_after_forward: bool = True
@@ -72,15 +73,15 @@ class FsdpOptions:
 
 
 def read_fsdp_config(path: str) -> FsdpOptions:
-    """Read --fsdp_config.
+    """Read the file of --fsdp_config.
 
     Raises:
-        UserError: the file cannot be read, or a key or value in it is unknown.
+        UserError: the file cannot be read, is not a JSON object, or has an unknown key or value.
     """
     config = read_json("--fsdp_config", path)
     options = FsdpOptions()
     for key, value in config.items():
-        if key.startswith("_"):  # a comment
+        if key.startswith("_"):  # used for comments
             continue
         _take(options, key, value, path)
     return options
@@ -89,15 +90,16 @@ def read_fsdp_config(path: str) -> FsdpOptions:
 def _take(options: FsdpOptions, key: str, value, path: str) -> None:
     name = key if key.startswith("fsdp_") else f"fsdp_{key}"
     if name in ALWAYS:
-        always, told = ALWAYS[name]
+        always, note = ALWAYS[name]
         if value != always:
-            options.notes.append(f"{key} {json.dumps(value)}: {told}")
+            options.notes.append(f"{key} {json.dumps(value)}: {note}")
     elif name in TAKEN:
         TAKEN[name](options, key, value, path)
     else:
-        near = difflib.get_close_matches(name, [*ALWAYS, *TAKEN], n=1, cutoff=CLOSE)
+        matches = difflib.get_close_matches(name, [*ALWAYS, *TAKEN], n=1, cutoff=CLOSE)
         raise UserError(
-            f"{path}: unknown key {shown(key)}" + (f": did you mean {near[0]}?" if near else ".")
+            f"{path}: unknown key {shown(key)}"
+            + (f": did you mean {matches[0]}?" if matches else ".")
         )
 
 

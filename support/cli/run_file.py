@@ -1,8 +1,8 @@
-"""A YAML file that says what the command line would say.
+"""Run files (--config): the flags of the command line, in YAML.
 
-Every flag goes by its name. The sections `training:` and `distributed:` only group them, and a few
-keys have the names that other trainers give them. The file becomes arguments in front of the
-command line, which therefore wins.
+The keys are the names of the flags; names that other trainers use for them are accepted, too. The
+sections `training:` and `distributed:` only group keys. The file is converted to arguments that are
+placed in front of the command line, so the command line overrides the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from support.errors import UserError
 from support.files.user_files import read_yaml, shown
 
 SECTIONS = ("training", "distributed")
-# What other trainers call our flags, also on the command line.
+# Names that other trainers use -> our flag; accepted in files and on the command line.
 OTHER_NAMES = {
     "learning_rate": "lr",
     "num_epochs": "epochs",
@@ -30,7 +30,9 @@ OTHER_NAMES = {
     "data_size": "num_samples",
 }
 SWITCHES = ("use_deepspeed", "use_fsdp")
-NOT_IN_FILES = ("help", "version", "config", "deepspeed")  # the last one is one of two others
+# `deepspeed` is a key of run files, but stands for use_deepspeed or ds_config (see read_run_file).
+NOT_IN_FILES = ("help", "version", "config", "deepspeed")
+# Attributes that --print_config leaves out.
 NOT_SHOWN = (
     "config",
     "print_config",
@@ -49,11 +51,16 @@ NOT_SHOWN = (
 
 
 def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
-    """The file's contents as arguments.
+    """Read a run file and convert it to command-line arguments.
 
+    Args:
+        path: the YAML file.
+        parser: the parser with all flags; its actions say how a value becomes an argument.
+    Returns:
+        Arguments such as "--lr=1e-4".
     Raises:
-        UserError: the file is missing or no YAML, a key is unknown or given twice, or switches
-            contradict each other.
+        UserError: the file cannot be read or is not YAML, a key is unknown or given twice, a value
+            has the wrong type, or switches contradict each other.
     """
     values = _flatten(read_yaml("--config", path), path)
     flags = {action.dest: action for action in reversed(parser._actions) if action.option_strings}
@@ -64,24 +71,24 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     }
     for name in NOT_IN_FILES:
         del flags[name]
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for key, value in values.items():
         name = OTHER_NAMES.get(key, key)
-        if name == "deepspeed":  # true, or the file
-            found["use_deepspeed"] = value if isinstance(value, bool) else value is not None
+        if name == "deepspeed":  # true, false, or the path of a DeepSpeed file
+            settings["use_deepspeed"] = value if isinstance(value, bool) else value is not None
             if isinstance(value, bool) or value is None:
                 continue
             name = "ds_config"
         if name not in flags:
-            near = difflib.get_close_matches(key, [*flags, *OTHER_NAMES], n=1, cutoff=CLOSE)
-            guess = f": did you mean {near[0]}?" if near else " (--help lists all)."
+            matches = difflib.get_close_matches(key, [*flags, *OTHER_NAMES], n=1, cutoff=CLOSE)
+            guess = f": did you mean {matches[0]}?" if matches else " (--help lists all)."
             raise UserError(f"{path}: unknown key {shown(key)}{guess}")
-        if name in found:
+        if name in settings:
             raise UserError(f"{path} gives {name} twice, the second time as {key}: leave one out.")
-        found[name] = value
-    _apply_switches(found, path)
+        settings[name] = value
+    _apply_switches(settings, path)
     arguments: list[str] = []
-    for name, value in found.items():
+    for name, value in settings.items():
         arguments += _as_arguments(name, value, flags[name], path)
     return arguments
 
@@ -100,7 +107,14 @@ def _flatten(content: dict, path: str) -> dict:
 
 
 def _apply_switches(found: dict, path: str) -> None:
-    """use_deepspeed and use_fsdp choose a strategy, or must fit the one that is given."""
+    """Let use_deepspeed and use_fsdp choose the strategy, or check that they fit the given one.
+
+    Args:
+        found: settings by flag; changed in place.
+        path: of the file, for messages.
+    Raises:
+        UserError: the switches contradict each other or the strategy.
+    """
     for name in SWITCHES:
         if not isinstance(found.get(name, False), bool):
             _wrong(path, name, found[name])
@@ -121,7 +135,7 @@ def _apply_switches(found: dict, path: str) -> None:
         )
     if fsdp:
         found["strategy"] = "fsdp"
-    # One file serves both: the configuration of the one that is off is not used.
+    # A file may configure both libraries: ignore the configuration of the one that is off.
     if fsdp or (without_deepspeed and strategy in (None, "dp", "fsdp")):
         found.pop("ds_config", None)
     if not fsdp and strategy != "fsdp":
@@ -130,7 +144,7 @@ def _apply_switches(found: dict, path: str) -> None:
 
 def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[str]:
     option = action.option_strings[0]
-    if name == "precision" and value is False:  # YAML's reading of accelerate's word "no"
+    if name == "precision" and value is False:  # YAML reads accelerate's value "no" as false
         value = "fp32"
     if name == "resume" and value in ("", True):
         return [option]
@@ -156,13 +170,13 @@ def _wrong(path: str, name: str, value):
 
 
 def as_yaml(args: argparse.Namespace) -> str:
-    """The resolved run, to be read or fed back with --config."""
+    """Return the resolved flags as YAML that --config can read."""
     import yaml
 
-    shown = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SHOWN}
-    # What is off or unset is what it would be without a line; evaluation alone is on by default.
+    flags = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SHOWN}
+    # Flags that are off or unset need no line (0 is a value). `eval` does: it is on by default.
     unset = {
-        name for name, value in shown.items() if value is None or value is False or value == []
-    }  # 0 is a value
-    kept = {name: value for name, value in shown.items() if name == "eval" or name not in unset}
-    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+        name for name, value in flags.items() if value is None or value is False or value == []
+    }
+    settings = {name: value for name, value in flags.items() if name == "eval" or name not in unset}
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
