@@ -1,0 +1,8 @@
+"""Files and folders: checks for what is read, atomic writes for what is written.
+
+atomic              atomic writes, JSON files of unknown origin, locks, temporary folders
+cache               folders of prepared files that several runs share, verified at every use
+folders             the files of a folder that are read (--include)
+safetensors_writer  safetensors files, written one tensor at a time
+user_files          the small YAML and JSON files that a user writes
+"""
