@@ -1,8 +1,8 @@
-"""From a tokenised corpus to training blocks, served in one order for any number of ranks.
+"""Sequences of a tokenized corpus and their micro-batches, in one order for any number of ranks.
 
-A block is a slice of `seq_length` tokens of one long stream, or an example (a conversation, or a
-prompt and its completion) that is cut to `seq_length` and has a mask of what is learned. It is read
-when it is needed.
+A sequence is a slice of `seq_length` tokens of one long token stream, or an example (a
+conversation, or a prompt and its completion) that is truncated to `seq_length` and has a loss mask.
+Sequences are read from disk when they are needed.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch.nn.functional as F
 from support.cli.flags import global_batch
 from support.errors import UserError
 
-ROW_MULTIPLE = 8  # examples are filled up to a multiple of this; matrix units like it
-IGNORED = -100  # label of a token that does not count, as in PyTorch's cross_entropy
+ROW_MULTIPLE = 8  # examples are padded to a multiple of this length, which suits matrix units
+IGNORED = -100  # label of a token that the loss ignores, as in PyTorch's cross_entropy
 
 
-# ------------------------------------------------------------------------------------------- blocks
+# ---------------------------------------------------------------------------------------- sequences
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A stream of token ids on disk, cut into blocks of `seq_length`.
+    """A stream of token ids on disk, cut into sequences of `seq_length` tokens.
 
     Attributes:
         path: raw little-endian ids.
         dtype: "uint16", or "uint32" for vocabularies of more than 65,536 entries.
-        seq_length: tokens in a block.
-        first, blocks: the range of blocks that belongs to this split.
+        seq_length: tokens in a sequence.
+        first, blocks: number of the first sequence of this split, and how many it has.
     """
 
     path: str
@@ -45,10 +45,13 @@ class TokenFile:
     blocks: int
 
     def read(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks `indices` as (inputs, labels), both int64 of shape [len(indices), seq_length].
+        """Return the sequences `indices` as (inputs, labels).
 
-        The file is mapped anew for each call: pages of a mapping that stays open would count as
-        this process's memory, and a shuffled epoch touches all of them.
+        Each call maps the file again: the pages of a mapping that stays open would count as memory
+        of this process, and a shuffled epoch touches all of them.
+
+        Returns:
+            Two int64 tensors of shape [len(indices), seq_length].
         """
         stream = np.memmap(self.path, dtype=self.dtype, mode="r")
         rows = np.empty((len(indices), self.seq_length), dtype=np.int64)
@@ -60,22 +63,23 @@ class TokenFile:
         return inputs, inputs.clone()
 
     def tokens(self, indices: np.ndarray) -> int:
-        """Tokens in these blocks."""
+        """Return the number of tokens in these sequences."""
         return len(indices) * self.seq_length
 
 
 @dataclass(frozen=True)
 class ExampleFile:
-    """Examples on disk, a block each: cut to `seq_length`, and filled up to the longest that is
-    read with them.
+    """Examples on disk, one sequence each: truncated to `seq_length` and padded to one length.
+
+    The length is that of the longest example that is read in the same call.
 
     Attributes:
-        folder, split, dtype: `<split>.bin` holds the ids of all, `<split>.learned.bin` a byte a
-            token, 1 where it is learned, and `<split>.rows.bin` two int64 an example: where it
-            ends, and which of its tokens is the first that is learned.
-        seq_length: tokens in a block at most.
+        folder, split, dtype: `<split>.bin` holds the ids of all examples, `<split>.learned.bin` one
+            byte per token, 1 for a valid token (one that the loss counts), and `<split>.rows.bin`
+            two int64 per example: its end in `<split>.bin`, and the index of its first valid token.
+        seq_length: maximum number of tokens in a sequence.
         rows: numbers of the examples that belong to this split.
-        fixed: fill up to seq_length always; another length would be another compilation.
+        fixed: always pad to seq_length, because each new length needs another compilation.
     """
 
     folder: str
@@ -87,11 +91,11 @@ class ExampleFile:
 
     @property
     def blocks(self) -> int:
-        """One for each example."""
+        """The number of sequences, one for each example."""
         return len(self.rows)
 
     def _bounds(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where these examples begin, and how many tokens of each are read."""
+        """Return the start of each example in the file, and how many of its tokens are read."""
         ends = np.memmap(f"{self.folder}/{self.split}.rows.bin", dtype=np.int64, mode="r").reshape(
             -1, 2
         )[:, 0]
@@ -100,10 +104,13 @@ class ExampleFile:
         return starts, np.minimum(ends[rows] - starts, self.seq_length)
 
     def read(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Examples `indices` as (inputs, labels), both int64 of shape [len(indices), length].
+        """Return the examples `indices` as (inputs, labels).
 
-        What fills a row up comes after all that is learned, so that no attention mask is needed: no
-        token sees a later one.
+        No attention mask is needed: the padding comes after all valid tokens, and in a causal model
+        no token attends to a later one.
+
+        Returns:
+            Two int64 tensors of shape [len(indices), length].
         """
         ids = np.memmap(f"{self.folder}/{self.split}.bin", dtype=self.dtype, mode="r")
         learned = np.memmap(f"{self.folder}/{self.split}.learned.bin", dtype=np.uint8, mode="r")
@@ -118,25 +125,28 @@ class ExampleFile:
         return stack_examples(rows, self.seq_length, self.fixed)
 
     def tokens(self, indices: np.ndarray) -> int:
-        """Tokens in these examples, without what fills them up."""
+        """Return the number of tokens in these examples, without padding."""
         return int(self._bounds(indices)[1].sum())
 
 
 def stack_examples(rows: list, seq_length: int, fixed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Examples (ids, labels) of several lengths as (inputs, labels), both int64 [rows, length];
-    filled up with what is ignored.
+    """Stack examples of different lengths into one micro-batch, padded with ignored tokens.
 
     Args:
-        rows: of at most `seq_length` tokens each.
-        fixed: as long as `seq_length`; otherwise as the longest of them.
+        rows: (ids, labels) of each example, with at most `seq_length` tokens.
+        seq_length: maximum length.
+        fixed: pad to `seq_length`; otherwise to the longest example, rounded up to a
+            multiple of ROW_MULTIPLE.
+    Returns:
+        (inputs, labels), both int64 of shape [len(rows), length].
     """
     longest = max((len(ids) for ids, _ in rows), default=1)
     width = seq_length if fixed else min(seq_length, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
     inputs = torch.zeros(len(rows), width, dtype=torch.int64)
     labels = torch.full_like(inputs, IGNORED)
-    for row, (ids, wanted) in enumerate(rows):
+    for row, (ids, targets) in enumerate(rows):
         inputs[row, : len(ids)] = torch.from_numpy(np.asarray(ids, dtype=np.int64))
-        labels[row, : len(ids)] = torch.from_numpy(np.asarray(wanted, dtype=np.int64))
+        labels[row, : len(ids)] = torch.from_numpy(np.asarray(targets, dtype=np.int64))
     return inputs, labels
 
 
@@ -146,30 +156,31 @@ def stack_examples(rows: list, seq_length: int, fixed: bool) -> tuple[torch.Tens
 def split_blocks(
     prepared: dict, args
 ) -> tuple[TokenFile | ExampleFile, TokenFile | ExampleFile, dict]:
-    """The training and validation blocks of a tokenised corpus.
+    """Return the training and validation sequences of a tokenized corpus.
 
-    A corpus without a validation split, or any with --validation_split, gives up a share for it:
-    the end of a stream of text, or examples drawn at random, always the same ones. A corpus of one
-    block keeps it.
+    If the corpus has no validation split, or with --validation_split, a share of the training
+    sequences is held out: the end of a token stream, or randomly drawn examples (the same in every
+    run). A corpus of one sequence holds out none.
+
     Args:
-        prepared: what `tokens.tokenize_once` returned.
-        args: --seq_length, --num_samples, --validation_split; --compile and --simulate_gpus want
-            one shape of blocks.
+        prepared: what `tokenize.tokenize_once` returned.
+        args: --seq_length, --num_samples, --validation_split, --validation_file; --compile and
+            --simulate_gpus need one length for all sequences.
     Returns:
-        Blocks to train on, blocks to evaluate on, and the facts of each split (train, validation),
-        see `open_split`.
+        (training sequences, validation sequences, {"train", "validation": facts of the split}); for
+        the facts see `open_split`.
     Raises:
-        UserError: the corpus is shorter than one block.
+        UserError: the corpus or --validation_file is shorter than one sequence.
     """
-    train, facts = open_split(prepared, "train", args)
-    facts, validation = {"train": facts}, nothing(args)
+    train, split_info = open_split(prepared, "train", args)
+    split_info, validation = {"train": split_info}, nothing(args)
     if "validation" in prepared["splits"] and args.validation_split is None:
-        validation, facts["validation"] = open_split(prepared, "validation", args)
+        validation, split_info["validation"] = open_split(prepared, "validation", args)
     if not validation.blocks:
         if args.validation_file:
             raise UserError(
-                f"--validation_file {args.validation_file} has less than one block of {args.seq_length} tokens: "
-                "use another --seq_length, or another file."
+                f"--validation_file {args.validation_file} has less than one block of "
+                f"{args.seq_length} tokens: use another --seq_length, or another file."
             )
         share = (
             int(train.blocks * args.validation_split)
@@ -177,47 +188,52 @@ def split_blocks(
             else train.blocks // 10
         )
         train, validation = _hold_out(train, min(max(1, share), train.blocks - 1))
-        facts["validation"] = {"blocks": validation.blocks}
+        split_info["validation"] = {"blocks": validation.blocks}
     train = _first(train, args.num_samples)
-    facts["train"]["blocks"] = train.blocks
-    return train, validation, facts
+    split_info["train"]["blocks"] = train.blocks
+    return train, validation, split_info
 
 
 def one_length(args) -> bool:
-    """Whether examples are filled up to --seq_length: for the compiler, and for a simulation, which
-    is to show the most.
+    """Return whether all examples are padded to --seq_length.
+
+    They are with --compile, which compiles each length anew, and with --simulate_gpus, which must
+    show the largest memory use.
     """
     return bool(args.compile or args.simulate_gpus)
 
 
 def nothing(args) -> TokenFile:
-    """No blocks at all."""
+    """Return a TokenFile without sequences."""
     return TokenFile("", "uint16", args.seq_length, 0, 0)
 
 
 def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile, dict]:
-    """All blocks of a split, and its kind, rows, tokens, sha256, blocks, truncated, skipped.
+    """Return all sequences of a split, and facts about it.
 
+    Returns:
+        (file, {"kind", "rows", "tokens", "sha256", "truncated", "skipped", "blocks"}), where
+        "truncated", "skipped" and "blocks" count examples that are cut to --seq_length, rows that
+        are not used, and sequences.
     Raises:
-        UserError: the split that is trained on is shorter than one block.
+        UserError: the training split is empty or shorter than one sequence.
     """
-    folder, dtype, found, length = (
+    folder, dtype, split, length = (
         prepared["folder"],
         prepared["dtype"],
         prepared["splits"][name],
         args.seq_length,
     )
-    counts = {key: found[key] for key in ("kind", "rows", "tokens", "sha256")} | {
+    counts = {key: split[key] for key in ("kind", "rows", "tokens", "sha256")} | {
         "truncated": 0,
-        "skipped": found["empty"],
+        "skipped": split["empty"],
     }
     advice = "a smaller --seq_length or more text"
-    if found["kind"] in ("chat", "pair"):
+    if split["kind"] in ("chat", "pair"):
         table = np.fromfile(f"{folder}/{name}.rows.bin", dtype=np.int64).reshape(-1, 2)
         lengths = np.diff(table[:, 0], prepend=0)
-        usable = np.maximum(table[:, 1], 1) < np.minimum(
-            lengths, length
-        )  # something learned is left of it
+        # A valid token must remain after truncation; the first token of a sequence has no target.
+        usable = np.maximum(table[:, 1], 1) < np.minimum(lengths, length)
         counts["truncated"], counts["skipped"] = (
             int((usable & (lengths > length)).sum()),
             int((~usable).sum()),
@@ -225,23 +241,24 @@ def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile
         file = ExampleFile(folder, name, dtype, length, np.flatnonzero(usable), one_length(args))
         advice = "a larger --seq_length: in no example anything that is learned lies within it"
     else:
-        file = TokenFile(f"{folder}/{name}.bin", dtype, length, 0, found["tokens"] // length)
-    if not found["tokens"] and name == "train":
+        file = TokenFile(f"{folder}/{name}.bin", dtype, length, 0, split["tokens"] // length)
+    if not split["tokens"] and name == "train":
         raise UserError("The corpus is empty: it has no row that can be used.")
     if file.blocks < 1 and name == "train":
         raise UserError(
-            f"The corpus has {found['tokens']:,} tokens, less than one block of {length}: use {advice}."
+            f"The corpus has {split['tokens']:,} tokens, less than one block of {length}: "
+            f"use {advice}."
         )
     return file, {**counts, "blocks": file.blocks}
 
 
 def _hold_out(file: TokenFile | ExampleFile, blocks: int) -> tuple:
-    """(the rest, so many blocks held out)."""
-    left = file.blocks - blocks
+    """Split off `blocks` sequences for validation; returns (training, validation)."""
+    kept = file.blocks - blocks
     if isinstance(file, TokenFile):
-        return replace(file, blocks=left), replace(file, first=file.first + left, blocks=blocks)
-    drawn = np.random.default_rng(0).permutation(file.rows)
-    return replace(file, rows=np.sort(drawn[blocks:])), replace(file, rows=np.sort(drawn[:blocks]))
+        return replace(file, blocks=kept), replace(file, first=file.first + kept, blocks=blocks)
+    order = np.random.default_rng(0).permutation(file.rows)
+    return replace(file, rows=np.sort(order[blocks:])), replace(file, rows=np.sort(order[:blocks]))
 
 
 def _first(file: TokenFile | ExampleFile, blocks: int | None) -> TokenFile | ExampleFile:
@@ -255,13 +272,16 @@ def _first(file: TokenFile | ExampleFile, blocks: int | None) -> TokenFile | Exa
 
 
 def describe_split(name: str, facts: dict, seq_length: int) -> str:
-    """One line about a split: rows, tokens, blocks, and what was cut or left out."""
+    """Return one line about a split: rows, tokens, sequences, and what was truncated or skipped."""
     if "rows" not in facts:
         return f"{name}: {facts['blocks']:,} blocks held out of the corpus"
-    what = "examples, in blocks of at most" if facts["kind"] in ("chat", "pair") else "blocks of"
-    line = f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {facts['blocks']:,} {what} {seq_length} tokens"
+    label = "examples, in blocks of at most" if facts["kind"] in ("chat", "pair") else "blocks of"
+    line = (
+        f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, "
+        f"{facts['blocks']:,} {label} {seq_length} tokens"
+    )
     return line + "".join(
-        f", {facts[what]:,} {what}" for what in ("truncated", "skipped") if facts[what]
+        f", {facts[label]:,} {label}" for label in ("truncated", "skipped") if facts[label]
     )
 
 
@@ -269,42 +289,51 @@ def describe_split(name: str, facts: dict, seq_length: int) -> str:
 
 
 def epoch_order(blocks: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the blocks in one epoch: a permutation drawn from (seed, epoch), the same on
-    every rank.
+    """Return the order of the sequences in one epoch, the same on every rank.
+
+    Returns:
+        A permutation of the sequence numbers, int64 of shape [blocks], drawn from (seed, epoch).
     """
     return np.random.default_rng([seed, epoch]).permutation(blocks)
 
 
 def steps_of(blocks: int, together: int) -> int:
-    """Optimizer steps for so many blocks; the last one may see fewer than the others."""
+    """Return the number of optimizer steps for `blocks` sequences; the last step may be smaller.
+
+    Args:
+        blocks: number of sequences.
+        together: sequences in a global batch.
+    """
     return -(-blocks // together)
 
 
 def total_steps(args, world_size: int, blocks: int, step: int = 0, samples: int = 0) -> int:
-    """Optimizer steps of the whole run, those of before a resume included.
+    """Return the number of optimizer steps of the whole run, including those before a resume.
 
     Args:
-        args: --epochs, --max_steps (an epoch if neither is given), and what makes the global batch.
-        world_size: ranks.
-        blocks: in an epoch.
-        step, samples: optimizer steps that were made before, and the blocks they saw.
+        args: --epochs, --max_steps (one epoch if neither is given), and the flags that determine
+            the global batch size.
+        world_size: number of ranks.
+        blocks: sequences in an epoch.
+        step, samples: optimizer steps made before the resume, and the sequences used in them.
     """
     if args.epochs is None and args.max_steps:
         return args.max_steps
-    together = global_batch(args, world_size)
+    batch = global_batch(args, world_size)
     epochs_left, rest = divmod(max(0, (args.epochs or 1) * blocks - samples), blocks)
-    total = step + epochs_left * steps_of(blocks, together) + steps_of(rest, together)
+    total = step + epochs_left * steps_of(blocks, batch) + steps_of(rest, batch)
     return min(total, args.max_steps or total)
 
 
 @dataclass
 class Window:
-    """This rank's share of one optimizer step.
+    """The step batch of one rank: its micro-batches of one optimizer step.
 
     Attributes:
-        batches: its micro-batches (inputs, labels), each int64 of shape [batch_size, length].
-        tokens: in them, without what only fills them up.
-        state: streaming.Place, where a stream stands after it; None where the blocks have numbers.
+        batches: micro-batches (inputs, labels), each int64 of shape [batch_size, length].
+        tokens: number of tokens in them, without padding.
+        state: with --streaming a `streaming.Place`, the position of the stream after this step;
+            otherwise None.
     """
 
     batches: list[tuple[torch.Tensor, torch.Tensor]]
@@ -315,43 +344,50 @@ class Window:
 def windows(
     file, order: np.ndarray, batch_size: int, accumulation: int, rank: int, world_size: int
 ) -> Iterator[Window]:
-    """This rank's share of each optimizer step.
+    """Yield the step batch of one rank for each optimizer step.
 
-    The order is cut into global batches of batch_size × world_size × accumulation blocks, so that
-    the number of ranks changes who computes a block and never which step it belongs to. Every rank
-    has the same number of rows in every micro-batch: where blocks run out, rows whose labels are
-    all ignored fill it up. They add nothing to loss or gradient, but let every rank take part in
-    every collective.
+    The order is cut into global batches of batch_size × world_size × accumulation sequences. The
+    number of ranks therefore changes which rank computes a sequence, but never the step in which it
+    is used. Every micro-batch has the same number of rows on every rank: if there are too few
+    sequences, it is padded with rows whose labels are all ignored. These rows add nothing to the
+    loss or the gradient, but every rank takes part in every collective.
 
     Args:
-        file: the blocks, a TokenFile or an ExampleFile.
-        order: block numbers in the order of this epoch.
-        batch_size: blocks in a micro-batch of one rank.
+        file: the sequences, a TokenFile or an ExampleFile.
+        order: sequence numbers in the order of this epoch.
+        batch_size: sequences in a micro-batch of one rank.
         accumulation: micro-batches in an optimizer step.
-        rank, world_size: whose share.
+        rank, world_size: this rank, and the number of ranks.
     """
-    together = batch_size * world_size
-    for start in range(0, len(order), together * accumulation):
-        window = order[start : start + together * accumulation]
-        mine = [
-            np.array_split(window[at : at + together], world_size)[rank]
-            for at in range(0, len(window), together)
+    all_ranks_batch = batch_size * world_size
+    for start in range(0, len(order), all_ranks_batch * accumulation):
+        step_order = order[start : start + all_ranks_batch * accumulation]
+        rank_shares = [
+            np.array_split(step_order[offset : offset + all_ranks_batch], world_size)[rank]
+            for offset in range(0, len(step_order), all_ranks_batch)
         ]
         yield Window(
-            [fill_up(file, indices, batch_size) for indices in mine], sum(map(file.tokens, mine))
+            [fill_up(file, indices, batch_size) for indices in rank_shares],
+            sum(map(file.tokens, rank_shares)),
         )
 
 
 def fill_up(file, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A micro-batch of exactly `rows` rows: (inputs, labels), both int64 [rows, length]."""
+    """Read a micro-batch of exactly `rows` rows; missing sequences become ignored rows.
+
+    Returns:
+        (inputs, labels), both int64 of shape [rows, length].
+    """
     inputs, labels = file.read(indices)
     missing = rows - len(indices)
     return F.pad(inputs, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORED)
 
 
 def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
-    """Let dropout draw from (seed, step, micro-step, rank): other numbers everywhere, and the same
-    ones after a resume.
+    """Seed the random numbers of dropout with (seed, step, micro-step, rank).
+
+    Every rank and micro-batch draws different numbers, and a resumed run draws the same ones as an
+    uninterrupted run.
     """
     torch.manual_seed(
         int(
@@ -362,8 +398,9 @@ def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
 
 
 def prefetch(steps: Iterator, device: torch.device) -> Iterator:
-    """Read each window one ahead and send it to the device without waiting: on a GPU, reading hides
-    behind computing.
+    """Read one step batch ahead; for a GPU, copy it to the device without blocking.
+
+    Reading and copying therefore overlap with computation on the GPU.
     """
     ahead = None
     for window in steps:
@@ -380,12 +417,11 @@ def prefetch(steps: Iterator, device: torch.device) -> Iterator:
 
 
 class ReadAhead:
-    """Iterates over `steps` in a thread of its own, at most `depth` + 1 items ahead of the
-    consumer.
+    """An iterator that reads `steps` in its own thread, at most `depth` + 1 items ahead.
 
-    `depth` items wait in a queue, and the thread holds one more until there is room. `prefetch`
-    holds another one. The items come in their order. An error of `steps` is raised where its item
-    would have come, in the consumer's thread.
+    `depth` items wait in a queue, and the thread keeps one more until the queue has room;
+    `prefetch` keeps another one. The items keep their order. An error of `steps` is raised in the
+    consumer's thread, at the position of the item that it replaces.
     """
 
     def __init__(self, steps: Iterator, depth: int):
@@ -407,7 +443,11 @@ class ReadAhead:
         return item
 
     def _take(self) -> tuple[Any, BaseException | None]:
-        """Wait for the next item, but not for a thread that has ended without one."""
+        """Wait for the next item.
+
+        Raises:
+            RuntimeError: the thread has ended without an item.
+        """
         while True:
             try:
                 return self._items.get(timeout=1)
@@ -416,10 +456,10 @@ class ReadAhead:
                     raise RuntimeError("The thread that reads ahead has ended.") from None
 
     def close(self, seconds: float = 30) -> None:
-        """Read no more, and wait for the item in progress.
+        """Stop reading, and wait for the item in progress.
 
         Args:
-            seconds: to wait at most; a network that hangs must not keep the run from its end.
+            seconds: maximum time to wait; a network that hangs must not keep the run from ending.
         """
         self._closed.set()
         if self._thread.ident is not None:
@@ -435,7 +475,7 @@ class ReadAhead:
             self._put(None, error)
 
     def _put(self, item: Any, error: BaseException | None) -> bool:
-        """Wait for room, and False after close()."""
+        """Put an item into the queue once it has room; returns False after close()."""
         while not self._closed.is_set():
             try:
                 self._items.put((item, error), timeout=0.1)

@@ -1,5 +1,7 @@
-"""From a conversation, or a prompt and its completion, to token ids and a mask of those that are
-learned.
+"""Conversations and prompt-completion pairs as token ids with a loss mask.
+
+The loss counts the valid tokens, those with 1 in the mask: the assistant's messages, or the
+completion.
 """
 
 from __future__ import annotations
@@ -13,41 +15,41 @@ from support.data.sources import BadRow, Example
 from support.data.templates import EndlessTemplate, check_length, limits
 from support.errors import UserError
 
-# For tokenizers that bring no chat template, such as GPT-2's: plain headings, and the end-of-text
-# token after each answer.
+# For tokenizers without a chat template, such as GPT-2's: plain headings, and the end-of-text token
+# after each answer.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}### Assistant:\n{{ message['content'] + eos_token }}\n\n"
+    "{% if message['role'] == 'assistant' %}### Assistant:\n"
+    "{{ message['content'] + eos_token }}\n\n"
     "{% else %}### {{ message['role'] | capitalize }}:\n{{ message['content'] }}\n\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
 PLAIN_NOTICE = (
-    "This tokenizer has no chat template, so conversations get a plain one (### User: …): --chat_template FILE "
-    "changes it."
+    "This tokenizer has no chat template, so conversations get a plain one (### User: …): "
+    "--chat_template FILE changes it."
 )
-# Stand for the assistant's texts while a conversation is rendered, to find where they go; of
-# Unicode's private use.
+# Replaces an assistant's text when a conversation is rendered to find the text's position; the two
+# characters around the number are from Unicode's private use area.
 MARK = "\ue000{}\ue001"
 
 
 def template_of(tokenizer) -> str | None:
-    """A tokenizer's chat template; of several, the one for conversations without tools."""
+    """Return a tokenizer's chat template; of several, the one for conversations without tools."""
     template = tokenizer.chat_template
     return template.get("default") if isinstance(template, dict) else template
 
 
 class Encoder:
-    """Turns examples into ids and what is learned of them.
+    """An encoder of examples into token ids and a loss mask.
 
-    The mask of a conversation comes from the template itself where it has {% generation %} blocks.
+    If the chat template has {% generation %} blocks, it provides the mask of a conversation itself.
     Otherwise the conversation is rendered a second time with a mark in place of each of the
-    assistant's texts: what stands where a mark was is learned, and the special token that follows
-    it, which ends the turn.
+    assistant's texts. The valid tokens are those at the positions of the marks, and the special
+    token that follows and ends the turn.
 
     Args:
-        tokenizer: a Hugging Face tokenizer of the fast kind; for conversations with a chat
-            template.
+        tokenizer: a fast Hugging Face tokenizer; for conversations, one with a chat template.
     """
 
     def __init__(self, tokenizer):
@@ -58,39 +60,50 @@ class Encoder:
         self.special = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
 
     def encode(self, examples: list[Example]) -> list[tuple[np.ndarray, np.ndarray] | BadRow]:
-        """(ids, learned) of each example, two arrays of the same length; or why it cannot be used."""
+        """Encode examples, all of the same kind.
+
+        Returns:
+            For each example (ids, mask), two integer arrays of one length, where the mask is 1 for
+            valid tokens; or a BadRow with the reason why it cannot be used.
+        Raises:
+            UserError: the chat template has a syntax error, or computes too long.
+        """
         if examples[0].kind == "pair":
-            found = self._encode_pairs(examples)
+            encoded = self._encode_pairs(examples)
         elif self.marks_itself:
-            found = [self._by_template(example) for example in examples]
+            encoded = [self._by_template(example) for example in examples]
         else:
-            found = self._by_marks(examples)
+            encoded = self._by_marks(examples)
         return [
-            self._if_learned(example, row) for example, row in zip(examples, found, strict=True)
+            self._if_learned(example, row) for example, row in zip(examples, encoded, strict=True)
         ]
 
     def _if_learned(self, example: Example, row: tuple | BadRow) -> tuple | BadRow:
-        """The row, unless there is nothing to learn in it; an end of turn alone is nothing."""
-        said = [
+        """Return the row, or a BadRow if it has no valid token other than an end of turn."""
+        answers = [
             message["content"].strip()
             for message in example.messages or ()
             if message["role"] == "assistant"
         ]
-        something = (
-            example.completion.strip() if example.kind == "pair" else self.marks_itself or any(said)
+        has_target = (
+            example.completion.strip()
+            if example.kind == "pair"
+            else self.marks_itself or any(answers)
         )
-        if isinstance(row, BadRow) or (row[1][1:].any() and something):
+        if isinstance(row, BadRow) or (row[1][1:].any() and has_target):
             return row
         if example.kind == "pair":
             return BadRow(f"{example.where}: the completion is empty.")
         roles = ", ".join(sorted({message["role"] for message in example.messages}))
         return BadRow(
-            f"{example.where}: there is nothing to learn, because the assistant says nothing (roles: {roles})."
+            f"{example.where}: there is nothing to learn, because the assistant says nothing "
+            f"(roles: {roles})."
         )
 
     def _encode_pairs(self, examples: list[Example]) -> list:
-        """Prompt and completion by themselves, as a prompt will be when the model is used; then the
-        end-of-text token.
+        """Encode prompt and completion separately, followed by the end-of-text token.
+
+        The prompt is encoded alone because it is alone when the trained model is used.
         """
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         prompts = self.tokenizer(
@@ -101,7 +114,7 @@ class Encoder:
         )["input_ids"]
         rows = []
         for prompt, completion in zip(prompts, completions, strict=True):
-            if end and prompt[-1:] == end:  # some tokenizers end every text with it
+            if end and prompt[-1:] == end:  # some tokenizers append it to every text
                 prompt = prompt[:-1]
             completion = completion + end if completion else []
             rows.append(
@@ -111,7 +124,8 @@ class Encoder:
 
     def _by_template(self, example: Example) -> tuple | BadRow:
         try:
-            self._text_of(example.messages)  # within the limits; tokenizing may take more
+            # Render once under the limits; tokenizing below may take more than they allow.
+            self._text_of(example.messages)
             encoded = self.tokenizer.apply_chat_template(
                 example.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
@@ -121,7 +135,7 @@ class Encoder:
 
     def _by_marks(self, examples: list[Example]) -> list:
         rendered = [self._render(example) for example in examples]
-        texts = [found[0] for found in rendered if not isinstance(found, BadRow)]
+        texts = [result[0] for result in rendered if not isinstance(result, BadRow)]
         if not texts:
             return rendered
         encoded = self.tokenizer(
@@ -129,13 +143,13 @@ class Encoder:
         )
         rows = iter(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
         return [
-            found if isinstance(found, BadRow) else _learned(*next(rows), found[1])
-            for found in rendered
+            result if isinstance(result, BadRow) else _learned(*next(rows), result[1])
+            for result in rendered
         ]
 
     def _render(self, example: Example) -> tuple[str, list[tuple[int, int]]] | BadRow:
-        """The whole text, and the ranges of characters that are learned."""
-        said = [
+        """Return the whole text, and the character ranges of the valid tokens."""
+        answers = [
             message["content"] for message in example.messages if message["role"] == "assistant"
         ]
         marked, number = [], 0
@@ -148,15 +162,13 @@ class Encoder:
             around = re.split("\ue000\\d+\ue001", self._text_of(marked))
         except Exception as error:
             return _refused(example, error)
-        for texts in (
-            said,
-            [one.strip() for one in said],
-        ):  # many templates strip what they are given
+        # Many templates strip the messages.
+        for texts in (answers, [answer.strip() for answer in answers]):
             if len(around) == len(texts) + 1 and _join(around, texts) == text:
                 return text, self._ranges(around, texts)
         return BadRow(
-            f"{example.where}: the chat template changes what the assistant says, so it cannot be found again: use a "
-            "template with {% generation %} blocks (--chat_template)."
+            f"{example.where}: the chat template changes what the assistant says, so it cannot be "
+            "found again: use a template with {% generation %} blocks (--chat_template)."
         )
 
     def _text_of(self, messages: list[dict]) -> str:
@@ -166,21 +178,24 @@ class Encoder:
             )
 
     def _ranges(self, around: list[str], texts: list[str]) -> list[tuple[int, int]]:
-        ranges, at = [], 0
-        for before, text, after in zip(around, texts, around[1:], strict=False):
-            start = at + len(before)
-            blanks = len(after) - len(after.lstrip(" "))  # Llama 2 has one before it
+        ranges, position = [], 0
+        for prefix, text, suffix in zip(around, texts, around[1:], strict=False):
+            start = position + len(prefix)
+            # Llama 2's template has a space before the special token that ends the turn.
+            blanks = len(suffix) - len(suffix.lstrip(" "))
             end_of_turn = next(
-                (blanks + len(token) for token in self.special if after.startswith(token, blanks)),
+                (blanks + len(token) for token in self.special if suffix.startswith(token, blanks)),
                 0,
             )
-            at = start + len(text)
-            ranges.append((start, at + end_of_turn))
+            position = start + len(text)
+            ranges.append((start, position + end_of_turn))
         return ranges
 
 
 def _join(around: list[str], texts: list[str]) -> str:
-    return around[0] + "".join(text + after for text, after in zip(texts, around[1:], strict=True))
+    return around[0] + "".join(
+        text + suffix for text, suffix in zip(texts, around[1:], strict=True)
+    )
 
 
 def _learned(
@@ -194,10 +209,11 @@ def _learned(
 
 
 def _refused(example: Example, error: Exception) -> BadRow:
-    """Why a template, which may do anything, did not render a row.
+    """Return the reason why a template did not render a row; a template may raise any error.
 
     Raises:
-        UserError: no row can be rendered, or the next one may take as long.
+        UserError: the template has a syntax error, so no row can be rendered; or it computes too
+            long, as it may for the next row.
     """
     if isinstance(error, jinja2.TemplateSyntaxError):
         raise UserError(
@@ -208,19 +224,25 @@ def _refused(example: Example, error: Exception) -> BadRow:
             f"The chat template does not end: {error} for {example.where} (--chat_template FILE)."
         ) from error
     name, lines = type(error).__name__, str(error).splitlines()
-    what = {
+    reason = {
         "MemoryError": "it takes more memory than a row may have",
         "RecursionError": "it is nested too deeply",
     }.get(name)
-    return BadRow(f"{example.where}: the chat template refuses it: {what or (lines or [name])[0]}")
+    return BadRow(
+        f"{example.where}: the chat template refuses it: {reason or (lines or [name])[0]}"
+    )
 
 
 def use_plain_template(tokenizer, kind: str | None) -> bool:
-    """Give a tokenizer without a chat template PLAIN_TEMPLATE where there are conversations;
-    whether it needed it.
+    """Set PLAIN_TEMPLATE on a tokenizer without a chat template, if the rows are conversations.
 
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        kind: "chat", "pair" or "text"; None if there are no rows.
+    Returns:
+        Whether the conversations get PLAIN_TEMPLATE.
     Raises:
-        UserError: the tokenizer cannot say which characters a token stands for.
+        UserError: the tokenizer is a slow one, which does not give the characters of a token.
     """
     if kind != "chat":
         return False
