@@ -1,0 +1,53 @@
+"""A checkpoint written by an earlier version resumes, and the run ends as if it was never interrupted.
+
+tests/fixtures/checkpoint_format_1 was written by the version of 2026-11-22, before the supporting
+code became packages: a run of 8 steps that was killed after step 5, with a checkpoint of step 4,
+and the metrics of the same run without an interruption. The model and the text are the fixture's.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "checkpoint_format_1"
+WORK = (
+    "--model model --dataset text.txt --seq_length 32 --batch_size 4 --max_steps 8 --save_every 4 "
+    "--precision fp32 --lr 1e-2 --eval_every 3 --output_dir run --resume"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulation"), [("dp", 1, 2), ("zero2", 2, 1), ("fsdp", 2, 1)]
+)
+def test_old_checkpoint_resumes(script, tmp_path, strategy, ranks, accumulation):
+    """Under the strategy that wrote it, and under others on two ranks with the same global batch.
+
+    The reference is from another machine, whose kernels may round differently. Dropout is drawn for
+    each rank, so the runs on two ranks are compared with the evaluation only, and loosely.
+    """
+    project = shutil.copytree(FIXTURE, tmp_path / "project")
+    script(
+        *WORK,
+        "--strategy",
+        strategy,
+        "--gradient_accumulation_steps",
+        str(accumulation),
+        launcher="python" if ranks == 1 else "torchrun",
+        ranks=ranks,
+        cwd=project,
+        folder=project / "run",
+    )
+    resumed = read_metrics(project / "run" / "metrics.jsonl")
+    expected = read_metrics(FIXTURE / "metrics_of_whole_run.jsonl")
+    assert [record["step"] for record in resumed] == [record["step"] for record in expected]
+    tolerance = 1e-5 if ranks == 1 else 2e-2
+    for record, wanted in zip(resumed, expected, strict=True):
+        name = "loss" if "loss" in wanted else "eval_loss"
+        assert record[name] == pytest.approx(wanted[name], rel=tolerance), record
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
