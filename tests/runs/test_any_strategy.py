@@ -2,11 +2,9 @@
 
 import json
 import shutil
-import sys
 
 import pytest
-from conftest import PROJECT, assert_close
-
+from conftest import assert_close
 
 # Global batches of 6 blocks on 40: an epoch has 7 steps, the last one short. The schedule spans the
 # whole run.

@@ -27,7 +27,6 @@ from conftest import (
 )
 
 
-
 @pytest.fixture(scope="session")
 def work(llama, text_file) -> list:
     """Arguments of a run of four steps; its checkpoints have 2 MB, and the copies that are damaged

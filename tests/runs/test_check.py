@@ -12,17 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import (
-    PROJECT,
-    SCRIPT,
-    descendants_of_test,
-    finish,
-    free_port,
-    path_without,
-    skip,
-    start,
-)
-
+from conftest import SCRIPT, descendants_of_test, finish, free_port, path_without, skip, start
 
 
 def lines_of(run, name):

@@ -16,7 +16,6 @@ import psutil
 import pytest
 from conftest import FAULT, PROJECT, STRATEGIES
 
-
 from benchmarks import bench, gpu_check, synchronizing_calls
 
 GB = 2**30
@@ -312,4 +311,6 @@ def test_synchronizing_calls_are_counted_with_their_place(tmp_path):
     found = json.loads((tmp_path / "calls.json").read_text())
     assert modes == ["warn", "default"]
     assert found["steps"] == 10 and [call["count"] for call in found["calls"]] == [10, 10]
-    assert all(call["project"].startswith("tests/runs/test_gpu_check.py:") for call in found["calls"])
+    assert all(
+        call["project"].startswith("tests/runs/test_gpu_check.py:") for call in found["calls"]
+    )

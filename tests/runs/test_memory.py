@@ -10,7 +10,6 @@ import sys
 import pytest
 from conftest import FAULT, PROJECT, SCRIPT, STRATEGIES, finish, start
 
-
 from support.cli.validate import cpu_computes_bf16
 
 PLAN = PROJECT / "scripts" / "plan_memory.py"
