@@ -1,9 +1,8 @@
-"""What a rank communicates: every collective counted where all of them pass, at torch.distributed's
-operators.
+"""Communication volume of a rank, counted at the operators of torch.distributed.
 
-DDP's reducer calls these operators from C++, FSDP and DeepSpeed from Python; counting here misses
-none of them. (One way goes around: under its own launcher DeepSpeed reduces through shared memory
-on a CPU, see `Traffic.complete`.)
+DDP's reducer calls these operators from C++, FSDP and DeepSpeed call them from Python, so the count
+includes the collectives of all of them. There is one exception: on a CPU and under its own
+launcher, DeepSpeed reduces through shared memory (see `Traffic.complete`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 # Operator -> its usual name, and how often one rank of N sends each byte of the message, in units
-# of (N − 1) / N: once where every rank ends up with, or gives away, all parts but its own, and
-# twice for an all-reduce, which is a reduce-scatter and an all-gather (ring algorithms;
+# of (N − 1) / N. The factor is 1 where every rank receives or sends all parts except its own, and
+# 2 for an all-reduce, which is a reduce-scatter followed by an all-gather (ring algorithms;
 # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). The message is the whole
 # tensor: the output of an all-gather, the input of a reduce-scatter.
 COLLECTIVES = {
@@ -42,21 +41,23 @@ COLLECTIVES = {
 
 
 class Traffic:
-    """Counts collectives step by step: their number, their message bytes, and the bytes that this
-    rank sends.
+    """Counter of the collectives of each step: their number, message bytes and sent bytes.
 
-    `end_step()` closes a step; `per_step()` is the median over steps. Counting costs one Python
-    call per collective and does not wait for the GPU.
+    `end_step()` closes a step; `per_step()` returns the median over steps. Counting costs one
+    Python call per collective and does not synchronize with the GPU.
+
+    Attributes:
+        steps: for each closed step {"collective dtype": (calls, message bytes, bytes that this rank
+            sends)}.
+        aside: gather through buffers that PyTorch's allocator does not see (`_gather_aside`).
     """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, tuple[int, int, float]]] = []
-        self.aside = (
-            False  # gather through buffers that the allocator does not see, see `_gather_aside`
-        )
+        self.aside = False
         self._now: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
-        # Above the operators' own CPU and CUDA kernels; below this key the call goes on as if
-        # nothing had been there.
+        # The Autograd key is above the operators' CPU and CUDA kernels. `count` redispatches below
+        # this key, so the collective itself is unchanged.
         self._library = torch.library.Library("c10d", "IMPL")
         for operator, (name, times) in COLLECTIVES.items():
             self._library.impl(
@@ -67,8 +68,8 @@ class Traffic:
         overload = getattr(torch.ops.c10d, operator).default
 
         def count(keyset, *args, **kwargs):
-            # The whole tensor is the largest argument: of a gather the output, of a scatter the
-            # input.
+            # The whole tensor is the largest argument: the output of a gather, the input of a
+            # scatter.
             dtype, message = max(
                 (_dtype_and_bytes(arg) for arg in args), key=lambda found: found[1]
             )
@@ -85,11 +86,11 @@ class Traffic:
         return count
 
     def discard(self) -> None:
-        """Forget what was counted since the last step: set-up, evaluation, a checkpoint."""
+        """Discard the counts since the last step: those of set-up, evaluation or a checkpoint."""
         self._now.clear()
 
     def end_step(self) -> None:
-        """What was counted since the last call belongs to one optimizer step."""
+        """Record the counts since the last call as one optimizer step."""
         self.steps.append(
             {
                 name: (int(calls), int(message), sent)
@@ -99,10 +100,10 @@ class Traffic:
         self._now.clear()
 
     def per_step(self, excluded: int) -> dict[str, dict[str, float]]:
-        """Median step, by collective and type, such as "all_reduce float32".
+        """Return the median over steps for each collective and dtype, such as "all_reduce float32".
 
         Args:
-            excluded: first steps to leave out.
+            excluded: number of first steps to leave out.
         Returns:
             {name: {"calls", "message_bytes", "sent_bytes"}} of this rank.
         """
@@ -121,24 +122,26 @@ class Traffic:
 
     @staticmethod
     def complete(device: torch.device, strategy_is_deepspeed: bool) -> bool:
-        """False where DeepSpeed reduces through shared memory, which is not counted: CPU, its own
-        launcher.
+        """Return whether all collectives of a run are counted.
+
+        False where DeepSpeed reduces through shared memory: on a CPU under its own launcher, which
+        sets LOCAL_SIZE.
         """
         return not (strategy_is_deepspeed and device.type == "cpu" and "LOCAL_SIZE" in os.environ)
 
 
 @torch.no_grad()
 def _gather_aside(call, args, kwargs):
-    """Gather into other buffers, wait, and copy what came.
+    """Gather into buffers that numpy allocates, wait, and copy the result to the output.
 
-    Gloo's own thread may be the last to let go of a gather's buffers. PyTorch's profiler sees only
-    what this thread releases, and would take them for activations; these buffers are numpy's, and
-    it never sees them.
+    Gloo's own thread may be the last to release the buffers of a gather. PyTorch's profiler records
+    only what this thread releases, and would count them as activations. It does not record buffers
+    of numpy.
     """
     gathered, work = call(*tree_map_only(torch.Tensor, _copy_of_numpy, args), **kwargs)
     dist.Work.unbox(work).wait()
-    for mine, found in zip(_tensors(args[0]), _tensors(gathered), strict=True):
-        mine.copy_(found)
+    for output, part in zip(_tensors(args[0]), _tensors(gathered), strict=True):
+        output.copy_(part)
     return args[0], work
 
 

@@ -1,8 +1,8 @@
-"""Agreement between ranks: who failed first, who prepares what, and an orderly end.
+"""Coordination of the ranks: rendezvous, preparation once per node, failures, and the end of a run.
 
-A small key-value store (torch's TCPStore, hosted by rank 0 or by torchrun) carries what must not
-depend on a collective: a collective has a time limit, needs every rank, and hangs when one of them
-is gone.
+A key-value store (torch's TCPStore, hosted by rank 0 or by torchrun's agent) is used for what must
+not depend on a collective: a collective has a time limit, needs every rank, and hangs when one rank
+has exited.
 """
 
 from __future__ import annotations
@@ -49,26 +49,32 @@ from support.errors import (
 from support.files.atomic import remove
 from support.redaction import print_traceback
 
-HOST_IS_FULL = "It is the host's memory, not the GPU's: fewer ranks on a node, or a strategy that offloads less."
-GRACE_SECONDS = 5  # for a rank to end by itself after another one has failed
-SAME_REQUEST_SECONDS = 5  # signals so soon after the first are the launcher's repetition of it
-STORE_SECONDS = 2  # for an answer of the store when an error is reported
-DISK_SECONDS = 5  # for a disk when an error is reported
-END_SECONDS = 20  # for what a failed rank does before it ends
+HOST_IS_FULL = (
+    "It is the host's memory, not the GPU's: "
+    "fewer ranks on a node, or a strategy that offloads less."
+)
+GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
+SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one (launchers do this)
+STORE_SECONDS = 2  # time limit of the store when an error is reported
+DISK_SECONDS = 5  # time limit of each function in `Run.on_failure`
+END_SECONDS = 20  # time limit of what a failed rank does before it exits
 LONGEST_MESSAGE = 2000  # characters of an error in the store
-# A disk that is full, or hangs (TimeoutError), or a host that can start no thread: the error is
-# printed all the same.
 RESERVE_BYTES = 64 << 20
+# A disk is full or hangs (TimeoutError), or the host cannot start a thread: the error is printed
+# nevertheless.
 NO_REASON_FOR_SILENCE = (OSError, RuntimeError, MemoryError)
 
 
 class StopSignal:
-    """A request to end the run, by a scheduler, a launcher or a user: SIGTERM, SIGINT, SIGUSR1, or
-    SIGHUP of a lost terminal.
+    """Handler of the signals that ask the run to stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
 
     Before training there is nothing to save, and a signal ends the run like an error. After
-    `defer()` it is only recorded, for the ranks to agree on between two steps. Launchers send
-    several signals for one request; a second Ctrl-C ends at once.
+    `defer()` a signal is only recorded, and the ranks agree on it between two steps. Launchers send
+    several signals for one request: those within SAME_REQUEST_SECONDS of the first are ignored. A
+    later Ctrl-C (SIGINT) interrupts the run at once.
+
+    Attributes:
+        requested: True after the first signal.
     """
 
     def __init__(self):
@@ -79,21 +85,20 @@ class StopSignal:
                 signal.signal(number, self._arrived)
 
     def defer(self) -> None:
-        """From now on a signal waits for the end of the step.
+        """Record further signals instead of ending the run; called when training starts.
 
         Raises:
-            StoppedBySignal: one arrived earlier where Python ignores exceptions, as in a
-                destructor.
+            StoppedBySignal: a signal has already arrived, and its exception was lost because Python
+                ignores exceptions in some places, such as destructors.
         """
         if self.requested:
             self._end()
         self._deferred = True
 
     def ignore(self) -> None:
-        """Everything is written: let the run end."""
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # only there Python lets handlers be changed
+        """Ignore all further stop signals, because the run is about to exit."""
+        # Python allows only the main thread to change handlers.
+        if threading.current_thread() is threading.main_thread():
             for number in process.STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
@@ -102,7 +107,7 @@ class StopSignal:
         if not repeated:
             self.requested, self._name, self._first = True, signal.Signals(number).name, now
         elif now - self._first <= SAME_REQUEST_SECONDS:
-            return  # `finally` and `except` blocks of the first one are at work
+            return  # `finally` and `except` blocks of the first signal may be running
         if not self._deferred:
             self._end()
         if repeated and number == signal.SIGINT:
@@ -116,42 +121,38 @@ class StopSignal:
 
 @dataclass
 class Run:
-    """This process in the run: its place, its device, and what is shared with the other ranks."""
+    """This process in the run: its place, its device, and its connection to the other ranks."""
 
     launch: Launch
     device: torch.device
     backend: str
     verbose: bool
     quiet: bool = False
-    attempt: str = ""  # prefix of this start's keys in the store
+    # Prefix of this attempt's keys in the store: a restart by torchrun uses the same store.
+    attempt: str = ""
     store: dist.Store | None = None
-    temporary: list[str] = field(
-        default_factory=list
-    )  # folders and files to remove, at the latest when the run ends
-    on_failure: list[Callable[[UserError], bool]] = field(
-        default_factory=list
-    )  # False: another rank has done that
-    memory_facts: list[Callable[[], list[str]]] = field(
-        default_factory=list
-    )  # lines to add when memory runs out
-    ways_to_fit: Callable[[], list[str]] = field(default=lambda: [])  # and what to change
-    at_end: list[Callable[[], None]] = field(
-        default_factory=list
-    )  # when training and export are done
-    flushes: list[Callable[[], None]] = field(
-        default_factory=list
-    )  # what others read of this run, also when it fails
-    ending: threading.Event = field(default_factory=threading.Event)
+    # Folders and files to remove, at the latest when the run ends.
+    temporary: list[str] = field(default_factory=list)
+    # Functions that record an error; they return False if another rank has already recorded one.
+    on_failure: list[Callable[[UserError], bool]] = field(default_factory=list)
+    # Functions whose lines are printed when memory runs out, and one that returns what to change.
+    memory_facts: list[Callable[[], list[str]]] = field(default_factory=list)
+    ways_to_fit: Callable[[], list[str]] = field(default=lambda: [])
+    # Functions to call when training and export are complete.
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    # Functions that flush what other programs read of this run; called when it fails, too.
+    flushes: list[Callable[[], None]] = field(default_factory=list)
+    ending: threading.Event = field(default_factory=threading.Event)  # this process is exiting
     stop: StopSignal = field(default_factory=lambda: StopSignal())
-    # For the report that no memory is left (a thread, a file, lines). Nothing is written there, so
-    # it takes no pages.
+    # Address space that is released to report that no memory is left (a thread, a file, lines).
+    # Nothing is written to it, so it uses no pages.
     reserve: mmap.mmap = field(
         default_factory=lambda: mmap.mmap(-1, RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
     )
 
     nodes: int = 1
-    precision: str = "fp32"  # of the arithmetic, once --precision is settled for the device
-    lock: Any = None  # keeps a second run out of the output folder, on rank 0
+    precision: str = "fp32"  # of the arithmetic, once --precision is resolved for the device
+    lock: Any = None  # on rank 0: prevents a second run from using the output folder
 
     @property
     def rank(self) -> int:
@@ -167,41 +168,52 @@ class Run:
 
     @property
     def simulated(self) -> bool:
-        """This process stands for rank 0 of several that do not exist; what it computes means
-        nothing, what it holds does.
+        """True if this process is rank 0 of a simulated run (--simulate_gpus).
+
+        The other ranks do not exist, so computed values are meaningless; memory sizes are valid.
         """
         return self.backend == "fake"
 
     @property
     def real_world_size(self) -> int:
-        """Processes that there are."""
+        """Number of processes that exist: 1 in a simulation, otherwise the world size."""
         return 1 if self.simulated else self.world_size
 
     def say(self, text: str) -> None:
-        """Print on rank 0 only."""
+        """Print on rank 0 only, unless --quiet is set."""
         if self.is_main and not self.quiet:
             self.print(text)
 
     def print(self, text: str) -> None:
-        """Print on this rank, whichever it is, also under --quiet."""
-        progress.write(text)  # not through a bar
+        """Print on this rank, also under --quiet."""
+        progress.write(text)  # `print` would overwrite a progress bar
 
     def warn(self, text: str) -> None:
-        """Say something the user should know, on rank 0 only, also under --quiet."""
+        """Print a notice for the user, on rank 0 only, also under --quiet."""
         if self.is_main:
             self.print(f"ℹ️  {text}")
 
     def bar(
         self, what: str, total: int | None = None, unit: str = "step", done: int = 0
     ) -> progress.Bar:
-        """A live bar, where somebody watches rank 0."""
+        """Return a progress bar, visible only if rank 0 writes to a terminal and without --quiet.
+
+        Args:
+            what: label of the bar.
+            total: number of units in all; None if unknown.
+            unit: name of one unit.
+            done: number of units that are already complete.
+        """
         return progress.Bar(
             what, total, unit, self.is_main and not self.quiet and progress.on_terminal(), done
         )
 
     def mesh(self, hybrid: bool):
-        """All ranks in a row; `hybrid` a row for each node, along which FSDP shards, with copies
-        down the columns.
+        """Return the device mesh of all ranks, for FSDP.
+
+        Args:
+            hybrid: return a mesh of shape (nodes, ranks per node) with the dimensions "replicate"
+                and "shard"; otherwise its shape is (world size,).
         """
         if not hybrid:
             return init_device_mesh(self.device.type, (self.world_size,))
@@ -218,17 +230,17 @@ class Run:
     # ------------------------------------------------------------------- preparation, once per node
 
     def once_per_node(self, what: str, prepare: Callable[[], Any]) -> Any:
-        """Let the first rank of each node prepare something while all others wait.
+        """Call `prepare` on local rank 0 of each node while all other ranks wait.
 
-        The wait is no collective, so it may last as long as it must: an hour of tokenising hits no
-        time limit. All wait for all nodes, so that no node waits for another in the next
-        collective.
+        The wait is not a collective, so it has no time limit: tokenization may take an hour. Every
+        rank waits for all nodes, so that no node waits for another one in the next collective.
+
         Args:
             what: name of the preparation, unique in the run.
-            prepare: called on the node's first rank; its result must be JSON, and small: the store
-                takes 8 MB at most. What grows with the data belongs into a file.
+            prepare: its result must be serializable as JSON and small: the store accepts 8 MB at
+                most. Write data whose size depends on the dataset to a file instead.
         Returns:
-            The result, on every rank.
+            The result of the rank's own node, on every rank.
         """
         if self.store is None:
             return prepare()
@@ -237,19 +249,20 @@ class Run:
             self.store.set(key, json.dumps(prepare()))
             self.store.add(f"prepared/{what}/nodes", 1)
         while self.store.add(f"prepared/{what}/nodes", 0) < self.nodes:
-            time.sleep(0.1)  # if a first rank fails instead, `_watch` ends this process
+            time.sleep(0.1)  # if local rank 0 of a node fails, `_watch` ends this process
         return json.loads(self.store.get(key))
 
     def asked_to_stop(self) -> bool:
-        """Whether a signal has asked any rank to stop; all ranks call it together and get the same
-        answer.
+        """Return whether any rank has received a stop signal, the same on all ranks.
+
+        A collective (all-reduce): all ranks must call it.
         """
-        asked = torch.tensor(float(self.stop.requested), device=self.device)
-        dist.all_reduce(asked)
-        return asked.item() > 0
+        requests = torch.tensor(float(self.stop.requested), device=self.device)
+        dist.all_reduce(requests)
+        return requests.item() > 0
 
     def from_main(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Broadcast an object from rank 0; return it on every rank."""
         values = [value]
         if self.simulated:
             return value
@@ -257,8 +270,9 @@ class Run:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in the order of the ranks, on every rank; of a simulation, of
-        the one that is there.
+        """All-gather an object; return the objects of all ranks in the order of the ranks.
+
+        In a simulation the list has one item, that of this process.
         """
         if self.simulated:
             return [value]
@@ -278,19 +292,20 @@ class Run:
             threading.Thread(target=self._watch, args=(monitor,), daemon=True).start()
 
     def _watch(self, monitor: failures.FailureMonitor) -> None:
-        """The main thread may be stuck in a collective that will never end, so this thread ends the
-        process.
+        """End the process when another rank has failed; runs in a thread.
+
+        The main thread may be blocked in a collective that never completes.
         """
         while not self.ending.wait(failures.PERIOD_SECONDS):
-            found = monitor.look()
-            if found is None:
+            failure_text = monitor.look()
+            if failure_text is None:
                 continue
-            # A store that ends may be the run's orderly end, or the main thread has an error that
-            # says more.
+            # The store also exits when the run completes, and the main thread may have a more
+            # precise error.
             if monitor.lost and self.ending.wait(GRACE_SECONDS):
                 return
-            if found:
-                self._report(TrainingError(found))
+            if failure_text:
+                self._report(TrainingError(failure_text))
             if not monitor.lost and self.ending.wait(GRACE_SECONDS):
                 return
             end_at_latest(EXIT_FAILED)
@@ -299,61 +314,60 @@ class Run:
             _exit(EXIT_FAILED)
 
     def clean_up(self, *folders: str) -> None:
-        """Remove these of this process's temporary folders and files; all of them if none is named."""
+        """Remove the given temporary folders and files of this process; without arguments all."""
         for folder in [f for f in self.temporary if not folders or f in folders]:
             with contextlib.suppress(ValueError):  # `_watch` may clean up at the same time
                 self.temporary.remove(folder)
             remove(Path(folder))
 
     def end_failed(self, error: BaseException) -> NoReturn:
-        """End this process. Only the rank that fails first reports its error: those of the others
-        follow from it.
+        """Report an error and exit with its exit code.
+
+        Only the rank that fails first reports its error: the errors of the other ranks are
+        consequences.
         """
         self.reserve.close()
         self.stop.ignore()
-        shown = explain(error)
-        end_at_latest(shown.exit_code)
+        user_error = explain(error)
+        end_at_latest(user_error.exit_code)
         try:
             if self.verbose:
                 print_traceback(error)
-            with contextlib.suppress(
-                *NO_REASON_FOR_SILENCE
-            ):  # before anything is written: half a checkpoint may fill the disk
+            # Before anything is written: an incomplete checkpoint may fill the disk.
+            with contextlib.suppress(*NO_REASON_FOR_SILENCE):
                 failures.in_time(self.clean_up, END_SECONDS / 2)
-            self._report(shown, error)
-            if (
-                self.is_main and self.world_size > 1
-            ):  # the others must see the error in the store that this process may host
+            self._report(user_error, error)
+            # The other ranks must read the error in the store, which this process may host.
+            if self.is_main and self.world_size > 1:
                 time.sleep(2 * failures.PERIOD_SECONDS)
             self._flush()
             self.ending.set()
-        finally:  # not sys.exit: a communicator with a broken peer can hang in its destructor
-            _exit(shown.exit_code)
+        finally:  # not sys.exit: the destructor of a communicator with a broken peer can hang
+            _exit(user_error.exit_code)
 
     def _flush(self) -> None:
         for flush in self.flushes:
-            with contextlib.suppress(Exception):  # the run ends for another reason
+            with contextlib.suppress(Exception):  # must not replace the error that ends the run
                 flush()
 
     def _report(self, shown: UserError, error: BaseException | None = None) -> None:
         """Record and print an error, unless another rank has reported one.
 
-        The ranks agree through the store on who is first. Where the store has ended with rank 0, or
-        does not answer, it is the rank that changes the status in results.json.
+        The first rank to write its error into the store reports it. If the store has exited with
+        rank 0, or does not answer, it is the rank that changes the status in results.json.
         """
         if not self._may_report(str(shown)):
             return
         recorded = False
-        with contextlib.suppress(
-            *NO_REASON_FOR_SILENCE
-        ):  # a thread needs more memory than there may be
+        # Starting a thread needs memory, and there may not be enough.
+        with contextlib.suppress(*NO_REASON_FOR_SILENCE):
             if not self._record(shown):
                 return
             recorded = True
-        where = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
-        progress.write(f"❌ {shown}{where}", sys.stderr)  # not through a bar
+        rank_label = f" [rank {self.rank} on {socket.gethostname()}]" if self.world_size > 1 else ""
+        progress.write(f"❌ {shown}{rank_label}", sys.stderr)
         if isinstance(shown, OutOfMemory):
-            self.ending.set()  # collecting the facts may take longer than GRACE_SECONDS
+            self.ending.set()  # `_about_memory` may take longer than GRACE_SECONDS
             for line in self._about_memory(shown):
                 progress.write(f"   {line}", sys.stderr)
         if not recorded:
@@ -362,50 +376,51 @@ class Run:
                 self._record(shown)
 
     def _record(self, shown: UserError) -> bool:
-        """Write the error where it is to be found later; False if another rank has."""
+        """Call the functions in `on_failure`; return False if another rank has recorded one."""
         return all(
             failures.in_time(partial(record, shown), DISK_SECONDS) for record in self.on_failure
         )
 
     def _may_report(self, message: str) -> bool:
-        """False if another rank, or another thread of this one, has written an error into the
-        store.
-        """
+        """Write the error into the store; return False if another rank or thread was first."""
         if self.store is None:
             return True
-        shown = (
-            message[:LONGEST_MESSAGE].encode(errors="replace").decode()
-        )  # the store takes no large values
-        mine = f"{self.rank} {threading.get_ident()}: {shown}"
+        # The store accepts no large values.
+        text = message[:LONGEST_MESSAGE].encode(errors="replace").decode()
+        entry = f"{self.rank} {threading.get_ident()}: {text}"
         try:
             return (
                 failures.in_time(
-                    lambda: self.store.compare_set("failure", "", mine), STORE_SECONDS
+                    lambda: self.store.compare_set("failure", "", entry), STORE_SECONDS
                 ).decode()
-                == mine
+                == entry
             )
-        except Exception:  # it has ended, or does not answer
+        except Exception:  # the store has exited or does not answer
             return True
 
     def _about_memory(self, shown: OutOfMemory) -> Iterator[str]:
-        """What was held where it ran out, and what would have fitted."""
-        facts = [HOST_IS_FULL] if shown.on_host and self.device.type == "cuda" else []
-        for look in self.memory_facts:
-            with contextlib.suppress(Exception):  # there may be no memory left to look around in
-                facts += look()
-        ways = []
+        """Yield lines on what used the memory that ran out, and on what would fit."""
+        lines = [HOST_IS_FULL] if shown.on_host and self.device.type == "cuda" else []
+        for describe in self.memory_facts:
+            with contextlib.suppress(Exception):  # there may be too little memory left
+                lines += describe()
+        remedies = []
         if not (shown.on_host and self.device.type == "cuda"):
             with contextlib.suppress(Exception):  # an architecture that the planner does not know
-                ways = self.ways_to_fit()
-        yield from facts
-        yield from ways or [LESS_MEMORY]
+                remedies = self.ways_to_fit()
+        yield from lines
+        yield from remedies or [LESS_MEMORY]
 
     def end_together(self, engine: Any, code: int) -> NoReturn:
-        """End this process, at the same time as all others, with everything written.
+        """Exit with `code` at the same time as all other ranks, after everything is written.
 
-        Together: ranks that leave one by one make ZeRO-3 abort. And without the interpreter's own
-        shutdown, in which the I/O threads of infinity's NVMe handles are at times destroyed while
-        they run ("terminate called").
+        Ranks that exit one after the other make ZeRO-3 abort. The interpreter's shutdown is
+        skipped, because it sometimes destroys the I/O threads of infinity's NVMe handles while they
+        run ("terminate called").
+
+        Args:
+            engine: its `destroy` method is called if it has one (DeepSpeed).
+            code: the exit code.
         """
         self.stop.ignore()
         try:
@@ -421,8 +436,9 @@ class Run:
 
 @contextlib.contextmanager
 def ends_within(seconds: float, message: str) -> Iterator[None]:
-    """End this process with a message if the block takes longer: calls to a store whose host hangs
-    have no limit.
+    """Exit with a message if the `with` block takes longer than `seconds`.
+
+    Calls to a store whose host hangs have no time limit of their own.
     """
 
     def end() -> None:
@@ -439,100 +455,107 @@ def ends_within(seconds: float, message: str) -> Iterator[None]:
 
 
 def free_variables(error: BaseException | None) -> None:
-    """Free what the functions that an error ended still hold, such as activations."""
+    """Free the local variables in the traceback of an error and of its causes (activations)."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def end_at_latest(code: int) -> None:
-    """End this process soon, even if what is still to be done blocks: a disk that hangs, a terminal
-    that is stopped.
-    """
+    """Exit after END_SECONDS, even if the main thread blocks (hung disk, stopped terminal)."""
     timer = threading.Timer(END_SECONDS, os._exit, (code,))
     timer.daemon = True
-    with contextlib.suppress(RuntimeError):  # this host can start no thread
+    with contextlib.suppress(RuntimeError):  # this host cannot start a thread
         timer.start()
 
 
 def _exit(code: int) -> NoReturn:
-    """Leave at once, without the interpreter's shutdown, but with everything printed."""
+    """Exit at once, without the interpreter's shutdown, after flushing the standard streams."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # it is closed
+        with contextlib.suppress(Exception):  # the stream is closed
             stream.flush()
     os._exit(code)
 
 
-CONNECT_SECONDS = 5  # of one attempt
+CONNECT_SECONDS = 5  # time limit of one connection attempt
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 
 
 def meet(
     launch: Launch, backend: str, timeout: float, gpu: str | None = None
 ) -> tuple[dist.Store, str]:
-    """Let every rank say that it is there, and on what it runs; nothing here is a collective, so
-    nothing can hang.
+    """Rendezvous: wait for all ranks, and check that their versions, backend and GPUs fit together.
 
-    torchrun's store outlives its ranks, and after a restart it still holds what the attempt before
-    wrote, while each agent counts restarts for itself. So every start has a number of its own,
-    drawn at random; rank 0 puts the numbers that it finds under a new name for this attempt, until
-    all ranks say that theirs are among them.
+    It uses no collective, so it cannot hang. torchrun's store outlives its ranks. After a restart
+    it still has the keys of the previous attempt, and each agent counts restarts separately. So
+    every process draws a random number. Rank 0 publishes the numbers that it reads under a new
+    attempt name, until all ranks have confirmed an attempt that includes their number.
 
     Args:
-        launch: this process's place.
-        backend: of the process group that is to come.
-        timeout: seconds to wait for the last rank.
-        gpu: of this rank, as `identify_gpu` has it.
+        launch: the place of this process in the run.
+        backend: backend of the process group that is created afterwards.
+        timeout: time to wait for the last rank, in seconds.
+        gpu: identity of this rank's GPU from `identify_gpu`.
     Returns:
-        The store that `dist.init_process_group` is to use, and the attempt's name, for the keys of
-        this run.
+        The store for `dist.init_process_group`, and the attempt's name, the prefix of this run's
+        keys.
     Raises:
-        TrainingError: ranks have not arrived, differ in what must be the same, or have the same
-            GPU; the line names them and their hosts.
+        TrainingError: ranks have not arrived, differ in what must be the same, or share a GPU; the
+            message names them and their hosts. Ranks other than 0 raise it only if rank 0 does not
+            answer; otherwise they exit with EXIT_FAILED after rank 0 has reported the error.
     """
-    unanswered = f"The store at {launch.master_addr}:{launch.master_port} does not answer: is the host of rank 0 up?"
+    unanswered = (
+        f"The store at {launch.master_addr}:{launch.master_port} does not answer: "
+        "is the host of rank 0 up?"
+    )
     with ends_within(timeout + 15, unanswered):
         store = connect(launch, timeout)
-    with ends_within(timeout + 15, unanswered):  # anew: rank 0 waits as long from its own start
-        mine = {
+    with ends_within(timeout + 15, unanswered):  # a new limit: rank 0's starts later
+        own_entry = {
             "number": uuid.uuid4().hex,
             "host": socket.gethostname(),
             "gpu": gpu,
             "facts": {**what_must_agree(), "backend": backend},
         }
         place = f"meeting/{launch.world_size}"
-        store.set(f"{place}/here/{launch.rank}", json.dumps(mine))
-        until = time.monotonic() + timeout
+        store.set(f"{place}/here/{launch.rank}", json.dumps(own_entry))
+        deadline = time.monotonic() + timeout
         if launch.is_main:
-            attempt, wrong = _call_the_roll(store, place, launch, until)
+            attempt, error_text = _call_the_roll(store, place, launch, deadline)
         else:
-            attempt, wrong = _answer_the_roll(store, place, launch, until, mine["number"])
-    if wrong and not launch.is_main:
-        time.sleep(5)  # rank 0 says it; a launcher ends all when one ends
+            attempt, error_text = _answer_the_roll(
+                store, place, launch, deadline, own_entry["number"]
+            )
+    if error_text and not launch.is_main:
+        time.sleep(5)  # rank 0 must report it first: a launcher ends all ranks when one exits
         _exit(EXIT_FAILED)
-    if wrong:
-        raise TrainingError(wrong)
+    if error_text:
+        raise TrainingError(error_text)
     return dist.PrefixStore(f"{attempt}/group", store), attempt
 
 
 def connect(launch: Launch, timeout: float) -> dist.Store:
-    """The store of the run; rank 0 hosts it, unless torchrun's agent does.
+    """Connect to the store of the run; rank 0 hosts it, unless torchrun's agent does.
 
+    Args:
+        launch: the place of this process in the run.
+        timeout: time limit of the connection and of each call to the store, in seconds.
     Raises:
-        TrainingError: rank 0 is not there after `timeout` seconds.
+        TrainingError: the store's port accepts no connection within `timeout` seconds.
     """
-    host, until = launch.is_main and not failures.agent_hosts_store(), time.monotonic() + timeout
-    while not host:  # no signal is handled while torch waits for a connection
+    host, deadline = launch.is_main and not failures.agent_hosts_store(), time.monotonic() + timeout
+    # Probe the port first: Python handles no signal while torch waits for a connection.
+    while not host:
         try:
             socket.create_connection(
                 (launch.master_addr, launch.master_port), CONNECT_SECONDS
             ).close()
             break
         except OSError as error:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise TrainingError(
-                    f"Rank 0 does not answer at {launch.master_addr}:{launch.master_port}. Has it started, and "
-                    "is the port open between the hosts?"
+                    f"Rank 0 does not answer at {launch.master_addr}:{launch.master_port}. "
+                    "Has it started, and is the port open between the hosts?"
                 ) from error
             time.sleep(0.1)
     return dist.TCPStore(
@@ -546,38 +569,46 @@ def connect(launch: Launch, timeout: float) -> dist.Store:
 
 
 def _call_the_roll(store: dist.Store, place: str, launch: Launch, until: float) -> tuple[str, str]:
-    """Rank 0's part: announce who is seen until all have answered; returns (attempt, what is wrong
-    or "").
+    """Rank 0's side of the rendezvous: publish the present ranks until all have confirmed.
+
+    Returns:
+        The attempt's name, and the error message, or "" if all ranks fit together.
     """
-    announced, attempt, silent = {}, "", list(range(launch.world_size))
-    while silent and time.monotonic() < until:
-        seen = {
+    announced, attempt, unconfirmed = {}, "", list(range(launch.world_size))
+    while unconfirmed and time.monotonic() < until:
+        present = {
             r: json.loads(store.get(f"{place}/here/{r}"))
             for r in range(launch.world_size)
             if store.check([f"{place}/here/{r}"])
         }
-        if seen != announced:
-            announced, attempt = seen, f"attempt/{uuid.uuid4().hex}"
-            numbers = {r: rank["number"] for r, rank in seen.items()}
+        if present != announced:
+            announced, attempt = present, f"attempt/{uuid.uuid4().hex}"
+            numbers = {r: rank["number"] for r, rank in present.items()}
             store.set(f"{place}/roll", json.dumps({"attempt": attempt, "numbers": numbers}))
-        silent = [
+        unconfirmed = [
             r for r in range(1, launch.world_size) if not store.check([f"{attempt}/present/{r}"])
         ]
-        time.sleep(0.05 if silent else 0)
-    if silent:
-        wrong = _who_is_missing(silent, announced, launch)
+        time.sleep(0.05 if unconfirmed else 0)
+    if unconfirmed:
+        error_text = _who_is_missing(unconfirmed, announced, launch)
     else:
-        wrong = _who_differs(announced) or _who_shares_a_gpu(announced)
-    store.set(f"{attempt}/verdict", wrong)
-    return attempt, wrong
+        error_text = _who_differs(announced) or _who_shares_a_gpu(announced)
+    store.set(f"{attempt}/verdict", error_text)
+    return attempt, error_text
 
 
 def _answer_the_roll(
     store: dist.Store, place: str, launch: Launch, until: float, number: str
 ) -> tuple[str, str]:
-    """Another rank's part: answer every roll that it is on, until rank 0 gives its verdict."""
+    """Other ranks' side: confirm each attempt that includes `number`, until rank 0's verdict.
+
+    Returns:
+        The attempt's name, and rank 0's error message, or "".
+    Raises:
+        TrainingError: rank 0 has not given a verdict 5 s after `until`.
+    """
     attempt = ""
-    while time.monotonic() < until + 5:  # rank 0 waits as long, and then says who is missing
+    while time.monotonic() < until + 5:  # rank 0 reports missing ranks at `until`
         try:
             roll = (
                 json.loads(store.get(f"{place}/roll"))
@@ -589,11 +620,12 @@ def _answer_the_roll(
                 store.set(f"{attempt}/present/{launch.rank}", "")
                 if store.check([f"{attempt}/verdict"]):
                     return attempt, store.get(f"{attempt}/verdict").decode()
-        except RuntimeError:  # the store has gone, and with it rank 0, which has said why
+        except RuntimeError:  # the store has exited with rank 0, which has printed the reason
             return attempt, "rank 0 has ended"
         time.sleep(0.05)
     raise TrainingError(
-        f"Rank 0 has not arrived at {launch.master_addr}:{launch.master_port}: look at what it prints."
+        f"Rank 0 has not arrived at {launch.master_addr}:{launch.master_port}: "
+        "look at what it prints."
     )
 
 
@@ -601,43 +633,51 @@ def _who_is_missing(missing: list[int], seen: dict, launch: Launch) -> str:
     nodes = ", ".join(
         str(node) for node in sorted({rank // launch.local_world_size for rank in missing})
     )
-    there = ", ".join(
+    present_hosts = ", ".join(
         sorted({rank["host"] for number, rank in seen.items() if number not in missing})
     )
-    first = f"rank {missing[0]}{' and more' if len(missing) > 1 else ''}, node {nodes}"
+    example = f"rank {missing[0]}{' and more' if len(missing) > 1 else ''}, node {nodes}"
     return (
-        f"{len(missing)} of {launch.world_size} ranks have not arrived ({first}). Here are {there}. Look at what the "
-        f"others print, and whether they reach {launch.master_addr}:{launch.master_port}."
+        f"{len(missing)} of {launch.world_size} ranks have not arrived ({example}). "
+        f"Here are {present_hosts}. Look at what the others print, "
+        f"and whether they reach {launch.master_addr}:{launch.master_port}."
     )
 
 
 def _who_differs(seen: dict) -> str:
     first = seen[0]
     for number, rank in seen.items():
-        found = [
+        differences = [
             f"{key} {value} there and {first['facts'].get(key)} on {first['host']}"
             for key, value in rank["facts"].items()
             if value != first["facts"].get(key)
         ]
-        if found:
-            return f"Rank {number} on {rank['host']} is not as rank 0: {'; '.join(found)}. Make them the same."
+        if differences:
+            return (
+                f"Rank {number} on {rank['host']} is not as rank 0: {'; '.join(differences)}. "
+                "Make them the same."
+            )
     return ""
 
 
 def group_options(args, device: torch.device, world_size: int) -> dict[str, Any]:
-    """How `dist.init_process_group` is to connect the ranks.
+    """Choose the backend of the process group, and whether the group is bound to a device.
 
-    FSDP that offloads to the CPU also reduces tensors in host memory, which NCCL cannot:
-    GradScaler's flag of infinite gradients (torch/distributed/tensor/_dispatch.py,
-    found_inf_reduce_handler). Only there gloo is added, because it needs a network interface that
-    all hosts reach by name.
+    FSDP with CPU offload also reduces tensors in host memory, which NCCL cannot do: GradScaler's
+    found_inf flag (torch/distributed/tensor/_dispatch.py, found_inf_reduce_handler). Gloo is added
+    only in this case, because it needs a network interface that all hosts reach by name.
 
-    DeepSpeed makes a second group of all ranks (deepspeed/utils/groups.py, _clone_world_group).
-    Where the first is bound to a device, NCCL splits its communicator instead of setting up another
-    one. torch 2.6.1 to 2.7.0 may hang then (pytorch issue 153960), and a single rank has nothing to
-    split.
+    DeepSpeed creates a second group of all ranks (deepspeed/utils/groups.py, _clone_world_group).
+    If the first group is bound to a device, NCCL splits its communicator instead of creating
+    another one. torch 2.6.1 to 2.7.0 may hang then (pytorch issue 153960), and with a single rank
+    there is nothing to split.
+
+    Args:
+        args: --strategy, and the settings of FSDP or DeepSpeed.
+        device: device of this rank.
+        world_size: number of ranks.
     Returns:
-        The keyword arguments `backend`, and where it helps `device_id`.
+        Keyword arguments of `dist.init_process_group`: `backend`, and in some cases `device_id`.
     """
     if device.type == "cpu":
         return {"backend": "gloo"}
@@ -650,8 +690,10 @@ def group_options(args, device: torch.device, world_size: int) -> dict[str, Any]
 
 
 def _who_shares_a_gpu(seen: dict) -> str:
-    """Slurm shows each task all GPUs of its node, or only its own, or the same one to all tasks;
-    only the last is wrong.
+    """Return an error message if several ranks use the same GPU, otherwise "".
+
+    Slurm may give each task all GPUs of its node, only its own GPU, or the same GPU as the other
+    tasks; only the last case is an error.
     """
     ranks_of: dict[tuple[str, str], list[str]] = {}
     for number, rank in sorted(seen.items()):
@@ -665,18 +707,21 @@ def _who_shares_a_gpu(seen: dict) -> str:
     if not shared:
         return ""
     return (
-        f"More than one rank has the same GPU ({'; '.join(shared)}), and NCCL needs one for each: start as many ranks on "
-        "a node as it has GPUs, each with its own (srun --ntasks-per-node=N --gpus-per-node=N)."
+        f"More than one rank has the same GPU ({'; '.join(shared)}), and NCCL needs one for each: "
+        "start as many ranks on a node as it has GPUs, each with its own "
+        "(srun --ntasks-per-node=N --gpus-per-node=N)."
     )
 
 
 def identify_gpu(device: torch.device) -> str | None:
-    """What distinguishes this process's GPU from the others of its host.
+    """Return an identity of this process's GPU that is unique on its host.
+
+    Slices of a GPU (MIG) may all report the UUID of the whole GPU. A process uses only one slice,
+    and CUDA_VISIBLE_DEVICES names it, so the value of this variable is appended.
 
     Returns:
-        Its UUID; None on a CPU, on AMD GPUs, which may all have the same, or where NCCL (2.30 or
-        newer) is told that ranks may share a GPU. Slices of a GPU (MIG) may all report the UUID of
-        the whole; a process has only one slice, and CUDA_VISIBLE_DEVICES names it.
+        The GPU's UUID; None on a CPU, on AMD GPUs, which may all have the same UUID, or where ranks
+        may share a GPU (NCCL_MULTI_RANK_GPU_ENABLE of NCCL 2.30 or newer).
     """
     if (
         device.type != "cuda"
@@ -692,36 +737,41 @@ def identify_gpu(device: torch.device) -> str | None:
 
 
 def what_must_agree() -> dict[str, str]:
-    """Versions and this project's own code: ranks that differ in them may wait for each other
-    without end.
+    """Return library versions and a digest of this project's code, which all ranks must share.
+
+    Ranks that differ in them may wait for each other without end.
     """
     digest = hashlib.sha256()
     for path in [PROJECT / "real_model_example.py", *sorted((PROJECT / "support").rglob("*.py"))]:
         digest.update(path.read_bytes())
-    found = {
+    selected = {
         name: versions()[name]
         for name in ("python", "torch", "transformers", "deepspeed", "cuda")
         if name in versions()
     }
-    return {**found, "script": digest.hexdigest()[:12]}
+    return {**selected, "script": digest.hexdigest()[:12]}
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python, CUDA and the installed libraries that affect the results."""
+    installed = {"python": platform.python_version()}
     for name in ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "peft", "numpy"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        installed["cuda"] = torch.version.cuda
+    return installed
 
 
 def open_store(launch: Launch, attempt: str, timeout: float = 60) -> dist.Store:
-    """A connection of its own to the store that rank 0 (or torchrun's agent) hosts; `attempt` as
-    `meet` has it.
+    """Open another connection to the store that rank 0 or torchrun's agent hosts.
+
+    Args:
+        launch: the place of this process in the run.
+        attempt: prefix of the keys, from `meet`.
+        timeout: time limit of each call, in seconds.
     """
     store = dist.TCPStore(
         launch.master_addr,
@@ -734,10 +784,10 @@ def open_store(launch: Launch, attempt: str, timeout: float = 60) -> dist.Store:
 
 
 def simulate_process_group(world_size: int, timeout: timedelta) -> None:
-    """Make this process rank 0 of `world_size` in a group whose collectives return at once and move
-    nothing.
+    """Initialize a process group of `world_size` simulated ranks, with this process as rank 0.
 
-    It is PyTorch's own, for tests: every strategy allocates as it would among real ranks.
+    It uses PyTorch's "fake" backend for tests, whose collectives return at once and transfer no
+    data. Every strategy allocates the same memory as among real ranks.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -747,13 +797,17 @@ def simulate_process_group(world_size: int, timeout: timedelta) -> None:
 
 
 def describe_difference(values: list[Any], what: str) -> None:
-    """Raise if the ranks do not all have the same value.
+    """Check that all ranks have the same value.
 
+    Args:
+        values: one value per rank, in the order of the ranks.
+        what: name of the value, for the message.
     Raises:
-        TrainingError: names the first rank that differs.
+        TrainingError: a rank has a different value than rank 0; it names the first one.
     """
     for rank, value in enumerate(values):
         if value != values[0]:
             raise TrainingError(
-                f"{what} differs between the nodes: rank 0 has {values[0]}, rank {rank} has {value}."
+                f"{what} differs between the nodes: "
+                f"rank 0 has {values[0]}, rank {rank} has {value}."
             )

@@ -1,6 +1,7 @@
-"""Which launcher started this process, and what must be settled before torch is imported.
+"""Detection of the launcher, and the process settings that must be made before torch is imported.
 
-Nothing heavy is imported here: a wrong argument is answered within a fraction of a second.
+This module imports nothing heavy, so that wrong arguments are reported within a fraction of a
+second.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from support.redaction import print_traceback
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place among all processes of the run.
+    """Rank of this process, size of the run, and address of its store.
 
     Attributes:
-        launcher: "python", "torchrun" (also accelerate's several processes), "deepspeed", "srun" or
-            "simulated".
-        rank, world_size: place among all processes; 0 … world_size - 1.
+        launcher: "python", "torchrun" (also for `accelerate launch` with several processes),
+            "deepspeed", "srun" or "simulated".
+        rank, world_size: index of this process among all processes (0 … world_size - 1), and their
+            number.
         local_rank, local_world_size: the same among the processes of this node.
-        node: number of this node.
-        master_addr, master_port: where rank 0's store listens.
+        node: index of this node, from 0.
+        master_addr, master_port: address at which the store of the run listens.
     """
 
     launcher: str
@@ -48,26 +50,31 @@ class Launch:
 
     @property
     def is_main(self) -> bool:
-        """True on the one process that prints and writes."""
+        """True on rank 0, the only process that prints and writes."""
         return self.rank == 0
 
     @property
     def is_node_leader(self) -> bool:
-        """True on the one process of each node that downloads and tokenises."""
+        """True on local rank 0 of each node, which downloads and tokenizes."""
         return self.local_rank == 0
 
 
 def detect_launch() -> Launch:
-    """Read the launcher's environment variables and complete them (RANK, WORLD_SIZE, MASTER_ADDR,
-    …).
+    """Read the launcher's environment variables, and set those that are missing.
 
-    torchrun, accelerate and deepspeed set RANK; srun sets SLURM_*; without either this is a single
-    process.
+    torchrun, accelerate and deepspeed set RANK; srun sets SLURM_*. Without either the run has a
+    single process. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are
+    set in the environment of this process.
+
+    Returns:
+        The place of this process in the run.
     Raises:
-        UserError: the variables contradict each other or Slurm's node list cannot be read.
+        UserError: a variable is missing, invalid or contradicts another one, or Slurm's node list
+            cannot be expanded.
     """
     env = os.environ
-    # A batch script's own shell has SLURM_PROCID, too, but no step: there `python` is one process.
+    # The shell of a batch script has SLURM_PROCID, too, but is not a job step: `python` in it is a
+    # single process.
     in_step = "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_JOB_ID" not in env)
     try:
         if "RANK" in env and "WORLD_SIZE" in env and not (in_step and _exported_to_all_tasks(env)):
@@ -79,16 +86,18 @@ def detect_launch() -> Launch:
             launch = Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", free_port())
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"The launcher's environment is incomplete: {error}. Start with python, torchrun or srun."
+            f"The launcher's environment is incomplete: {error}. "
+            "Start with python, torchrun or srun."
         ) from error
     if not 0 <= launch.rank < launch.world_size:
         raise UserError(
-            f"RANK={launch.rank} does not fit WORLD_SIZE={launch.world_size}: unset both or use torchrun."
+            f"RANK={launch.rank} does not fit WORLD_SIZE={launch.world_size}: "
+            "unset both or use torchrun."
         )
     if not 0 <= launch.local_rank < launch.local_world_size:
         raise UserError(
-            f"LOCAL_RANK={launch.local_rank} does not fit LOCAL_WORLD_SIZE={launch.local_world_size}: unset both "
-            "or use torchrun."
+            f"LOCAL_RANK={launch.local_rank} does not fit "
+            f"LOCAL_WORLD_SIZE={launch.local_world_size}: unset both or use torchrun."
         )
     if not 0 < launch.master_port < 65536:
         raise UserError(
@@ -106,14 +115,20 @@ def detect_launch() -> Launch:
 
 
 def simulated(launch: Launch, world_size: int) -> Launch:
-    """Rank 0 of `world_size`, in this one process.
+    """Return rank 0 of a simulated run of `world_size` ranks in this process (--simulate_gpus).
 
+    Sets WORLD_SIZE and LOCAL_WORLD_SIZE in the environment.
+
+    Args:
+        launch: the real launch, of a single process.
+        world_size: number of simulated ranks, all on one node.
     Raises:
         UserError: a launcher has started several processes.
     """
     if launch.world_size > 1:
         raise UserError(
-            "--simulate_gpus measures one rank in one process: start it with python, without a launcher."
+            "--simulate_gpus measures one rank in one process: "
+            "start it with python, without a launcher."
         )
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     return replace(launch, launcher="simulated", world_size=world_size, local_world_size=world_size)
@@ -121,9 +136,8 @@ def simulated(launch: Launch, world_size: int) -> Launch:
 
 def _from_rank_variables(env) -> Launch:
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-    local_world = int(
-        env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world
-    )  # LOCAL_SIZE: deepspeed's name
+    # LOCAL_SIZE and CROSS_RANK are set by the deepspeed launcher.
+    local_world = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world)
     if local_world < 1:
         raise ValueError(f"WORLD_SIZE={world}, of which {local_world} are on this node")
     local_rank = int(env.get("LOCAL_RANK") or rank % local_world)
@@ -140,19 +154,20 @@ def _from_rank_variables(env) -> Launch:
 
 
 def _tasks(env) -> int:
-    """Tasks of this step. In the shell that salloc opens, SLURM_NTASKS counts what the job may
-    start.
+    """Return the number of tasks of this step.
+
+    SLURM_STEP_NUM_TASKS takes precedence: SLURM_NTASKS is the number for the whole allocation, for
+    example in the shell that salloc opens.
     """
     return int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
 
 
 def _exported_to_all_tasks(env) -> bool:
-    """Whether RANK was set before srun started this step's tasks, so that all of them have the
-    same.
+    """Return whether RANK was set before srun started the tasks, so that all have the same value.
 
-    A batch script that exports RANK and then calls `srun python` does this. A launcher or a shell
-    inside of a task is different: there RANK is not yet in the environment with which Slurm started
-    the task. The answer must be the same on every task, so it cannot depend on the value of RANK
+    A batch script that exports RANK and then calls `srun python` does this. If a launcher or a
+    shell inside a task sets RANK, the environment with which Slurm started the task does not
+    contain it. The result must be the same in every task, so it cannot depend on the value of RANK
     alone.
     """
     set_by_launcher = any(name in env for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"))
@@ -160,30 +175,33 @@ def _exported_to_all_tasks(env) -> bool:
         return False
     try:
         started_with = Path(f"/proc/{int(env['SLURM_TASK_PID'])}/environ").read_bytes().split(b"\0")
-    except (KeyError, ValueError, OSError):  # a container hides the task's process
+    except (KeyError, ValueError, OSError):  # e.g. hidden by a container
         return int(env["WORLD_SIZE"]) <= _tasks(env)
     return f"RANK={env['RANK']}".encode() in started_with
 
 
 def _report_overruled(env, launch: Launch) -> None:
-    """One task says that RANK, WORLD_SIZE or MASTER_ADDR of the environment is not used, if one
-    contradicts Slurm.
+    """Print on one rank which variables of the environment are ignored in favor of Slurm's values.
+
+    RANK, WORLD_SIZE and MASTER_ADDR are reported if they contradict Slurm.
     """
-    given = {name: env[name] for name in ("RANK", "WORLD_SIZE") if name in env}
-    size_differs = given.get("WORLD_SIZE", str(launch.world_size)) != str(launch.world_size)
-    rank_differs = given.get("RANK", str(launch.rank)) != str(launch.rank)
-    # With the same RANK in all tasks, task 0 sees no contradiction if it is 0.
-    speaker = 0 if size_differs or given.get("RANK") != "0" else 1
-    if launch.rank == speaker and (size_differs or rank_differs):
-        shown = " ".join(f"{name}={value}" for name, value in given.items())
+    exported = {name: env[name] for name in ("RANK", "WORLD_SIZE") if name in env}
+    size_differs = exported.get("WORLD_SIZE", str(launch.world_size)) != str(launch.world_size)
+    rank_differs = exported.get("RANK", str(launch.rank)) != str(launch.rank)
+    # If all tasks have RANK=0, it contradicts Slurm in every task except task 0.
+    reporting_rank = 0 if size_differs or exported.get("RANK") != "0" else 1
+    if launch.rank == reporting_rank and (size_differs or rank_differs):
+        assignments = " ".join(f"{name}={value}" for name, value in exported.items())
         print(
-            f"ℹ️  {shown} was exported before srun: Slurm's numbers are used, {launch.world_size} ranks.",
+            f"ℹ️  {assignments} was exported before srun: "
+            f"Slurm's numbers are used, {launch.world_size} ranks.",
             flush=True,
         )
     address = env.get("MASTER_ADDR")
     if launch.rank == 0 and address not in (None, "", launch.master_addr):
         print(
-            f"ℹ️  MASTER_ADDR={address} is not one host that all ranks reach: {launch.master_addr} is used.",
+            f"ℹ️  MASTER_ADDR={address} is not one host that all ranks reach: "
+            f"{launch.master_addr} is used.",
             flush=True,
         )
 
@@ -191,14 +209,15 @@ def _report_overruled(env, launch: Launch) -> None:
 def _from_slurm(env) -> Launch:
     rank, world, local_rank = int(env["SLURM_PROCID"]), _tasks(env), int(env["SLURM_LOCALID"])
     node = int(env.get("SLURM_NODEID", 0))
-    # "3,1" or "4(x2),1": tasks on each node of the step
+    # The variable lists the tasks on each node of the step, for example "3,1" or "4(x2),1".
     per_node: list[int] = []
     for tasks, times in re.findall(
         r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")
     ):
         per_node += [int(tasks)] * min(int(times or 1), node + 1)
     local_world = per_node[node] if node < len(per_node) else world
-    # Every rank must arrive at the same port; the job's number spreads jobs that share a node.
+    # Every rank must compute the same port. It depends on the job ID, so that jobs on the same node
+    # rarely get the same port.
     number = 101 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
     port = int(env.get("MASTER_PORT") or 20000 + number % 20000)
     address = env.get("MASTER_ADDR") or ""
@@ -213,7 +232,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def _first_slurm_host(env) -> str:
-    """The head node: Slurm's list is compressed ("gpu[07-08,11]"), so `scontrol` must expand it."""
+    """Return the first node of the step, or of the job.
+
+    Slurm's list is compressed ("gpu[07-08,11]"), so `scontrol` must expand it.
+    """
     nodes = (
         env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     )
@@ -227,20 +249,21 @@ def _first_slurm_host(env) -> str:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(
-            f"Cannot expand Slurm's node list {nodes} with scontrol: export MASTER_ADDR=<first node>."
+            f"Cannot expand Slurm's node list {nodes} with scontrol: "
+            "export MASTER_ADDR=<first node>."
         ) from error
     return hosts.stdout.split()[0]
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on at this moment."""
+    """Return a TCP port of 127.0.0.1 that is unused at the moment of the call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether this host shows an NVIDIA GPU, asked without importing torch."""
+    """Return whether this host has an NVIDIA GPU, without importing torch."""
     return (
         Path("/dev/nvidiactl").exists()
         or Path("/dev/dxg").exists()
@@ -248,43 +271,46 @@ def has_nvidia_gpu() -> bool:
     )
 
 
-DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS; PyTorch compares with exactly these
+# Values of CUBLAS_WORKSPACE_CONFIG that PyTorch accepts for deterministic algorithms.
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 
 
 def tune_process(args, launch: Launch) -> None:
     """Set what libraries read once, when they are imported: threads, allocator, log levels.
 
+    Args:
+        args: --deterministic, --verbose, --quiet.
+        launch: the place of this process in the run.
     Raises:
         UserError: the environment contradicts a flag.
     """
     env = os.environ
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true":  # accelerate launch --cpu
         env["CUDA_VISIBLE_DEVICES"] = ""
-    # torchrun sets OMP_NUM_THREADS=1, which makes CPU training and the CPU optimizer of offload
-    # crawl.
+    # torchrun sets OMP_NUM_THREADS=1, with which CPU training and the CPU optimizer of offload are
+    # very slow.
     if env.get("OMP_NUM_THREADS", "1") == "1":
-        granted = env.get("SLURM_CPUS_PER_TASK") if launch.launcher == "srun" else None
-        env["OMP_NUM_THREADS"] = granted or str(
+        cores_per_task = env.get("SLURM_CPUS_PER_TASK") if launch.launcher == "srun" else None
+        env["OMP_NUM_THREADS"] = cores_per_task or str(
             max(1, available_cores() // launch.local_world_size)
         )
     if has_nvidia_gpu():
         enable_expandable_segments()
     else:
         return_freed_memory()
-    # DeepSpeed builds its ops with ninja, and pip puts one beside this interpreter. Always that
-    # one, if it is there: another version compiles again what this one has built, and a second time
-    # when the next run finds this one first.
-    own = Path(sys.executable).parent
-    if (own / "ninja").exists():
-        env["PATH"] = f"{own}{os.pathsep}{env.get('PATH', '')}"
+    # DeepSpeed builds its ops with ninja, and pip installs ninja next to this interpreter. If it
+    # exists, use it in every run: a different version would compile the ops again, and so would the
+    # next run that finds the first version.
+    interpreter_folder = Path(sys.executable).parent
+    if (interpreter_folder / "ninja").exists():
+        env["PATH"] = f"{interpreter_folder}{os.pathsep}{env.get('PATH', '')}"
     if args.deterministic:
         check_workspace(env.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0]))
     env.setdefault("TOKENIZERS_PARALLELISM", "true")
-    env.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would announce its start and end
+    env.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs its start and end
     if not args.verbose:
         warnings.simplefilter("ignore")
-        # A torch built for CUDA says on a machine with nvcc and without a GPU that it found the
-        # first.
+        # A torch built for CUDA logs a message about nvcc on a machine with nvcc and without a GPU.
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         env.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -296,11 +322,12 @@ def tune_process(args, launch: Launch) -> None:
 
 
 def check_workspace(workspace: str) -> None:
-    """--deterministic on a GPU needs a workspace of cuBLAS that PyTorch accepts; a CPU does
-    without.
+    """Check the cuBLAS workspace that --deterministic needs on a GPU; a CPU needs none.
 
+    Args:
+        workspace: value of CUBLAS_WORKSPACE_CONFIG.
     Raises:
-        UserError: this shell sets another one.
+        UserError: PyTorch does not accept this value, and the host has a GPU.
     """
     if has_nvidia_gpu() and workspace not in DETERMINISTIC_WORKSPACES:
         needed = " or ".join(DETERMINISTIC_WORKSPACES)
@@ -311,47 +338,46 @@ def check_workspace(workspace: str) -> None:
 
 
 def available_cores() -> int:
-    """Cores this process may run on (a scheduler often grants fewer than the machine has)."""
+    """Return the number of cores this process may use, often fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# Every torch from 2.6 to 2.13 reads the first of them; 2.9 announces the second and does not read
-# it (pytorch/pytorch#183387).
+# Every torch from 2.6 to 2.13 reads the first variable. torch 2.9 announces the second one but does
+# not read it (pytorch/pytorch#183387).
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def enable_expandable_segments() -> None:
-    """Let PyTorch's allocator on a GPU extend its segments, instead of adding some of fixed sizes.
+    """Enable expandable segments in PyTorch's CUDA allocator, unless the user has configured it.
 
-    Batches of examples differ in length, and a strategy that shards gathers and frees tensors of
-    many sizes: segments that fit nothing any more stay reserved. A user's own settings stay as they
-    are.
+    Batches of chat examples differ in length, and a sharding strategy gathers and frees tensors of
+    many sizes. With segments of fixed sizes, those that fit no new tensor stay reserved.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def return_freed_memory() -> None:
-    """While a model loads: give every large tensor back to the kernel as soon as it is freed.
+    """Return each large tensor to the kernel as soon as it is freed; used while a model loads.
 
-    Without this glibc raises its own threshold with the first large tensor that is freed, and the
-    parameters that ZeRO-3 holds for a moment while it shards would stay with the process.
+    By default glibc raises its mmap threshold when the first large tensor is freed. The parameters
+    that ZeRO-3 holds temporarily while it shards would then remain in the process's memory.
     """
     _mallopt(mmap_threshold=1 << 20)
 
 
 def keep_freed_memory() -> None:
-    """While a model trains on the CPU: keep the memory of one step's activations for the next step.
+    """Keep the memory of one step's activations for the next step; used while a CPU trains.
 
-    Returning it to the kernel costs page faults at every step (benchmarks/RESULTS.md has the cost
-    for GPT-2 124M). Tensors of 8 MB and more are returned: if they were kept, they would leave
-    holes that nothing else fills.
+    Returning it to the kernel causes page faults at every step (benchmarks/RESULTS.md has the cost
+    for GPT-2 124M). Tensors of 8 MB and more are returned, because keeping them would fragment the
+    heap.
     """
     _mallopt(mmap_threshold=8 << 20, trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
 
 
 def _mallopt(**settings: int) -> bool:
-    """glibc's mallopt(3); False where the C library has none or refuses."""
+    """Call glibc's mallopt(3); return False if the C library lacks it or rejects a setting."""
     numbers = {"trim_threshold": -1, "top_pad": -2, "mmap_threshold": -3}  # from <malloc.h>
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -361,26 +387,30 @@ def _mallopt(**settings: int) -> bool:
 
 
 def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) -> NoReturn:
-    """Report an error found before the ranks can talk to each other, and end with its exit code.
+    """Report an error raised before the ranks can communicate, and exit with its exit code.
 
-    As a rule every rank finds such an error, so rank 0 speaks for all. The others wait: a launcher
-    ends all ranks when one ends, and rank 0 must have had its say. Whoever is still there then has
-    an error of its own.
+    Usually every rank raises such an error, and the message of rank 0 is enough. The other ranks
+    wait 4 s before they print, because a launcher ends all ranks when one exits, and rank 0 must
+    print first. A rank that still runs after the wait has an error of its own.
 
     Args:
-        linger: seconds that rank 0 stays after its message, because it may host the store in which
-            the others read.
+        error: the exception; `explain` turns it into one line and an exit code.
+        verbose: print the traceback, too.
+        linger: seconds that rank 0 waits after its message, because it may host the store that the
+            other ranks read.
     """
-    given = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    rank = int(given) if re.fullmatch("[0-9]{1,9}", given) else 0  # it may be what is wrong
-    host, shown = "", explain(error)
+    rank_text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = (
+        int(rank_text) if re.fullmatch("[0-9]{1,9}", rank_text) else 0
+    )  # RANK may be the invalid value
+    host, user_error = "", explain(error)
     if rank != 0:
         time.sleep(4)
         host = f" [rank {rank} on {socket.gethostname()}]"
     if verbose:
         print_traceback(error)
-    print(f"❌ {shown}{host}", file=sys.stderr, flush=True)
-    if isinstance(shown, OutOfMemory):
+    print(f"❌ {user_error}{host}", file=sys.stderr, flush=True)
+    if isinstance(user_error, OutOfMemory):
         print(f"   {LESS_MEMORY}", file=sys.stderr, flush=True)
     time.sleep(linger if rank == 0 else 0)
-    os._exit(shown.exit_code)
+    os._exit(user_error.exit_code)
