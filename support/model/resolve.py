@@ -1,9 +1,8 @@
-"""Find a model: its architecture, its tokenizer and a local folder with its weights.
+"""Resolve --model to an architecture, a tokenizer and a local folder with the weights.
 
-Whatever --model names ends as a local folder, and every strategy loads that folder in its own way.
-Random weights, too: they are drawn once per node from the seed and saved to a temporary folder,
-because ZeRO-3 would draw other numbers than an unsharded model, and then the strategies could not
-be compared.
+Every kind of --model results in a local folder, which each strategy loads in its own way. Random
+weights, too, are drawn once per node from the seed and saved to a temporary folder: ZeRO-3 would
+draw other numbers than an unsharded model, and the strategies could not be compared.
 """
 
 from __future__ import annotations
@@ -41,33 +40,32 @@ from support.model.loss import OutputLayer, returns_plain_logits
 
 END_OF_TEXT = "<|endoftext|>"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NO_REMOTE_CODE = {
-    "trust_remote_code": False
-}  # without it transformers asks on the terminal whether to run code
+# Without this, transformers asks on the terminal whether to run remote code.
+NO_REMOTE_CODE = {"trust_remote_code": False}
 
 
 @dataclass
 class Blueprint:
-    """Everything about a model but its weights in memory.
+    """Description of a model: everything except its weights in memory.
 
     Attributes:
-        config: a transformers configuration, with the run's changes (dropout, vocabulary) made.
-        tokenizer: its tokenizer.
-        generation: its generation configuration.
+        config: transformers configuration, with the run's changes (dropout, vocabulary) applied.
+        tokenizer: the model's tokenizer.
+        generation: the model's generation configuration.
         weights: local folder that `load` reads.
         seed: for weights that the folder lacks.
-        lora: the adapters that it gets, if any.
-        random: the weights, or rows of the embedding, were drawn from the seed for this run, and
-            lie nowhere else.
-        parameters: how many it has, the adapters' among them; tied weights count once.
-        trainable: how many of them are trained.
-        matmul_parameters, trainable_matmul: those that take part in matrix multiplications, and are
-            trained there.
-        largest_parameter: elements of the largest one.
-        tied: the output layer shares the input embedding's weights.
-        chunked_loss: the output layer computes the loss, in chunks; see support/model/loss.py.
-        own_settings: values in the configuration that the run has replaced, and an exported model
-            keeps.
+        lora: the model's adapters, or None.
+        random: the weights, or rows of the embedding, were drawn from the seed for this run and are
+            not stored elsewhere.
+        parameters: number of parameters, adapters included; tied weights count once.
+        trainable: number of parameters that are trained.
+        matmul_parameters, trainable_matmul: number of those that take part in matrix
+            multiplications, and number of these that are trained.
+        largest_parameter: elements of the largest parameter.
+        tied: the output layer shares the weight of the input embedding.
+        chunked_loss: the output layer computes the loss in chunks; see support/model/loss.py.
+        own_settings: original values of the settings that the run has replaced in the
+            configuration; an exported model gets them back.
     """
 
     config: transformers.PretrainedConfig
@@ -92,7 +90,7 @@ class Blueprint:
         sizes = {parameter: parameter.numel() for parameter in model.parameters()}
         self.parameters, self.largest_parameter = sum(sizes.values()), max(sizes.values())
         self.trainable = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
-        # Looking a row up is no multiplication, unless the same table is the output layer.
+        # An embedding lookup is no matrix multiplication, unless the output layer shares the table.
         lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         head = model.get_output_embeddings()
         self.tied = head is not None and head.weight in lookups
@@ -104,20 +102,25 @@ class Blueprint:
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:
-        """The part that describes the language model, where there are others."""
+        """Configuration of the language model; the whole configuration if it has no parts."""
         return self.config.get_text_config()
 
     def on_meta_device(self) -> nn.Module:
-        """The model with shapes and no memory."""
+        """Build the model on the meta device: shapes without memory."""
         with torch.device("meta"):
             model = from_config(self.config)
         return self._prepare(model)
 
     def load(self, run: Run, dtype: torch.dtype | str = torch.float32) -> nn.Module:
-        """The model with its weights, on the CPU. With dtype "auto" they are only mapped from the
-        file, not copied.
+        """Load the model with its weights on the CPU.
+
+        Args:
+            run: the ranks.
+            dtype: of the weights; with "auto" they are memory-mapped from the file, not copied.
+        Raises:
+            UserError: the weights cannot be loaded.
         """
-        torch.manual_seed(self.seed)  # for weights that a checkpoint lacks
+        torch.manual_seed(self.seed)  # for weights that the checkpoint lacks
         model, info = from_folder(self.weights, self.config, dtype)
         if info["missing_keys"]:
             names = ", ".join(sorted(info["missing_keys"])[:3]) + (
@@ -137,7 +140,13 @@ class Blueprint:
 def from_folder(
     folder: str, config, dtype: torch.dtype | str = torch.float32
 ) -> tuple[nn.Module, dict]:
-    """`from_pretrained` with errors of one line. Attention is SDPA wherever the model has it."""
+    """Load a model and its loading info from a local folder.
+
+    Attention is SDPA if the architecture supports it.
+
+    Raises:
+        UserError: the weights cannot be loaded, with the first line of transformers' error.
+    """
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder,
@@ -154,37 +163,40 @@ def from_folder(
 
 
 def from_config(config) -> nn.Module:
-    """A new model in fp32."""
-    # From a copy, because transformers notes the type in the configuration that it is given.
+    """Return a newly initialised model in fp32."""
+    # A copy, because transformers writes the dtype into the configuration that it gets.
     return AutoModelForCausalLM.from_config(
         copy.deepcopy(config), **as_dtype(torch.float32), **NO_REMOTE_CODE
     )
 
 
 def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, run: Run) -> None:
-    """Give each rank its parts of a model's weights, and the buffers whole; every rank calls it.
+    """Distribute a model's weights to the ranks as shards, and its buffers whole.
+
+    Every rank calls this function.
 
     Args:
-        sharded: under FSDP2, with memory and nothing in it.
-        whole: the same model with its weights, on rank 0; None elsewhere.
+        sharded: the model under FSDP2, with uninitialised memory.
+        whole: the same model with its weights on rank 0; None on other ranks.
         run: the ranks.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(sharded, {} if whole is None else whole.state_dict(), options=options)
-    for (
-        name,
-        buffer,
-    ) in sharded.named_buffers():  # rotary frequencies and the like are in no state dict
-        buffer.data = buffer.data.to(run.device)  # also where the parameters stay on the CPU
+    # State dicts do not contain buffers such as rotary frequencies.
+    for name, buffer in sharded.named_buffers():
+        buffer.data = buffer.data.to(run.device)  # also if parameters stay on the CPU
         if whole is not None:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
 
 
 def as_dtype(dtype: torch.dtype | str) -> dict:
-    """The keyword argument for the type of the weights; its name changed in transformers 4.56."""
+    """Return the keyword argument for the dtype of the weights.
+
+    transformers 4.56 renamed it from `torch_dtype` to `dtype`.
+    """
     name = (
         "dtype"
         if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
@@ -194,12 +206,12 @@ def as_dtype(dtype: torch.dtype | str) -> dict:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, in one line."""
+    """Return the first line of an error message, or the class name if it is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def cache_folder(given: str | None) -> Path:
-    """Where tokenised corpora and the embedded tokenizer are kept."""
+    """Return the cache folder of tokenized datasets and of the embedded tokenizer."""
     if given:
         return Path(given).expanduser()
     return huggingface_home() / "distributed_training"
@@ -209,54 +221,54 @@ def cache_folder(given: str | None) -> Path:
 
 
 def find_model(args, run: Run) -> Blueprint:
-    """Turn --model into a `Blueprint`: downloaded, or drawn from the seed, once per node.
+    """Resolve --model to a `Blueprint`. Weights are downloaded, or drawn from the seed, once per node.
 
     Raises:
-        UserError: there is no such model, it is no causal language model, or the hub refuses it.
+        UserError: the model does not exist, is no causal language model, or the hub refuses access.
     """
     _be_quiet(args)
-    found = run.once_per_node("model", lambda: _prepare_folders(args, run))
+    prepared = run.once_per_node("model", lambda: _prepare_folders(args, run))
     config, tokenizer = (
-        _read_config(found["weights"], args.model),
-        _read_tokenizer(found["tokenizer"], args),
+        _read_config(prepared["weights"], args.model),
+        _read_tokenizer(prepared["tokenizer"], args),
     )
-    if found["notice"]:
-        run.warn(found["notice"])
+    if prepared["notice"]:
+        run.warn(prepared["notice"])
     config.use_cache = False
     skip_packed_sequence_check()
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
         set_dropout(config, args.dropout, run)
-    generation = _read_generation(found["weights"], config, args.model)
+    generation = _read_generation(prepared["weights"], config, args.model)
     try:
         return Blueprint(
             config,
             tokenizer,
             generation,
-            found["weights"],
+            prepared["weights"],
             args.seed,
             Lora.of(args),
-            found["random"],
+            prepared["random"],
             own_settings=own_settings,
         )
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # transformers builds what a config.json says, and fails in many ways
+    except Exception as error:
+        # transformers raises many classes of errors for an invalid config.json.
         raise UserError(
             f"--model {args.model}: no model can be built from its config.json: {first_line(error)}"
         ) from error
 
 
 def prefetch(args, run: Run) -> PreTrainedTokenizerBase:
-    """Bring into the cache what `find_model` and `Blueprint.load` will need; no weights are read or
-    drawn.
+    """Download or build what `find_model` and `Blueprint.load` need from the cache.
+
+    No weights are loaded or drawn.
 
     Returns:
         The tokenizer, for the dataset.
     Raises:
-        UserError: as of `find_model`.
+        UserError: as `find_model`.
     """
     _be_quiet(args)
     if args.model == EMBEDDED_MODEL:
@@ -278,13 +290,14 @@ def _be_quiet(args) -> None:
 
 
 def _prepare_folders(args, run: Run) -> dict:
-    """On the first rank of a node: folders with weights and tokenizer, complete enough for every
-    rank to load.
+    """Prepare folders with weights and tokenizer that every rank of the node can load.
+
+    The first rank of each node calls this function.
     """
     notice = None
     if args.model == EMBEDDED_MODEL:
         tokenizer_folder = embedded_tokenizer(args, run)
-        # Dropout 0, as is usual where training starts from random weights; --dropout changes it.
+        # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
         config = gpt2_config(
             *EMBEDDED_SHAPE,
             vocab_size=EMBEDDED_VOCABULARY,
@@ -308,12 +321,18 @@ def _prepare_folders(args, run: Run) -> dict:
     weights = draw_weights(config, args.seed, run) if args.from_scratch else folder
     if len(tokenizer) > config.get_text_config().vocab_size:
         weights = grow_vocabulary(weights, config, len(tokenizer), args.seed, run)
-        notice = f"The tokenizer has {len(tokenizer):,} entries, more than the model: its embedding was enlarged."
+        notice = (
+            f"The tokenizer has {len(tokenizer):,} entries, more than the model: "
+            "its embedding was enlarged."
+        )
     return {"weights": weights, "tokenizer": folder, "notice": notice, "random": weights != folder}
 
 
 def _prepare_gpt2_from_scratch(args, run: Run) -> dict:
-    """A GPT-2 architecture needs no hub; its tokenizer is taken from there if it can be had."""
+    """Prepare a GPT-2 with random weights; needs no hub.
+
+    The tokenizer is GPT-2's if the hub or its cache provides it.
+    """
     tokenizer_folder, notice = _gpt2_tokenizer(args, run)
     config = gpt2_config(
         *GPT2_SHAPES[args.model], vocab_size=50257, positions=1024, dropout=0.1, end_of_text=50256
@@ -323,20 +342,23 @@ def _prepare_gpt2_from_scratch(args, run: Run) -> dict:
 
 
 def _gpt2_tokenizer(args, run: Run) -> tuple[str, str | None]:
-    """The folder of GPT-2's tokenizer, or of the embedded one with a line that says so."""
+    """Return the folder of GPT-2's tokenizer, or of the embedded one with a notice that says so."""
     try:
         folder = download(args.model, args.hub_offline, with_weights=False)
         _read_tokenizer(folder, args)
         return folder, None
     except UserError:
-        notice = f"The tokenizer of {args.model} cannot be had without the hub: using the embedded one (4,096 entries)."
+        notice = (
+            f"The tokenizer of {args.model} cannot be had without the hub: "
+            "using the embedded one (4,096 entries)."
+        )
         return embedded_tokenizer(args, run), notice
 
 
 def _read_config(folder: str, name: str):
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
-    except Exception as error:  # whatever is in the file ends up in its constructor
+    except Exception as error:  # the file's values are passed to a constructor unchecked
         raise UserError(
             f"--model {name}: its config.json cannot be used: {first_line(error)}"
         ) from error
@@ -348,24 +370,25 @@ def _read_config(folder: str, name: str):
 
 
 def _read_generation(folder: str, config, name: str) -> GenerationConfig:
-    """How the model's authors want text to be generated; older models say so in their config.json,
-    or not at all.
+    """Read the generation configuration that the model's authors published.
+
+    Older models have it in their config.json, or not at all.
     """
     try:
         if (Path(folder) / "generation_config.json").exists():
             return GenerationConfig.from_pretrained(folder, local_files_only=True)
         return GenerationConfig.from_model_config(config)
-    except Exception as error:  # as of config.json
+    except Exception as error:  # as for config.json
         raise UserError(
             f"--model {name}: its generation_config.json cannot be used: {first_line(error)}"
         ) from error
 
 
 def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, with the template of --chat_template.
+    """Load the tokenizer in a folder, with the template of --chat_template.
 
     Raises:
-        UserError: there is none, or it cannot be loaded.
+        UserError: the folder has no tokenizer, or it cannot be loaded.
     """
     name = args.model
     if not any(
@@ -374,7 +397,8 @@ def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
         for file in Path(folder).glob(kind)
     ):
         raise UserError(
-            f"--model {name}: there are no tokenizer files (tokenizer.json, or vocab.json and merges.txt)."
+            f"--model {name}: there are no tokenizer files "
+            "(tokenizer.json, or vocab.json and merges.txt)."
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
@@ -388,12 +412,18 @@ def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
 
 
 def download(name: str, offline: bool, with_weights: bool) -> str:
-    """The local snapshot of a model on the hub, downloaded if it is not in the cache.
+    """Return the local snapshot of a model on the hub; download it if it is not in the cache.
 
-    Only what training needs: the top folder's configuration, tokenizer and safetensors; pickled
-    weights only where there are no others.
+    Only the files that training needs are downloaded: configuration, tokenizer and safetensors in the
+    top folder. Pickled weights are downloaded only if there are no safetensors.
+
+    Args:
+        name: repository of the model.
+        offline: use the cache only.
+        with_weights: include the weights.
     Raises:
-        UserError: no such repository, no permission, or not in the cache while offline.
+        UserError: the repository does not exist, the user has no access, the download fails, or the
+            snapshot is not in the cache while offline.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
@@ -414,20 +444,22 @@ def download(name: str, offline: bool, with_weights: bool) -> str:
         )
     except GatedRepoError as error:
         raise UserError(
-            f"--model {name} is gated: accept its licence on the hub and log in with `hf auth login`."
+            f"--model {name} is gated: accept its licence on the hub and log in "
+            "with `hf auth login`."
         ) from error
     except LocalEntryNotFoundError as error:
-        why = (
+        reason = (
             "it is not in the cache, and the hub is not asked (offline)"
             if offline
             else first_line(error)
         )
-        raise UserError(f"--model {name} cannot be downloaded: {why}.") from error
+        raise UserError(f"--model {name} cannot be downloaded: {reason}.") from error
     except RepositoryNotFoundError as error:
         raise UserError(
-            f"--model {name}: there is no such model on the hub (or it is private), and no such folder."
+            f"--model {name}: there is no such model on the hub (or it is private), "
+            "and no such folder."
         ) from error
-    except Exception as error:  # the clients raise a dozen classes of errors, and change them
+    except Exception as error:  # the clients raise many classes, which differ between versions
         raise UserError(f"--model {name} cannot be downloaded: {first_line(error)}") from error
 
 
@@ -444,7 +476,15 @@ def gpt2_config(
     dropout: float,
     end_of_text: int,
 ):
-    """A GPT-2 architecture."""
+    """Return the configuration of a GPT-2 architecture.
+
+    Args:
+        layers, heads, width: transformer blocks, attention heads, hidden size.
+        vocab_size: entries of the vocabulary.
+        positions: rows of the position embedding.
+        dropout: probability of every dropout layer.
+        end_of_text: token id that begins and ends a text.
+    """
     return GPT2Config(
         n_layer=layers,
         n_head=heads,
@@ -461,16 +501,24 @@ def gpt2_config(
 
 
 def draw_weights(config, seed: int, run: Run) -> str:
-    """Initialise a model from the seed and save it to a temporary folder, removed when the run
-    ends.
+    """Initialise a model from the seed and save it to a temporary folder.
+
+    Returns:
+        The folder, which is removed at the end of the run.
     """
     torch.manual_seed(seed)
     return _save_temporarily(from_config(config), run)
 
 
 def grow_vocabulary(folder: str, config, entries: int, seed: int, run: Run) -> str:
-    """Give a model's embeddings rows for all tokens; once per node, for the reason in this file's
-    first lines.
+    """Enlarge a model's embeddings to `entries` rows and save the model to a temporary folder.
+
+    This happens once per node, because ZeRO-3 would draw other numbers for the new rows.
+
+    Returns:
+        The folder, which is removed at the end of the run.
+    Raises:
+        UserError: the weights cannot be loaded.
     """
     model, _ = from_folder(folder, config)
     torch.manual_seed(seed)
@@ -484,8 +532,7 @@ def _save_temporarily(model: nn.Module, run: Run) -> str:
     )
     run.temporary += temporary.paths
     folder = str(temporary.path)
-    # Not model.save_pretrained: it writes nothing on a rank other than 0, and every node needs the
-    # folder.
+    # model.save_pretrained writes nothing on ranks other than 0, but every node needs the folder.
     for name, value in as_dtype(torch.float32).items():
         setattr(model.config, name, value)
     model.config.save_pretrained(folder)
@@ -497,8 +544,12 @@ def _save_temporarily(model: nn.Module, run: Run) -> str:
 
 
 def embedded_tokenizer(args, run: Run) -> str:
-    """Train the byte-level BPE tokenizer of tiny-gpt2 on the Python reference (a second), or find
-    it in the cache.
+    """Return the folder of tiny-gpt2's tokenizer; train it if it is not in the cache.
+
+    It is a byte-level BPE tokenizer, trained on the Python reference in about a second.
+
+    Raises:
+        UserError: the cache cannot be read or written.
     """
     from pydoc_data.topics import topics
 
@@ -530,56 +581,57 @@ def embedded_tokenizer(args, run: Run) -> str:
 
 
 def skip_packed_sequence_check() -> None:
-    """Tell transformers that no batch has several sequences in one row, which it would otherwise
-    ask in every forward pass.
+    """Disable transformers' check for several packed sequences in one row of a batch.
 
-    It asks a tensor on the GPU, and so waits for the GPU. A compiled model cannot ask: it passes a
-    mask to attention, which then cannot use FlashAttention. All positions of our batches count from
-    0.
+    The check runs in every forward pass. It reads a tensor on the GPU, so the host waits for the GPU.
+    A compiled model cannot run the check and passes a mask to attention instead, which disables
+    FlashAttention. The positions of all sequences in our batches start at 0.
     """
     try:
         from transformers import masking_utils
-    except ImportError:  # before 4.53, which does not ask
+    except ImportError:  # versions before 4.53 have no such check
         return
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 def fuse_gelu(config) -> dict[str, str]:
-    """Replace GPT-2's activation by the same function in one kernel; returns the settings as they
-    were.
+    """Replace GPT-2's activation by the same function in one kernel.
 
     transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv
-    1606.08415) in eight operations, and autograd saves a tensor for most of them; gelu_pytorch_tanh
-    is PyTorch's own function for it.
+    1606.08415) in eight operations, and autograd saves a tensor for most of them. gelu_pytorch_tanh is
+    PyTorch's own implementation of it.
+
+    Returns:
+        The original values of the settings that were replaced.
     """
-    text = config.get_text_config()
-    replaced = {name: value for name, value in text.to_dict().items() if value == "gelu_new"}
+    text_config = config.get_text_config()
+    replaced = {name: value for name, value in text_config.to_dict().items() if value == "gelu_new"}
     for name in replaced:
-        setattr(text, name, "gelu_pytorch_tanh")
+        setattr(text_config, name, "gelu_pytorch_tanh")
     return replaced
 
 
 def set_dropout(config, probability: float, run: Run) -> None:
-    """Set every dropout probability of an architecture; they go by many names (resid_pdrop,
-    attention_dropout, …).
+    """Set every dropout probability of an architecture.
+
+    The names of these settings depend on the architecture (resid_pdrop, attention_dropout, …).
     """
-    text = config.get_text_config()
+    text_config = config.get_text_config()
     names = [
         n
-        for n, v in text.to_dict().items()
+        for n, v in text_config.to_dict().items()
         if "drop" in n and isinstance(v, float | int) and not isinstance(v, bool)
     ]
     names = [name for name in names if not name.startswith(("summary", "classifier"))]
     for name in names:
-        setattr(text, name, probability)
+        setattr(text_config, name, probability)
     if not names and probability:
         run.warn("--dropout: this architecture has no dropout.")
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to the weights; most models have none."""
-    # Not by model.state_dict(): under FSDP that gives up what was gathered, on the one rank that
-    # asks.
+    """Return the buffers that are saved with the weights; most models have none."""
+    # Under FSDP, model.state_dict() would reshard the gathered parameters on the calling rank only.
     return {
         f"{path}.{name}".removeprefix("."): buffer
         for path, module in model.named_modules()
@@ -589,13 +641,14 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def max_positions(config) -> int | None:
-    """The longest block the model was made for; None where there is no limit."""
+    """Return the longest sequence that the model supports; None if it has no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def blocks_to_shard(model: nn.Module, options, run: Run) -> list[nn.Module]:
-    """The layers that FSDP shards one by one: those that its configuration names, else the model's
-    own blocks.
+    """Return the layers that FSDP shards one by one.
+
+    These are the layers that the FSDP configuration names, otherwise the model's transformer blocks.
     """
     if not options.wrap_layers:
         return []
@@ -604,15 +657,18 @@ def blocks_to_shard(model: nn.Module, options, run: Run) -> list[nn.Module]:
         blocks = transformer_blocks(model)
         kind = type(blocks[0]).__name__ if blocks else "none"
         run.warn(
-            f"This model has no layer of class {', '.join(options.layers)}: sharding its own blocks ({kind})."
+            f"This model has no layer of class {', '.join(options.layers)}: "
+            f"sharding its own blocks ({kind})."
         )
         return blocks
     return named or transformer_blocks(model)
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of any transformer: those its authors keep on one device, else its
-    largest ModuleList.
+    """Return the repeated layers of a transformer.
+
+    These are the layers that the model's authors keep on one device (`_no_split_modules`), otherwise
+    the layers of the largest ModuleList.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
