@@ -1,5 +1,6 @@
-"""What memory depends on in a decoder-only transformer, read from its config.json; no torch, no
-weights.
+"""Dimensions of a decoder-only transformer that determine memory, read from its config.json.
+
+Needs neither PyTorch nor weights.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from support.cli.flags import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULAR
 from support.errors import UserError
 from support.files.user_files import read_json, shown
 
-MOST_OF_CONFIG = 16 << 20  # characters; some list thousands of labels
+MOST_OF_CONFIG = 16 << 20  # characters; some files list thousands of labels
 
-# The families that are known, and what transformers fills in where their config.json says nothing.
+# The supported families, with transformers' defaults for keys that config.json omits.
 DEFAULTS = {
     "gpt2": {
         "n_positions": 1024,
@@ -31,18 +32,18 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """What memory depends on in a decoder-only transformer.
+    """Dimensions of a decoder-only transformer that determine memory.
 
     Attributes:
-        family: "gpt2", "gpt_neox" or "llama" (which Mistral and Qwen share).
+        family: "gpt2", "gpt_neox" or "llama" (also for Mistral and Qwen).
         layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary: as in config.json.
-        positions: rows of a learned position embedding; 0 where positions are rotary.
-        limit: the longest block; None if the configuration does not say.
-        tied: the output layer is the input embedding.
+        positions: rows of a learned position embedding; 0 for rotary positions.
+        limit: the longest sequence; None if the configuration does not state it.
+        tied: the output layer shares the weight of the input embedding.
         activation: of the MLP, by transformers' name.
         qkv_bias, out_bias, mlp_bias: biases on query, key and value; on attention's output; in the
             MLP (GPT-2 has all).
-        qk_norm, parallel: a norm on query and key; attention and MLP side by side.
+        qk_norm, parallel: a norm on query and key; attention and MLP in parallel.
     """
 
     family: str
@@ -70,11 +71,11 @@ class Architecture:
 
     @property
     def key(self) -> int:
-        """Width of all keys together; with grouped queries less than `query`."""
+        """Width of all keys together; less than `query` with grouped-query attention."""
         return self.kv_heads * self.head_dim
 
     def block(self) -> list[int]:
-        """Elements of each parameter of one transformer block, in the model's order."""
+        """Return the elements of each parameter of one transformer block, in the model's order."""
         h, f, q, k = self.hidden, self.intermediate, self.query, self.key
         if self.family == "gpt2":
             return [h, h, 3 * h * h, 3 * h, h * h, h, h, h, h * f, f, f * h, h]
@@ -92,7 +93,7 @@ class Architecture:
         return [n for n in (*attention, *norms, h * f, gate, h * f, gate, f * h, down, h, h) if n]
 
     def parameters(self) -> list[int]:
-        """Elements of each parameter, in the model's order."""
+        """Return the elements of each parameter, in the model's order."""
         h, norm = self.hidden, 1 if self.family == "llama" else 2
         embeddings = [self.vocabulary * h] + ([self.positions * h] if self.positions else [])
         head = [] if self.tied else [self.vocabulary * h]
@@ -100,12 +101,13 @@ class Architecture:
 
     @property
     def total(self) -> int:
-        """Parameters; tied ones count once."""
+        """Number of parameters; tied weights count once."""
         return sum(self.parameters())
 
     def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of a block's linear layers, by the ends of their names in
-        transformers, in the model's order.
+        """Return (inputs, outputs) of a transformer block's linear layers, in the model's order.
+
+        The keys are suffixes of the layers' names in transformers.
         """
         h, f, q, k = self.hidden, self.intermediate, self.query, self.key
         if self.family == "gpt2":
@@ -133,14 +135,14 @@ class Architecture:
         }
 
     def is_matrix(self, numel: int) -> bool:
-        """Whether a parameter of so many elements is a matrix (weight decay) and no bias or norm."""
+        """Return whether a parameter of this size is a matrix (weight decay), not a bias or norm."""
         return numel > max(3 * self.hidden, self.intermediate, self.query)
 
 
 def gpt2(
     layers: int, heads: int, hidden: int, vocabulary: int = 50257, positions: int = 1024
 ) -> Architecture:
-    """A GPT-2 of any size."""
+    """Return a GPT-2 architecture of any size."""
     return Architecture(
         "gpt2",
         layers,
@@ -158,11 +160,13 @@ def gpt2(
 
 
 def find_architecture(model: str) -> Architecture:
-    """The architecture of one of GPT-2's sizes, of the embedded model, or of a config.json (the
-    file, or its folder).
+    """Return the architecture of a GPT-2 size, of the embedded model, or of a config.json.
 
+    Args:
+        model: a model's name, a config.json, or the folder of one.
     Raises:
-        UserError: no such file, or none that this planner knows.
+        UserError: the file does not exist or is invalid, or the planner does not support its
+            family.
     """
     if model == EMBEDDED_MODEL:
         return gpt2(*EMBEDDED_SHAPE, vocabulary=EMBEDDED_VOCABULARY, positions=512)
@@ -173,8 +177,8 @@ def find_architecture(model: str) -> Architecture:
     if not path.exists():
         sizes = ", ".join((EMBEDDED_MODEL, *GPT2_SHAPES))
         raise UserError(
-            f"--model {model}: no such file or folder. Name one of {sizes}, a local model folder, or a config.json "
-            "(of a model on the hub: download that one file)."
+            f"--model {model}: no such file or folder. Name one of {sizes}, a local model folder, "
+            "or a config.json (of a model on the hub: download that one file)."
         )
     return read_architecture(
         read_json("--model", str(path), unique=False, most=MOST_OF_CONFIG), str(path)
@@ -182,16 +186,17 @@ def find_architecture(model: str) -> Architecture:
 
 
 def checked_size(name: str, value, path: str) -> int:
-    """A size in a config.json.
+    """Return a size from a config.json.
 
     Raises:
-        UserError: it is no whole number, or larger than any model's: what is computed from it would
-            take hours.
+        UserError: it is not a whole number, or larger than any model's, so that the computation
+            would take hours.
     """
-    most = 10_000 if "layer" in name else 10**8
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+    limit = 10_000 if "layer" in name else 10**8
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
         raise UserError(
-            f"--model {path}: {name} is {shown(str(value))}, and must be a whole number from 1 to {most:,}."
+            f"--model {path}: {name} is {shown(str(value))}, "
+            f"and must be a whole number from 1 to {limit:,}."
         )
     return value
 
@@ -210,12 +215,13 @@ SIZES = (
 
 
 def check_config(path: str) -> None:
-    """A config.json whose sizes transformers can build: it would fill all memory with a thousand
-    million layers.
+    """Check the sizes in a config.json before transformers builds the model.
+
+    A configuration with a thousand million layers would exhaust memory.
 
     Raises:
-        UserError: it cannot be read, is no JSON, or has a size that is no whole number or too
-            large.
+        UserError: the file cannot be read, is not JSON, or has a size that is not a whole number or
+            is too large.
     """
     config = read_json("--model", path, unique=False, most=MOST_OF_CONFIG)
     for part in (config, config.get("text_config")):
@@ -225,10 +231,13 @@ def check_config(path: str) -> None:
 
 
 def read_architecture(config: dict, path: str) -> Architecture:
-    """The architecture that a config.json describes; what it leaves out has transformers' defaults.
+    """Return the architecture that a config.json describes, with transformers' defaults.
 
+    Args:
+        config: contents of the file.
+        path: of the file, for messages.
     Raises:
-        UserError: of no known family, or without a size that there is no default for.
+        UserError: the family is not supported, or a size is missing or invalid.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in DEFAULTS:

@@ -221,7 +221,9 @@ def cache_folder(given: str | None) -> Path:
 
 
 def find_model(args, run: Run) -> Blueprint:
-    """Resolve --model to a `Blueprint`. Weights are downloaded, or drawn from the seed, once per node.
+    """Resolve --model to a `Blueprint`.
+
+    Weights are downloaded, or drawn from the seed, once per node.
 
     Raises:
         UserError: the model does not exist, is no causal language model, or the hub refuses access.
@@ -261,9 +263,9 @@ def find_model(args, run: Run) -> Blueprint:
 
 
 def prefetch(args, run: Run) -> PreTrainedTokenizerBase:
-    """Download or build what `find_model` and `Blueprint.load` need from the cache.
+    """Download or build everything in the cache that `find_model` and `Blueprint.load` will need.
 
-    No weights are loaded or drawn.
+    Weight files are downloaded, but no weights are loaded or drawn.
 
     Returns:
         The tokenizer, for the dataset.
@@ -414,8 +416,8 @@ def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
 def download(name: str, offline: bool, with_weights: bool) -> str:
     """Return the local snapshot of a model on the hub; download it if it is not in the cache.
 
-    Only the files that training needs are downloaded: configuration, tokenizer and safetensors in the
-    top folder. Pickled weights are downloaded only if there are no safetensors.
+    Only the files that training needs are downloaded: configuration, tokenizer and safetensors in
+    the top folder. Pickled weights are downloaded only if there are no safetensors.
 
     Args:
         name: repository of the model.
@@ -583,9 +585,9 @@ def embedded_tokenizer(args, run: Run) -> str:
 def skip_packed_sequence_check() -> None:
     """Disable transformers' check for several packed sequences in one row of a batch.
 
-    The check runs in every forward pass. It reads a tensor on the GPU, so the host waits for the GPU.
-    A compiled model cannot run the check and passes a mask to attention instead, which disables
-    FlashAttention. The positions of all sequences in our batches start at 0.
+    The check runs in every forward pass. It reads a tensor on the GPU, so the host waits for the
+    GPU. A compiled model cannot run the check and passes a mask to attention instead, which
+    disables FlashAttention. The positions of all sequences in our batches start at 0.
     """
     try:
         from transformers import masking_utils
@@ -598,8 +600,8 @@ def fuse_gelu(config) -> dict[str, str]:
     """Replace GPT-2's activation by the same function in one kernel.
 
     transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv
-    1606.08415) in eight operations, and autograd saves a tensor for most of them. gelu_pytorch_tanh is
-    PyTorch's own implementation of it.
+    1606.08415) in eight operations, and autograd saves a tensor for most of them. gelu_pytorch_tanh
+    is PyTorch's own implementation of it.
 
     Returns:
         The original values of the settings that were replaced.
@@ -648,7 +650,7 @@ def max_positions(config) -> int | None:
 def blocks_to_shard(model: nn.Module, options, run: Run) -> list[nn.Module]:
     """Return the layers that FSDP shards one by one.
 
-    These are the layers that the FSDP configuration names, otherwise the model's transformer blocks.
+    These are the layers that the FSDP configuration names, or else the transformer blocks.
     """
     if not options.wrap_layers:
         return []
@@ -667,7 +669,7 @@ def blocks_to_shard(model: nn.Module, options, run: Run) -> list[nn.Module]:
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated layers of a transformer.
 
-    These are the layers that the model's authors keep on one device (`_no_split_modules`), otherwise
+    These are the layers that the model's authors keep on one device (`_no_split_modules`), or else
     the layers of the largest ModuleList.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())

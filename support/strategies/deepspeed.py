@@ -1,4 +1,4 @@
-"""Before DeepSpeed takes over: its configuration for this model and machine, and its messages."""
+"""Set up DeepSpeed: its configuration for the model and machine, and its messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,20 @@ from support.strategies import op_builds as compilation
 
 
 def configure_deepspeed(args, run: Run, blueprint) -> None:
-    """Complete DeepSpeed's JSON for this model and device."""
+    """Complete DeepSpeed's configuration for this model and device, and initialise DeepSpeed.
+
+    Every rank calls this function. It changes args.ds_config_dict and sets args.nvme_folder.
+
+    Args:
+        args: parsed flags with `ds_config_dict`.
+        run: the ranks.
+        blueprint: the model's description.
+    Raises:
+        UserError: the folder of --nvme_path is missing or not writable, or the configuration has an
+            "auto" that cannot be filled in.
+        MissingRequirement: the file system of --nvme_path is too small, or cannot bypass the page
+            cache.
+    """
     import cpuinfo
     import deepspeed
 
@@ -40,10 +53,10 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
             return str(folder.path)
 
         args.nvme_folder = run.once_per_node("nvme folder", make_folder)
-    # Each op that is loaded asks for it twice, and an answer takes a second.
+    # DeepSpeed calls it twice for each op that it loads, and each call takes about a second.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    # Torch quotes the folders of headers but not the one of its libraries: a space in its path
-    # would end the compilation.
+    # PyTorch quotes its include paths but not its library path. A space in the library path would
+    # make the compilation fail.
     cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
 
     def say(text: str) -> None:
@@ -53,18 +66,19 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
     compilation.guard_compilations(run.attempt or f"simulation {os.getpid()}", say)
     if ops := preflight.ops_to_compile(args.strategy, run.device):
         run.warn(f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine.")
-    # Under its own launcher DeepSpeed reduces through this file of 69 MB, on a CPU, and leaves it
-    # there.
-    buffer = f"deepspeed_allreduce_buffer_{os.getuid()}_{run.launch.master_addr}_{run.launch.master_port}_{run.rank}"
+    # Under its own launcher DeepSpeed reduces through this file of 69 MB in shared memory on a CPU,
+    # and does not remove it.
+    buffer = (
+        f"deepspeed_allreduce_buffer_{os.getuid()}_{run.launch.master_addr}"
+        f"_{run.launch.master_port}_{run.rank}"
+    )
     run.temporary.append(f"/dev/shm/{buffer}")
     with quiet(args.verbose):
-        deepspeed.init_distributed(
-            dist_backend=run.backend
-        )  # takes over the process group that is there
+        # Uses the existing process group.
+        deepspeed.init_distributed(dist_backend=run.backend)
     if run.simulated and "fp16" in args.ds_config_dict:
-        args.ds_config_dict["fp16"]["loss_scale"] = (
-            1  # gradients would overflow, and their steps be left out
-        )
+        # With a larger scale gradients would overflow and their steps would be skipped.
+        args.ds_config_dict["fp16"]["loss_scale"] = 1
     complete_ds_config(
         args.ds_config_dict,
         precision=run.precision,
@@ -78,8 +92,9 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
 
 
 class OneByOne(nn.Module):
-    """Shows DeepSpeed a model's parameters one after the other, each copied into memory only when
-    its turn comes.
+    """Module that yields a model's parameters to DeepSpeed one at a time.
+
+    Each parameter is converted and copied into memory only when it is yielded.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
@@ -94,7 +109,7 @@ class OneByOne(nn.Module):
 
 @contextlib.contextmanager
 def quiet(verbose: bool):
-    """Hide what libraries print while they set up; on an error the caller still gets the exception."""
+    """Hide what libraries print during set-up. Exceptions still reach the caller."""
     if verbose:
         yield
         return

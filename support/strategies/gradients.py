@@ -1,6 +1,4 @@
-"""A gradient as a whole, on its way from backward to the update: its norm, and whether the loss it
-came from was finite.
-"""
+"""Gradients between backward and the update: norm, check for non-finite values, loss scaling."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from support.strategies.optimizer_shards import base_optimizer, local_part
 
 
 def norm(model: nn.Module) -> torch.Tensor:
-    """Norm of the whole gradient: a scalar, in fp64 on a CPU and in fp32 on a GPU.
+    """Return the norm of the whole gradient: a scalar in fp64 on a CPU and in fp32 on a GPU.
 
-    In fp32 PyTorch's norm on a CPU is off by 1e-5 for a million elements and 3e-3 for 38 million
-    (GPT-2's embedding), which clipping would turn into another step. Its GPU kernels sum blocks in
-    a tree, so that fp32 is enough there.
+    On a CPU, PyTorch's norm in fp32 has a relative error of 1e-5 for a million elements and of 3e-3
+    for 38 million (GPT-2's embedding). Clipping with such a norm would change the step. PyTorch's
+    GPU kernels sum in a tree, for which fp32 is sufficient.
     """
     gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
     on_host = [gradient for gradient in gradients if is_on_host(gradient)]  # FSDP may offload them
@@ -31,27 +29,26 @@ def norm(model: nn.Module) -> torch.Tensor:
     if on_host:
         square += _square_in_fp64(on_host)
     if on_gpu:
-        # A few launches for all gradients; fp64 takes three for each of them, and a copy.
+        # A few kernel launches for all gradients; fp64 needs a copy and three for each of them.
         square += nn.utils.get_total_norm(on_gpu).double() ** 2
-    if isinstance(
-        model, FSDPModule
-    ):  # each rank has other parts; under HYBRID_SHARD each rank of a node
+    # Each rank has different shards; under HYBRID_SHARD each rank of a node.
+    if isinstance(model, FSDPModule):
         mesh = next(model.parameters()).device_mesh
         square = square.to(mesh.device_type)
         dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
-    # Clipping multiplies all gradients in one launch only by a scalar of their own type.
+    # Clipping uses one kernel for all gradients only if the scalar has their dtype.
     return square.sqrt() if on_host else square.sqrt().float()
 
 
 def is_on_host(gradient: torch.Tensor) -> bool:
-    """Whether it is summed on the CPU."""
+    """Return whether the gradient is in host memory, so that the CPU sums it."""
     return gradient.device.type == "cpu"
 
 
 def _square_in_fp64(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of the squares of tensors on the host.
+    """Return the sum of the squares of tensors in host memory.
 
-    A part at a time: the fp64 copy of a whole embedding would be memory for nothing.
+    It is computed in parts: an fp64 copy of a whole embedding would waste memory.
     """
     parts = [part for gradient in gradients for part in gradient.flatten().split(NORM_CHUNK)]
     norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
@@ -66,65 +63,72 @@ def hold_back_if_not_finite(
     scaler=None,
     grad_norm: torch.Tensor | None = None,
 ) -> None:
-    """Let the coming update do nothing if loss or gradients are not finite, now or before, without
-    asking the GPU.
+    """Skip the next update on the device if the loss or a gradient is or has been non-finite.
 
-    `if not loss.isfinite()` would make the host wait for the GPU at every step. Torch's fused AdamW
-    reads such a flag on the device instead (GradScaler's way); the run then ends where the loss is
-    next logged, its weights unharmed.
+    `if not loss.isfinite()` would make the host wait for the GPU at every step. PyTorch's fused
+    AdamW reads a flag on the device instead, as with GradScaler. The run then stops when the loss
+    is next logged, with undamaged weights.
 
     Args:
-        optimizer: torch's, or DeepSpeed's wrapper around one.
+        optimizer: PyTorch's, or DeepSpeed's wrapper around one.
         loss: of this step; the same on all ranks.
-        held_back: a bool on the device that stays true after the first loss that was not finite.
-        scaler: GradScaler of fp16, after `unscale_`. Where the loss is finite its own flag stays as
-            it is: gradients that overflow are normal there, and only this one update is left out.
-        grad_norm: of all gradients, where it is known before the update.
+        held_back: a bool tensor on the device that stays true after the first non-finite loss or
+            gradient norm.
+        run: the ranks; a simulated run is not checked.
+        scaler: GradScaler of fp16, after `unscale_`. With it, only the loss is checked: gradients
+            that overflow are normal in fp16, and the scaler's own flag skips only that update.
+        grad_norm: of all gradients, if it is available before the update.
     Raises:
         TrainingError: one of them is not finite, and the optimizer cannot read the flag.
     """
-    if run.simulated:  # what other ranks would have sent is missing in it
+    if run.simulated:  # the loss lacks the contributions of the other ranks
         return
     scaling = scaler is not None and scaler.is_enabled()
     held_back.logical_or_(~torch.isfinite(loss))
     if grad_norm is not None and not scaling:
         held_back.logical_or_(~torch.isfinite(grad_norm).to(held_back.device))
     base = base_optimizer(optimizer)
-    held = next(
-        (p for group in base.param_groups for p in group["params"]), held_back
-    )  # DeepSpeed's stage 3 hides its own
-    beside_it = held.device == held_back.device
-    if not (isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and beside_it):
+    # DeepSpeed's stage 3 has no parameters in its groups at this point.
+    first = next((p for group in base.param_groups for p in group["params"]), held_back)
+    same_device = first.device == held_back.device
+    if not (isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and same_device):
         if held_back.item():  # an optimizer on the CPU waits for the GPU at every step anyway
             raise not_finite(loss.item())
     elif scaling:
-        for found_inf in scaler._found_inf_per_device(
-            base
-        ).values():  # the optimizer gets their sum
+        # The optimizer gets the sum of these flags.
+        for found_inf in scaler._found_inf_per_device(base).values():
             found_inf += held_back
     else:
         base.found_inf = held_back.float()
 
 
 def not_finite(loss: float, step: int | None = None) -> TrainingError:
-    """The error that ends a run whose loss, or else whose gradient, is not finite."""
-    found = (
+    """Return the error for a loss that is not finite, or for a gradient that is not.
+
+    Args:
+        loss: of the step; if it is finite, the message names the gradient.
+        step: number of the step, from 1; None if it is not known.
+    """
+    message = (
         f"The gradient of a loss of {loss:.4f} is not finite"
         if math.isfinite(loss)
         else f"The loss is {loss}"
     )
-    where = "" if step is None else f" at step {step}"
+    location = "" if step is None else f" at step {step}"
     return TrainingError(
-        f"{found}{where}: the run stops before that update. Try a lower --lr, --warmup_steps, or --precision "
-        "fp32, and look at the data of that step."
+        f"{message}{location}: the run stops before that update. Try a lower --lr, --warmup_steps, "
+        "or --precision fp32, and look at the data of that step."
     )
 
 
 def loss_scaler(run: Run, enabled: bool) -> torch.amp.GradScaler:
-    """The loss scaling of dp and fsdp, with the settings that DeepSpeed gets; does nothing unless
-    `enabled`.
+    """Return the GradScaler of dp and fsdp, with the same settings as DeepSpeed's loss scaling.
+
+    Args:
+        run: the ranks.
+        enabled: whether it scales; otherwise it does nothing.
     """
-    # Gradients of a simulation would overflow, and their updates be skipped.
+    # In a simulated run scaled gradients would overflow and their updates would be skipped.
     scale = 1.0 if run.simulated else 2.0**INITIAL_SCALE_POWER
     return torch.amp.GradScaler(
         run.device.type, scale, growth_interval=GROWTH_INTERVAL, enabled=enabled

@@ -1,10 +1,9 @@
-"""Compiling DeepSpeed's C++ ops: one process at a time for each op, and nothing stays behind when
-it is killed.
+"""Compile DeepSpeed's C++ ops: one process at a time per op, with no lock left by a killed process.
 
-PyTorch protects a compilation with a file, `lock` in the op's folder, which stays there when the
-compiling process is killed, and then everyone waits for it without a message. So each compilation
-holds a lock of the kernel, too (flock on `.building`), which ends with its process. Whoever has
-that lock may remove PyTorch's file.
+PyTorch protects a compilation with a file `lock` in the op's folder. If the compiling process is
+killed, the file remains, and every later process waits for it without a message. Each compilation
+therefore also holds a lock of the kernel (flock on `.building`), which is released when the process
+ends. The owner of that lock may remove PyTorch's file.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ import psutil
 from torch.utils import cpp_extension
 
 POLL_SECONDS = 0.2
-UNLOCKED_SECONDS = (
-    900  # where the lock says nothing about other machines: age of a file `lock` that is nobody's
-)
-END_SECONDS = 5  # for ninja to end its compilers
+# Age at which a file `lock` counts as abandoned if flock does not work across machines.
+UNLOCKED_SECONDS = 900
+END_SECONDS = 5  # time for ninja to stop its compilers
 
-# Started instead of ninja, which it becomes: the kernel ends it (SIGTERM) when this process is
-# killed. ninja then ends its compilers, each of which takes about 1 GB.
+# This program replaces itself with ninja (exec). The kernel sends it SIGTERM when this process is
+# killed. ninja then stops its compilers, each of which uses about 1 GB of memory.
 END_WITH_PARENT = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -41,11 +39,12 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def guard_compilations(run_id: str, say: Callable[[str], None]) -> None:
-    """Make every later compilation of an op in this process hold the op's lock; DeepSpeed compiles
-    where it needs an op.
+    """Make all later compilations of ops in this process take the op's lock.
+
+    DeepSpeed compiles an op when it first needs it.
 
     Args:
-        run_id: the same on all ranks of a run; no message says that one of them waits for another.
+        run_id: the same on all ranks of a run. A rank that waits for another one prints no message.
         say: prints what this process waits for.
     """
     load = cpp_extension.load
@@ -61,12 +60,20 @@ def guard_compilations(run_id: str, say: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def build_lock(op: str, folder: Path, run_id: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Wait until nobody else compiles `op`, and keep others out; print once what it waits for."""
+    """Hold the lock of `op`; wait until no other process compiles it, and print the reason once.
+
+    Args:
+        op: name of the op.
+        folder: build folder of the op.
+        run_id, say: see `guard_compilations`.
+    Raises:
+        OSError: the folder is not writable.
+    """
     with open(folder / ".building", "a+", encoding="utf-8") as file:
         locked = _wait_for_lock(op, file, run_id, say)
-        owner = _owner(
-            file
-        )  # that was killed; or compiles on a machine to which this file system passes no locks on
+        # An owner recorded here was killed, or it compiles on a machine with which this file system
+        # does not share locks.
+        owner = _owner(file)
         elsewhere = owner is not None and owner["host"] != platform.node()
         _remove_abandoned(op, folder / "lock", locked and not elsewhere, say)
         if locked:
@@ -77,22 +84,23 @@ def build_lock(op: str, folder: Path, run_id: str, say: Callable[[str], None]) -
         finally:
             if locked:
                 _write(file, "")
-                fcntl.flock(file, fcntl.LOCK_UN)  # a forked process may have the file open, too
+                fcntl.flock(file, fcntl.LOCK_UN)  # a forked process may also have the file open
 
 
 def _wait_for_lock(op: str, file, run_id: str, say: Callable[[str], None]) -> bool:
-    """False where the file system has no locks."""
-    said = False
+    """Wait for the lock and return True; return False if the file system does not support locks."""
+    announced = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             owner = _owner(file)
-            if not said and owner and owner["run"] != run_id:
-                said = True
+            if not announced and owner and owner["run"] != run_id:
+                announced = True
                 say(
-                    f"Waiting until process {owner['process']} on {owner['host']}, of another run, has compiled {op}."
+                    f"Waiting until process {owner['process']} on {owner['host']}, "
+                    f"of another run, has compiled {op}."
                 )
             time.sleep(POLL_SECONDS)
         except OSError:
@@ -100,7 +108,7 @@ def _wait_for_lock(op: str, file, run_id: str, say: Callable[[str], None]) -> bo
 
 
 def _owner(file) -> dict | None:
-    """Who holds the lock; None while that is being written."""
+    """Return the recorded owner of the lock; None if the record is empty or incomplete."""
     file.seek(0)
     with contextlib.suppress(ValueError, TypeError):
         owner = json.loads(file.read())
@@ -109,9 +117,8 @@ def _owner(file) -> dict | None:
 
 
 def _write(file, text: str) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # a full disk: the lock counts, and the text is for a message only
+    # The text is only used in a message, so a full disk is no error.
+    with contextlib.suppress(OSError):
         file.seek(0)
         file.truncate()
         file.write(text)
@@ -119,28 +126,28 @@ def _write(file, text: str) -> None:
 
 
 def _remove_abandoned(op: str, lock: Path, locked: bool, say: Callable[[str], None]) -> None:
-    """Remove PyTorch's file of a process that was killed; wait for one of a program that does not
-    use our lock.
+    """Remove PyTorch's file `lock` if its process was killed.
+
+    If a program that does not use our lock is compiling, wait until it has removed the file.
     """
-    said, idle = False, 0
+    announced, idle = False, 0
     while lock.exists():
         idle = 0 if _in_use(lock.parent) else idle + 1
-        if idle * POLL_SECONDS > 1 and (
-            locked or _age(lock) > UNLOCKED_SECONDS
-        ):  # between two commands nobody uses it
+        # Between two commands of a compilation no process runs in the folder for a short time.
+        if idle * POLL_SECONDS > 1 and (locked or _age(lock) > UNLOCKED_SECONDS):
             lock.unlink(missing_ok=True)
             say(f"An earlier compilation of {op} was killed: its lock is removed.")
             return
-        if not said and not (locked and idle):
-            said = True
+        if not announced and not (locked and idle):
+            announced = True
             say(f"Waiting until another program has compiled {op} (its lock is {lock}).")
         time.sleep(POLL_SECONDS)
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether a process on this host runs in the folder: ninja and the compilers do."""
-    place = str(folder.resolve())
-    return any(process.info["cwd"] == place for process in psutil.process_iter(["cwd"]))
+    """Return whether a process on this host runs in the folder, as ninja and the compilers do."""
+    path = str(folder.resolve())
+    return any(process.info["cwd"] == path for process in psutil.process_iter(["cwd"]))
 
 
 def _age(path: Path) -> float:
@@ -150,17 +157,16 @@ def _age(path: Path) -> float:
 
 
 class _Subprocess:
-    """Stands for the module `subprocess` in cpp_extension: what it runs ends when this process
-    does.
-    """
+    """Stand-in for the module `subprocess` in cpp_extension: commands end with this process."""
 
     def __getattr__(self, name: str):
         return getattr(subprocess, name)
 
     @staticmethod
     def run(command: list[str], *, check: bool = False, **options) -> subprocess.CompletedProcess:
-        """As subprocess.run; the terminal's Ctrl-C does not reach the command, because this process
-        handles it.
+        """Run a command like subprocess.run, in a session of its own.
+
+        The terminal's Ctrl-C does not reach the command, because this process handles it.
         """
         wrapped = [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *command]
         process = subprocess.Popen(wrapped, start_new_session=True, **options)
@@ -175,7 +181,7 @@ class _Subprocess:
 
 
 def end_tree(process: subprocess.Popen) -> None:
-    """End a process and all that it has started."""
+    """Terminate a process and all processes that it has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         started = psutil.Process(process.pid).children(recursive=True)
         process.terminate()

@@ -1,9 +1,9 @@
-"""Where each strategy keeps a parameter's fp32 weight and Adam's two moments on this rank.
+"""Locations of each parameter's fp32 weight and Adam moments on this rank, for every strategy.
 
-One description serves all seven, because every optimizer updates flat fp32 tensors ("masters"): dp
-the parameters themselves, FSDP its local shards, DeepSpeed one partition for each group (stages 1
-and 2) or sub-group (stage 3, whose sub-groups infinity keeps on NVMe). A piece says which elements
-of which parameter lie where in a master.
+One description covers all seven strategies, because every optimizer updates flat fp32 tensors
+("masters"). For dp these are the parameters themselves, for FSDP its local shards, for DeepSpeed
+one partition per group (stages 1 and 2) or per sub-group (stage 3, whose sub-groups infinity keeps
+on NVMe). A piece maps a range of elements of a parameter to its offset in a master.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of one parameter.
+    """Consecutive elements of one parameter in a master.
 
     Attributes:
         name: of the parameter.
-        start: its first element here, counted in the whole parameter as it lies flat.
-        offset: where that is in the master.
-        numel: how many.
+        start: index of the first element in the flattened parameter.
+        offset: index of that element in the master.
+        numel: number of elements.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Shard:
     """One master on this rank.
 
     Attributes:
-        key: what the optimizer's state is filed under.
-        names: parameters that this master's counterparts on all ranks hold together, in the same
-            order everywhere.
-        pieces: whose elements it holds itself; without DeepSpeed's padding.
-        group: DeepSpeed's number of it.
+        key: the tensor that is the key of the optimizer's state.
+        names: the parameters that this master and its counterparts on the other ranks hold
+            together, in the same order on every rank.
+        pieces: the elements in this rank's master, without DeepSpeed's padding.
+        group: DeepSpeed's index of the group or sub-group.
     """
 
     key: torch.Tensor
@@ -58,12 +58,12 @@ class Shard:
 
 
 class ShardedState:
-    """All masters of this rank, for reading and for writing.
+    """All masters of this rank, for reading and writing.
 
     Args:
         model: the unwrapped module.
-        optimizer: torch's optimizer, or DeepSpeed's wrapper around one.
-        device: for what ranks exchange.
+        optimizer: PyTorch's optimizer, or DeepSpeed's wrapper around one.
+        device: of the tensors that ranks exchange.
     """
 
     def __init__(self, model: nn.Module, optimizer, device: torch.device):
@@ -79,7 +79,7 @@ class ShardedState:
         self.stage3 = hasattr(self.wrapper, "fp32_partitioned_groups_flat")
         sharded = next((p for p in model.parameters() if _is_dtensor(p)), None)
         self.replicated = self.wrapper is None and sharded is None
-        # Under HYBRID_SHARD every node holds all pieces, and those of the first one count.
+        # Under HYBRID_SHARD every node holds all pieces; those of the first node are used.
         self.is_copy = (
             sharded is not None
             and sharded.device_mesh.ndim > 1
@@ -92,8 +92,9 @@ class ShardedState:
 
     @staticmethod
     def knows(optimizer) -> bool:
-        """Whether this is an AdamW, PyTorch's or DeepSpeed's for the CPU; a DeepSpeed file may
-        choose any other optimizer.
+        """Return whether the optimizer is PyTorch's Adam or AdamW, or DeepSpeed's CPU Adam.
+
+        A DeepSpeed configuration may name any other optimizer.
         """
         base = base_optimizer(optimizer)
         return isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(
@@ -133,7 +134,7 @@ class ShardedState:
             pieces = []
             for parameter in self.wrapper.fp16_groups[group]:
                 _, offset, numel = self.wrapper.grad_position[self.wrapper.get_param_id(parameter)]
-                start = rank * numel  # every rank has as many, the last ones filled up with padding
+                start = rank * numel  # the same numel on every rank; the last ranks have padding
                 if (real := min(numel, parameter.ds_numel - start)) > 0:
                     pieces.append(Piece(self.names[id(parameter)], start, offset, real))
             yield Shard(
@@ -144,16 +145,18 @@ class ShardedState:
 
     @contextmanager
     def open(self, shard: Shard, write: bool = False, moments: bool = True):
-        """The flat tensors of one shard: {"weight", "exp_avg", "exp_avg_sq"}; without moments
-        before the first update.
+        """Yield the flat tensors of one shard: {"weight", "exp_avg", "exp_avg_sq"}.
 
-        What lies on NVMe is read for the time of the context. With `write` the moments are created
-        where there are none, and what the caller puts into the tensors is kept; call
-        `finish_writing` after the last one. Without `moments` only the weight is given, which every
-        optimizer has.
+        The moments are missing before the first update. A shard that is stored on NVMe is in memory
+        only inside the context.
 
+        Args:
+            shard: of this rank.
+            write: create missing moments, and keep what the caller writes to the tensors. Call
+                `finish_writing` after the last shard.
+            moments: False yields only the weight, which every optimizer has.
         Raises:
-            TrainingError: DeepSpeed keeps states that are not found.
+            TrainingError: DeepSpeed has optimizer states that were not found here.
         """
         swapped = self.stage3 and self.wrapper._swappable_optimizer_subgroup(shard.group)
         if swapped:
@@ -163,11 +166,12 @@ class ShardedState:
             if moments and (shard.key in self.base.state or write)
             else {}
         )
-        # torch's AdamW has none for a parameter that never got a gradient. DeepSpeed's masters are
-        # updated together.
+        # PyTorch's AdamW has no state for a parameter that never got a gradient. DeepSpeed updates all
+        # masters together, so a missing state is an error.
         if moments and not write and not state and self.wrapper is not None and self.adam_step > 0:
             raise TrainingError(
-                "A part of the optimizer's states lies where checkpoints do not find it: use --no_save."
+                "A part of the optimizer's states lies where checkpoints do not find it: "
+                "use --no_save."
             )
         if write:
             for moment in MOMENTS:
@@ -179,47 +183,46 @@ class ShardedState:
         }
         yield {name: local_part(tensor).view(-1) for name, tensor in tensors.items()}
         if write and self.stage3:
-            self.wrapper._reassign_or_swap_out_partitioned_parameters(
-                shard.group
-            )  # the working copy follows the master
+            # Updates the working copy from the master.
+            self.wrapper._reassign_or_swap_out_partitioned_parameters(shard.group)
         if swapped and write:
             self.wrapper._optimizer_states_and_gradient_swap_out(shard.group)
         elif swapped:
             self.wrapper._release_swap_buffers(shard.group)
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every fp32 weight in turn, put together from the ranks: (name, tensor on rank 0 and None
-        on the others).
+        """Yield (name, weight) of every trained parameter, assembled from the ranks in fp32.
 
-        All ranks call it together. There is one whole weight at a time.
+        All ranks iterate together. The weight is a tensor on rank 0 and None on the other ranks.
+        Only one whole weight is in memory at a time.
         """
         is_main = dist.get_rank() == 0
         for shard in self.shards:
-            with self.open(shard, moments=False) as held:
+            with self.open(shard, moments=False) as tensors:
                 for name in shard.names:
                     if self.replicated:
-                        yield name, held["weight"].view(self.shapes[name]) if is_main else None
+                        yield name, tensors["weight"].view(self.shapes[name]) if is_main else None
                         continue
                     flat = torch.zeros(math.prod(self.shapes[name]), device=self.device)
                     for piece in (
                         piece for piece in shard.pieces if piece.name == name and not self.is_copy
                     ):
-                        part = held["weight"][piece.offset : piece.offset + piece.numel]
+                        part = tensors["weight"][piece.offset : piece.offset + piece.numel]
                         flat[piece.start : piece.start + piece.numel].copy_(part)
-                    dist.reduce(flat, dst=0)  # every element is on one rank, and 0 on the others
+                    dist.reduce(flat, dst=0)  # one rank has the element, the others add 0
                     yield name, flat.view(self.shapes[name]) if is_main else None
 
     @property
     def adam_step(self) -> int:
-        """Updates that Adam has made; its bias correction depends on it."""
+        """Number of updates that Adam has made; its bias correction uses it."""
         return int(
             next((state["step"] for state in self.base.state.values() if "step" in state), 0)
         )
 
     def set_adam_step(self, step: int) -> None:
-        """Set it for every master."""
+        """Set the number of updates for every master."""
         on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
-        own = hasattr(self.base, "ds_opt_adam")  # DeepSpeed's for the CPU counts in a plain number
+        own = hasattr(self.base, "ds_opt_adam")  # DeepSpeed's CPU Adam stores an int
         for shard in self.shards:
             device = local_part(shard.key).device if on_device else "cpu"
             self.base.state[shard.key]["step"] = (
@@ -229,8 +232,9 @@ class ShardedState:
             replay_bias_correction(self.base, step)
 
     def finish_writing(self) -> None:
-        """Bring the working copies of DeepSpeed's parameters, which other ranks need, to the
-        masters' values.
+        """Update DeepSpeed's working copies of the parameters from the masters.
+
+        Other ranks need these copies.
         """
         if self.wrapper is None:
             return
@@ -243,19 +247,18 @@ class ShardedState:
 
 
 def replay_bias_correction(cpu_adam, step: int) -> None:
-    """Bring the inside of DeepSpeed's CPU Adam to where `step` updates bring it.
+    """Set the internal state of DeepSpeed's CPU Adam to its value after `step` updates.
 
-    Its C++ part keeps β₁ᵗ and β₂ᵗ as running products in fp32. Started at t it would compute powers
-    instead, which differ in the last bit: so the products are made again, with updates of a single
-    number at learning rate
-        0. Once they are too small
-    to change 1 - βᵗ in fp32, powers do as well, and neither a long run nor a checkpoint that claims
-    10¹² steps takes longer.
+    Its C++ code keeps β₁ᵗ and β₂ᵗ as running products in fp32. If it started at t, it would compute
+    powers instead, which differ in the last bit. The products are therefore computed again, with
+    updates of a single element at learning rate 0. Once βᵗ is too small to change 1 - βᵗ in fp32,
+    powers give the same result. The time therefore does not grow with the length of the run, nor if
+    a checkpoint claims 10¹² steps.
     """
     group, tensors = cpu_adam.param_groups[0], [torch.zeros(1) for _ in range(4)]
     slower = max(*group["betas"], 0.5)
-    matter = min(step, math.ceil(math.log(2**-26) / math.log(slower)))
-    for t in (*range(1, matter + 1), *([step] if step > matter else [])):
+    replayed = min(step, math.ceil(math.log(2**-26) / math.log(slower)))
+    for t in (*range(1, replayed + 1), *([step] if step > replayed else [])):
         cpu_adam.ds_opt_adam.adam_update(
             cpu_adam.opt_id,
             t,
@@ -273,17 +276,20 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that FSDP shards; any other tensor itself."""
+    """Return the local shard of a DTensor (FSDP), or any other tensor unchanged."""
     return tensor.to_local() if _is_dtensor(tensor) else tensor
 
 
 def base_optimizer(optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside DeepSpeed's wrapper; one that is not wrapped itself."""
+    """Return the optimizer inside DeepSpeed's wrapper, or a plain optimizer unchanged."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _local_range(parameter: torch.Tensor) -> tuple[int, int]:
-    """First element and number of elements of this rank's part; FSDP cuts whole rows (dimension 0)."""
+    """Return index of the first element and number of elements of this rank's shard.
+
+    FSDP shards dimension 0, so a shard consists of whole rows.
+    """
     if not _is_dtensor(parameter):
         return 0, parameter.numel()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
