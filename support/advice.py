@@ -1,7 +1,6 @@
-"""What libraries' errors mean, and what to do: one table, from the words of an error to a
-paragraph.
+"""A table of library errors: what each means, and what the user can do.
 
-support/errors.py asks it for every exception that is not already this project's own.
+`support.errors.explain` looks up every exception that this project did not raise itself.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from support.errors import (
 )
 
 LESS_MEMORY = (
-    "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
-    "--seq_length, or a strategy that shards more (zero2, zero3, offload)."
+    "Try a smaller --batch_size with more --gradient_accumulation_steps, "
+    "--gradient_checkpointing, a shorter --seq_length, or a strategy that shards more "
+    "(zero2, zero3, offload)."
 )
 
 
-ALMOST_NOTHING = 2**20  # bytes that are free on a disk that counts as full
+ALMOST_NOTHING = 2**20  # bytes; a disk with less free space counts as full
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ class Entry:
     """One kind of failure.
 
     Attributes:
-        name: of the entry.
-        words: a regular expression, looked for in "TypeName: message".
+        name: name of the entry.
+        words: a regular expression that is searched in "TypeName: message".
         kind: class of the error that is shown.
-        advice: what it means and the next thing to try. "{said}" is the library's own line,
-            "{where}" the file it names.
+        advice: what the error means and what to try next. Placeholders: "{said}" is the first line
+            of the library's message, "{where}" the file that it names, "{compiler}" the compiler's
+            first error, "{port}" MASTER_PORT, "{open_files}" the limit on open files,
+            "{operation}" the operation without a deterministic kernel.
     """
 
     name: str
@@ -48,15 +50,15 @@ class Entry:
     advice: str
 
 
-# Words of torch.distributed's own errors; others have connections, too: the hub's clients, wandb.
+# Matches errors of torch.distributed only: the hub's clients and wandb have connections, too.
 AMONG_RANKS = r"(?=.*([Gg]loo|NCCL|c10d|TCPStore|Dist\w+Error))"
 
-# The first entry that fits counts, so the special come before the general.
+# The first entry that matches is used, so special entries come before general ones.
 TABLE = (
     Entry(
         "gpu memory",
-        r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA (driver )?error: out of memory|"
-        r"Cuda failure.*out of memory",
+        r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+        r"CUDA (driver )?error: out of memory|Cuda failure.*out of memory",
         OutOfMemory,
         "Out of memory: {said}.",
     ),
@@ -70,36 +72,38 @@ TABLE = (
         "deterministic",
         r"does not have a deterministic implementation",
         UserError,
-        "--deterministic: this model needs {operation}, of which PyTorch has no deterministic kernel "
-        "for this device. Run without --deterministic.",
+        "--deterministic: this model needs {operation}, of which PyTorch has no deterministic "
+        "kernel for this device. Run without --deterministic.",
     ),
     Entry(
         "files",
         r"Too many open files",
         TrainingError,
-        "Too many open files: this shell allows {open_files}. Every rank, data file and connection takes some: `ulimit "
-        "-n 65536` before the run, or in the job script.",
+        "Too many open files: this shell allows {open_files}. Every rank, data file and "
+        "connection takes some: `ulimit -n 65536` before the run, or in the job script.",
     ),
     Entry(
         "shared memory",
         r"/dev/shm.*No space left|No space left.*/dev/shm",
         TrainingError,
-        "/dev/shm is full, through which the ranks of a host share data: {said}. In a container give it more (docker run "
-        "--shm-size=8g); otherwise remove what earlier runs left there (`ls -l /dev/shm`).",
+        "/dev/shm is full, through which the ranks of a host share data: {said}. In a container "
+        "give it more (docker run --shm-size=8g); "
+        "otherwise remove what earlier runs left there (`ls -l /dev/shm`).",
     ),
     Entry(
         "disk",
         r"No space left on device|Disk quota exceeded",
         TrainingError,
-        "No space left on the device while writing {where}: free some space (`df -h`, `quota -s`), or name another "
-        "folder with --output_dir, --cache_dir, --nvme_path or TMPDIR. Checkpoints that were complete before are untouched.",
+        "No space left on the device while writing {where}: free some space (`df -h`, "
+        "`quota -s`), or name another folder with --output_dir, --cache_dir, --nvme_path or "
+        "TMPDIR. Checkpoints that were complete before are untouched.",
     ),
     Entry(
         "file size",
         r"File too large",
         TrainingError,
-        "{where} would be larger than this shell (`ulimit -f`) or the file system allows: raise the limit, or name a folder on "
-        "another disk.",
+        "{where} would be larger than this shell (`ulimit -f`) or the file system allows: raise "
+        "the limit, or name a folder on another disk.",
     ),
     Entry(
         "deepspeed",
@@ -111,40 +115,42 @@ TABLE = (
         "toolkit",
         r"^(MissingCUDAException|CUDAMismatchException)",
         MissingRequirement,
-        "This strategy compiles a DeepSpeed op with the CUDA toolkit of torch's CUDA version, which was not found: "
-        "install it, or set CUDA_HOME (module load cuda on a cluster). DeepSpeed says: {said}",
+        "This strategy compiles a DeepSpeed op with the CUDA toolkit of torch's CUDA version, "
+        "which was not found: install it, or set CUDA_HOME (module load cuda on a cluster). "
+        "DeepSpeed says: {said}",
     ),
     Entry(
         "compiler",
         r"Error building extension|Ninja is required|Unable to JIT load",
         MissingRequirement,
-        "DeepSpeed could not compile one of its ops. The compiler's first error: {compiler}. `--check` says what is "
-        "missing; dp and fsdp need no compiler.",
+        "DeepSpeed could not compile one of its ops. The compiler's first error: {compiler}. "
+        "`--check` says what is missing; dp and fsdp need no compiler.",
     ),
     Entry(
         "port",
         r"EADDRINUSE|[Aa]ddress already in use",
         TrainingError,
-        "Port {port} on this host is taken, by another run as a rule: start this one with another (torchrun "
-        "--master_port=29501, deepspeed --master_port=29501, or MASTER_PORT), or end the other run.",
+        "Port {port} on this host is taken, by another run as a rule: start this one with another "
+        "(torchrun --master_port=29501, deepspeed --master_port=29501, or MASTER_PORT), "
+        "or end the other run.",
     ),
     Entry(
         "refused",
-        AMONG_RANKS
-        + r".*(Connection refused|ECONNREFUSED)|connect\(\) failed|client socket has (failed|timed out)",
+        AMONG_RANKS + r".*(Connection refused|ECONNREFUSED)|connect\(\) failed|"
+        r"client socket has (failed|timed out)",
         TrainingError,
-        "A rank could not connect to another: it has ended, listens on another network, or a firewall is between. Look "
-        "for its message on the other hosts; where a host has several networks set NCCL_SOCKET_IFNAME "
-        "(GLOO_SOCKET_IFNAME on CPUs) to the right one. ({said})",
+        "A rank could not connect to another: it has ended, listens on another network, or a "
+        "firewall is between. Look for its message on the other hosts; where a host has several "
+        "networks set NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) to the right one. ({said})",
     ),
     Entry(
         "peer",
-        AMONG_RANKS
-        + r".*(Connection (reset|closed) by peer|Broken pipe)|remote process has exited|ncclRemoteError",
+        AMONG_RANKS + r".*(Connection (reset|closed) by peer|Broken pipe)|"
+        r"remote process has exited|ncclRemoteError",
         TrainingError,
-        "The connection to another rank broke: it has ended, and its own message, on its host, says why; without one it "
-        "was killed, as a rule by the kernel when the host's memory was full (`dmesg | grep -i oom`), or by the scheduler. "
-        "({said})",
+        "The connection to another rank broke: it has ended, and its own message, on its host, "
+        "says why; without one it was killed, as a rule by the kernel when the host's memory was "
+        "full (`dmesg | grep -i oom`), or by the scheduler. ({said})",
     ),
     Entry(
         "waiting",
@@ -152,66 +158,78 @@ TABLE = (
         + AMONG_RANKS
         + r".*([Tt]imed out|wait timeout after|Timeout)",
         TrainingError,
-        "A collective waited longer than --ddp_timeout: one rank is much slower than the others, or stopped. Look at what "
-        "it prints and at its host's load; for a slow first load give a longer --ddp_timeout; "
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL names the collective that does not match. ({said})",
+        "A collective waited longer than --ddp_timeout: one rank is much slower than the others, "
+        "or stopped. Look at what it prints and at its host's load; for a slow first load give a "
+        "longer --ddp_timeout; TORCH_DISTRIBUTED_DEBUG=DETAIL names the collective that does not "
+        "match. ({said})",
     ),
     Entry(
         "nccl",
         r"DistBackendError|NCCL error|ncclSystemError|ncclInternalError|ncclUnhandledCudaError",
         TrainingError,
-        "NCCL failed: {said}. `NCCL_DEBUG=INFO` shows what it tried; NCCL_SOCKET_IFNAME chooses the network, "
-        "NCCL_IB_DISABLE=1 leaves InfiniBand out, NCCL_P2P_DISABLE=1 direct copies between GPUs. `--check` under the "
-        "same launcher tests it in seconds.",
+        "NCCL failed: {said}. `NCCL_DEBUG=INFO` shows what it tried; NCCL_SOCKET_IFNAME chooses "
+        "the network, NCCL_IB_DISABLE=1 leaves InfiniBand out, NCCL_P2P_DISABLE=1 direct copies "
+        "between GPUs. `--check` under the same launcher tests it in seconds.",
     ),
     Entry(
         "driver",
-        r"CUDA driver version is insufficient|no kernel image is available|forward compatibility was attempted",
+        r"CUDA driver version is insufficient|no kernel image is available|"
+        r"forward compatibility was attempted",
         MissingRequirement,
-        "This GPU, its driver and this build of torch do not fit: {said}. Compare `nvidia-smi` with torch.version.cuda "
-        "(`--check` shows both), and install a torch for that CUDA version.",
+        "This GPU, its driver and this build of torch do not fit: {said}. Compare `nvidia-smi` "
+        "with torch.version.cuda (`--check` shows both), "
+        "and install a torch for that CUDA version.",
     ),
 )
 
 
 def look_up(error: BaseException) -> UserError | None:
-    """The error to show for a library's; None if the table does not know it."""
+    """Look up the error to show for a library's exception.
+
+    Returns:
+        A new error with the advice of the first entry that matches, or None.
+    """
     name, text = type(error).__name__, str(error).strip()
     lines = text.splitlines()
-    said = lines[0].strip() if lines else name
+    first_line = lines[0].strip() if lines else name
     for entry in TABLE:
         if re.search(entry.words, f"{name}: {text}", re.DOTALL):
-            facts = {
-                "said": said.rstrip("."),
+            placeholders = {
+                "said": first_line.rstrip("."),
                 "where": getattr(error, "filename", None)
                 or ("{where}" in entry.advice and full_disk())
                 or "a file",
-                "compiler": compiler_error(lines) or said,
+                "compiler": compiler_error(lines) or first_line,
                 "port": os.environ.get("MASTER_PORT", "29500"),
                 "open_files": open_files(),
                 "operation": name_before(" does not have a deterministic", text) or "an operation",
             }
-            return entry.kind(entry.advice.format(**facts))
+            return entry.kind(entry.advice.format(**placeholders))
     return None
 
 
 def compiler_error(lines: list[str]) -> str | None:
-    """The first line of a build's output in which a compiler or linker complains; later ones follow
-    from it.
+    """Return the first line of a build's output that reports an error of a compiler or linker.
+
+    Later errors are usually consequences of the first. None if no line reports an error.
     """
     complaint = r"(fatal )?error:|cannot find|undefined reference|not found|No such file"
-    found = (line for line in lines if re.search(complaint, line))
-    return next((line.strip() for line in found if not line.startswith("Error building")), None)
+    matches = (line for line in lines if re.search(complaint, line))
+    return next((line.strip() for line in matches if not line.startswith("Error building")), None)
 
 
 def name_before(words: str, text: str) -> str | None:
-    """The word in front of `words`."""
-    found = re.search(rf"(\S+){re.escape(words)}", text)
-    return found and found[1]
+    """Return the word directly in front of `words` in `text`, or None."""
+    match = re.search(rf"(\S+){re.escape(words)}", text)
+    return match and match[1]
 
 
 def full_disk() -> str | None:
-    """Which of the folders that libraries write into without naming them is on a full disk."""
+    """Return a folder on a full disk, for errors that name no file, or None.
+
+    Tested are the folders that libraries use without naming them: TMPDIR, /dev/shm and the current
+    folder.
+    """
     for name, folder in (
         ("TMPDIR", tempfile.gettempdir()),
         ("shared memory", "/dev/shm"),
@@ -224,7 +242,7 @@ def full_disk() -> str | None:
 
 
 def open_files() -> str:
-    """The limit on open files of this process."""
+    """Return this process's soft limit on open files, as text."""
     import resource
 
     return str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

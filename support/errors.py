@@ -1,4 +1,7 @@
-"""How a run ends when something is wrong: one clear line and an exit code that means something."""
+"""Exceptions that end a run, and the exit codes that other programs read.
+
+Every exception becomes a `UserError` (see `explain`), whose text is one line for the user.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,13 @@ EXIT_PREEMPTED = 75
 
 
 class UserError(Exception):
-    """Something the user can put right. Its text is the one line that says what to do."""
+    """An error that is shown to the user; its text says what happened and what to do.
+
+    Attributes:
+        exit_code: of the process.
+        status: as written to results.json.
+        kind: a short name of the class, for programs.
+    """
 
     exit_code = EXIT_USAGE
     status = "failed"
@@ -20,24 +29,20 @@ class UserError(Exception):
 
 
 class MissingRequirement(UserError):
-    """This machine lacks what the strategy needs: a library, a compiler, a suitable disk. Another
-    strategy may run.
-    """
+    """A library, compiler or disk that the strategy needs is missing; another strategy may run."""
 
     kind = "missing_requirement"
 
 
 class TrainingError(UserError):
-    """The run was set up rightly but cannot go on, for example because the loss is no longer
-    finite.
-    """
+    """A failure after a correct set-up, for example a loss that is not finite."""
 
     exit_code = EXIT_FAILED
     kind = "training"
 
 
 class OutOfMemory(UserError):
-    """The device had no memory left."""
+    """Out of memory on the device."""
 
     on_host = False
 
@@ -47,23 +52,23 @@ class OutOfMemory(UserError):
 
 
 class HostOutOfMemory(OutOfMemory):
-    """The host had no memory left; on a CPU it is the device."""
+    """Out of host memory; on a CPU, the host is the device."""
 
     on_host = True
 
 
 class StoppedBySignal(KeyboardInterrupt):
-    """A signal asks the run to end. No `Exception`: libraries catch those, and would continue as if
-    nothing had happened.
+    """A signal that asks the run to end.
+
+    Not a subclass of `Exception`: libraries catch those, and would continue.
     """
 
 
 class Preempted(Exception):
-    """The run was asked to stop, and has saved a checkpoint; all ranks raise it after the same
-    step.
+    """A stop after a request, with a checkpoint saved; all ranks raise it after the same step.
 
     Attributes:
-        engine: what must be taken down.
+        engine: the wrapped model, which the caller must shut down.
     """
 
     def __init__(self, engine):
@@ -72,21 +77,25 @@ class Preempted(Exception):
 
 
 class FirstError:
-    """Calls functions until one fails, and then calls no more: for a rank that writes while all
-    ranks communicate.
+    """The first error of several calls; after it, further calls do nothing.
 
-    If it raised, the others would wait for it in their next collective. So it takes part to the
-    end, and then all ranks learn of the error.
+    For a rank that writes files between collectives. If it raised an exception, the other ranks
+    would wait for it in their next collective. Instead it takes part in all collectives, and the
+    error is shared with all ranks afterwards.
 
     Attributes:
-        error: what the first function that failed raised; None so far.
+        error: the exception of the first function that failed, or None.
     """
 
     def __init__(self):
         self.error: Exception | None = None
 
     def attempt(self, function, *args):
-        """The function's result; None if it fails, or another one has failed before."""
+        """Call `function` unless an earlier call failed.
+
+        Returns:
+            The function's result; None if it failed or was not called.
+        """
         if self.error is None:
             try:
                 return function(*args)
@@ -99,38 +108,37 @@ class FirstError:
 
 
 def explain(error: BaseException) -> UserError:
-    """Turn any exception into the error that is shown: what it means and what to do, or the
-    library's first line.
+    """Convert any exception into the `UserError` that is shown to the user.
 
     Args:
-        error: what was raised, by this project or by a library.
+        error: an exception of this project or of a library.
     Returns:
-        The error itself if it is already one of ours, else one with a message of a single line;
-        without secrets.
+        `error` itself if it is a `UserError`. Otherwise an error with the advice of
+        support/advice.py, or with the first line of the library's message. Credentials in the text
+        are replaced (see support/redaction.py), also in `error` itself.
     """
-    shown = _explained(error)
-    shown.args = (redact(str(shown)),)
-    return shown
+    user_error = _explained(error)
+    user_error.args = (redact(str(user_error)),)
+    return user_error
 
 
 def _explained(error: BaseException) -> UserError:
-    from support import advice  # it needs the classes above
+    from support import advice  # not at the top: it imports the classes above
 
     if isinstance(error, UserError):
         return error
     name, lines = type(error).__name__, str(error).strip().splitlines()
-    if name == "ValidationError" and hasattr(
-        error, "errors"
-    ):  # pydantic's, of DeepSpeed's configuration
-        first = error.errors()[0]
+    # pydantic's ValidationError, raised for DeepSpeed's configuration
+    if name == "ValidationError" and hasattr(error, "errors"):
+        detail = error.errors()[0]
         return UserError(
-            f"DeepSpeed configuration: {'.'.join(map(str, first['loc']))}: {first['msg']}."
+            f"DeepSpeed configuration: {'.'.join(map(str, detail['loc']))}: {detail['msg']}."
         )
     if isinstance(error, StoppedBySignal):
         return TrainingError(str(error))
     if isinstance(error, KeyboardInterrupt):
         return TrainingError("Interrupted: stopped before the end; nothing more was written.")
-    if known := advice.look_up(error):
-        return known
+    if advised := advice.look_up(error):
+        return advised
     text = lines[0].strip() if lines else ""
     return TrainingError(f"{name}: {text} (run again with --verbose to see where)")

@@ -1,8 +1,6 @@
-"""What holds from a program's first line on: output that cannot fail, and one line when a signal
-ends it.
+"""Set-up of a process before its heavy imports: output that cannot fail, and signal handlers.
 
-Only small modules of the standard library are imported here, so that little time passes before a
-signal is handled.
+Only small modules of the standard library are imported here, so that signals are handled early.
 """
 
 from __future__ import annotations
@@ -19,27 +17,29 @@ from typing import NoReturn
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, TrainingError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # not SIGHUP, which nohup sets to be ignored
+ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to be ignored
 
 
 class LossyFile(io.FileIO):
-    """A stream that drops what cannot be written: a full disk, a closed pipe or a lost terminal
-    must not end a run.
+    """A stream that drops what it cannot write.
+
+    A full disk, a closed pipe or a lost terminal must not end a run.
 
     Attributes:
-        lost: the first error, or None.
+        lost: the error of the first write that failed, or None.
     """
 
     lost: OSError | None = None
 
     def write(self, data) -> int:
-        """Write `data`, or a part of it as FileIO does; after an error nothing is written, and all
-        counts as written.
+        """Write `data` or its first bytes, as FileIO does.
+
+        Returns:
+            The number of bytes written; after an error, the length of `data`.
         """
         try:
-            while (
-                written := super().write(data)
-            ) is None:  # another program made this pipe non-blocking
+            # None: another program made this pipe non-blocking, and it is full.
+            while (written := super().write(data)) is None:
                 select.select([], [self], [])
             return written
         except OSError as error:
@@ -48,17 +48,16 @@ class LossyFile(io.FileIO):
 
 
 def protect_output() -> None:
-    """Replace sys.stdout and sys.stderr by streams whose errors are ignored, also in the
-    interpreter's shutdown.
+    """Replace sys.stdout and sys.stderr by streams that ignore errors, also at exit.
 
-    A descriptor that was closed at the start (`>&-`) is opened on /dev/null: otherwise the next
-    file or socket would get its number, and what a library prints would go into that file.
+    A descriptor that was closed at the start (`>&-`) is opened on /dev/null. Otherwise the next
+    file or socket would get its number, and a library's output would be written into that file.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # returns the lowest free number, which is this one
             os.set_inheritable(number, True)
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 (it stays open)
@@ -72,18 +71,18 @@ def protect_output() -> None:
             stream.flush()
         encoding = getattr(stream, "encoding", None) or "utf-8"
         lossy = io.BufferedWriter(LossyFile(number, "w", closefd=False))
-        # errors: a terminal without UTF-8 must not end the run either.
+        # errors="replace": a terminal without UTF-8 must not end the run either.
         wrapped = io.TextIOWrapper(lossy, encoding, errors="replace", line_buffering=True)
         setattr(sys, name, wrapped)
         setattr(sys, f"__{name}__", wrapped)
 
 
 def check_output() -> None:
-    """For a program whose result is what it prints.
+    """Check that everything printed so far was written, for a program whose result is its output.
 
     Raises:
-        TrainingError: a part of stdout was lost, and not because its reader wanted no more (`|
-            head`).
+        TrainingError: a write to stdout failed, and not because the reader closed the pipe, as
+            `| head` does.
     """
     sys.stdout.flush()
     lost = sys.stdout.buffer.raw.lost
@@ -92,19 +91,24 @@ def check_output() -> None:
 
 
 def run_command_line(main: Callable[[], None], printed: bool = True) -> NoReturn:
-    """Run the `main` of a small program; a full disk, `| head` and Ctrl-C give a proper exit code
-    and no traceback.
+    """Run the `main` function of a small program and exit.
+
+    A full disk, `| head` and Ctrl-C lead to a proper exit code without a traceback.
 
     Args:
-        printed: the program's result is what it prints, and not in files; it has failed if that
-            cannot be written.
+        main: the program.
+        printed: True if the program's result is its output on stdout, and not files. Then it fails
+            if the output cannot be written.
+    Raises:
+        SystemExit: `main` has returned or was stopped by a signal. The code is `main`'s own, 0,
+            1 (the output could not be written) or 128 + the number of the signal. Other exceptions
+            of `main` are not caught.
     """
     code: int | str | None = EXIT_COMPLETED
     protect_output()
     for number in STOP_SIGNALS:
-        if (
-            signal.getsignal(number) != signal.SIG_IGN
-        ):  # compare_strategies.sh lets its report end undisturbed
+        # compare_strategies.sh ignores signals while it writes its report.
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _raise_at_signal)
     try:
         main()
@@ -123,18 +127,19 @@ def run_command_line(main: Callable[[], None], printed: bool = True) -> NoReturn
 
 
 def _raise_at_signal(number: int, _frame) -> NoReturn:
-    """An exception, so that `finally` removes what is half written."""
+    """Raise an exception, so that `finally` clauses remove unfinished files."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)
 
 
 def catch_signals(numbers: Iterable[int] = ()) -> None:
-    """End the process with one line at a signal, until the run has handlers of its own
-    (distributed.StopSignal).
+    """Install handlers that end the process with one line, until StopSignal replaces them.
+
+    `StopSignal` is in support/cluster/context.py.
 
     Args:
-        numbers: signals to handle although the parent process set them to be ignored, as a shell
+        numbers: signals to handle even if the parent process set them to be ignored, as a shell
             does with SIGINT for `&`.
     """
     for number in STOP_SIGNALS:
@@ -143,15 +148,15 @@ def catch_signals(numbers: Iterable[int] = ()) -> None:
 
 
 def _end_before_start(number: int, _frame) -> NoReturn:
-    """Nothing is written yet, so nothing needs to be removed. A launcher signals all ranks, so rank
-    0 speaks for all.
+    """Exit at once: no file has been written yet, so none must be removed.
+
+    Only rank 0 prints, because a launcher signals all ranks.
     """
     if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
         line = (
             f"❌ Stopped by {signal.Signals(number).name} during the start; nothing was written.\n"
         )
-        with contextlib.suppress(
-            OSError
-        ):  # os.write: a handler may interrupt a write to the same buffer
+        # os.write and not print: a handler may interrupt a write to the same buffer.
+        with contextlib.suppress(OSError):
             os.write(2, line.encode())
     os._exit(EXIT_FAILED)

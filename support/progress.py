@@ -1,4 +1,4 @@
-"""Live bars for who watches a terminal. Where output goes to a file there are none, only lines."""
+"""Progress bars on a terminal; where the output goes to a file, lines are printed instead."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from tqdm import tqdm
 
 
 def on_terminal() -> bool:
-    """Whether somebody watches: both streams are a terminal."""
+    """Return whether stdout and stderr are both a terminal."""
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
 class Bar:
-    """A bar that fills; without a total it counts, and without a unit it only stands there. It
-    vanishes when it is closed.
+    """A progress bar, a counter, or a line; it disappears when it is closed.
+
+    Args:
+        what: description in front of the bar.
+        total: number of units until the end; None shows a counter.
+        unit: name of a unit; empty, without a total, shows the description only.
+        active: False shows nothing.
+        done: units that are done already.
     """
 
     def __init__(self, what: str, total: int | None, unit: str, active: bool, done: int = 0):
-        if total is not None:  # as short as it can be: 80 columns hold the loss, too
-            shown = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+        if total is not None:  # short, so that the loss fits into 80 columns, too
+            bar_format = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
         else:
-            shown = "{desc} {n_fmt} {unit}, {elapsed}" if unit else "{desc} …"
+            bar_format = "{desc} {n_fmt} {unit}, {elapsed}" if unit else "{desc} …"
         self._bar = tqdm(
             desc=what,
             total=total,
@@ -33,24 +39,24 @@ class Bar:
             mininterval=0.5,
             file=sys.stderr,
             unit_scale=total is None,
-            bar_format=shown,
+            bar_format=bar_format,
         )
 
     @property
     def active(self) -> bool:
-        """Whether anybody sees it."""
+        """Whether the bar is shown."""
         return not self._bar.disable
 
     def advance(self, by: int = 1) -> None:
-        """So much more is done."""
+        """Add `by` units to the units done."""
         self._bar.update(by)
 
     def show(self, text: str) -> None:
-        """Say something at the bar's end."""
+        """Set the text at the end of the bar; it appears with the next refresh."""
         self._bar.set_postfix_str(text, refresh=False)
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the bar."""
         self._bar.close()
 
     def __enter__(self) -> Bar:
@@ -61,7 +67,12 @@ class Bar:
 
 
 def write(text: str, stream=None) -> None:
-    """A line above the bars, if there are any; on stdout if nothing else is said."""
+    """Print a line above the progress bars, if there are any.
+
+    Args:
+        text: the line.
+        stream: where to write it (default: sys.stdout).
+    """
     stream = stream or sys.stdout
     tqdm.write(text, file=stream)
     stream.flush()

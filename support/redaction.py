@@ -1,4 +1,4 @@
-"""Keep secrets out of what is printed and written: messages, results, trackers' settings."""
+"""Remove secrets from what is printed and written: messages, results, settings of trackers."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ import sys
 import traceback
 
 HIDDEN = "***"
-# Environment variables whose values are secrets: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, …
-# but not TOKENIZERS_….
+# Names of environment variables whose values are secrets: HF_TOKEN, WANDB_API_KEY,
+# AWS_SECRET_ACCESS_KEY, …; not TOKENIZERS_….
 SECRET_NAME = re.compile(
     r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|APIKEY|(^|_)KEY($|_)", re.IGNORECASE
 )
-SHORTEST = 8  # characters of a value that is looked for; "true" and "1" are in every text
-IN_URL = re.compile(
-    r"(\b[a-z][a-z0-9+.-]*://)[^\s/?#'\"]*@", re.IGNORECASE
-)  # https://user:password@host
+SHORTEST = 8  # characters; shorter values, such as "true" and "1", occur in every text
+# https://user:password@host
+IN_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/?#'\"]*@", re.IGNORECASE)
 HF_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 
 
 def redact(text: str) -> str:
-    """The text with *** in place of credentials in URLs, Hugging Face tokens, and values of secret
-    environment variables.
+    """Replace secrets in a text by ***.
+
+    Secrets are credentials in URLs, Hugging Face tokens, and values of environment variables whose
+    names match `SECRET_NAME`.
     """
-    named = {
+    candidates = {
         value
         for name, value in os.environ.items()
         if SECRET_NAME.search(name) and len(value) >= SHORTEST
     }
+    # HF_TOKEN_PATH holds a path, which is no secret.
     secrets = {
-        value for value in named if not os.path.isabs(value) or not os.path.exists(value)
-    }  # HF_TOKEN_PATH is a place
-    for secret in sorted(secrets, key=len, reverse=True):  # one may be a part of another
+        value for value in candidates if not os.path.isabs(value) or not os.path.exists(value)
+    }
+    for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
         text = text.replace(secret, HIDDEN)
     return HF_TOKEN.sub(HIDDEN, IN_URL.sub(rf"\1{HIDDEN}@", text))
 
 
 def print_traceback(error: BaseException) -> None:
-    """The traceback on stderr, without secrets."""
+    """Print the traceback of `error` on stderr, without secrets."""
     print(redact("".join(traceback.format_exception(error))), file=sys.stderr, end="", flush=True)

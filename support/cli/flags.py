@@ -223,7 +223,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="real_model_example.py",
         usage="%(prog)s [flags]",
-        description="Fine-tune a causal language model under one of seven data-parallel strategies.",
+        description="Fine-tune a causal language model under one of seven data-parallel "
+        "strategies.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
@@ -239,7 +240,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefetch",
         action="store_true",
-        help="download and tokenise what the run needs, for machines without a network, and train nothing",
+        help="download and tokenise what the run needs, for machines without a network, "
+        "and train nothing",
     )
     add = parser.add_argument_group("run file").add_argument
     add(
@@ -257,8 +259,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--model",
         type=kinds.name,
         default=EMBEDDED_MODEL,
-        help="tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl, any causal language "
-        "model on the Hugging Face hub, or a local folder (default: %(default)s)",
+        help="tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl, any "
+        "causal language model on the Hugging Face hub, or a local folder (default: %(default)s)",
     )
     add(
         "--from_scratch",
@@ -276,7 +278,8 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_false",
         dest="fused_gelu",
         default=argparse.SUPPRESS,
-        help="compute GPT-2's activation as transformers writes it (gelu_new), and not as the same function in one kernel",
+        help="compute GPT-2's activation as transformers writes it (gelu_new), "
+        "and not as the same function in one kernel",
     )
     add(
         "--gradient_checkpointing",
@@ -287,7 +290,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--lora_r",
         type=kinds.rank_of_adapters,
         metavar="R",
-        help="train low-rank adapters of this rank (LoRA) and leave the model as it is (default: train all of it)",
+        help="train low-rank adapters of this rank (LoRA) and leave the model as it is "
+        "(default: train all of it)",
     )
     add(
         "--lora_alpha",
@@ -305,8 +309,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--lora_targets",
         type=kinds.layer_names,
         metavar="LIST",
-        help="layers that get one, by the end of their names with commas between, or all-linear (default: those that are "
-        "usual for the architecture)",
+        help="layers that get one, by the end of their names with commas between, or all-linear "
+        "(default: those that are usual for the architecture)",
     )
     add(
         "--merge_lora",
@@ -319,21 +323,22 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--dataset",
         type=kinds.name,
-        help="pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .parquet), or a hub "
-        "dataset (default: pydocs for tiny-gpt2, else wikitext)",
+        help="pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .parquet), or "
+        "a hub dataset (default: pydocs for tiny-gpt2, else wikitext)",
     )
     add(
         "--include",
         type=kinds.name_patterns,
         metavar="PATTERNS",
-        help="files of a folder to read, such as '*.txt' or 'books/*.md,*.txt' (default: all that are not hidden or empty)",
+        help="files of a folder to read, such as '*.txt' or 'books/*.md,*.txt' "
+        "(default: all that are not hidden or empty)",
     )
     add("--dataset_config", type=kinds.name, help="configuration name of a hub dataset")
     add(
         "--text_column",
         type=kinds.name,
-        help="column or key that holds the text (default: messages, or prompt and completion, where a row "
-        "has them, else text)",
+        help="column or key that holds the text (default: messages, or prompt and completion, "
+        "where a row has them, else text)",
     )
     add(
         "--validation_file",
@@ -345,14 +350,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--validation_split",
         type=kinds.share,
         metavar="SHARE",
-        help="share of the corpus to hold out for evaluation (default: 0.1 where there is no validation split)",
+        help="share of the corpus to hold out for evaluation "
+        "(default: 0.1 where there is no validation split)",
     )
     add(
         "--max_bad_rows",
         type=kinds.natural_int,
         default=0,
         metavar="N",
-        help="leave out up to so many rows that cannot be used, and name them (default: %(default)s)",
+        help="leave out up to so many rows that cannot be used, and name them "
+        "(default: %(default)s)",
     )
     add(
         "--chat_template",
@@ -363,7 +370,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--streaming",
         action="store_true",
-        help="read and tokenise while training, without a cache, for a corpus larger than the disk; needs --max_steps",
+        help="read and tokenise while training, without a cache, "
+        "for a corpus larger than the disk; needs --max_steps",
     )
     add(
         "--shuffle_buffer",
@@ -443,7 +451,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=kinds.precision,
         choices=("auto", "fp32", "bf16", "fp16"),
         default="auto",
-        help="auto: bf16 where the device does it well, fp16 on older GPUs, else fp32 (default: %(default)s)",
+        help="auto: bf16 where the device does it well, fp16 on older GPUs, else fp32 "
+        "(default: %(default)s)",
     )
     add(
         "--seed",
@@ -481,7 +490,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--load_best_at_end",
         action="store_true",
-        help="keep a checkpoint of the best evaluation, and end with its weights (default: with the last ones)",
+        help="keep a checkpoint of the best evaluation, and end with its weights "
+        "(default: with the last ones)",
     )
     add(
         "--eval_samples",
@@ -494,8 +504,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--strategy",
         choices=tuple(STRATEGIES),
         default="dp",
-        help="dp, zero1, zero2, zero3, offload (optimizer on the CPU), infinity (optimizer and parameters on NVMe), "
-        "fsdp (default: %(default)s)",
+        help="dp, zero1, zero2, zero3, offload (optimizer on the CPU), infinity (optimizer and "
+        "parameters on NVMe), fsdp (default: %(default)s)",
     )
     add(
         "--ds_config",
@@ -568,7 +578,8 @@ def build_parser() -> argparse.ArgumentParser:
         const=NEWEST,
         type=kinds.name,
         metavar="PATH",
-        help="go on from the newest whole checkpoint in --output_dir (from the start if there is none), or from PATH",
+        help="go on from the newest whole checkpoint in --output_dir (from the start if there is "
+        "none), or from PATH",
     )
     add(
         "--resume_force",
@@ -605,7 +616,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=kinds.reporters,
         default=[],
         metavar="LIST",
-        help="tensorboard, wandb, or both with a comma between (default: none; metrics.jsonl is always written)",
+        help="tensorboard, wandb, or both with a comma between (default: none; "
+        "metrics.jsonl is always written)",
     )
     add(
         "--logging_dir",
@@ -625,8 +637,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--simulate_gpus",
         type=kinds.ranks,
         metavar="N",
-        help="measure the memory of rank 0 of N in this one process: real allocations, nothing communicated, no losses "
-        "(3 steps)",
+        help="measure the memory of rank 0 of N in this one process: real allocations, nothing "
+        "communicated, no losses (3 steps)",
     )
     add(
         "--memory_snapshot",
@@ -755,12 +767,13 @@ def _follow_switches(args) -> None:
         raise UserError("--deepspeed and --use_fsdp cannot both hold: leave one out.")
     if deepspeed and given and not STRATEGIES[given]:
         raise UserError(
-            f"--deepspeed contradicts --strategy {given}, which runs without DeepSpeed: leave one out."
+            f"--deepspeed contradicts --strategy {given}, which runs without DeepSpeed: "
+            "leave one out."
         )
     if deepspeed and not given and args.ds_config is None:
         raise UserError(
-            "--deepspeed needs a configuration (--deepspeed FILE), or --strategy zero1, zero2, zero3, offload or "
-            "infinity."
+            "--deepspeed needs a configuration (--deepspeed FILE), or --strategy zero1, zero2, "
+            "zero3, offload or infinity."
         )
     if fsdp and given not in (None, "fsdp"):
         raise UserError(f"--use_fsdp contradicts --strategy {given}: leave one out.")
@@ -778,13 +791,15 @@ def _refuse_contradictions(args) -> None:
         raise UserError("--eval_only and --no_eval cannot both hold: leave one out.")
     if args.resume == "" and args.output_dir is None:
         raise UserError(
-            "--resume needs --output_dir, the run to go on with; or name a checkpoint: --resume PATH."
+            "--resume needs --output_dir, the run to go on with; or name a checkpoint: "
+            "--resume PATH."
         )
     if args.no_save and (args.save_every or args.save_epochs):
         raise UserError("--no_save contradicts --save_every and --save_epochs: leave one out.")
     if args.eval_only and (args.save_every or args.save_epochs or args.resume is not None):
         raise UserError(
-            "--eval_only neither saves nor resumes: leave out --save_every, --save_epochs and --resume."
+            "--eval_only neither saves nor resumes: leave out --save_every, "
+            "--save_epochs and --resume."
         )
     _check_evaluation(args)
     _check_lora(args)
@@ -792,7 +807,8 @@ def _refuse_contradictions(args) -> None:
         _check_streaming(args)
     if args.export_hf and (args.no_export or args.eval_only):
         raise UserError(
-            f"--export_hf contradicts {'--no_export' if args.no_export else '--eval_only'}: leave one out."
+            f"--export_hf contradicts {'--no_export' if args.no_export else '--eval_only'}: "
+            "leave one out."
         )
     if args.export_dtype != "fp32" and (args.no_export or args.eval_only):
         other = "--no_export" if args.no_export else "--eval_only"
@@ -804,13 +820,15 @@ def _refuse_contradictions(args) -> None:
         raise UserError(f"--profile and {other} both need torch's profiler: leave one out.")
     if args.prefetch and (args.check or args.simulate_gpus):
         raise UserError(
-            f"--prefetch and --{'check' if args.check else 'simulate_gpus'} cannot both hold: leave one out."
+            f"--prefetch and --{'check' if args.check else 'simulate_gpus'} cannot both hold: "
+            "leave one out."
         )
     if args.logging_dir and "tensorboard" not in args.report_to:
         raise UserError("--logging_dir is TensorBoard's: add --report_to tensorboard.")
     if args.check and args.simulate_gpus:
         raise UserError(
-            "--check looks at what there is, and --simulate_gpus at what there is not: leave one out."
+            "--check looks at what there is, and --simulate_gpus at what there is not: "
+            "leave one out."
         )
 
 
@@ -821,7 +839,8 @@ def _check_evaluation(args) -> None:
         other = "--no_eval" if not args.eval else "--eval_only" if args.eval_only else None
         if other and getattr(args, flag):
             raise UserError(
-                f"--{flag} needs evaluations during training, which {other} leaves out: drop one of them."
+                f"--{flag} needs evaluations during training, which {other} leaves out: "
+                "drop one of them."
             )
     if args.load_best_at_end and args.no_save:
         raise UserError(
@@ -835,7 +854,8 @@ def _check_lora(args) -> None:
             raise UserError(f"--{flag} needs --lora_r.")
     if args.lora_r and args.eval_only:
         raise UserError(
-            "--eval_only evaluates --model as it is, and new adapters change nothing: leave out --lora_r."
+            "--eval_only evaluates --model as it is, and new adapters change nothing: "
+            "leave out --lora_r."
         )
     if args.merge_lora and args.no_export:
         raise UserError(
@@ -852,17 +872,19 @@ def _check_streaming(args) -> None:
         )
     if args.early_stopping_patience and not args.eval_every:
         raise UserError(
-            "--streaming has no epochs after which to evaluate: --early_stopping_patience needs --eval_every."
+            "--streaming has no epochs after which to evaluate: "
+            "--early_stopping_patience needs --eval_every."
         )
     for flag in ("num_samples", "validation_split"):
         if getattr(args, flag):
             raise UserError(
-                f"--{flag} needs to know how long the corpus is, which --streaming does not: leave one out"
-                + (" (--validation_file)." if flag == "validation_split" else ".")
+                f"--{flag} needs to know how long the corpus is, which --streaming does not: "
+                "leave one out" + (" (--validation_file)." if flag == "validation_split" else ".")
             )
     if args.dataset == "pydocs" or (args.dataset is None and args.model == EMBEDDED_MODEL):
         raise UserError(
-            "--streaming is for files and for the hub, and pydocs is in Python itself: leave it out."
+            "--streaming is for files and for the hub, and pydocs is in Python itself: "
+            "leave it out."
         )
 
 
@@ -883,7 +905,8 @@ def _only_measure(args) -> None:
     ):
         if getattr(args, flag) not in (None, False):
             raise UserError(
-                f"--simulate_gpus trains no model, so --{flag} has nothing to work on: leave one out."
+                f"--simulate_gpus trains no model, so --{flag} has nothing to work on: "
+                "leave one out."
             )
     if args.max_steps == 1:
         raise UserError(
@@ -907,8 +930,8 @@ def _follow_fsdp_config(args) -> None:
     wanted = args.fsdp.precision
     if wanted and "precision" in args.given and args.precision != wanted:
         raise UserError(
-            f"--precision {args.precision} contradicts fsdp_mixed_precision in {args.fsdp_config} ({wanted}): "
-            "change one of them."
+            f"--precision {args.precision} contradicts fsdp_mixed_precision in {args.fsdp_config} "
+            f"({wanted}): change one of them."
         )
     args.precision = wanted or args.precision
     if args.fsdp.no_shard:
@@ -1048,7 +1071,8 @@ def _adopt_strategy(args, config: dict) -> None:
         args.strategy = "offload" if stage == 2 and optimizer_on == "cpu" else f"zero{stage}"
     else:
         raise UserError(
-            f"{args.ds_config} has zero_optimization.stage {stage}: it must be 1, 2 or 3 (0 is --strategy dp)."
+            f"{args.ds_config} has zero_optimization.stage {stage}: it must be 1, "
+            "2 or 3 (0 is --strategy dp)."
         )
 
 
@@ -1068,8 +1092,8 @@ def reconcile(args, config: dict, file: str) -> dict:
         )
     if stage == 1 and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
         raise UserError(
-            f"{file}: with data_types.grad_accum_dtype stage 1 has another optimizer, which checkpoints and the "
-            "export do not know: leave it out, or take stage 2."
+            f"{file}: with data_types.grad_accum_dtype stage 1 has another optimizer, which "
+            "checkpoints and the export do not know: leave it out, or take stage 2."
         )
     optimizer_on = lookup(config, "zero_optimization.offload_optimizer.device")
     wanted = {"offload": "cpu", "infinity": "nvme"}.get(args.strategy)
@@ -1080,7 +1104,8 @@ def reconcile(args, config: dict, file: str) -> dict:
         )
     if not wanted and optimizer_on == "nvme":
         raise UserError(
-            f"{file} keeps the optimizer on nvme, but --strategy is {args.strategy}: write --strategy infinity."
+            f"{file} keeps the optimizer on nvme, but --strategy is {args.strategy}: "
+            "write --strategy infinity."
         )
 
     if "optimizer" not in config:
@@ -1107,7 +1132,8 @@ def reconcile(args, config: dict, file: str) -> dict:
             _put(config, key, wanted)  # a number that was written in quotes
         else:
             raise UserError(
-                f"--{flag} {getattr(args, flag)} contradicts {key} {value} in {file}: change one of them."
+                f"--{flag} {getattr(args, flag)} contradicts {key} {value} in {file}: "
+                "change one of them."
             )
     _reconcile_total_batch(args, config, accumulation_is_open, file)
     _reconcile_precision(args, config, file)
@@ -1147,7 +1173,8 @@ def _reconcile_total_batch(args, config: dict, accumulation_is_open: bool, file:
     if total not in (AUTO, product):
         raise UserError(
             f"{file} has train_batch_size {total}, but --batch_size {args.batch_size} × "
-            f"--gradient_accumulation_steps {args.gradient_accumulation_steps} × {world_size} ranks = {product}: change one."
+            f"--gradient_accumulation_steps {args.gradient_accumulation_steps} × {world_size} "
+            f"ranks = {product}: change one."
         )
     config["train_batch_size"] = product
 
@@ -1164,7 +1191,8 @@ def _reconcile_precision(args, config: dict, file: str) -> None:
         )
     if wished != AUTO and enabled.get(wished) is False:
         raise UserError(
-            f"--precision {wished} contradicts {wished}.enabled false in {file}: change one of them."
+            f"--precision {wished} contradicts {wished}.enabled false in {file}: "
+            "change one of them."
         )
     if said:
         args.precision = said
@@ -1181,11 +1209,13 @@ def _reconcile_scheduler(args, config: dict, file: str) -> None:
     )
     if flag:
         raise UserError(
-            f"--{flag} contradicts the scheduler {lookup(scheduler, 'type')} in {file}: leave one out."
+            f"--{flag} contradicts the scheduler {lookup(scheduler, 'type')} in {file}: "
+            "leave one out."
         )
     if AUTO in (lookup(scheduler, "params") or {}).values():
         raise UserError(
-            f'{file}: give the scheduler its numbers instead of "auto", or leave it out and use --lr_scheduler.'
+            f'{file}: give the scheduler its numbers instead of "auto", '
+            "or leave it out and use --lr_scheduler."
         )
 
 

@@ -126,7 +126,8 @@ def _layers(options, key, value, path) -> None:
 def _wrap(options, key, value, path) -> None:
     if value not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"):
         raise UserError(
-            f"{path}: {key} {json.dumps(value)} is none of TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP."
+            f"{path}: {key} {json.dumps(value)} is none of TRANSFORMER_BASED_WRAP, "
+            "SIZE_BASED_WRAP, NO_WRAP."
         )
     options.wrap_layers = value != "NO_WRAP"
     if value == "SIZE_BASED_WRAP":
@@ -152,8 +153,8 @@ def _forward_prefetch(options, key, value, path) -> None:
 
 def _state_dict(options, key, value, path) -> None:
     options.notes.append(
-        f"{key} {value}: checkpoints have this project's own format (every rank writes its part), and the "
-        "trained model is exported whole"
+        f"{key} {value}: checkpoints have this project's own format (every rank writes its part), "
+        "and the trained model is exported whole"
     )
 
 

@@ -131,7 +131,8 @@ def _apply_switches(found: dict, path: str) -> None:
         )
     if deepspeed and strategy is None and not found.get("ds_config"):
         raise UserError(
-            f"{path}: use_deepspeed needs deepspeed_config, or strategy: zero1, zero2, zero3, offload or infinity."
+            f"{path}: use_deepspeed needs deepspeed_config, or strategy: zero1, zero2, zero3, "
+            "offload or infinity."
         )
     if fsdp:
         found["strategy"] = "fsdp"

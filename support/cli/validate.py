@@ -75,7 +75,8 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
         check_data_paths(args)
         if args.prefetch and launch.world_size > 1:
             raise UserError(
-                "--prefetch fills the cache from one process: start it with python, without a launcher."
+                "--prefetch fills the cache from one process: start it with python, "
+                "without a launcher."
             )
         if (
             not args.prefetch
@@ -125,12 +126,14 @@ def check_model_path(args) -> None:
         raise UserError(f"--model {args.model}: no such folder.")
     if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise UserError(
-            f"--model {args.model}: the folder holds adapters only: train with --merge_lora to have the whole "
-            "model, or go on with their run (--resume, and --lora_r and --model as then)."
+            f"--model {args.model}: the folder holds adapters only: train with --merge_lora to "
+            "have the whole model, or go on with their run (--resume, "
+            "and --lora_r and --model as then)."
         )
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"--model {args.model}: the folder has no config.json, so it holds no Hugging Face model."
+            f"--model {args.model}: the folder has no config.json, "
+            "so it holds no Hugging Face model."
         )
     architectures.check_config(str(folder / "config.json"))
 
@@ -148,7 +151,8 @@ def check_data_paths(args) -> None:
         name and Path(name).expanduser().is_dir() for name in named.values()
     ):
         raise UserError(
-            f"--include {args.include} chooses among the files of a folder, and there is none: leave it out."
+            f"--include {args.include} chooses among the files of a folder, and there is none: "
+            "leave it out."
         )
     if args.chat_template:
         read_text("--chat_template", args.chat_template)
@@ -177,8 +181,8 @@ def check_output_dir(args) -> None:
     check_place("--output_dir", folder)
     if not (args.overwrite or args.resume is not None) and holds_a_run(folder):
         raise UserError(
-            f"--output_dir {folder} holds another run: --resume continues it, --overwrite replaces it; or name "
-            "another folder."
+            f"--output_dir {folder} holds another run: --resume continues it, --overwrite "
+            "replaces it; or name another folder."
         )
 
 
@@ -240,7 +244,8 @@ def check_export_folder(args) -> None:
             raise UserError(f"{where} would replace {name}: name another folder with --export_hf.")
     if folder.exists() and (not folder.is_dir() or os.path.ismount(folder)):
         raise UserError(
-            f"{where} is a {'file' if folder.is_file() else 'mount point'}: name a folder in it or beside it."
+            f"{where} is a {'file' if folder.is_file() else 'mount point'}: "
+            "name a folder in it or beside it."
         )
     if args.export_hf and folder.is_dir() and any(folder.iterdir()):
         described = (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
@@ -262,7 +267,8 @@ def check_logging_dir(args) -> None:
     folder = Path(args.logging_dir)
     if any(folder.glob(EVENT_FILES)):
         raise UserError(
-            f"--logging_dir {folder} holds the curves of another run: name another folder, or --overwrite."
+            f"--logging_dir {folder} holds the curves of another run: name another folder, "
+            "or --overwrite."
         )
 
 
@@ -285,7 +291,8 @@ def check_nvme_path(args) -> None:
         and not Path(args.nvme_path).is_dir()
     ):
         raise UserError(
-            f"--nvme_path {args.nvme_path}: no such folder. Create it, or name a folder on a local NVMe disk."
+            f"--nvme_path {args.nvme_path}: no such folder. Create it, "
+            "or name a folder on a local NVMe disk."
         )
 
 
@@ -337,7 +344,8 @@ def reach_hub(args, launch: Launch) -> bool:
     no_dataset = dataset is not None and not cached_repository("datasets", dataset)
     if no_model or no_dataset:
         raise UserError(
-            f"{why}, and {_ways_without_hub(args, model if no_model else None, dataset if no_dataset else None)}"
+            f"{why}, and "
+            f"{_ways_without_hub(args, model if no_model else None, dataset if no_dataset else None)}"
         )
     lacking = (
         missing_of_model(model, not args.from_scratch)
@@ -346,8 +354,8 @@ def reach_hub(args, launch: Launch) -> bool:
     )
     if lacking:
         raise UserError(
-            f"{why}, and the cache has no {' and no '.join(lacking)} of {model}. Run this where there is a network "
-            f"(a cluster's head node): {prefetch_command(args)}"
+            f"{why}, and the cache has no {' and no '.join(lacking)} of {model}. Run this where "
+            f"there is a network (a cluster's head node): {prefetch_command(args)}"
         )
     if launch.is_main and not (set_offline or args.quiet):
         print(redact(f"ℹ️  {why}: using what is in the cache."))
@@ -394,9 +402,10 @@ def _ways_without_hub(args, model: str | None, dataset: str | None) -> str:
         "--dataset pydocs"
     ] * bool(dataset)
     return (
-        f"{' and '.join(named)} {'is' if len(named) == 1 else 'are'} not in the cache. Three ways on: where there is a "
-        f"network (a cluster's head node) run `{prefetch_command(args)}`, then set HF_HUB_OFFLINE=1; pass "
-        f"{' and '.join(local)}; or use {' '.join(plain) or '--model tiny-gpt2'}, which needs no hub."
+        f"{' and '.join(named)} {'is' if len(named) == 1 else 'are'} not in the cache. Three ways "
+        f"on: where there is a network (a cluster's head node) run `{prefetch_command(args)}`, "
+        f"then set HF_HUB_OFFLINE=1; pass {' and '.join(local)}; or use "
+        f"{' '.join(plain) or '--model tiny-gpt2'}, which needs no hub."
     )
 
 
@@ -506,8 +515,9 @@ def check_visible_gpus(launch: Launch, visible: int) -> int:
         return 0  # Slurm shows each task its own GPUs (--gpus-per-task, --gpu-bind)
     if launch.local_world_size > visible:
         raise UserError(
-            f"{launch.local_world_size} ranks were started on this node, but only {visible} GPU(s) are visible: start "
-            f"{visible} (--nproc_per_node, --num_gpus), or check CUDA_VISIBLE_DEVICES."
+            f"{launch.local_world_size} ranks were started on this node, but only {visible} "
+            f"GPU(s) are visible: start {visible} (--nproc_per_node, --num_gpus), "
+            "or check CUDA_VISIBLE_DEVICES."
         )
     return launch.local_rank
 
@@ -530,7 +540,8 @@ def choose_precision(requested: str, device) -> str:
         if requested == "bf16" and not has_bf16:
             name = torch.cuda.get_device_name(device)
             raise UserError(
-                f"--precision bf16 needs an Ampere GPU or newer, and this is a {name}: use fp16, or fp32."
+                f"--precision bf16 needs an Ampere GPU or newer, and this is a {name}: use fp16, "
+                "or fp32."
             )
         return ("bf16" if has_bf16 else "fp16") if requested == "auto" else requested
     if requested == "fp16":
@@ -674,8 +685,9 @@ def check_compiler(strategy: str, device) -> None:
         compiler
     ) is None:
         raise MissingRequirement(
-            f"--strategy {strategy} compiles parts of DeepSpeed at its first use, but there is no C++ compiler "
-            f"({compiler}): apt install build-essential, or module load gcc on a cluster. dp and fsdp need none."
+            f"--strategy {strategy} compiles parts of DeepSpeed at its first use, but there is no "
+            f"C++ compiler ({compiler}): apt install build-essential, "
+            "or module load gcc on a cluster. dp and fsdp need none."
         )
 
 
@@ -696,13 +708,15 @@ def check_async_io(device) -> None:
     compiles_for_cuda = device.type == "cuda" and not torch.version.hip
     if compiles_for_cuda and CUDA_HOME is None and not installed_ops.get("async_io"):
         raise MissingRequirement(
-            "--strategy infinity on a GPU compiles with the CUDA toolkit, which was not found: install the one of torch's "
-            "CUDA version, or set CUDA_HOME (module load cuda on a cluster)."
+            "--strategy infinity on a GPU compiles with the CUDA toolkit, which was not found: "
+            "install the one of torch's CUDA version, "
+            "or set CUDA_HOME (module load cuda on a cluster)."
         )
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise MissingRequirement(
-            "--strategy infinity needs libaio, which is missing here: apt install libaio-dev (without root: conda install "
-            "libaio, then set CFLAGS and LDFLAGS to its include and lib folders)."
+            "--strategy infinity needs libaio, which is missing here: apt install libaio-dev "
+            "(without root: conda install libaio, "
+            "then set CFLAGS and LDFLAGS to its include and lib folders)."
         )
 
 
@@ -735,8 +749,8 @@ def make_nvme_folder(
         free = shutil.disk_usage(parent).free
         if free < needed:
             raise MissingRequirement(
-                f"--nvme_path {parent} has {free / 2**30:.2f} GB free, and infinity needs {needed / 2**30:.2f} GB there: free "
-                "some space, or name another folder."
+                f"--nvme_path {parent} has {free / 2**30:.2f} GB free, and infinity needs "
+                f"{needed / 2**30:.2f} GB there: free some space, or name another folder."
             )
         check_direct_io(str(temporary.path))
     except MissingRequirement:
@@ -757,6 +771,6 @@ def check_direct_io(folder: str) -> None:
         )
     except OSError as error:
         raise MissingRequirement(
-            f"--nvme_path {Path(folder).parent}: its file system cannot do direct I/O ({error.strerror}), as NFS and tmpfs "
-            "often cannot: name a folder on a local disk."
+            f"--nvme_path {Path(folder).parent}: its file system cannot do direct I/O "
+            f"({error.strerror}), as NFS and tmpfs often cannot: name a folder on a local disk."
         ) from error
