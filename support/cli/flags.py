@@ -1,6 +1,6 @@
-"""The command line, and how it and a DeepSpeed JSON file become one configuration.
+"""The command-line flags, and how they are reconciled with a DeepSpeed JSON file.
 
-Imports nothing heavy, so that --help and argument errors answer at once.
+Nothing heavy is imported here, so that --help and argument errors appear at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from support.files.user_files import parse_json, read_text, shown
 VERSION = "0.8"
 PROJECT = Path(__file__).resolve().parent.parent.parent
 EMBEDDED_MODEL = "tiny-gpt2"
-# Layers, heads, width (Radford et al. 2019, table 2; the smallest as released, with 124M
-# parameters).
+# Layers, heads, hidden size (Radford et al. 2019, table 2; the smallest model as released,
+# with 124M parameters).
 GPT2_SHAPES = {
     "gpt2": (12, 12, 768),
     "gpt2-medium": (24, 16, 1024),
@@ -30,24 +30,20 @@ GPT2_SHAPES = {
     "gpt2-xl": (48, 25, 1600),
 }
 EMBEDDED_SHAPE, EMBEDDED_VOCABULARY = (4, 4, 256), 4096
-# Elements of the logits that the loss computes at a time. Each part reads and writes the whole
-# gradient of the output layer: a GPU, whose kernels are fast only on large matrices, gets larger
-# parts.
+# Elements of the logits in one chunk of the loss. Each chunk reads and writes the whole gradient of
+# the output layer. A GPU gets larger chunks, because its kernels are fast only on large matrices.
 LOGITS_CHUNK = {"cpu": 2**24, "cuda": 2**26}
-NORM_CHUNK = 2**24  # elements of a gradient whose norm is taken at a time, in fp64
-CHECK_SECONDS = 60  # --check waits no longer for another rank
-SIMULATED_STEPS = 3  # Adam's states are there after the first; the last is measured
-NEED_EVALUATIONS = (
-    "eval_only",
-    "eval_every",
-    "early_stopping_patience",
-    "load_best_at_end",
-)  # flags
-NEWEST = True  # --resume without a path; no text, so that a path that a shell left empty is refused
-# Hugging Face's convention for "take it from the command line"; DeepSpeed itself does not know it
+NORM_CHUNK = 2**24  # elements of a gradient in one chunk of the norm, which is computed in fp64
+CHECK_SECONDS = 60  # --check: the longest wait for another rank
+SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured
+# Flags that need evaluations.
+NEED_EVALUATIONS = ("eval_only", "eval_every", "early_stopping_patience", "load_best_at_end")
+# --resume without a path. Not a string, so that `--resume "$UNSET"`, an empty path, is an error.
+NEWEST = True
+# Hugging Face's convention for "as on the command line"; DeepSpeed itself does not know it.
 AUTO = "auto"
 
-# Strategy -> DeepSpeed's configuration, or None for the strategies of plain PyTorch.
+# Strategy -> DeepSpeed configuration file, or None for a strategy of PyTorch itself.
 STRATEGIES = {
     "dp": None,
     "zero1": "ds_config_stage1.json",
@@ -58,18 +54,18 @@ STRATEGIES = {
     "fsdp": None,
 }
 # Loss scaling in fp16, the same for torch's GradScaler and DeepSpeed: an overflow skips the update
-# and halves the scale; GROWTH_INTERVAL steps without one double it.
+# and halves the scale; GROWTH_INTERVAL steps without an overflow double it.
 INITIAL_SCALE_POWER, GROWTH_INTERVAL = 16, 2000
 DEEPSPEED_LOSS_SCALING = {
     "initial_scale_power": INITIAL_SCALE_POWER,
-    # DeepSpeed does not count the first step after an overflow. (From a second doubling without an
-    # overflow in between on it doubles a step earlier than torch.)
+    # DeepSpeed does not count the first step after an overflow. (From the second doubling without
+    # an overflow in between, it doubles one step earlier than torch.)
     "loss_scale_window": GROWTH_INTERVAL - 1,
-    "hysteresis": 1,  # DeepSpeed's default of 2 keeps the scale at the first overflow
+    "hysteresis": 1,  # DeepSpeed's default of 2 does not reduce the scale at the first overflow
 }
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3}
 
-# Keys of DeepSpeed's files by the kind of their values; each name has one meaning in all sections.
+# Keys of DeepSpeed's files by the type of their values. A key has the same type in all sections.
 OBJECTS_OF_DEEPSPEED = frozenset(
     (
         "optimizer",
@@ -87,7 +83,7 @@ OBJECTS_OF_DEEPSPEED = frozenset(
         "comms_logger",
     )
 )
-DEVICES_OF_DEEPSPEED = ("none", "cpu", "nvme")  # of what is offloaded
+DEVICES_OF_DEEPSPEED = ("none", "cpu", "nvme")  # values of offload_….device
 NEVER_NULL = frozenset(("optimizer", "scheduler", "params", "bf16", "fp16", "zero_optimization"))
 SWITCHES_OF_DEEPSPEED = frozenset(
     (
@@ -153,7 +149,7 @@ NUMBERS_OF_DEEPSPEED = frozenset(
     )
 )
 
-# Flags of torchrun, deepspeed and accelerate launch, which come before the script.
+# Flags of torchrun, deepspeed and accelerate launch, which belong before the script's name.
 LAUNCHER_FLAGS = frozenset(
     (
         "nnodes",
@@ -197,7 +193,7 @@ LAUNCHER_FLAGS = frozenset(
     )
 )
 
-# Value in a DeepSpeed file -> the flag that says the same.
+# Key of a DeepSpeed file -> the flag with the same meaning.
 FLAG_OF_KEY = {
     "train_micro_batch_size_per_gpu": "batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -219,7 +215,7 @@ programs read "status" in results.json."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every flag with its default and unit."""
+    """Build the parser of all flags, with defaults, limits and help."""
     parser = Parser(
         prog="real_model_example.py",
         usage="%(prog)s [flags]",
@@ -532,9 +528,8 @@ def build_parser() -> argparse.ArgumentParser:
         default=1800,
         help="seconds until a collective gives up (default: %(default)s)",
     )
-    add(
-        "--local_rank", type=int, default=-1, help=argparse.SUPPRESS
-    )  # the deepspeed launcher passes it; RANK is used
+    # The deepspeed launcher passes it; it is ignored, and RANK is used.
+    add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     add(
         "--local-rank",
         type=int,
@@ -658,9 +653,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Deepspeed(argparse.Action):
-    """--deepspeed [FILE], as the Trainer of transformers and DeepSpeed's own argument parser have
-    it.
-    """
+    """--deepspeed [FILE], as in transformers' Trainer and DeepSpeed's own argument parser."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         namespace.use_deepspeed = True
@@ -669,7 +662,7 @@ class _Deepspeed(argparse.Action):
 
 
 def _add_other_names(parser: argparse.ArgumentParser) -> None:
-    """What other trainers call our flags; not in --help."""
+    """Add the names that other trainers use for our flags; --help does not list them."""
     flags = {action.dest: action for action in reversed(parser._actions)}
     hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for alias, dest in OTHER_NAMES.items():
@@ -682,9 +675,10 @@ def _add_other_names(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_two_spellings(argv: list[str]) -> None:
-    """
+    """Refuse a flag that is given under two of its names.
+
     Raises:
-        UserError: a flag is given by two of its names.
+        UserError: names both.
     """
     spelled: dict[str, str] = {}
     for argument, following in itertools.pairwise([*argv, "--"]):
@@ -699,13 +693,17 @@ def _refuse_two_spellings(argv: list[str]) -> None:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Read the command line and settle what it alone can settle.
+    """Parse the command line and its files, and resolve all values that they determine.
 
+    Args:
+        argv: the arguments, without the program's name.
     Returns:
-        The flags by name, plus `given` (names of the flags that were on the command line) and
-        `ds_config_dict` (DeepSpeed's configuration with its remaining "auto" values, or None).
+        The flags by name, and four more attributes: `given` (names of the flags on the command line
+        or in the run file), `ds_config_dict` (DeepSpeed's configuration, in which some values may
+        still be "auto", or None), `nvme_folder` (None) and `fsdp` (FsdpOptions).
     Raises:
-        UserError: unknown or contradicting flags, or a broken DeepSpeed file.
+        UserError: unknown or contradicting flags, or an invalid run file, DeepSpeed file or FSDP
+            file.
     """
     parser = build_parser()
     _refuse_two_spellings(argv)
@@ -726,8 +724,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
     if args.lr is None:
         random = args.from_scratch or args.model == EMBEDDED_MODEL
-        # At 1e-3 the embedded model's loss jumps now and then, and such a step shows every
-        # rounding.
+        # At 1e-3 the embedded model's loss sometimes jumps; at such a step rounding differences
+        # between strategies become visible.
         args.lr = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
     _settle_strategy(args)
     return args
@@ -743,7 +741,7 @@ def _refuse_launcher_flag(argument: str) -> None:
 
 
 def _settle_strategy(args) -> None:
-    """Let the flags, a DeepSpeed file and an FSDP file agree on the strategy and its settings."""
+    """Resolve the strategy and its settings from the flags, a DeepSpeed file and an FSDP file."""
     _follow_switches(args)
     config, args.ds_config_dict, args.nvme_folder = None, None, None
     if args.ds_config is not None:
@@ -759,7 +757,7 @@ def _settle_strategy(args) -> None:
 
 
 def _follow_switches(args) -> None:
-    """--deepspeed, --use_deepspeed and --use_fsdp say which library is to shard."""
+    """Apply --deepspeed, --use_deepspeed and --use_fsdp, which choose the library that shards."""
     given = args.strategy if "strategy" in args.given else None
     deepspeed, fsdp = args.use_deepspeed, args.use_fsdp
     del args.use_deepspeed, args.use_fsdp
@@ -783,9 +781,10 @@ def _follow_switches(args) -> None:
 
 
 def _refuse_contradictions(args) -> None:
-    """
+    """Refuse flags that exclude each other, or a flag without another one that it needs.
+
     Raises:
-        UserError: two flags that cannot both hold, or one that needs another.
+        UserError: names the flags.
     """
     if args.eval_only and not args.eval:
         raise UserError("--eval_only and --no_eval cannot both hold: leave one out.")
@@ -889,7 +888,7 @@ def _check_streaming(args) -> None:
 
 
 def _only_measure(args) -> None:
-    """A memory simulation trains nothing, so there is nothing to evaluate, save or continue."""
+    """Refuse flags that a memory simulation cannot use, and switch off evaluation and saving."""
     for flag in (
         "resume",
         "save_every",
@@ -917,8 +916,9 @@ def _only_measure(args) -> None:
 
 
 def _given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
-    """Names of the flags present in `argv`: parsed again with no defaults, only what was given
-    remains.
+    """Return the names of the flags in `argv`, and remove all defaults from `parser`.
+
+    Parsed without defaults, the result has only the flags that were given.
     """
     for action in parser._actions:
         action.default = argparse.SUPPRESS
@@ -926,14 +926,14 @@ def _given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
 
 
 def _follow_fsdp_config(args) -> None:
-    """Let the FSDP file decide what the command line leaves open."""
-    wanted = args.fsdp.precision
-    if wanted and "precision" in args.given and args.precision != wanted:
+    """Apply the FSDP file's precision and NO_SHARD; a contradicting --precision is an error."""
+    fsdp_precision = args.fsdp.precision
+    if fsdp_precision and "precision" in args.given and args.precision != fsdp_precision:
         raise UserError(
             f"--precision {args.precision} contradicts fsdp_mixed_precision in {args.fsdp_config} "
-            f"({wanted}): change one of them."
+            f"({fsdp_precision}): change one of them."
         )
-    args.precision = wanted or args.precision
+    args.precision = fsdp_precision or args.precision
     if args.fsdp.no_shard:
         args.fsdp.notes.append(
             "NO_SHARD: a whole model on each rank is --strategy dp, which this run takes"
@@ -942,7 +942,7 @@ def _follow_fsdp_config(args) -> None:
 
 
 def ignored_flags(args: argparse.Namespace) -> list[str]:
-    """One line for each given flag that the chosen strategy has no use for."""
+    """Return one line for each given flag that the chosen strategy ignores, and FSDP's notes."""
     lines = []
     if "ds_config" in args.given and args.ds_config_dict is None:
         lines.append(
@@ -959,11 +959,13 @@ def ignored_flags(args: argparse.Namespace) -> list[str]:
 
 
 def read_ds_config(path: str) -> dict:
-    """Read a DeepSpeed configuration: JSON, or JSON with comments and trailing commas (hjson), as
-    DeepSpeed does.
+    """Read a DeepSpeed configuration.
+
+    As in DeepSpeed, the file is JSON, or JSON with comments and trailing commas (hjson).
 
     Raises:
-        UserError: the file is missing, or broken (with line and column).
+        UserError: the file cannot be read, is not valid JSON (with line and column) or no object,
+            or a value has the wrong type.
     """
     text = read_text("--ds_config", path)
     try:
@@ -977,8 +979,8 @@ def read_ds_config(path: str) -> dict:
             raise UserError(
                 f"{path}, line {error.lineno}, column {error.colno}: {error.msg}."
             ) from error
-        # hjson reads an unquoted value to the end of its line, so a forgotten comma gives a string
-        # like `4 "fp16": {`.
+        # hjson reads an unquoted value to the end of its line. A missing comma thus gives a string
+        # such as `4 "fp16": {`.
         if _swallowed_a_line(config):
             raise UserError(
                 f"{path}, line {strict.lineno}, column {strict.colno}: {strict.msg}."
@@ -990,38 +992,42 @@ def read_ds_config(path: str) -> dict:
 
 
 def _check_types(section: dict, file: str, prefix: str = "") -> None:
-    """Refuse what DeepSpeed would take for something else, or leave out: pydantic reads "yes" as
-    true.
+    """Refuse values that DeepSpeed would convert silently or ignore: pydantic reads "yes" as true.
 
+    Args:
+        section: the configuration, or an object in it.
+        file: name of the file, for messages.
+        prefix: keys of the enclosing objects, each with a dot.
     Raises:
-        UserError: names the key.
+        UserError: names the first key whose value has the wrong type.
     """
     for key, value in section.items():
-        what = f"{file}: {prefix}{key}"
+        location = f"{file}: {prefix}{key}"
         optional = value is None and key not in NEVER_NULL
         if key in OBJECTS_OF_DEEPSPEED and not isinstance(value, dict) and not optional:
             raise UserError(
-                f"{what} must be an object, {{ … }}, and is {shown(json.dumps(value))}."
+                f"{location} must be an object, {{ … }}, and is {shown(json.dumps(value))}."
             )
         if value is None or value == AUTO:
             continue
         if key in SWITCHES_OF_DEEPSPEED and not isinstance(value, bool):
             raise UserError(
-                f"{what} must be true or false, without quotes, and is {shown(json.dumps(value))}."
+                f"{location} must be true or false, without quotes, "
+                f"and is {shown(json.dumps(value))}."
             )
         if key in NUMBERS_OF_DEEPSPEED and (
             isinstance(value, bool) or not isinstance(value, int | float)
         ):
             raise UserError(
-                f"{what} must be a number, without quotes, and is {shown(json.dumps(value))}."
+                f"{location} must be a number, without quotes, and is {shown(json.dumps(value))}."
             )
         if (key == "stage" and isinstance(value, float)) or (
             key == "device" and value not in DEVICES_OF_DEEPSPEED
         ):
-            wanted = (
+            expected = (
                 "a whole number" if key == "stage" else f"one of {', '.join(DEVICES_OF_DEEPSPEED)}"
             )
-            raise UserError(f"{what} must be {wanted}, and is {shown(json.dumps(value))}.")
+            raise UserError(f"{location} must be {expected}, and is {shown(json.dumps(value))}.")
         if isinstance(value, dict):
             _check_types(value, file, f"{prefix}{key}.")
 
@@ -1035,7 +1041,7 @@ def _swallowed_a_line(value) -> bool:
 
 
 def lookup(config: dict, key: str):
-    """The value at a dotted key ("optimizer.params.lr"), or None."""
+    """Return the value at a dotted key ("optimizer.params.lr"), or None."""
     for name in key.split("."):
         if not isinstance(config, dict) or name not in config:
             return None
@@ -1044,7 +1050,7 @@ def lookup(config: dict, key: str):
 
 
 def uses_nvme(config: dict) -> bool:
-    """Whether a DeepSpeed configuration keeps optimizer states or parameters on NVMe."""
+    """Return whether a DeepSpeed configuration offloads optimizer states or parameters to NVMe."""
     zero = config["zero_optimization"]
     return "nvme" in (
         lookup(zero, "offload_optimizer.device"),
@@ -1060,7 +1066,7 @@ def _put(config: dict, key: str, value) -> None:
 
 
 def _adopt_strategy(args, config: dict) -> None:
-    """Without --strategy, a DeepSpeed file decides it."""
+    """Without --strategy, derive the strategy from the DeepSpeed file."""
     if "strategy" in args.given:
         return
     stage = lookup(config, "zero_optimization.stage")
@@ -1077,12 +1083,22 @@ def _adopt_strategy(args, config: dict) -> None:
 
 
 def reconcile(args, config: dict, file: str) -> dict:
-    """Make the DeepSpeed file and the command line agree, before anything is loaded.
+    """Reconcile a DeepSpeed file with the flags, before torch or a model is loaded.
 
-    A value in the file that contradicts a given flag is an error; where the flag was left at its
-    default, the file wins and `args` follows; "auto" and missing values come from the flags. What
-    depends on the model or the device (precision, bucket sizes) stays "auto" until
+    A value in the file that contradicts a given flag is an error. If the flag was not given, the
+    file's value is used and copied to `args`. Values that are "auto" or missing come from the
+    flags. Values that depend on the model or the device (precision, bucket sizes) stay "auto" until
     `complete_ds_config`.
+
+    Args:
+        args: the parsed flags; changed in place.
+        config: the file's content; changed in place.
+        file: its name, for messages.
+    Returns:
+        `config`.
+    Raises:
+        UserError: the file contradicts --strategy or another given flag, or has a value that is not
+            supported.
     """
     stage = lookup(config, "zero_optimization.stage")
     if stage != STAGES[args.strategy]:
@@ -1096,13 +1112,13 @@ def reconcile(args, config: dict, file: str) -> dict:
             "checkpoints and the export do not know: leave it out, or take stage 2."
         )
     optimizer_on = lookup(config, "zero_optimization.offload_optimizer.device")
-    wanted = {"offload": "cpu", "infinity": "nvme"}.get(args.strategy)
-    if wanted and optimizer_on != wanted:
+    required = {"offload": "cpu", "infinity": "nvme"}.get(args.strategy)
+    if required and optimizer_on != required:
         raise UserError(
             f"{file} has zero_optimization.offload_optimizer.device {optimizer_on}, but --strategy "
-            f"{args.strategy} keeps the optimizer on {wanted}: change one of them."
+            f"{args.strategy} keeps the optimizer on {required}: change one of them."
         )
-    if not wanted and optimizer_on == "nvme":
+    if not required and optimizer_on == "nvme":
         raise UserError(
             f"{file} keeps the optimizer on nvme, but --strategy is {args.strategy}: "
             "write --strategy infinity."
@@ -1113,9 +1129,9 @@ def reconcile(args, config: dict, file: str) -> dict:
         config["optimizer"] = {"type": "AdamW", "params": params}
         if not optimizer_on or optimizer_on == "none":
             params.update(torch_adam=True, fused=True)
-    for name, usual in (("betas", [0.9, 0.999]), ("eps", 1e-8)):  # there are no flags for them
+    for name, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):  # have no flags
         if lookup(config, f"optimizer.params.{name}") == AUTO:
-            _put(config, f"optimizer.params.{name}", usual)
+            _put(config, f"optimizer.params.{name}", default)
     accumulation_is_open = "gradient_accumulation_steps" not in args.given and config.get(
         "gradient_accumulation_steps"
     ) in (None, AUTO)
@@ -1127,9 +1143,9 @@ def reconcile(args, config: dict, file: str) -> dict:
             continue
         if value in (None, AUTO):
             _put(config, key, getattr(args, flag))
-        elif (wanted := _as_flag(flag, key, value, file)) == getattr(args, flag) or not given:
-            setattr(args, flag, wanted)
-            _put(config, key, wanted)  # a number that was written in quotes
+        elif (required := _as_flag(flag, key, value, file)) == getattr(args, flag) or not given:
+            setattr(args, flag, required)
+            _put(config, key, required)  # converted: the file may have a number in quotes
         else:
             raise UserError(
                 f"--{flag} {getattr(args, flag)} contradicts {key} {value} in {file}: "
@@ -1142,7 +1158,7 @@ def reconcile(args, config: dict, file: str) -> dict:
 
 
 def _as_flag(flag: str, key: str, value, file: str):
-    """The file's value as the flag would have it, checked as on the command line."""
+    """Convert and check a value of the file as the flag's value would be on the command line."""
     action = next(action for action in build_parser()._actions if action.dest == flag)
     try:
         return action.type(str(value)) if action.type else str(value)
@@ -1151,21 +1167,24 @@ def _as_flag(flag: str, key: str, value, file: str):
 
 
 def global_batch(args, world_size: int) -> int:
-    """Blocks in an optimizer step, over all ranks."""
+    """Return the sequences in one optimizer step, over all ranks."""
     return args.batch_size * args.gradient_accumulation_steps * world_size
 
 
 def _reconcile_total_batch(args, config: dict, accumulation_is_open: bool, file: str) -> None:
     world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
-    wanted, at_once = config.get("train_batch_size"), args.batch_size * world_size
+    file_total, micro_batch_total = config.get("train_batch_size"), args.batch_size * world_size
     if (
         accumulation_is_open
-        and isinstance(wanted, int)
-        and wanted >= at_once
-        and wanted % at_once == 0
+        and isinstance(file_total, int)
+        and file_total >= micro_batch_total
+        and file_total % micro_batch_total == 0
     ):
         steps = _as_flag(
-            "gradient_accumulation_steps", f"train_batch_size / {at_once}", wanted // at_once, file
+            "gradient_accumulation_steps",
+            f"train_batch_size / {micro_batch_total}",
+            file_total // micro_batch_total,
+            file,
         )
         args.gradient_accumulation_steps = config["gradient_accumulation_steps"] = steps
     product = global_batch(args, world_size)
@@ -1183,20 +1202,21 @@ def _reconcile_precision(args, config: dict, file: str) -> None:
     enabled = {name: lookup(config, f"{name}.enabled") for name in ("bf16", "fp16")}
     if enabled["bf16"] is True and enabled["fp16"] is True:
         raise UserError(f"{file} enables both bf16 and fp16: keep one.")
-    wished = args.precision if "precision" in args.given else AUTO
-    said = next((name for name, value in enabled.items() if value is True), None)
-    if said and wished not in (AUTO, said):
+    requested = args.precision if "precision" in args.given else AUTO
+    enabled_name = next((name for name, value in enabled.items() if value is True), None)
+    if enabled_name and requested not in (AUTO, enabled_name):
         raise UserError(
-            f"--precision {wished} contradicts {said}.enabled true in {file}: change one of them."
-        )
-    if wished != AUTO and enabled.get(wished) is False:
-        raise UserError(
-            f"--precision {wished} contradicts {wished}.enabled false in {file}: "
+            f"--precision {requested} contradicts {enabled_name}.enabled true in {file}: "
             "change one of them."
         )
-    if said:
-        args.precision = said
-    elif wished == AUTO and enabled["bf16"] is False:
+    if requested != AUTO and enabled.get(requested) is False:
+        raise UserError(
+            f"--precision {requested} contradicts {requested}.enabled false in {file}: "
+            "change one of them."
+        )
+    if enabled_name:
+        args.precision = enabled_name
+    elif requested == AUTO and enabled["bf16"] is False:
         args.precision = "fp32"
 
 
@@ -1220,24 +1240,30 @@ def _reconcile_scheduler(args, config: dict, file: str) -> None:
 
 
 def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[str, int]:
-    """Elements of DeepSpeed's buckets for a model, by their keys under zero_optimization.
+    """Choose the sizes of DeepSpeed's buckets for a model.
 
     DeepSpeed's default buckets hold 5e8 elements, more than the whole of GPT-2 medium. Ours hold
     one transformer block, about 12 · hidden² parameters (4 · hidden² in attention, 8 · hidden² in
-    the MLP), so that communication overlaps with the computation of the next block and a bucket
-    costs little beside the model.
+    the MLP), so that communication overlaps with the computation of the next transformer block and
+    a bucket is small compared with the model.
+
+    Args:
+        hidden_size: hidden size of the model.
+        parameters: number of parameters of the model.
+        tied_on_nvme: parameters are offloaded to NVMe, and two layers share one.
+    Returns:
+        Numbers of elements, by their keys under zero_optimization.
     """
     block = min(max(12 * hidden_size**2, 1_000_000), max(parameters, 1))
     return {
         "reduce_bucket_size": block,
         "allgather_bucket_size": block,
-        # DeepSpeed 0.19 reads ahead from NVMe without noticing that a weight used twice is already
-        # on its way, and stops with "already assigned swap buffer": without read-ahead it cannot.
+        # DeepSpeed 0.19 prefetches a tied weight from NVMe a second time while it is being read,
+        # and stops with "already assigned swap buffer"; without prefetching it does not.
         "stage3_prefetch_bucket_size": 0 if tied_on_nvme else block,
-        # Norms and biases stay whole on every rank: gathering them would cost more time than they
-        # cost memory.
+        # Norms and biases are not sharded: they are small, and an all-gather of each costs time.
         "stage3_param_persistence_threshold": 10 * hidden_size,
-        # A gathered parameter that is not needed again within one block is released at once.
+        # An all-gathered parameter is freed at once if the next transformer block does not need it.
         "stage3_max_live_parameters": 2 * block,
         "stage3_max_reuse_distance": block,
         "sub_group_size": max(4 * block, 10_000_000),
@@ -1255,21 +1281,21 @@ def complete_ds_config(
     world_size: int,
     nvme_folder: str | None,
 ) -> dict:
-    """Fill in what depends on the device and the model.
+    """Fill in the values that depend on the device and the model.
 
     Args:
         config: the reconciled configuration; changed in place.
         precision: "fp32", "bf16" or "fp16".
-        hidden_size: width of the model.
-        parameters: how many the model has.
-        largest_parameter: elements of its largest tensor (the embedding, as a rule).
+        hidden_size: hidden size of the model.
+        parameters: number of parameters of the model.
+        largest_parameter: number of elements of the largest one (usually the embedding).
         tied: the output layer shares the input embedding's weights.
-        world_size: ranks; each keeps 1 / world_size of a parameter.
+        world_size: number of ranks; each keeps 1 / world_size of a parameter.
         nvme_folder: this job's own folder, for infinity.
     Returns:
-        The configuration, without any "auto" left.
+        `config`, without any "auto".
     Raises:
-        UserError: an "auto" where none can be filled in.
+        UserError: a value is "auto", and there is no rule for it.
     """
     for name in ("bf16", "fp16"):
         if precision == name or name in config:
@@ -1284,26 +1310,26 @@ def complete_ds_config(
         if zero.get(key) == AUTO:
             zero[key] = value
     if zero.get("overlap_comm") == AUTO:
-        # One rank has nothing to overlap. Stages 1 and 2 would still wait for the whole device
-        # after each backward, and keep a second bucket.
+        # A single rank has no communication to overlap. Stages 1 and 2 would still synchronise the
+        # device after each backward, and allocate a second bucket.
         zero["overlap_comm"] = world_size > 1
     for part in ("offload_optimizer", "offload_param"):
         if lookup(zero, f"{part}.device") == "nvme":
             zero[part]["nvme_path"] = nvme_folder
     if lookup(zero, "offload_param.buffer_size") == AUTO:
-        # Each rank's part of any parameter must fit one, with its padding.
+        # A buffer must hold a rank's shard of any parameter, with its padding.
         zero["offload_param"]["buffer_size"] = -(-largest_parameter // world_size) + 4096
     if lookup(config, "aio.block_size") == AUTO:
-        # Reads and writes of a rank's part of the largest tensor fill the queue; 1 MiB where parts
-        # are large.
-        part, queue = 2 * largest_parameter // world_size, lookup(config, "aio.queue_depth") or 8
+        # Reading or writing a rank's part of the largest parameter (2 bytes an element) fills the
+        # queue once. A block has at least 128 KiB and at most 1 MiB.
+        part, depth = 2 * largest_parameter // world_size, lookup(config, "aio.queue_depth") or 8
         config["aio"]["block_size"] = min(
-            2**20, max(2**17, 2 ** ((part // queue).bit_length() - 1))
+            2**20, max(2**17, 2 ** ((part // depth).bit_length() - 1))
         )
-    left = _find_auto(config)
-    if left:
+    auto_key = _find_auto(config)
+    if auto_key:
         raise UserError(
-            f'DeepSpeed configuration: "auto" cannot be filled in for {left}: give a value.'
+            f'DeepSpeed configuration: "auto" cannot be filled in for {auto_key}: give a value.'
         )
     return config
 
@@ -1312,6 +1338,6 @@ def _find_auto(config: dict, prefix: str = "") -> str | None:
     for key, value in config.items():
         if value == AUTO:
             return prefix + key
-        if isinstance(value, dict) and (found := _find_auto(value, f"{prefix}{key}.")):
-            return found
+        if isinstance(value, dict) and (nested_key := _find_auto(value, f"{prefix}{key}.")):
+            return nested_key
     return None
