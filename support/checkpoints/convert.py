@@ -1,11 +1,13 @@
-"""Checkpoints in and out of other formats, one tensor at a time.
+"""Convert checkpoints from and to other formats, one tensor at a time.
 
     hf                    the weights, for `AutoModelForCausalLM.from_pretrained`
     torch                 model.pt and optimizer.pt, for `torch.load(..., weights_only=True)`
-    deepspeed-universal   DeepSpeed's universal checkpoint, which its JSON's `"checkpoint": {"load_universal": true}` reads
-    checkpoint            ours, made from a DeepSpeed universal checkpoint, for --resume
+    deepspeed-universal   a DeepSpeed universal checkpoint, which DeepSpeed loads if its JSON
+                          configuration has `"checkpoint": {"load_universal": true}`
+    checkpoint            a checkpoint of this project, made from a DeepSpeed universal checkpoint,
+                          for --resume
 
-What is read is data only: safetensors, JSON, and torch's files with `weights_only=True`.
+Only data is read: safetensors, JSON, and PyTorch's files with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -33,12 +35,18 @@ from support.strategies.optimizer_shards import MOMENTS
 
 
 class OwnCheckpoint:
-    """One of this project's checkpoints as whole tensors.
+    """A checkpoint of this project, read as full (unsharded) tensors.
 
+    Args:
+        folder: the checkpoint's folder, a run's folder, or a run's folder of checkpoints; of the
+            last two the newest checkpoint is used.
     Attributes:
-        manifest: see `checkpoint.save`.
-        shapes: of all parameters.
-        adam_step: updates that Adam has made; without any there are no moments.
+        folder: the checkpoint's folder.
+        manifest: the checkpoint's manifest, see `checkpoint.save`.
+        shapes: {parameter name: shape}.
+        adam_step: number of updates that Adam has made; 0 if there are no moments.
+    Raises:
+        UserError: the folder is no checkpoint, or a file in it is damaged.
     """
 
     def __init__(self, folder: Path):
@@ -48,15 +56,19 @@ class OwnCheckpoint:
         self._reader = checkpoint.Reader(self.folder, self.manifest)
 
     def read(self, name: str, kind: str) -> torch.Tensor:
-        """A parameter's "weight", "exp_avg" or "exp_avg_sq", whole, in fp32."""
+        """Read the full "weight", "exp_avg" or "exp_avg_sq" of a parameter, in fp32.
+
+        Raises:
+            TrainingError: a file cannot be read.
+        """
         flat = torch.empty(math.prod(self.shapes[name]))
         self._reader.read_into(flat, name, kind, 0)
-        self._reader.close()  # what was read stays mapped into memory until the file is closed
+        self._reader.close()  # the pages that were read stay mapped until the file is closed
         return flat.view(self.shapes[name])
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What can be read of a parameter; without the moments before the first update."""
+        """The kinds of tensor to read: "weight", and after the first update also the moments."""
         return (
             "weight",
             *(MOMENTS if any(piece["moments"] for piece in self.manifest["pieces"]) else ()),
@@ -64,13 +76,16 @@ class OwnCheckpoint:
 
 
 class UniversalCheckpoint:
-    """A DeepSpeed universal checkpoint, as `ds_to_universal.py` writes it; attributes as
-    OwnCheckpoint's.
+    """A DeepSpeed universal checkpoint, as `ds_to_universal.py` writes it.
+
+    `read` works as in OwnCheckpoint, but raises UserError for a missing or damaged file.
 
     Args:
-        folder: the one with `zero/` in it, or the one above with `latest_universal`.
+        folder: the folder that contains `zero/`, or its parent with `latest_universal`.
+    Attributes:
+        folder, shapes, adam_step, kinds: as in OwnCheckpoint.
     Raises:
-        UserError: it is no such folder.
+        UserError: the folder is no universal checkpoint, or a file in it is damaged.
     """
 
     FILES: ClassVar = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
@@ -85,10 +100,10 @@ class UniversalCheckpoint:
         )
         if not names:
             raise UserError(
-                f"{folder} is no DeepSpeed universal checkpoint: there is no zero/*/fp32.pt. ds_to_universal.py of "
-                "DeepSpeed makes one of its other checkpoints."
+                f"{folder} is no DeepSpeed universal checkpoint: there is no zero/*/fp32.pt. "
+                "ds_to_universal.py of DeepSpeed makes one of its other checkpoints."
             )
-        # A tied weight may be there a second time, under its other name and without moments.
+        # A tied weight may be stored twice, the second time under its other name without moments.
         trained = [name for name in names if (folder / "zero" / name / "exp_avg.pt").is_file()]
         self.shapes = {name: tuple(self._load(name, "weight").shape) for name in trained or names}
         self.adam_step = self._step(trained[0]) if trained else 0
@@ -104,16 +119,16 @@ class UniversalCheckpoint:
 
     def _load(self, name: str, kind: str) -> torch.Tensor:
         path = self.folder / "zero" / name / self.FILES[kind]
-        found = load_tensors(path)
-        found = found.get("param") if isinstance(found, dict) else found
-        if not isinstance(found, torch.Tensor):
+        tensor = load_tensors(path)
+        tensor = tensor.get("param") if isinstance(tensor, dict) else tensor
+        if not isinstance(tensor, torch.Tensor):
             raise UserError(
                 f"{path} holds no tensor, so this is no DeepSpeed universal checkpoint."
             )
-        return found
+        return tensor
 
     def _step(self, name: str) -> int:
-        """Stages 1 and 2 keep it next to each parameter, stage 3 with the optimizer."""
+        """Read Adam's step: stages 1 and 2 store it per parameter, stage 3 with the optimizer."""
         path = self.folder / "zero" / name / "step.pt"
         try:
             if path.is_file():
@@ -128,9 +143,7 @@ class UniversalCheckpoint:
 
 
 class Ignored:
-    """Stands for the objects that DeepSpeed puts beside its tensors; neither its code nor theirs is
-    run.
-    """
+    """Placeholder for the Python objects in DeepSpeed's files, so that none of their code runs."""
 
     def __init__(self, *_):
         pass
@@ -143,40 +156,52 @@ IGNORED_OBJECTS = [
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "builtins.getattr",
-]  # how some versions of Python write a member of an enum
+    "builtins.getattr",  # some versions of Python pickle an enum member as a getattr call
+]
 
 
 def load_tensors(path: Path):
-    """`torch.load` of data: nothing in the file is executed.
+    """Load a file of PyTorch with `weights_only=True`, so that nothing in it is executed.
+
+    Tensors are mapped from the file and read on use.
 
     Raises:
-        UserError: the file is broken, or holds more than data.
+        UserError: the file is missing or damaged, or contains Python objects other than
+            IGNORED_OBJECTS.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing, or no regular file.")
     try:
         with torch.serialization.safe_globals([(Ignored, name) for name in IGNORED_OBJECTS]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged file may be anything to the several readers in torch
-        objects = "weights_only" in str(error)
-        said = shown((str(error).splitlines() or [type(error).__name__])[0], 200)
-        why = "it holds Python objects, and no code from a file is run here" if objects else said
+    except Exception as error:  # torch's readers raise many types for a damaged file
+        has_objects = "weights_only" in str(error)
+        reason = shown((str(error).splitlines() or [type(error).__name__])[0], 200)
+        why = (
+            "it holds Python objects, and no code from a file is run here"
+            if has_objects
+            else reason
+        )
         raise UserError(f"{path} cannot be read: {why}.") from error
 
 
-# ---------------------------------------------------------------------------------------------- out
+# ---------------------------------------------------------------------------------------- exporting
 
 
 def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) -> Path:
-    """Write `source` as `to` into the new folder `target`.
+    """Convert a checkpoint to another format, in a new folder.
 
     Args:
-        dtype, file_bytes: of the weights and of one file of theirs; for "hf".
+        source: an OwnCheckpoint; for "checkpoint" a UniversalCheckpoint.
+        to: "hf", "torch", "deepspeed-universal" or "checkpoint".
+        target: the new folder.
+        dtype: of the weights, for "hf".
+        file_bytes: largest size of one weight file, such as "5GB", for "hf".
     Returns:
-        The new folder: `target`, or a numbered name if another process has taken that meanwhile.
+        The new folder: `target`, or a numbered name if another process created `target` meanwhile.
     Raises:
-        UserError: the target is there already, or the source lacks what is needed.
+        UserError: the target exists, or the source cannot be converted to this format.
+        TrainingError: a file of the source cannot be read.
         OSError: the disk is full, or not writable.
     """
     if os.path.lexists(target):
@@ -200,22 +225,22 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
         temporary.remove()
 
 
-# What a checkpoint's model/ folder has besides weights: configuration, tokenizer, chat templates.
-# Nothing that is executed.
+# Files in a checkpoint's model/ folder other than weights: configuration, tokenizer and chat
+# templates. None of them is executed.
 DESCRIPTION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe", ".vocab")
-CODE_KEYS = (
-    "auto_map",
-    "auto_mapping",
-    "custom_pipelines",
-)  # make from_pretrained fetch or import code
+# Keys of a configuration that make from_pretrained download or import code.
+CODE_KEYS = ("auto_map", "auto_mapping", "custom_pipelines")
 
 
 def copy_description(source: OwnCheckpoint, folder: Path) -> list[str]:
-    """Copy what describes the model: files that the manifest lists, of kinds that hold data,
-    without references to code.
+    """Copy the configuration and the tokenizer of a checkpoint, without references to code.
+
+    Only files that the manifest lists and whose suffix is one of data are copied.
 
     Returns:
-        Listed files that were left out.
+        The names of listed files in model/ that were not copied.
+    Raises:
+        OSError: a file cannot be read or written.
     """
     left_out = []
     for name in source.manifest["files"]:
@@ -234,27 +259,37 @@ def copy_description(source: OwnCheckpoint, folder: Path) -> list[str]:
 
 def _without_code(content: bytes) -> bytes:
     try:
-        found = json.loads(content)
+        config = json.loads(content)
     except (ValueError, RecursionError):
         return content
-    if not isinstance(found, dict) or not found.keys() & set(CODE_KEYS):
+    if not isinstance(config, dict) or not config.keys() & set(CODE_KEYS):
         return content
     return (
         json.dumps(
-            {key: value for key, value in found.items() if key not in CODE_KEYS}, indent=2
+            {key: value for key, value in config.items() if key not in CODE_KEYS}, indent=2
         ).encode()
         + b"\n"
     )
 
 
 def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes: str) -> None:
-    """A folder for `from_pretrained`; of a checkpoint of adapters, peft's."""
+    """Write a folder for `from_pretrained`; for LoRA adapters, a folder for peft.
+
+    Args:
+        source: the checkpoint.
+        folder: the new folder.
+        dtype: of the weights.
+        file_bytes: largest size of one weight file, such as "5GB".
+    Raises:
+        UserError: the checkpoint has no configuration, two of its tensors would get the same name,
+            or `file_bytes` is no size.
+    """
     listed = source.manifest["files"]
     adapters = "model/adapter_config.json" in listed
     if not adapters and "model/config.json" not in listed:
         raise UserError(
-            f"{source.folder} has no model/ folder with the configuration and the tokenizer (it was imported): "
-            "resume it and save once, then convert that."
+            f"{source.folder} has no model/ folder with the configuration and the tokenizer "
+            "(it was imported): resume it and save once, then convert that."
         )
     for name in copy_description(source, folder):
         print(
@@ -297,7 +332,8 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
 
 
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:
-    """
+    """Write the weights' dtype into a config.json.
+
     Raises:
         UserError: the configuration is no JSON object.
     """
@@ -312,35 +348,45 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
 
 
 def write_torch(source, folder: Path) -> None:
-    """model.pt: {name: weight}; optimizer.pt: {"step": updates, "exp_avg": {name: tensor},
-    "exp_avg_sq": {name: tensor}}.
+    """Write the weights to model.pt and, after the first update, Adam's states to optimizer.pt.
+
+    model.pt contains {name: weight}. optimizer.pt contains {"step": number of updates, "exp_avg":
+    {name: tensor}, "exp_avg_sq": {name: tensor}}. All tensors are in fp32.
+
+    Raises:
+        UserError: this version of torch is too old.
     """
-    wanted = {"model.pt": {name: (name, "weight") for name in source.shapes}}
+    contents_of_files = {"model.pt": {name: (name, "weight") for name in source.shapes}}
     if len(source.kinds) > 1:
         moments = {kind: {name: (name, kind) for name in source.shapes} for kind in MOMENTS}
-        wanted["optimizer.pt"] = {"step": source.adam_step, **moments}
-    for file, contents in wanted.items():
+        contents_of_files["optimizer.pt"] = {"step": source.adam_step, **moments}
+    for file, contents in contents_of_files.items():
         save_tensors(folder / file, contents, source)
 
 
 def save_tensors(path: Path, contents: dict, source) -> None:
-    """`torch.save` of nested dicts with (name, kind) in place of tensors, which are read from
-    `source` one at a time.
+    """Write a file for `torch.load` with only one tensor in memory at a time.
 
-    torch first writes the file with the tensors' bytes left out; then they are put into their
-    places.
+    torch first writes the file without the tensors' bytes. Then each tensor is read from `source`
+    and written at its offset in the file.
 
+    Args:
+        path: the file to write.
+        contents: nested dicts with (parameter name, kind) in place of each tensor.
+        source: the checkpoint to read the tensors from.
     Raises:
-        UserError: this torch does not tell the places.
+        UserError: torch is older than 2.7, which does not report the offsets.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
         raise UserError(f"--to torch needs torch 2.7 or newer; this is {torch.__version__}.")
 
+    # Returns the dicts with an empty tensor in place of each (name, kind).
     def replaced(found):
         if isinstance(found, dict):
             return {key: replaced(value) for key, value in found.items()}
         return torch.empty(source.shapes[found[0]]) if isinstance(found, tuple) else found
 
+    # Writes the tensors that `wanted` names at the offsets of their counterparts in `there`.
     def fill(there, wanted, file) -> None:
         for key, value in wanted.items():
             if isinstance(value, dict):
@@ -359,32 +405,36 @@ def save_tensors(path: Path, contents: dict, source) -> None:
 
 
 def write_universal(source: OwnCheckpoint, folder: Path) -> None:
-    """What DeepSpeed's stages 1, 2 and 3 look for: a folder for each parameter, and a few small
-    files around them.
+    """Write a universal checkpoint that DeepSpeed's stages 1, 2 and 3 load.
+
+    It has a folder for each parameter, and a few small files for the engine and the optimizer.
+
+    Raises:
+        UserError: the checkpoint was imported and never trained, so it has no parameter groups.
     """
     counters, groups = source.manifest["counters"], source.manifest["groups"]
     if not groups:
         raise UserError(
-            f"{source.folder} was imported and never trained on: resume it and save once, then convert that."
+            f"{source.folder} was imported and never trained on: resume it and save once, "
+            "then convert that."
         )
     inner = folder / f"global_step{counters['step']}_universal"
     step = torch.tensor(float(source.adam_step))
     for name in source.shapes:
-        place = (
-            inner / "zero" / name
-        )  # the manifest's check has refused names that leave the folder
-        place.mkdir(parents=True)
+        # format.validate has refused names that would leave the folder.
+        parameter_folder = inner / "zero" / name
+        parameter_folder.mkdir(parents=True)
         for kind, file in UniversalCheckpoint.FILES.items():
             tensor = (
                 source.read(name, kind)
                 if kind in source.kinds
                 else torch.zeros(source.shapes[name])
             )
-            torch.save({"param": tensor}, place / file)
-        torch.save(step, place / "step.pt")
+            torch.save({"param": tensor}, parameter_folder / file)
+        torch.save(step, parameter_folder / "step.pt")
     deepspeed = {"ds_version": _version_of_deepspeed()}
-    # Stage 3 gives every group the values of the first, so what differs between them stays with the
-    # engine's own.
+    # Stage 3 copies the values of the first group to all groups. weight_decay differs between the
+    # groups, so it is left out, and the engine keeps its own.
     common = {key: value for key, value in groups[0].items() if key != "weight_decay"}
     optimizer = {"state": {0: {"step": step}}, "param_groups": [common]}
     torch.save(
@@ -402,9 +452,9 @@ def write_universal(source: OwnCheckpoint, folder: Path) -> None:
         "global_samples": counters["samples"],
     }
     for name in (
-        "mp_rank_00_model_states.pt",
-        "zero_pp_rank_0_mp_rank_00_model_states.pt",
-    ):  # stages 1 and 2, stage 3
+        "mp_rank_00_model_states.pt",  # of stages 1 and 2
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",  # of stage 3
+    ):
         torch.save(state, inner / name)
     write_text(folder / "latest_universal", inner.name)
 
@@ -413,15 +463,20 @@ def _version_of_deepspeed() -> str:
     try:
         return version("deepspeed")
     except PackageNotFoundError:
-        return "0.19.8"  # with which this layout was tried
+        return "0.19.8"  # the version that this layout was tested with
 
 
-# ----------------------------------------------------------------------------------------------- in
+# ---------------------------------------------------------------------------------------- importing
 
 
 def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
-    """A checkpoint of ours with another program's weights and moments: a starting point, so its
-    counters are at 0.
+    """Write a checkpoint of this project with the weights and moments of a universal checkpoint.
+
+    It is the start of a new run, so its counters are 0.
+
+    Raises:
+        UserError: a file of the source is missing or damaged.
+        ValueError: the names or shapes of the source do not make a valid manifest.
     """
     pieces, files, tensors = [], {}, {}
 
@@ -468,17 +523,20 @@ def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
 
 
 def inspect(source: OwnCheckpoint) -> str:
-    """What a checkpoint holds, for the terminal; opening it has checked every file."""
+    """Describe a checkpoint in lines for the terminal; opening it has verified every file."""
     manifest = source.manifest
-    counters, told = manifest["counters"], manifest["identity"]["told"]
+    counters, informational = manifest["counters"], manifest["identity"]["told"]
     numbers = {name: math.prod(shape) for name, shape in source.shapes.items()}
-    size = sum(facts["bytes"] for facts in manifest["files"].values())
+    size = sum(entry["bytes"] for entry in manifest["files"].values())
     width = max(map(len, numbers), default=0)
     lines = [
         str(source.folder),
-        f"  step {counters['step']:,}, {counters['samples']:,} samples seen, loss {counters['last_loss']}",
-        f"  written under {told.get('strategy', '?')} on {told.get('ranks', '?')} ranks, {told.get('precision', '?')}",
-        f"  {sum(numbers.values()):,} parameters; of each {', '.join(source.kinds)} in fp32; Adam's step {source.adam_step}",
+        f"  step {counters['step']:,}, {counters['samples']:,} samples seen, "
+        f"loss {counters['last_loss']}",
+        f"  written under {informational.get('strategy', '?')} on "
+        f"{informational.get('ranks', '?')} ranks, {informational.get('precision', '?')}",
+        f"  {sum(numbers.values()):,} parameters; of each {', '.join(source.kinds)} in fp32; "
+        f"Adam's step {source.adam_step}",
         f"  {len(manifest['files'])} files, {size:,} bytes, every SHA-256 as the manifest says",
         "",
         *(

@@ -1,9 +1,10 @@
-"""manifest.json of a checkpoint: reading it, and what must hold before anything in it is used.
+"""Read and validate the manifest.json of a checkpoint, and verify the files that it lists.
 
-A checkpoint may come from anywhere: a folder that others write to, a download, a disk with errors.
-Its digests show that the files are the ones that the manifest lists; they do not show that its
-author can be trusted. So every number has a range here, every name stays inside its folder, and
-every tensor lies in a file that is listed with its digest.
+A checkpoint is untrusted input: it may come from a folder that others write to, from a download or
+from a faulty disk. The digests show that the files are those that the manifest lists, but not that
+the author of the manifest can be trusted. Therefore every number is checked against a range, every
+name must stay inside the checkpoint's folder, and every tensor must be in a file that is listed
+with its digest.
 """
 
 from __future__ import annotations
@@ -31,20 +32,26 @@ NEW_RUN = {
     "best": None,
 }
 STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which also matches digits of other scripts
-MOST_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
-MOST_COUNTED = 2**53  # of samples, tokens, bytes, elements: what JSON's numbers hold exactly
-LARGEST_BYTES = 256 << 20  # of manifest.json; a million pieces take about half of it
+MOST_STEPS = 10**8 - 1  # the name of a checkpoint has eight digits
+# Largest count of sequences, tokens, bytes or elements: integers up to 2^53 are exact in JSON.
+MOST_COUNTED = 2**53
+LARGEST_BYTES = 256 << 20  # size limit of manifest.json; a million pieces take about half of it
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 ELEMENT_BYTES = 4  # all tensors of a checkpoint are fp32
 DAMAGED = "its manifest.json is damaged"
 
 
 def read_manifest(checkpoint: Path) -> tuple[dict, str]:
-    """(manifest, what is wrong with it or ""), with defaults for keys that older versions lack."""
+    """Read and validate a checkpoint's manifest.
+
+    Returns:
+        (manifest, ""), with defaults for keys that older versions did not write; or ({}, problem)
+        with a clause that says why the manifest cannot be used.
+    """
     try:
         manifest = read_json(checkpoint / "manifest.json", LARGEST_BYTES)
-        written = manifest.pop("sha256", "") if isinstance(manifest, dict) else ""
-        if written != digest_of_json(manifest):
+        recorded_digest = manifest.pop("sha256", "") if isinstance(manifest, dict) else ""
+        if recorded_digest != digest_of_json(manifest):
             return {}, DAMAGED
         version = manifest.get("format_version")
         if version != FORMAT_VERSION:
@@ -61,10 +68,10 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
 
 
 def with_defaults(manifest: dict) -> dict:
-    """A manifest with the keys that older versions did not write.
+    """Returns the manifest with defaults for the keys that older versions did not write.
 
     Raises:
-        TypeError: a part is no object.
+        TypeError: `counters` or `identity` is not a JSON object.
     """
     return {
         "scaling": {},
@@ -89,15 +96,17 @@ def with_defaults(manifest: dict) -> dict:
 def validate(manifest: dict) -> None:
     """Check the content of a manifest, without reading the files that it lists.
 
+    Args:
+        manifest: as `with_defaults` returns it.
     Raises:
-        ValueError: names the first part that cannot be right.
+        ValueError: an entry is missing or invalid; the message names the first one.
     """
     _check_counters(manifest["counters"])
     _need(_count(manifest.get("adam_step"), 10**12), "adam_step")
-    for part, facts in manifest["identity"].items():
+    for part, entries in manifest["identity"].items():
         _need(
-            isinstance(facts, dict)
-            and all(isinstance(v, str | int | float | None) for v in facts.values()),
+            isinstance(entries, dict)
+            and all(isinstance(v, str | int | float | None) for v in entries.values()),
             f"identity.{part}",
         )
     scaling = manifest["scaling"]
@@ -117,11 +126,11 @@ def _need(holds: bool, part: str) -> None:
 
 
 def _count(value, most: int = MOST_COUNTED) -> bool:
-    return type(value) is int and 0 <= value <= most  # not isinstance: True is an int, too
+    return type(value) is int and 0 <= value <= most  # not isinstance: a bool is also an int
 
 
 def _number(value) -> bool:
-    if type(value) is int:  # which math.isfinite cannot take beyond the range of a float
+    if type(value) is int:  # math.isfinite raises OverflowError for ints beyond a float's range
         return abs(value) <= MOST_COUNTED
     return type(value) is float and math.isfinite(value)
 
@@ -162,10 +171,10 @@ def _check_groups(groups) -> None:
 
 def _check_files(files) -> None:
     _need(isinstance(files, dict), "files")
-    for name, facts in files.items():
+    for name, entry in files.items():
         _need(is_inner_path(name), f"files: the name {shown(name)}")
-        _need(isinstance(facts, dict) and _count(facts.get("bytes")), f"files.{name}.bytes")
-        _need(isinstance(facts.get("sha256"), str), f"files.{name}.sha256")
+        _need(isinstance(entry, dict) and _count(entry.get("bytes")), f"files.{name}.bytes")
+        _need(isinstance(entry.get("sha256"), str), f"files.{name}.sha256")
 
 
 def _check_shapes(shapes) -> None:
@@ -179,8 +188,7 @@ def _check_shapes(shapes) -> None:
 
 
 def _check_pieces(manifest: dict) -> None:
-    """Every piece lies in a listed file, and the pieces of a parameter are all of it, each element
-    once."""
+    """Check that pieces are in listed files and cover each element of each parameter once."""
     _need(isinstance(manifest.get("pieces"), list), "pieces")
     by_name: dict[str, list] = {name: [] for name in manifest["shapes"]}
     bytes_in = dict.fromkeys(manifest["files"], 0)
@@ -209,8 +217,11 @@ def _check_pieces(manifest: dict) -> None:
 
 
 def is_inner_path(name: str) -> bool:
-    """Whether a name from a file, joined to a folder's path, stays inside that folder: no "..", not
-    absolute, printable."""
+    """Returns whether an untrusted relative path stays inside the folder that it is joined to.
+
+    It must be printable, at most 1,000 characters long, and relative, without "..", "." or empty
+    parts and without backslashes.
+    """
     parts = name.split("/")
     return (
         0 < len(name) <= 1000
@@ -224,26 +235,31 @@ def is_inner_path(name: str) -> bool:
 
 
 def what_is_broken(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> str:
-    """What is wrong with the files that a valid manifest lists, "" if nothing: size, digest, and
-    that the pieces are in them.
+    """Verify the size, the digest and the tensors of the files that a valid manifest lists.
 
     Args:
-        part, parts: look only at every `parts`-th file, from number `part` on: the ranks share the
-            work.
+        checkpoint: the checkpoint's folder.
+        manifest: as `read_manifest` returned it.
+        part, parts: verify only every `parts`-th file, from number `part` on, so that the ranks can
+            share the work.
+    Returns:
+        A clause about the first damaged file, or "".
     """
-    wanted: dict[str, dict[str, int]] = {name: {} for name in list(manifest["files"])[part::parts]}
+    expected: dict[str, dict[str, int]] = {
+        name: {} for name in list(manifest["files"])[part::parts]
+    }
     for piece in manifest["pieces"]:
-        if piece["file"] in wanted:
+        if piece["file"] in expected:
             keys = (
                 f"{piece['name']}@{piece['start']}/{kind}"
                 for kind in KINDS[: len(KINDS) if piece["moments"] else 1]
             )
-            wanted[piece["file"]] |= dict.fromkeys(keys, piece["numel"])
-    found = (
+            expected[piece["file"]] |= dict.fromkeys(keys, piece["numel"])
+    problems = (
         _broken(checkpoint, name, manifest["files"][name], pieces)
-        for name, pieces in wanted.items()
+        for name, pieces in expected.items()
     )
-    return next((why for why in found if why), "")
+    return next((problem for problem in problems if problem), "")
 
 
 def _broken(checkpoint: Path, name: str, facts: dict, pieces: dict[str, int]) -> str:
@@ -262,10 +278,11 @@ def _broken(checkpoint: Path, name: str, facts: dict, pieces: dict[str, int]) ->
 
 
 def open_listed(checkpoint: Path, name: str):
-    """Open a file of a checkpoint that its manifest lists.
+    """Open a file that a checkpoint's manifest lists, for reading in binary mode.
 
     Raises:
-        OSError: it, or a folder on the way to it, is a symbolic link or of another kind.
+        OSError: the file cannot be opened or is no regular file, or one of its parent folders
+            inside the checkpoint is no folder. Symbolic links are refused.
     """
     for parent in list(Path(name).parents)[:-1]:
         if not stat.S_ISDIR(os.lstat(checkpoint / parent).st_mode):
@@ -275,9 +292,9 @@ def open_listed(checkpoint: Path, name: str):
 
 def _wrong_tensors(path: Path, pieces: dict[str, int]) -> str:
     with safe_open(path, framework="pt") as file:
-        there = set(file.keys())
+        stored_keys = set(file.keys())
         for key, numel in pieces.items():
-            if key not in there:
+            if key not in stored_keys:
                 return f"{path.name} lacks {shown(key)}"
             tensor = file.get_slice(key)
             if tensor.get_shape() != [numel] or tensor.get_dtype() != "F32":
