@@ -79,8 +79,8 @@ class Done:
             return f"no end after {self.seconds:.0f} s"
         if self.code != code:
             return f"exit code {self.code} instead of {code}: {self.reason()}"
-        found = self.results.get("status")
-        return "" if found == status else f"status {found} instead of {status}"
+        actual_status = self.results.get("status")
+        return "" if actual_status == status else f"status {actual_status} instead of {status}"
 
     def reason(self) -> str:
         """The line of the log that says most about a failure."""
@@ -94,15 +94,18 @@ def losses_unlike(found: dict[int, float], expected: dict[int, float], tolerance
     """What differs between two loss curves; "" for nothing. The steps must be the same."""
     if not expected or found.keys() != expected.keys():
         return f"losses of the steps {list(found)} instead of {list(expected)}"
-    off, step = largest_difference(found, expected)
-    text = f"loss off by {off:.1e} at step {step}, tolerance {tolerance:g}"
-    return text if off > tolerance else ""
+    difference, step = largest_difference(found, expected)
+    text = f"loss off by {difference:.1e} at step {step}, tolerance {tolerance:g}"
+    return text if difference > tolerance else ""
 
 
 def largest_difference(found: dict[int, float], expected: dict[int, float]) -> tuple[float, int]:
     """(relative difference, step) where two curves differ most; infinite for a loss of NaN."""
     differences = [(abs(found[step] - loss) / abs(loss), step) for step, loss in expected.items()]
-    return max((math.inf if math.isnan(off) else off, step) for off, step in differences)
+    return max(
+        (math.inf if math.isnan(difference) else difference, step)
+        for difference, step in differences
+    )
 
 
 def end_family(process: subprocess.Popen) -> None:
@@ -111,16 +114,16 @@ def end_family(process: subprocess.Popen) -> None:
     A signal to its process group is not enough: torchrun's workers have sessions of their own. They
     are collected first, because nothing says whose they were when the launcher has ended.
     """
-    family = [psutil.Process(process.pid)]
-    family += family[0].children(recursive=True)
-    for member in family:
+    processes = [psutil.Process(process.pid)]
+    processes += processes[0].children(recursive=True)
+    for member in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.terminate()
-    _, left = psutil.wait_procs(family, timeout=GRACE_SECONDS)
-    for member in left:
+    _, alive = psutil.wait_procs(processes, timeout=GRACE_SECONDS)
+    for member in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
-    psutil.wait_procs(left, timeout=GRACE_SECONDS)
+    psutil.wait_procs(alive, timeout=GRACE_SECONDS)
     process.poll()
 
 
@@ -147,9 +150,9 @@ print(json.dumps([torch.__version__, torch.version.cuda, nccl, about]))
 
 def describe_machine() -> Machine:
     """Ask torch, in a process of its own, and nvidia-smi."""
-    ask = [sys.executable, "-c", ABOUT_TORCH]
-    out = subprocess.run(ask, stdout=subprocess.PIPE, text=True, check=True).stdout
-    torch_version, cuda, nccl, gpus = json.loads(out.splitlines()[-1])
+    command = [sys.executable, "-c", ABOUT_TORCH]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    torch_version, cuda, nccl, gpus = json.loads(output.splitlines()[-1])
     driver = "none"
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -247,7 +250,9 @@ class Bench:
         folder = self.out / "runs" / name
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-        words = [word for f in flags for word in (f.split() if isinstance(f, str) else [f])]
+        words = [
+            word for flag in flags for word in (flag.split() if isinstance(flag, str) else [flag])
+        ]
         command = [*(program or [sys.executable, SCRIPT]), *words, "--output_dir", folder]
         return self.run(name, command, **how)
 

@@ -113,11 +113,11 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for strategy in STRATEGIES:
-        found = measure(strategy, args, more)
-        share = found["save"] / (found["save"] + args.every * found["step"])
-        peaks = " / ".join(f"{found[key] / 2**20:,.0f}" for key in ("plain", "resumed", "exported"))
-        numbers = f"{found['save']:.1f} | {found['bytes'] / 2**30:.2f} | {found['step']:.1f} | {100 * share:.1f} %"
-        print(f"| {strategy} | {numbers} | {found['export']:.1f} | {peaks} |", flush=True)
+        costs = measure(strategy, args, more)
+        share = costs["save"] / (costs["save"] + args.every * costs["step"])
+        peaks = " / ".join(f"{costs[key] / 2**20:,.0f}" for key in ("plain", "resumed", "exported"))
+        numbers = f"{costs['save']:.1f} | {costs['bytes'] / 2**30:.2f} | {costs['step']:.1f} | {100 * share:.1f} %"
+        print(f"| {strategy} | {numbers} | {costs['export']:.1f} | {peaks} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "convert_checkpoin
 
 def watch(*args) -> tuple[float, int, int]:
     """Run the converter; returns seconds and the highest anonymous and resident bytes seen."""
-    begun, anonymous, resident = time.monotonic(), 0, 0
+    started, anonymous, resident = time.monotonic(), 0, 0
     process = psutil.Popen([sys.executable, SCRIPT, *map(str, args)], stdout=subprocess.DEVNULL)
     while process.poll() is None:
         try:
@@ -36,7 +36,7 @@ def watch(*args) -> tuple[float, int, int]:
         time.sleep(0.01)
     if process.wait():
         sys.exit("❌ the converter failed")
-    return time.monotonic() - begun, anonymous, resident
+    return time.monotonic() - started, anonymous, resident
 
 
 def main() -> None:

@@ -100,8 +100,8 @@ def summary_of(run: Done, expected: dict[int, float]) -> str:
     """For a line that passes: time and the largest difference of a loss."""
     if not expected or run.losses.keys() != expected.keys():
         return f"{run.seconds:.0f} s"
-    off, _ = largest_difference(run.losses, expected)
-    return f"{run.seconds:.0f} s, losses off by at most {off:.1e}"
+    difference, _ = largest_difference(run.losses, expected)
+    return f"{run.seconds:.0f} s, losses off by at most {difference:.1e}"
 
 
 # ------------------------------------------------------------------------------------ 2: precisions
@@ -125,8 +125,8 @@ def check_precisions(bench: Bench) -> None:
         for name, flags in runs:
             folder = f"{precision}-{name}".replace(" ", "-")
             run = bench.train(folder, f"{work} --precision {precision}", *flags)
-            far = losses_unlike(run.losses, reference.losses, LOW_PRECISION_TOLERANCE)
-            problem = run.problem() or far
+            difference = losses_unlike(run.losses, reference.losses, LOW_PRECISION_TOLERANCE)
+            problem = run.problem() or difference
             bench.report(f"{precision} {name}", problem, summary_of(run, reference.losses))
 
 
@@ -237,13 +237,17 @@ def check_synchronizing_calls(bench: Bench) -> None:
         flags = [*gpt2_at_1024(bench), f"{NO_FILES} --strategy {strategy} --max_steps 20"]
         run = bench.train(f"sync-{strategy}", *flags, program=watch)
         problem = run.problem() or ("" if file.exists() else "nothing was recorded")
-        found = json.loads(file.read_text()) if file.exists() else {"steps": 1, "calls": []}
-        for call in found["calls"]:
-            often = call["count"] / found["steps"]
-            table.append(f"| {strategy} | {often:g} | {call['call']} | {call['project']} |")
+        record = json.loads(file.read_text()) if file.exists() else {"steps": 1, "calls": []}
+        for call in record["calls"]:
+            calls_per_step = call["count"] / record["steps"]
+            table.append(
+                f"| {strategy} | {calls_per_step:g} | {call['call']} | {call['project']} |"
+            )
         bench.tables["Calls that wait for the GPU"] = table
-        often = sum(call["count"] for call in found["calls"]) / found["steps"]
-        bench.report(f"synchronizing calls {strategy}", problem, f"{often:g} a step, listed below")
+        calls_per_step = sum(call["count"] for call in record["calls"]) / record["steps"]
+        bench.report(
+            f"synchronizing calls {strategy}", problem, f"{calls_per_step:g} a step, listed below"
+        )
 
 
 # ---------------------------------------------------------------------------------------- 4: memory
@@ -280,13 +284,13 @@ def simulate(bench: Bench, work: list, strategy: str, ranks: int, title: str) ->
     memory = run.results["memory"]
     predicted = memory["predicted_bytes"]["peak"] / GB
     peak = max(phase["peak"] for phase in memory["step_bytes_by_rank"][0].values()) / GB
-    off, tolerance = predicted / peak - 1, PEAK_TOLERANCE.get(strategy, 0.1)
+    relative_error, tolerance = predicted / peak - 1, PEAK_TOLERANCE.get(strategy, 0.1)
     heading = f"Memory in GB on 1 of {ranks} simulated GPUs: {title}, bf16"
     table = bench.tables.setdefault(heading, list(MEMORY_HEAD))
-    cells = [strategy, f"{predicted:.3f}", f"{peak:.3f}", f"{off:+.1%}", *around(memory)]
+    cells = [strategy, f"{predicted:.3f}", f"{peak:.3f}", f"{relative_error:+.1%}", *around(memory)]
     table.append(f"| {' | '.join(cells)} |")
-    text = f"predicted {predicted:.3f} GB, measured {peak:.3f}, {off:+.1%} (limit {tolerance:.0%})"
-    bench.report(name, text if abs(off) > tolerance else "", text)
+    text = f"predicted {predicted:.3f} GB, measured {peak:.3f}, {relative_error:+.1%} (limit {tolerance:.0%})"
+    bench.report(name, text if abs(relative_error) > tolerance else "", text)
     return peak
 
 
@@ -314,12 +318,14 @@ def check_speed(bench: Bench) -> None:
         return
     model = architectures.find_architecture("gpt2")
     for batch in (4, 32):
-        need = planner.predict(planner.Work(model, 1, batch, 1024), "dp").total
-        if need > bench.machine.gpu_memory:
-            bench.skip(f"speed, batch {batch}", f"planned {need / GB:.0f} GB, more than there is")
+        needed_bytes = planner.predict(planner.Work(model, 1, batch, 1024), "dp").total
+        if needed_bytes > bench.machine.gpu_memory:
+            bench.skip(
+                f"speed, batch {batch}", f"planned {needed_bytes / GB:.0f} GB, more than there is"
+            )
             continue
-        for how in ("eager", "compiled"):
-            compare_speed(bench, batch, how)
+        for mode in ("eager", "compiled"):
+            compare_speed(bench, batch, mode)
 
 
 def compare_speed(bench: Bench, batch: int, how: str) -> None:
@@ -336,8 +342,8 @@ def compare_speed(bench: Bench, batch: int, how: str) -> None:
     command = [sys.executable, PROJECT / "benchmarks" / "hf_trainer.py", file]
     command += f"--batch_size {batch}{compile_it}".split()
     trainer = bench.run(f"trainer-{batch}-{how}", command, env=one_gpu)
-    found = json.loads(file.read_text()) if file.exists() else {}
-    theirs = found.get("tokens_per_second") or 0
+    trainer_result = json.loads(file.read_text()) if file.exists() else {}
+    theirs = trainer_result.get("tokens_per_second") or 0
     ratio = f", this project {ours / theirs:.2f} of that" if theirs else ""
     problem = "" if theirs else f"no result: {trainer.reason()}"
     bench.report(f"speed of the Trainer, {name}", problem, f"{theirs:,.0f} tokens/s{ratio}")
@@ -346,7 +352,7 @@ def compare_speed(bench: Bench, batch: int, how: str) -> None:
     step = 1000 * ((run.results.get("step_seconds") or {}).get("median") or 0)
     cells = [f"{ours:,.0f}", percent(mfu), f"{step:.1f}", f"{peak_of(run):.1f}", f"{theirs:,.0f}"]
     cells += [percent(mfu * theirs / ours if mfu and ours else None)]
-    cells += [f"{(found.get('peak_bytes') or 0) / GB:.1f}"]
+    cells += [f"{(trainer_result.get('peak_bytes') or 0) / GB:.1f}"]
     head = ["| batch | | tokens/s | MFU | step, ms | peak GB | Trainer: tokens/s | MFU | peak GB |"]
     head += ["|---|---|---|---|---|---|---|---|---|"]
     table = bench.tables.setdefault("GPT-2 124M, 1,024 tokens, bf16, dp on one GPU", head)

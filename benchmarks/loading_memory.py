@@ -37,14 +37,14 @@ def memory_of(pid: int) -> tuple[int, int]:
 
 def ranks_of(launcher: subprocess.Popen) -> dict[int, int]:
     """Rank -> pid of the script's processes below the launcher."""
-    found = {}
+    pids = {}
     for child in psutil.Process(launcher.pid).children(recursive=True):
         try:
             if str(SCRIPT) in child.cmdline() and "RANK" in (env := child.environ()):
-                found[int(env["RANK"])] = child.pid
+                pids[int(env["RANK"])] = child.pid
         except psutil.Error:
             continue
-    return found
+    return pids
 
 
 def watch(
@@ -54,17 +54,17 @@ def watch(
     first.
     """
     started.wait()
-    before = {rank: (pid, memory_of(pid)) for rank, pid in ranks_of(launcher).items()}
-    peaks = dict.fromkeys(before, (0, 0))
+    initial = {rank: (pid, memory_of(pid)) for rank, pid in ranks_of(launcher).items()}
+    peaks = dict.fromkeys(initial, (0, 0))
     while not loaded.is_set() and launcher.poll() is None:
-        for rank, (pid, base) in before.items():
+        for rank, (pid, base) in initial.items():
             try:
-                now = memory_of(pid)
+                current = memory_of(pid)
             except (OSError, KeyError):
                 continue
             peaks[rank] = tuple(
                 max(peak, value - start)
-                for peak, value, start in zip(peaks[rank], now, base, strict=True)
+                for peak, value, start in zip(peaks[rank], current, base, strict=True)
             )
         time.sleep(0.005)
     return peaks

@@ -163,41 +163,41 @@ def _damage(attempt: Attempt) -> str | None:
     """What keeps a completed run from being compared, if its files were changed by hand or by a
     disk: try to compare it.
     """
-    results, alone = attempt.results, Row(attempt.strategy, "completed", "", [attempt])
+    results, row = attempt.results, Row(attempt.strategy, "completed", "", [attempt])
     try:
-        _measure(alone)
+        _measure(row)
         numbers = [lookup(results, key) for key in NUMBERS_OF_RESULTS]
         machine = results["hardware"]
-        optional = [
-            alone.planned_bytes,
-            alone.volume,
-            alone.step_peak_bytes,
-            alone.sent_bytes,
+        optional_numbers = [
+            row.planned_bytes,
+            row.volume,
+            row.step_peak_bytes,
+            row.sent_bytes,
             machine["gpu_memory_bytes"],
             results.get("simulated_world_size"),
         ]
-        numbers += [number for number in optional if number is not None]
+        numbers += [number for number in optional_numbers if number is not None]
         numbers += [machine["gpu_memory_bytes"]] if machine["gpu"] is not None else []
         numbers += [
-            alone.memory_bytes,
-            alone.host_bytes,
-            alone.nvme_bytes,
-            *alone.planned.values(),
-            *alone.categories.values(),
-            *alone.host_categories.values(),
+            row.memory_bytes,
+            row.host_bytes,
+            row.nvme_bytes,
+            *row.planned.values(),
+            *row.categories.values(),
+            *row.host_categories.values(),
         ]
         texts = [lookup(results, key) for key in TEXTS_OF_RESULTS] + [machine["gpu"] or ""]
         texts += [version or "" for version in results["versions"].values()]
         if not results.get("simulated_world_size"):
-            _compare(alone, alone, TOLERANCES[results["precision"]], 1)
-            if alone.volume is not None:
-                _explain_row(alone, results["parameters"], results["gradient_accumulation_steps"])
-            phases = alone.phases_seconds
+            _compare(row, row, TOLERANCES[results["precision"]], 1)
+            if row.volume is not None:
+                _explain_row(row, results["parameters"], results["gradient_accumulation_steps"])
+            phases = row.phases_seconds
             numbers += [
                 *attempt.losses,
                 *attempt.lrs,
-                alone.samples_per_second,
-                alone.tokens_per_second_per_gpu,
+                row.samples_per_second,
+                row.tokens_per_second_per_gpu,
             ]
             numbers += [results["train_loss_first"], results["train_loss_last"]]
             numbers += [phases["data"], phases["forward"], phases["backward"], phases["update"]]
@@ -227,17 +227,21 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
         return "timeout", f"not finished after {number} s"
     if outcome == "interrupted":
         return "interrupted", "stopped by the user"
-    said = results.get("status")
-    if said == "completed" and outcome in ("exit", "") and number in ("0", ""):
+    written_status = results.get("status")
+    if written_status == "completed" and outcome in ("exit", "") and number in ("0", ""):
         simulated = results.get("simulated_world_size")
-        needed = NEEDED if simulated else (*NEEDED, *NEEDED_OF_TRAINING)
-        if lacking := [key for key in needed if lookup(results, key) is None]:
+        required_keys = NEEDED if simulated else (*NEEDED, *NEEDED_OF_TRAINING)
+        if missing_keys := [key for key in required_keys if lookup(results, key) is None]:
             return (
                 "failed",
-                f"results.json lacks {', '.join(lacking)}: was it made by --eval_only, or by an older version?",
+                f"results.json lacks {', '.join(missing_keys)}: was it made by --eval_only, or by an older version?",
             )
-        whole = simulated or steps == results.get("steps")
-        return ("completed", "") if whole else ("failed", "metrics.jsonl does not hold every step")
+        has_every_step = simulated or steps == results.get("steps")
+        return (
+            ("completed", "")
+            if has_every_step
+            else ("failed", "metrics.jsonl does not hold every step")
+        )
     if KILLED.search(_read_text(folder / "log.txt")):
         return (
             "oom",
@@ -248,7 +252,7 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
         or last_error(folder / "log.txt")
         or f"ended with exit code {number or 'unknown'}"
     )
-    if said == "oom":
+    if written_status == "oom":
         return "oom", reason
     return ("skipped" if results.get("error_kind") == "missing_requirement" else "failed"), reason
 
@@ -269,10 +273,10 @@ def _read_text(path: Path) -> str:
 
 def _read_json(path: Path) -> dict:
     try:
-        found = json.loads(_read_text(path))
+        value = json.loads(_read_text(path))
     except (ValueError, RecursionError):  # not JSON; thousands of digits; nested too deeply
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _read_json_lines(path: Path) -> list[dict]:
@@ -437,14 +441,26 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
             have run yet.
         tolerance: instead of TOLERANCES'.
     """
-    planned = _read_text(folder / "planned.txt").split()
-    found = {path.name for path in folder.iterdir() if path.name in STRATEGIES and path.is_dir()}
-    rows = [_gather(folder / name, name) for name in STRATEGIES if name in found or name in planned]
-    done = [row for row in rows if row.completed]
-    reference = next((row for row in done if row.strategy == "dp"), done[0] if done else None)
-    cap = _read_text(folder / "step_cap.txt").strip()
+    planned_names = _read_text(folder / "planned.txt").split()
+    existing = {path.name for path in folder.iterdir() if path.name in STRATEGIES and path.is_dir()}
+    rows = [
+        _gather(folder / name, name)
+        for name in STRATEGIES
+        if name in existing or name in planned_names
+    ]
+    completed_rows = [row for row in rows if row.completed]
+    reference = next(
+        (row for row in completed_rows if row.strategy == "dp"),
+        completed_rows[0] if completed_rows else None,
+    )
+    cap_text = _read_text(folder / "step_cap.txt").strip()
     comparison = Comparison(
-        folder.resolve().name, rows, reference, {}, tolerance, int(cap) if cap.isdecimal() else None
+        folder.resolve().name,
+        rows,
+        reference,
+        {},
+        tolerance,
+        int(cap_text) if cap_text.isdecimal() else None,
     )
     if reference is None:
         return comparison
@@ -463,10 +479,10 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
 
 
 def _gather(folder: Path, strategy: str) -> Row:
-    numbers = (
+    repeats = (
         [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
     )
-    attempts = [read_attempt(path) for path in sorted(numbers, key=lambda path: int(path.name))]
+    attempts = [read_attempt(path) for path in sorted(repeats, key=lambda path: int(path.name))]
     row = Row(strategy, "not run", "", attempts)
     _settle_status(row)
     return row
@@ -486,11 +502,11 @@ def _set_other_work_apart(row: Row, work: dict) -> None:
     numbers out.
     """
     for attempt in row.completed:
-        for key, wanted in work.items():
-            if (value := lookup(attempt.results, key)) != wanted:
+        for key, expected in work.items():
+            if (value := lookup(attempt.results, key)) != expected:
                 attempt.status, attempt.reason = (
                     "other_work",
-                    f"{key} is {value}, the reference's is {wanted}",
+                    f"{key} is {value}, the reference's is {expected}",
                 )
     _settle_status(row)
 
@@ -500,7 +516,7 @@ def _measure(row: Row) -> None:
     results = [attempt.results for attempt in row.completed]
     if not results:
         return
-    memory = [found["memory"] for found in results]
+    memory = [entry["memory"] for entry in results]
     kinds = ("parameters", "gradients", "optimizer", "buffers", "other")
 
     by_rank = [
@@ -517,15 +533,15 @@ def _measure(row: Row) -> None:
     }
     on_gpu = results[0]["device"] == "cuda"
     if on_gpu:
-        row.memory_bytes = median(max(found["peak_bytes"]) for found in memory)
+        row.memory_bytes = median(max(entry["peak_bytes"]) for entry in memory)
     else:
         row.memory_bytes = sum(row.categories[kind] for kind in STATES)
     _add_plan_and_step(row, memory[0], on_gpu)
-    row.host_bytes = median(max(found["host_peak_bytes"]) for found in memory)
-    row.nvme_bytes = median(found["nvme_bytes"] for found in memory)
+    row.host_bytes = median(max(entry["host_peak_bytes"]) for entry in memory)
+    row.nvme_bytes = median(entry["nvme_bytes"] for entry in memory)
     if results[0].get("simulated_world_size"):
         return
-    row.final_loss = median(found["train_loss_last"] for found in results)
+    row.final_loss = median(entry["train_loss_last"] for entry in results)
     _measure_speed(row)
     _measure_traffic(row, results)
 
@@ -549,11 +565,13 @@ def _add_plan_and_step(row: Row, memory: dict, on_gpu: bool) -> None:
 
 def _measure_speed(row: Row) -> None:
     results = [attempt.results for attempt in row.completed]
-    speeds = [found["samples_per_second"] for found in results]
+    speeds = [result["samples_per_second"] for result in results]
     row.samples_per_second = median(speeds)
-    row.tokens_per_second_per_gpu = median(found["tokens_per_second_per_gpu"] for found in results)
+    row.tokens_per_second_per_gpu = median(
+        result["tokens_per_second_per_gpu"] for result in results
+    )
     row.phases_seconds = {
-        phase: median(found["step_phases_seconds"][phase] for found in results)
+        phase: median(result["step_phases_seconds"][phase] for result in results)
         for phase in results[0]["step_phases_seconds"]
     }
     if (
@@ -566,13 +584,15 @@ def _measure_speed(row: Row) -> None:
 
 
 def _measure_traffic(row: Row, results: list[dict]) -> None:
-    counted = [found for found in results if found.get("communication_bytes_per_step") is not None]
-    if not counted:
+    measured = [
+        result for result in results if result.get("communication_bytes_per_step") is not None
+    ]
+    if not measured:
         return
-    row.sent_bytes = median(found["communication_bytes_per_step"] for found in counted)
-    row.collectives = counted[0]["communication_per_step"]
-    if counted[0]["world_size"] > 1:
-        row.volume = sum(volumes(row.collectives, counted[0]["parameters"]).values())
+    row.sent_bytes = median(result["communication_bytes_per_step"] for result in measured)
+    row.collectives = measured[0]["communication_per_step"]
+    if measured[0]["world_size"] > 1:
+        row.volume = sum(volumes(row.collectives, measured[0]["parameters"]).values())
 
 
 def volumes(collectives: dict, parameters: int) -> dict[str, float]:
@@ -585,12 +605,12 @@ def volumes(collectives: dict, parameters: int) -> dict[str, float]:
     Returns:
         {"all_gather": …, "all_reduce": …, …}
     """
-    found: dict[str, float] = {}
-    for name, counted in collectives.items():
+    totals: dict[str, float] = {}
+    for name, entry in collectives.items():
         kind, dtype = name.split(" ")
-        elements = counted["message_bytes"] / ITEM_BYTES.get(dtype, 1) / parameters
-        found[kind] = found.get(kind, 0) + elements * (2 if kind == "all_reduce" else 1)
-    return found
+        elements = entry["message_bytes"] / ITEM_BYTES.get(dtype, 1) / parameters
+        totals[kind] = totals.get(kind, 0) + elements * (2 if kind == "all_reduce" else 1)
+    return totals
 
 
 def _compare(row: Row, reference: Row, tolerance: float, lasting: int) -> None:
@@ -628,10 +648,10 @@ def differences(attempt: Attempt, reference: Attempt, lasting: int) -> list[floa
             as many first ones.
     """
     pairs = zip(attempt.losses, reference.losses, strict=True)
-    each = [abs(loss - wanted) / max(abs(wanted), 1e-12) for loss, wanted in pairs]
+    per_step = [abs(loss - expected) / max(abs(expected), 1e-12) for loss, expected in pairs]
     return [
-        median(each[max(0, step - lasting) : max(step, lasting)])
-        for step in range(1, len(each) + 1)
+        median(per_step[max(0, step - lasting) : max(step, lasting)])
+        for step in range(1, len(per_step) + 1)
     ]
 
 
@@ -642,15 +662,15 @@ def verdict(comparison: Comparison) -> list[str]:
     """What the numbers say, a sentence or two each."""
     if comparison.reference is None:
         return ["❌ No strategy completed, so there is nothing to compare."]
-    right = [row for row in comparison.rows if row.completed and row.departs_at is None]
+    matching_rows = [row for row in comparison.rows if row.completed and row.departs_at is None]
     if comparison.simulated:
         return [*_say_simulated(comparison), *_say_incomplete(comparison)]
     return [
         *_say_same_model(comparison),
         *_say_control(comparison),
-        _say_fastest(comparison, right),
-        _say_smallest(comparison, right),
-        *_say_limits(comparison, right),
+        _say_fastest(comparison, matching_rows),
+        _say_smallest(comparison, matching_rows),
+        *_say_limits(comparison, matching_rows),
         *_say_incomplete(comparison),
     ]
 
@@ -662,13 +682,13 @@ def _say_simulated(comparison: Comparison) -> list[str]:
         f"A memory simulation: one process allocated what rank 0 of {ranks} would, without the others. Nothing was "
         "trained, so there are no losses and no speeds. The table is in MB, 2^20 bytes."
     ]
-    planned = [row for row in comparison.rows if row.completed and row.planned_bytes]
-    if planned:
-        worst = max(planned, key=lambda row: abs(row.planned_bytes / row.memory_bytes - 1))
-        off = 100 * (worst.planned_bytes / worst.memory_bytes - 1)
-        what = "peaks" if comparison.work["device"] == "cuda" else "model states"
+    planned_rows = [row for row in comparison.rows if row.completed and row.planned_bytes]
+    if planned_rows:
+        worst = max(planned_rows, key=lambda row: abs(row.planned_bytes / row.memory_bytes - 1))
+        percent = 100 * (worst.planned_bytes / worst.memory_bytes - 1)
+        quantity = "peaks" if comparison.work["device"] == "cuda" else "model states"
         sentences.append(
-            f"The planner's {what} are within {abs(off):.1f}% of the simulated ones ({worst.strategy})."
+            f"The planner's {quantity} are within {abs(percent):.1f}% of the simulated ones ({worst.strategy})."
         )
     return sentences
 
@@ -678,31 +698,31 @@ def _say_same_model(comparison: Comparison) -> list[str]:
     sentences = []
     if reference.strategy != "dp":
         dp = next((row for row in comparison.rows if row.strategy == "dp"), None)
-        why = f"did not complete ({dp.status})" if dp else "was left out"
+        reason = f"did not complete ({dp.status})" if dp else "was left out"
         sentences.append(
-            f"ℹ️  dp, the plain reference, {why}: the others are compared with {reference.strategy}."
+            f"ℹ️  dp, the plain reference, {reason}: the others are compared with {reference.strategy}."
         )
-    allowed = f"tolerance {tolerance:g} for {comparison.work['precision']}"
-    sharper = (
+    tolerance_text = f"tolerance {tolerance:g} for {comparison.work['precision']}"
+    advice = (
         " --precision fp32 tells a fault from rounding."
         if comparison.work["precision"] != "fp32"
         else ""
     )
-    lasting = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
+    median_text = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
     for row in comparison.departing:
-        wanted = reference.completed[0].losses[row.departs_at - 1]
+        expected = reference.completed[0].losses[row.departs_at - 1]
         sentences.append(
             f"❌ {row.strategy} does not train the same model: it departs from {reference.strategy} at step {row.departs_at} "
-            f"(loss {row.departing_loss:.6f}, {reference.strategy} {wanted:.6f}) and is off by {row.difference:.1e}{lasting} "
-            f"at step {row.difference_step}; {allowed}.{sharper}"
+            f"(loss {row.departing_loss:.6f}, {reference.strategy} {expected:.6f}) and is off by {row.difference:.1e}{median_text} "
+            f"at step {row.difference_step}; {tolerance_text}.{advice}"
         )
-    alike = [row for row in comparison.compared if row.departs_at is None]
-    if alike:
-        worst = max(alike, key=lambda row: row.difference)
+    matching_rows = [row for row in comparison.compared if row.departs_at is None]
+    if matching_rows:
+        worst = max(matching_rows, key=lambda row: row.difference)
         sentences.append(
-            f"✅ Same model: {_names(alike)} {'trains' if len(alike) == 1 else 'train'} what {reference.strategy} trains. "
-            f"Over {comparison.work['steps']} steps no loss is off by more than {worst.difference:.1e} relative{lasting} "
-            f"({worst.strategy}, step {worst.difference_step}); {allowed}."
+            f"✅ Same model: {_names(matching_rows)} {'trains' if len(matching_rows) == 1 else 'train'} what {reference.strategy} trains. "
+            f"Over {comparison.work['steps']} steps no loss is off by more than {worst.difference:.1e} relative{median_text} "
+            f"({worst.strategy}, step {worst.difference_step}); {tolerance_text}."
         )
     elif not comparison.departing:
         sentences.append(f"ℹ️  Only {reference.strategy} completed, so no losses could be compared.")
@@ -754,38 +774,38 @@ def _say_smallest(comparison: Comparison, done: list[Row]) -> str:
     by_memory = sorted(done, key=lambda row: row.memory_bytes)
     least, reference = by_memory[0], comparison.reference
     if comparison.work["device"] == "cuda":
-        how = "needs least, at its peak"
+        usage = "needs least, at its peak"
     else:
-        how = "keeps least model state on what would be a GPU, at the end of backward"
-    text = f"Room for the largest model: {least.strategy} {how} {human_bytes(least.memory_bytes)} per rank"
+        usage = "keeps least model state on what would be a GPU, at the end of backward"
+    text = f"Room for the largest model: {least.strategy} {usage} {human_bytes(least.memory_bytes)} per rank"
     if least is not reference:
         text += f", {reference.strategy} {human_bytes(reference.memory_bytes)}"
     in_host = sum(least.host_categories.values())
-    elsewhere = [f"{human_bytes(in_host)} per rank in host memory"] * bool(in_host)
-    elsewhere += [f"{human_bytes(least.nvme_bytes)} on NVMe in all"] * bool(least.nvme_bytes)
-    if elsewhere:
-        text += f"; it keeps {' and '.join(elsewhere)} instead"
-    inside = [row for row in by_memory if row.strategy not in ("offload", "infinity")]
-    if least.strategy in ("offload", "infinity") and inside:
-        text += f". Without offloading: {inside[0].strategy}, {human_bytes(inside[0].memory_bytes)}"
+    other_memory = [f"{human_bytes(in_host)} per rank in host memory"] * bool(in_host)
+    other_memory += [f"{human_bytes(least.nvme_bytes)} on NVMe in all"] * bool(least.nvme_bytes)
+    if other_memory:
+        text += f"; it keeps {' and '.join(other_memory)} instead"
+    without_offload = [row for row in by_memory if row.strategy not in ("offload", "infinity")]
+    if least.strategy in ("offload", "infinity") and without_offload:
+        text += f". Without offloading: {without_offload[0].strategy}, {human_bytes(without_offload[0].memory_bytes)}"
     return text + "."
 
 
 def _say_limits(comparison: Comparison, done: list[Row]) -> list[str]:
     sentences = []
-    one, cpu = comparison.work["world_size"] == 1, comparison.work["device"] == "cpu"
-    if one:
+    single_rank, on_cpu = comparison.work["world_size"] == 1, comparison.work["device"] == "cpu"
+    if single_rank:
         sharded = [
             row.strategy for row in done if row.strategy not in ("dp", "offload", "infinity")
         ]
-        which = (
+        sharded_text = (
             f": {', '.join(sharded)} split over one rank, which saves nothing" if sharded else ""
         )
         sentences.append(
-            f"ℹ️  One {'process' if cpu else 'GPU'} cannot show what sharding saves, nor what communication "
-            f"costs{which}. Compare on two or more."
+            f"ℹ️  One {'process' if on_cpu else 'GPU'} cannot show what sharding saves, nor what communication "
+            f"costs{sharded_text}. Compare on two or more."
         )
-    if cpu:
+    if on_cpu:
         sentences.append(
             "ℹ️  On a CPU the memory column counts the parameters, gradients and optimizer states that a GPU would "
             "hold at the end of backward, and nothing that comes and goes: activations, gathered layers, buckets. "
@@ -800,17 +820,19 @@ def _say_incomplete(comparison: Comparison) -> list[str]:
         if row.status == "completed":
             continue
         mark = "ℹ️ " if row.status in ("skipped", "not run") else "❌"
-        broken = next((attempt for attempt in row.attempts if not attempt.completed), None)
-        where = (
-            f" Log: {broken.folder / 'log.txt'}" if broken and row.status != "interrupted" else ""
+        first_failed = next((attempt for attempt in row.attempts if not attempt.completed), None)
+        log_text = (
+            f" Log: {first_failed.folder / 'log.txt'}"
+            if first_failed and row.status != "interrupted"
+            else ""
         )
-        count = (
+        repeats_text = (
             f" ({len(row.completed)} of {len(row.attempts)} repeats completed)"
             if row.completed
             else ""
         )
         sentences.append(
-            f"{mark} {row.strategy}: {row.status.replace('_', ' ')}{count}. {row.reason}{where}".rstrip()
+            f"{mark} {row.strategy}: {row.status.replace('_', ' ')}{repeats_text}. {row.reason}{log_text}".rstrip()
         )
     return sentences
 
@@ -829,23 +851,25 @@ def explain_traffic(comparison: Comparison) -> list[str]:
         f"P = {parameters:,} parameters. The volume counts each element that is gathered or reduced, twice in an "
         f"all-reduce, as the paper does; of it a rank sends (N−1)/N = {(ranks - 1) / ranks:.2f}, times the bytes of its type."
     ]
-    alike: dict[str, list[Row]] = {}
+    rows_by_text: dict[str, list[Row]] = {}
     for row in comparison.rows:
         if row.volume is not None:
-            alike.setdefault(_explain_row(row, parameters, micro_steps), []).append(row)
-    return lines + [f"{_names(rows)}: {text}." for text, rows in alike.items()]
+            rows_by_text.setdefault(_explain_row(row, parameters, micro_steps), []).append(row)
+    return lines + [f"{_names(rows)}: {text}." for text, rows in rows_by_text.items()]
 
 
 def _explain_row(row: Row, parameters: int, micro_steps: int) -> str:
-    moved = volumes(row.collectives, parameters)
-    gathered = moved.get("all_gather", 0) + moved.get("broadcast", 0)
+    volume_by_kind = volumes(row.collectives, parameters)
+    gathered = volume_by_kind.get("all_gather", 0) + volume_by_kind.get("broadcast", 0)
     reduced = row.volume - gathered
-    how = "all-reduce" if moved.get("all_reduce", 0) > reduced / 2 else "reduce-scatter"
-    text = f"gradients {reduced:.2f}P by {how} in {_types(row, 'reduce')}"
+    collective = (
+        "all-reduce" if volume_by_kind.get("all_reduce", 0) > reduced / 2 else "reduce-scatter"
+    )
+    text = f"gradients {reduced:.2f}P by {collective} in {_types(row, 'reduce')}"
     if gathered > 0.005:
         text += f", parameters {gathered:.2f}P by all-gather in {_types(row, 'gather')}"
     reasons = []
-    if row.strategy in ("zero1", "zero2", "offload") and how == "all-reduce":
+    if row.strategy in ("zero1", "zero2", "offload") and collective == "all-reduce":
         reasons.append(
             "the paper reduces each part of the gradients to its owner only, 1P; DeepSpeed all-reduces buckets"
         )
@@ -855,34 +879,36 @@ def _explain_row(row: Row, parameters: int, micro_steps: int) -> str:
         )
     if row.strategy in ("zero3", "infinity", "fsdp"):
         per_micro_step = gathered / micro_steps
-        again = f", in each of the {micro_steps} micro-batches" if micro_steps > 1 else ""
-        but = ""
+        repeat_text = f", in each of the {micro_steps} micro-batches" if micro_steps > 1 else ""
+        exception_text = ""
         if per_micro_step < 1.98:
-            but = (
+            exception_text = (
                 ", the outermost (embeddings) only once"
                 if row.strategy == "fsdp"
                 else ", some less often"
             )
         elif per_micro_step > 2.005:
-            but = ", some more often than that"
-        reasons.append(f"parameters are gathered for forward and for backward{again}{but}")
+            exception_text = ", some more often than that"
+        reasons.append(
+            f"parameters are gathered for forward and for backward{repeat_text}{exception_text}"
+        )
     return f"{text} ({'; '.join(reasons)})" if reasons else text
 
 
 def _types(row: Row, verb: str) -> str:
     """The types of nearly all bytes that were gathered or reduced: "fp32", "bf16"."""
-    moved: dict[str, float] = {}
-    for name, counted in row.collectives.items():
+    bytes_by_dtype: dict[str, float] = {}
+    for name, entry in row.collectives.items():
         kind, dtype = name.split(" ")
         if verb in kind:
-            moved[dtype] = moved.get(dtype, 0) + counted["message_bytes"]
+            bytes_by_dtype[dtype] = bytes_by_dtype.get(dtype, 0) + entry["message_bytes"]
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    kept = [
+    names = [
         short.get(dtype, dtype)
-        for dtype, size in moved.items()
-        if size > 0.01 * sum(moved.values())
+        for dtype, size in bytes_by_dtype.items()
+        if size > 0.01 * sum(bytes_by_dtype.values())
     ]
-    return " and ".join(kept) or "nothing"
+    return " and ".join(names) or "nothing"
 
 
 def _names(rows: list[Row]) -> str:

@@ -142,20 +142,20 @@ class Meter:
         Call it before training."""
         if self._path is None:
             return
-        kept, damage = read_metrics(self._path)
+        records, damage = read_metrics(self._path)
         if damage:
-            aside = set_aside(self._path, f"{self._path.name}.damaged")
+            new_path = set_aside(self._path, f"{self._path.name}.damaged")
             self.run.warn(
                 f"{self._path} is damaged ({damage}): what cannot be read is left out, and the file as it was is "
-                f"{aside.name}."
+                f"{new_path.name}."
             )
         # A checkpoint at an epoch's end comes before that epoch's evaluation.
-        kept = [
+        records = [
             line
-            for step, line in kept
+            for step, line in records
             if step < self.step or (step == self.step and b'"loss"' in line)
         ]
-        write_text(self._path, b"".join(kept).decode())
+        write_text(self._path, b"".join(records).decode())
 
     def counters(self) -> dict:
         """Counts since the very start, for a checkpoint: those of checkpoint.NEW_RUN."""
@@ -244,8 +244,8 @@ class Meter:
             self.samples_done - (epoch - 1) * self._blocks
         )  # 0, unless the epoch goes on in its middle
         self._batch = data.steps_of(self.position, self._global_batch)
-        left = data.steps_of(self._blocks - self.position, self._global_batch)
-        self._batches = self._batch + min(left, self.total_steps - self.step)
+        remaining_steps = data.steps_of(self._blocks - self.position, self._global_batch)
+        self._batches = self._batch + min(remaining_steps, self.total_steps - self.step)
         self._bar = self.run.bar(f"Epoch {epoch}", self._batches, done=self._batch)
         self.restart_clock()
 
@@ -291,18 +291,18 @@ class Meter:
                 "tokens": tokens,
             }
         )
-        shown = batch % self.args.logging_steps == 0 or self._batch == batches or self.finished
+        is_logged = batch % self.args.logging_steps == 0 or self._batch == batches or self.finished
         # On a CPU nothing runs ahead, so a look at every loss costs nothing.
-        if shown or self.run.device.type == "cpu":
+        if is_logged or self.run.device.type == "cpu":
             self.flush()
         if self.run.simulated:
             self.run.say(f"Step {self.step}/{self.total_steps} of the memory simulation")
-        elif shown:
+        elif is_logged:
             self.run.say(
                 f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}"
             )
             self._say_epoch()
-        if shown and (self._bar.active or (self.trackers and self.trackers.active)):
+        if is_logged and (self._bar.active or (self.trackers and self.trackers.active)):
             self._say_memory()
         self._advance_bar(lr)
         self.timer.mark("data")  # logging is a part of training; it delays the next step's data
@@ -312,10 +312,10 @@ class Meter:
 
         Only where lines are logged: the allocator builds a table of all its counters each time.
         """
-        held = self.footprint.device_bytes()["allocated"]
-        self._held = human_bytes(held)
+        allocated = self.footprint.device_bytes()["allocated"]
+        self._held = human_bytes(allocated)
         if self.trackers and self.trackers.active:
-            self.trackers.memory(self.step, self.run.gather(held))
+            self.trackers.memory(self.step, self.run.gather(allocated))
             self.traffic.discard()  # of this gather
 
     def _say_epoch(self) -> None:
@@ -419,19 +419,19 @@ class Meter:
         excluded = self.warmup_steps
         if self.run.simulated:
             return {"warmup_steps_excluded": 0}
-        slowed = (
+        slow_index = (
             self.measured_step - 1 - self.before["step"] if self.step_memory.slows_down else None
         )
-        everything = range(excluded, len(self.samples))
-        counted = [i for i in everything if i != slowed] or everything
-        steps = [self.timer.steps[i] for i in counted]
+        all_indices = range(excluded, len(self.samples))
+        indices = [i for i in all_indices if i != slow_index] or all_indices
+        steps = [self.timer.steps[i] for i in indices]
         seconds = sorted(sum(step.values()) for step in steps)
         if not seconds:
             return {"warmup_steps_excluded": 0}
         return {
             "warmup_steps_excluded": excluded,
-            "samples_per_second": sum(self.samples[i] for i in counted) / sum(seconds),
-            "tokens_per_second": sum(self.tokens[i] for i in counted) / sum(seconds),
+            "samples_per_second": sum(self.samples[i] for i in indices) / sum(seconds),
+            "tokens_per_second": sum(self.tokens[i] for i in indices) / sum(seconds),
             "step_seconds": {
                 "median": statistics.median(seconds),
                 "p10": seconds[int(0.1 * (len(seconds) - 1))],
@@ -446,9 +446,9 @@ class Meter:
 def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:
     """([(step, line)] of metrics.jsonl, what is wrong with it or ""); half a last line, as of a
     killed run, is no damage."""
-    found, bad = [], []
+    valid_lines, bad_numbers = [], []
     if not os.path.lexists(path):
-        return found, ""
+        return valid_lines, ""
     try:
         with open_regular(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE_BYTES), b""), 1):
@@ -461,14 +461,18 @@ def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:
                     and type(record.get("step")) is int
                     and record.keys() & {"loss", "eval_loss"}
                 ):
-                    found.append((record["step"], line if line.endswith(b"\n") else line + b"\n"))
+                    valid_lines.append(
+                        (record["step"], line if line.endswith(b"\n") else line + b"\n")
+                    )
                 elif line.endswith(b"\n") or len(line) == LONGEST_LINE_BYTES:
-                    bad.append(number)
+                    bad_numbers.append(number)
     except OSError as error:
-        return found, error.strerror
+        return valid_lines, error.strerror
     return (
-        found,
-        f"line {bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}" if bad else "",
+        valid_lines,
+        f"line {bad_numbers[0]}{f' and {len(bad_numbers) - 1} more' if len(bad_numbers) > 1 else ''}"
+        if bad_numbers
+        else "",
     )
 
 

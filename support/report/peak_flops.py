@@ -1,8 +1,8 @@
 """Peak arithmetic rates of GPUs, against which MFU is measured.
 
-Dense figures (without structured sparsity), of matrix multiplications that accumulate in fp32.
-GeForce boards multiply fp16 with fp32 accumulation at half the rate that NVIDIA advertises. A
-device that is not in the table has no MFU: a wrong one is worse than none.
+The figures are dense (without structured sparsity), for matrix multiplications that accumulate in
+fp32. GeForce boards multiply fp16 with fp32 accumulation at half the rate that NVIDIA advertises.
+For a device that is not in the table no MFU is reported: a wrong MFU is worse than none.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 @dataclass(frozen=True)
 class Peak:
-    """One kind of GPU.
+    """The peak arithmetic rates of one GPU model.
 
     Attributes:
         name: regular expression for the whole name that torch.cuda.get_device_name() reports,
-            without the maker.
-        half: TFLOP/s in fp16 and, where `bf16`, in bf16 on matrix units.
-        tf32: the same in TF32; None where the device has none, or torch does not use it.
-        fp32: the same in fp32 (AMD's figure is that of its matrix cores).
+            without the vendor, with spaces instead of hyphens.
+        half: TFLOP/s of the matrix units in fp16, and in bf16 if `bf16` is true.
+        tf32: TFLOP/s in TF32; None if the device has no TF32, or torch does not use it.
+        fp32: TFLOP/s in fp32 (AMD's figure is that of its matrix cores).
         source: the vendor's document with these numbers.
         bf16: whether the matrix units multiply bf16.
     """
@@ -63,7 +63,7 @@ PEAKS = (
     Peak(r"V100 PCIE (16|32)GB", 112, None, 14, "V100 datasheet, PCIe", bf16=False),
     Peak(r"V100S PCIE 32GB", 130, None, 16.4, "V100 datasheet, V100S", bf16=False),
     # On ROCm torch multiplies fp32 in fp32 unless HIPBLASLT_ALLOW_TF32 is set. Each of the two dies
-    # of an MI250(X) is a device of its own.
+    # of an MI250(X) is a separate device.
     Peak("Instinct MI210", 181, None, 45.3, "MI210 datasheet"),
     Peak("Instinct MI250", 362.1 / 2, None, 90.5 / 2, "MI250 datasheet"),
     Peak("Instinct MI250X", 383 / 2, None, 95.7 / 2, "MI250X datasheet"),
@@ -74,19 +74,26 @@ PEAKS = (
 
 
 def find(name: str) -> Peak | None:
-    """The entry for a device's name; None for an unknown one, and for a MIG slice: a part of a GPU."""
+    """Return the table's entry for a device name.
+
+    Args:
+        name: as torch.cuda.get_device_name() reports it.
+    Returns:
+        None for an unknown device, and for a MIG slice, which is only a part of a GPU.
+    """
     name = re.sub("^(NVIDIA|Tesla|AMD) ", "", name.strip()).replace("-", " ")
     return next((peak for peak in PEAKS if re.fullmatch(peak.name, name, re.IGNORECASE)), None)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's peak FLOP/s in what its matrix multiplications compute; None where it is not
-    known.
+    """Return the device's peak rate for matrix multiplications in this precision.
 
     Args:
-        device: of training.
-        precision: "fp32", "bf16" or "fp16". In fp32 PyTorch multiplies in TF32 where the device has
-            it and torch.set_float32_matmul_precision allows it.
+        device: the training device.
+        precision: "fp32", "bf16" or "fp16". In fp32 PyTorch multiplies in TF32 if the device has it
+            and torch.set_float32_matmul_precision allows it.
+    Returns:
+        FLOP/s; None if the rate is not known.
     """
     peak = find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if peak is None:

@@ -1,4 +1,4 @@
-"""Recordings for other tools: a trace of a few steps, and PyTorch's snapshot of a GPU's memory."""
+"""Recordings for other tools: a trace of a few steps, and PyTorch's snapshot of GPU memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ import torch
 from support.cluster.context import Run
 from support.errors import UserError
 
-SKIPPED, RECORDED = 2, 3  # steps: the first are unlike the others
+# Numbers of steps. The first steps are skipped because they differ from the later ones.
+SKIPPED, RECORDED = 2, 3
 
 
 class Trace:
-    """--profile: torch's profiler over steps 3 to 5, a file for each rank that ui.perfetto.dev
-    opens.
+    """The trace that --profile asks for: PyTorch's profiler over steps 3 to 5.
+
+    Each rank writes one file, which ui.perfetto.dev opens. The profiler starts at once.
+
+    Args:
+        folder: where the files are written; created if it does not exist.
+    Raises:
+        UserError: the folder cannot be created.
     """
 
     def __init__(self, folder: str, run: Run):
@@ -23,7 +30,8 @@ class Trace:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--profile {folder} cannot be created: {error.strerror}.") from error
-        # The first skipped step without, the second with the profiler on, whose start takes time.
+        # The profiler is off in the first skipped step and on in the second, because starting it
+        # takes time.
         schedule = torch.profiler.schedule(wait=SKIPPED - 1, warmup=1, active=RECORDED, repeat=1)
         self._profiler = torch.profiler.profile(
             schedule=schedule, on_trace_ready=self._write, profile_memory=True
@@ -35,36 +43,42 @@ class Trace:
         self.written = True
 
     def end_step(self) -> None:
-        """An optimizer step is over."""
+        """Tell the profiler that an optimizer step has ended."""
         self._profiler.step()
 
     def stop(self) -> None:
-        """Write what was recorded, if the run was shorter than the schedule."""
+        """Stop the profiler and print the folder; writes the trace of a run that ended early."""
         self._profiler.stop()
         if self.written:
             self.run.say(
-                f"📁 {self.path.parent} (trace of the steps from {SKIPPED + 1} on, for ui.perfetto.dev)"
+                f"📁 {self.path.parent} (trace of the steps from {SKIPPED + 1} on, "
+                "for ui.perfetto.dev)"
             )
         else:
             self.run.warn(
-                f"--profile records from step {SKIPPED + 1} on, and this run had fewer: no trace was written."
+                f"--profile records from step {SKIPPED + 1} on, and this run had fewer: "
+                "no trace was written."
             )
 
 
-SNAPSHOT_ENTRIES = 100_000  # allocations and releases that are remembered
+SNAPSHOT_ENTRIES = 100_000  # allocations and releases that the snapshot keeps
 
 
 def record_memory(file: str, run: Run) -> None:
-    """--memory_snapshot: record every allocation on a GPU with its stack, for
-    pytorch.org/memory_viz.
+    """Record every allocation on the GPU with its stack, for pytorch.org/memory_viz.
 
-    The file is written at the end of the run, or when memory runs out; a run on several ranks
-    writes one for each.
+    The file is written at the end of the run, or when memory runs out. With several ranks each rank
+    writes its own file.
+
+    Args:
+        file: the argument of --memory_snapshot; its folder is created if it does not exist.
+    Raises:
+        UserError: the run has no GPU, or the folder cannot be created.
     """
     if run.device.type != "cuda":
         raise UserError(
-            "--memory_snapshot records the GPU's allocator, and there is no GPU: --profile_memory shows memory on "
-            "a CPU, too."
+            "--memory_snapshot records the GPU's allocator, and there is no GPU: --profile_memory "
+            "shows memory on a CPU, too."
         )
     path = Path(file)
     path = path if run.world_size == 1 else path.with_stem(f"{path.stem}-rank{run.rank}")

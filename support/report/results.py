@@ -96,19 +96,19 @@ def check_all_see(folder: Path, run: Run) -> None:
     Raises:
         UserError: names the hosts that do not see the folder.
     """
-    until = time.monotonic() + 10  # NFS shows a new folder late
-    while not (folder / ".lock").exists() and time.monotonic() < until:
+    deadline = time.monotonic() + 10  # NFS shows a new folder late
+    while not (folder / ".lock").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    blind = sorted(
+    hosts_without_folder = sorted(
         {
             host
             for host in run.gather("" if (folder / ".lock").exists() else platform.node())
             if host
         }
     )
-    if blind:
+    if hosts_without_folder:
         raise UserError(
-            f"--output_dir {folder} is on no disk that {', '.join(blind)} shares with rank 0: name one that all "
+            f"--output_dir {folder} is on no disk that {', '.join(hosts_without_folder)} shares with rank 0: name one that all "
             "nodes see, or use --no_save --no_export."
         )
 
@@ -194,9 +194,9 @@ class Results:
         if self.run.lock:
             remove_leftovers(self.path.parent)
         if self._damage:
-            aside = set_aside(self.path, f"{self.path.name}.damaged")
+            new_path = set_aside(self.path, f"{self.path.name}.damaged")
             self.run.warn(
-                f"{self.path} is damaged ({self._damage}): ignored, and renamed to {aside.name}."
+                f"{self.path} is damaged ({self._damage}): ignored, and renamed to {new_path.name}."
             )
             self._damage = ""
         self._write()
@@ -222,11 +222,11 @@ class Results:
         """
         if not self.was_complete or args.resume != "":
             return False
-        early = (
+        stops_early = (
             bool(args.early_stopping_patience)
             and self.before.get("stopped_early") == args.early_stopping_patience
         )
-        return early or (args.load_best_at_end and self.before["steps"] >= steps)
+        return stops_early or (args.load_best_at_end and self.before["steps"] >= steps)
 
     def preempted(self, counters: dict) -> None:
         """Write how far the run came until a signal stopped it (rank 0)."""
@@ -244,10 +244,12 @@ class Results:
         if self.kept:
             return True
         with locked(self.path.parent):
-            found, _ = read_results(self.path)
-            mine = found is not None and found.get("started_at") == self.facts["started_at"]
-            if mine and found["status"] != "running":
-                return found["status"] in ("completed", "preempted")
+            recorded, _ = read_results(self.path)
+            is_this_run = (
+                recorded is not None and recorded.get("started_at") == self.facts["started_at"]
+            )
+            if is_this_run and recorded["status"] != "running":
+                return recorded["status"] in ("completed", "preempted")
             self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
             try:
                 self._write()
@@ -279,16 +281,16 @@ def read_results(path: Path) -> tuple[dict | None, str]:
     if not os.path.lexists(path):
         return None, ""
     try:
-        found = read_json(path)
+        results = read_json(path)
     except OSError as error:
         return None, error.strerror
     except ValueError as error:
         return None, str(error)
-    if not isinstance(found, dict) or not isinstance(found.get("status"), str):
+    if not isinstance(results, dict) or not isinstance(results.get("status"), str):
         return None, "it has no status"
-    if found["status"] == "completed" and type(found.get("steps")) is not int:
+    if results["status"] == "completed" and type(results.get("steps")) is not int:
         return None, "it has no number of steps"
-    return found, ""
+    return results, ""
 
 
 def progress(counters: dict) -> dict:
@@ -336,15 +338,15 @@ def summarize(
     over them.
     """
     counters, steps = meter.counters(), meter.step - meter.before["step"]
-    mine = {
+    rank_facts = {
         "memory": memory.of_this_rank(
             footprint, meter.step_memory, args.nvme_folder, run.launch.is_node_leader
         ),
         "speed": meter.speed(),
     }
     traffic = meter.traffic.per_step(meter.warmup_steps)
-    mine["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
-    ranks = run.gather(mine)
+    rank_facts["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
+    ranks = run.gather(rank_facts)
     facts = {
         **progress(counters),
         "eval_loss": evaluation[0] if evaluation else None,
@@ -368,12 +370,12 @@ def summarize(
     if facts["tokens_per_second"]:
         facts["tokens_per_second_per_gpu"] = facts["tokens_per_second"] / run.world_size
         if peak := peak_flops(run.device, run.precision):
-            text, weights = (
+            text_config, weights = (
                 blueprint.text_config,
                 (blueprint.matmul_parameters, blueprint.trainable_matmul),
             )
             flops = flops_per_token(
-                *weights, text.num_hidden_layers, text.hidden_size, args.seq_length
+                *weights, text_config.num_hidden_layers, text_config.hidden_size, args.seq_length
             )
             facts["mfu"] = facts["tokens_per_second_per_gpu"] * flops / peak
     if steps and Traffic.complete(run.device, args.ds_config_dict is not None):
@@ -408,15 +410,15 @@ def say_dataset(run: Run, args, facts: dict[str, dict], tokenizer) -> None:
         facts: of each split, see data.open_split.
         tokenizer: gets a chat template if it needs one and has none.
     """
-    if "chat" in [found.get("kind") for found in facts.values()] and use_plain_template(
+    if "chat" in [split_facts.get("kind") for split_facts in facts.values()] and use_plain_template(
         tokenizer, "chat"
     ):
         run.warn(PLAIN_NOTICE)
-    for name, found in facts.items():
-        run.say(f"📚 {data.describe_split(name, found, args.seq_length)}")
-        if name == "train" and args.num_samples and found["blocks"] < args.num_samples:
+    for name, split_facts in facts.items():
+        run.say(f"📚 {data.describe_split(name, split_facts, args.seq_length)}")
+        if name == "train" and args.num_samples and split_facts["blocks"] < args.num_samples:
             run.warn(
-                f"--num_samples {args.num_samples:,} is more than the corpus has: using all {found['blocks']:,} blocks."
+                f"--num_samples {args.num_samples:,} is more than the corpus has: using all {split_facts['blocks']:,} blocks."
             )
 
 
@@ -483,8 +485,8 @@ def say_memory_profile(run: Run, found: dict) -> None:
         "Memory after each phase (of the rank that holds most, and of the one that holds least in brackets):"
     )
     for phase, values in found["phases_bytes"].items():
-        shown = PHASE_COLUMNS if run.device.type == "cuda" else PHASE_COLUMNS[-1:]
-        columns = [f"{name} {most_and_least(values[key])}" for name, key in shown]
+        shown_columns = PHASE_COLUMNS if run.device.type == "cuda" else PHASE_COLUMNS[-1:]
+        columns = [f"{name} {most_and_least(values[key])}" for name, key in shown_columns]
         run.say(f"  {phase:20}" + " | ".join(columns))
     if found["step_bytes_by_rank"][0]:
         run.say("Live tensors in the last step:")
@@ -498,22 +500,22 @@ def say_memory_profile(run: Run, found: dict) -> None:
         "Live tensors by kind in the last step (end of backward; activations and logits: end of forward):"
     )
     for name in found["categories_bytes"] or ():
-        whole, on_device = (
+        total, on_device = (
             [rank[name] for rank in found[key]]
             for key in ("categories_bytes_by_rank", CATEGORIES_ON_DEVICE)
         )
-        if whole[0] is not None:
-            elsewhere = (
-                "" if whole == on_device else f" | of it on the device {most_and_least(on_device)}"
+        if total[0] is not None:
+            device_text = (
+                "" if total == on_device else f" | of it on the device {most_and_least(on_device)}"
             )
-            run.say(f"  {name:20}{most_and_least(whole)}{elsewhere}")
+            run.say(f"  {name:20}{most_and_least(total)}{device_text}")
     host, pinned = (most_and_least(found[key]) for key in ("host_peak_bytes", "pinned_bytes"))
     run.say(f"Host: {host} at its peak, {pinned} pinned")
     if found["nvme_bytes"]:
-        held, written = (
+        stored, written = (
             human_bytes(found[key]) for key in ("nvme_bytes", "nvme_written_bytes_per_step")
         )
-        run.say(f"NVMe: {held} held, {written} written in a step, by all ranks")
+        run.say(f"NVMe: {stored} held, {written} written in a step, by all ranks")
     if found["device_used"][0]:
         used, unseen = ([rank[key] for rank in found["device_used"]] for key in ("used", "unseen"))
         run.say(

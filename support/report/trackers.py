@@ -1,4 +1,4 @@
-"""--report_to: the numbers of metrics.jsonl for TensorBoard and for Weights & Biases."""
+"""--report_to: the numbers of metrics.jsonl in TensorBoard and in Weights & Biases."""
 
 from __future__ import annotations
 
@@ -25,41 +25,53 @@ CURVES = {
 
 
 class TensorBoard:
-    """Event files in a folder; a resumed run continues the curves at its checkpoint."""
+    """Event files in a folder; a resumed run continues the curves at its checkpoint.
+
+    Args:
+        step: the optimizer step from which the run continues; 0 for a new run.
+        arguments: flag -> value, logged as a table.
+    """
 
     def __init__(self, folder: Path, step: int, arguments: dict):
         from torch.utils.tensorboard import SummaryWriter
 
-        if step == 0:  # another run's, which --overwrite replaces
+        if step == 0:  # event files of an earlier run, which --overwrite replaces
             for file in folder.glob(EVENT_FILES):
                 file.unlink(missing_ok=True)
-        # What was logged after the checkpoint is made again: TensorBoard leaves the first version
-        # out.
+        # The steps after the checkpoint are run again. With purge_step TensorBoard hides their
+        # first points.
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
         shown = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
         self._writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{shown}", step)
 
     def curves(self, step: int, values: dict[str, float]) -> None:
-        """One point of each curve."""
+        """Log one point of each curve."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A piece of text."""
+        """Log a text under a name."""
         self._writer.add_text(name, text, step)
 
     def flush(self) -> None:
-        """Write what is waiting, for a run that fails."""
+        """Write the buffered points to disk; called when a run fails."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the buffered points and close the event file."""
         self._writer.close()
 
 
 class WandB:
-    """A run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline; a resumed run
-    continues the same one.
+    """A run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline.
+
+    A resumed run continues the same wandb run.
+
+    Args:
+        step: the optimizer step from which the run continues; 0 for a new run.
+        arguments: flag -> value, shown as the run's configuration.
+    Raises:
+        UserError: wandb could not start, for example for lack of an account or a network.
     """
 
     def __init__(self, folder: Path, step: int, arguments: dict):
@@ -75,50 +87,68 @@ class WandB:
                 config=arguments,
                 settings=wandb.Settings(silent=True, console="off", login_timeout=30),
             )
-        except Exception as error:  # of many kinds, all of them about the account or the network
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        except Exception as error:  # many types, all about the account or the network
+            message = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise UserError(
-                f"--report_to wandb: {said}. Log in with `wandb login`, or set WANDB_MODE=offline."
+                f"--report_to wandb: {message}. "
+                "Log in with `wandb login`, or set WANDB_MODE=offline."
             ) from error
 
     def curves(self, step: int, values: dict[str, float]) -> None:
-        """One point of each curve."""
+        """Log one point of each curve."""
         self._run.log(values, step=step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A piece of text."""
+        """Store a text under a name in the run's summary."""
         self._run.summary[name] = text
 
     def flush(self) -> None:
-        """Its own process has all that was logged."""
+        """Do nothing: wandb's own process already has all that was logged."""
 
     def close(self) -> None:
-        """Send or write what is left."""
+        """Send or write the remaining data and end the wandb run."""
         self._run.finish()
 
 
 def wandb_run_of(folder: Path, step: int) -> str:
-    """The identifier of an output folder's run on wandb.ai; a new one for a new run, or if the file
-    is damaged."""
+    """Return the wandb identifier of an output folder's run: eight hexadecimal digits.
+
+    The identifier is stored in wandb-run.txt. A new one is made for a new run (`step` is 0), and if
+    that file is missing or damaged.
+
+    Raises:
+        OSError: the file cannot be renamed or written.
+    """
     path = folder / "wandb-run.txt"
     try:
         with open_regular(path) as file:
-            found = file.read(100).decode("ascii").strip()
+            identifier = file.read(100).decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
-        found = ""
-    if step == 0 or not re.fullmatch("[0-9a-f]{8}", found):
+        identifier = ""
+    if step == 0 or not re.fullmatch("[0-9a-f]{8}", identifier):
         if os.path.lexists(path) and not path.is_file():
             set_aside(path, f"{path.name}.damaged")
-        found = uuid.uuid4().hex[:8]
-        write_text(path, found + "\n")
-    return found
+        identifier = uuid.uuid4().hex[:8]
+        write_text(path, identifier + "\n")
+    return identifier
 
 
 KINDS = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 class Trackers:
-    """All that --report_to names; on rank 0 only, elsewhere every method does nothing."""
+    """All trackers that --report_to names.
+
+    They exist on rank 0 only; on the other ranks every method does nothing.
+
+    Args:
+        folder: the run's output folder.
+        step: the optimizer step from which the run continues; 0 for a new run.
+    Raises:
+        UserError: wandb could not start.
+    Attributes:
+        active: whether --report_to names a tracker; the same on every rank.
+    """
 
     def __init__(self, args, run: Run, folder: Path, step: int):
         arguments = {
@@ -140,31 +170,35 @@ class Trackers:
         for tracker in list(self._all):
             try:
                 tracker.curves(step, values)
-            except Exception as error:  # a full disk, a lost network: no reason to end the training
+            except Exception as error:  # a full disk or a lost network does not end the training
                 self._all.remove(tracker)
                 self._run.warn(
                     f"--report_to {type(tracker).__name__.lower()} gets no more: {explain(error)}"
                 )
 
     def log(self, record: dict) -> None:
-        """A record of metrics.jsonl."""
+        """Log the curves of one record of metrics.jsonl."""
         self._curves(
             record["step"],
             {name: record[key] for name, key in CURVES.items() if record.get(key) is not None},
         )
 
     def memory(self, step: int, held: list[int]) -> None:
-        """Bytes that each rank's device holds."""
+        """Log the memory of each rank's device.
+
+        Args:
+            held: bytes by rank.
+        """
         self._curves(
             step, {f"memory_gb/rank{rank}": size / 2**30 for rank, size in enumerate(held)}
         )
 
     def sample(self, step: int, text: str) -> None:
-        """What --generate gave."""
+        """Log the text that --generate produced."""
         for tracker in self._all:
             tracker.text(step, "sample", text)
 
     def close(self) -> None:
-        """Everything is logged."""
+        """Close all trackers."""
         for tracker in self._all:
             tracker.close()
