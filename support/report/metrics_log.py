@@ -1,5 +1,6 @@
-"""Follows a run step by step: time, losses, tokens, memory, metrics.jsonl, and what watches it
-live.
+"""Step-by-step measurements of a run: time, losses, tokens and memory.
+
+They go into metrics.jsonl, to the console and the progress bar, and to the trackers.
 """
 
 from __future__ import annotations
@@ -26,23 +27,26 @@ from support.report.trackers import Trackers
 from support.strategies import gradients
 
 PHASES = ("data", "forward", "backward", "update")
-LONGEST_LINE_BYTES = 1 << 16  # of metrics.jsonl; a record has a few hundred
-EARLY_MEASURED_STEP = 5  # whose memory is measured where nobody knows which will be the last
+LONGEST_LINE_BYTES = 1 << 16  # of metrics.jsonl; a record has a few hundred bytes
+EARLY_MEASURED_STEP = 5  # its memory is measured if early stopping may end the run at any step
 
 
 class StepTimer:
-    """Seconds of each phase of each step. On a GPU it records events and reads them only when
-    asked.
+    """Seconds of each phase of each optimizer step.
 
-    A step reaches from the end of the update before it to the end of its own. Reading a clock after
-    launching GPU work would time the launch, and waiting for the work would slow training down; an
-    event is a mark in the GPU's own queue of work.
+    A step starts at the end of the previous update and ends at the end of its own update. On a GPU
+    the timer records CUDA events and reads them only in `read`: reading a clock after a kernel
+    launch would time the launch, and waiting for the kernels would slow training down.
+
+    Attributes:
+        steps: seconds by phase (see PHASES) of each step that has been read.
     """
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self._marks: list[tuple[str | None, object]] = []
-        self._step, self._before = dict.fromkeys(PHASES, 0.0), None  # of the step that is not over
+        # Phases and last mark of the step that has not ended.
+        self._step, self._before = dict.fromkeys(PHASES, 0.0), None
         self.steps: list[dict[str, float]] = []
 
     def _now(self):
@@ -53,18 +57,17 @@ class StepTimer:
         return event
 
     def mark(self, phase: str | None) -> None:
-        """The time since the last mark belongs to `phase`; None leaves it out (a pause)."""
+        """Assign the time since the last mark to `phase`; None leaves it out (a pause)."""
         self._marks.append((phase, self._now()))
 
     def end_step(self) -> None:
-        """Close the step that the marks since the last one belong to; the next starts at the last
-        mark.
-        """
+        """End the current step; the next step starts at the last mark."""
         self._marks.append(("end", None))
 
     def read(self) -> None:
-        """Turn marks into seconds, in `steps`. On a GPU this waits for the work so far: call it
-        where lines are logged.
+        """Convert the marks to seconds and append the steps that have ended to `steps`.
+
+        On a GPU this waits for the work launched so far, so call it only where a line is logged.
         """
         if self.cuda and self._marks:
             torch.cuda.synchronize()
@@ -83,7 +86,16 @@ class StepTimer:
 
 
 class Meter:
-    """Follows training step by step and keeps every number on the device until a line is logged."""
+    """Measures training step by step and keeps the numbers on the device until a line is logged.
+
+    Attributes:
+        step: optimizer steps done, those before a resume included.
+        samples_done: sequences of these steps, over all ranks.
+        best: {"loss", "step", "waited": evaluations since} of the best evaluation; None so far.
+        losses: loss of each step of this process that has been flushed.
+        samples: sequences of each step of this process, over all ranks.
+        tokens: tokens of each step of this process that has been flushed, over all ranks.
+    """
 
     def __init__(
         self,
@@ -98,32 +110,32 @@ class Meter:
     ):
         """
         Args:
-            total_steps: of the whole run, unless it is stopped early.
-            blocks: in an epoch.
-            before: the counters to go on from, of a checkpoint (see `counters`) or of a new run.
-            footprint: memory.Phases, which learns of the first step's phases.
-            step_memory: memory.StepMemory, which measures one step: the last, where it is known
-                which that is.
+            folder: of metrics.jsonl, which rank 0 writes.
+            total_steps: optimizer steps of the whole run, unless it is stopped early.
+            blocks: sequences in an epoch.
+            before: the counters to continue from, of a checkpoint (see `counters`) or a new run.
+            footprint: memory.Phases, which records the phases of the first step.
+            step_memory: memory.StepMemory, which measures one step: the last one; with early
+                stopping, where the last one is not known in advance, an early one.
         """
         self.args, self.run, self.total_steps, self._blocks = args, run, total_steps, blocks
         self.measured_step = total_steps
         if args.early_stopping_patience:
             self.measured_step = min(total_steps, before["step"] + EARLY_MEASURED_STEP)
         self.footprint, self.step_memory = footprint, step_memory
-        self.trace = None  # of --profile
-        self.trackers = None  # of --report_to
+        self.trace = None  # --profile
+        self.trackers = None  # --report_to
         self._bar = None
-        self._epoch_began: tuple[int, int] | None = (
-            None  # number of the epoch, and the step before its first one here
-        )
+        # Number of the epoch, and the step after which this process started it.
+        self._epoch_began: tuple[int, int] | None = None
         self.timer = StepTimer(run.device)
         self.traffic = Traffic()
         self.before = before
-        self.step = self.before["step"]  # optimizer steps done
-        self.samples_done = self.before["samples"]  # blocks that they saw, over all ranks
-        self.best: dict | None = before["best"]  # {"loss", "step", "waited": evaluations since}
+        self.step = self.before["step"]
+        self.samples_done = self.before["samples"]
+        self.best: dict | None = before["best"]
         self.stopped_early = False
-        self.samples: list[int] = []  # of each step of this process
+        self.samples: list[int] = []
         self.tokens: list[int] = []
         self.tokens_before = (
             before["tokens"]
@@ -132,24 +144,30 @@ class Meter:
         )
         self.losses: list[float] = []
         self.first_step_at: float | None = None
-        self._rate: float | None = None  # tokens per second of the last step that was read
-        self._held = ""  # by the device after the last step that was logged
+        self._rate: float | None = None  # tokens per second of the last step that was flushed
+        self._held = ""  # device memory after the last step that was logged
         self._pending: list[dict] = []
         self._path = folder / "metrics.jsonl" if run.is_main else None
 
     def start_log(self) -> None:
-        """Let metrics.jsonl end where the checkpoint was made: what came after it is made again.
-        Call it before training."""
+        """Cut metrics.jsonl at the checkpoint, because the steps after it are run again.
+
+        Call it before training. A damaged file is renamed, and its readable lines are kept.
+
+        Raises:
+            OSError: the file cannot be renamed or written.
+        """
         if self._path is None:
             return
         records, damage = read_metrics(self._path)
         if damage:
             new_path = set_aside(self._path, f"{self._path.name}.damaged")
             self.run.warn(
-                f"{self._path} is damaged ({damage}): what cannot be read is left out, and the file as it was is "
-                f"{new_path.name}."
+                f"{self._path} is damaged ({damage}): what cannot be read is left out, "
+                f"and the file as it was is {new_path.name}."
             )
-        # A checkpoint at an epoch's end comes before that epoch's evaluation.
+        # A checkpoint at the end of an epoch is saved before that epoch's evaluation, so the
+        # evaluation of the checkpoint's own step is repeated.
         records = [
             line
             for step, line in records
@@ -158,7 +176,11 @@ class Meter:
         write_text(self._path, b"".join(records).decode())
 
     def counters(self) -> dict:
-        """Counts since the very start, for a checkpoint: those of checkpoint.NEW_RUN."""
+        """Return the counters for a checkpoint, with the keys of checkpoints.format.NEW_RUN.
+
+        They count from the start of the run, the steps before a resume included. `training_seconds`
+        is in seconds.
+        """
         self.flush()
         first, last = self.before["first_loss"], self.before["last_loss"]
         return {
@@ -174,20 +196,22 @@ class Meter:
 
     @property
     def warmup_steps(self) -> int:
-        """First steps that no average counts: compilation, first allocations, DeepSpeed's first
-        look at the model.
+        """Number of first steps that averages leave out, at most 5.
+
+        They are slow: compilation, first allocations, DeepSpeed's first pass over the model.
         """
         return min(5, (self.step - self.before["step"]) // 4)
 
     @property
     def at_end_of_epoch(self) -> bool:
-        """Whether all of the epoch's blocks are behind the last step."""
+        """Whether the last step used the last sequence of the epoch."""
         return self.samples_done % self._blocks == 0
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether to evaluate after the last step: every --eval_every steps, or after each epoch;
-        and at the end.
+        """Whether to evaluate now.
+
+        Evaluations are made every --eval_every steps, or else after each epoch; and at the end.
         """
         every = self.args.eval_every
         return self.args.eval and (
@@ -203,7 +227,11 @@ class Meter:
         return self.step + 1 == self.measured_step
 
     def mark(self, phase: str) -> None:
-        """The time and the memory since the last mark belong to this phase of the step; see PHASES."""
+        """Assign the time and the memory since the last mark to this phase of the step.
+
+        Args:
+            phase: one of PHASES.
+        """
         self.timer.mark(phase)
         name = "optimizer_step" if phase == "update" else phase
         self.footprint.doing = memory.AFTER[name]
@@ -222,8 +250,9 @@ class Meter:
         self.timer.mark(None)
 
     def after_backward(self) -> None:
-        """The last micro-batch is done. At the measured step, count live tensors: everything a step
-        needs is there now.
+        """Call it after the backward pass of the step's last micro-batch.
+
+        In the measured step this counts the live tensors, because all model states exist now.
         """
         self.footprint.doing = "the update"
         if self._in_measured_step:
@@ -231,18 +260,17 @@ class Meter:
             self.timer.mark(None)
 
     def start_epoch(self, epoch: int) -> None:
-        """Note how the epoch's remaining blocks fall into steps, and start the clock.
+        """Count the steps of the epoch's remaining sequences, and start the clock.
 
         Args:
-            epoch: counts from 1.
+            epoch: number of the epoch, from 1.
         """
         args, self._epoch = self.args, epoch
         self._global_batch = global_batch(args, self.run.world_size)
         if not self._epoch_began or self._epoch_began[0] != epoch:
             self._epoch_began = (epoch, self.step)
-        self.position = (
-            self.samples_done - (epoch - 1) * self._blocks
-        )  # 0, unless the epoch goes on in its middle
+        # 0, unless the run resumes in the middle of the epoch.
+        self.position = self.samples_done - (epoch - 1) * self._blocks
         self._batch = data.steps_of(self.position, self._global_batch)
         remaining_steps = data.steps_of(self._blocks - self.position, self._global_batch)
         self._batches = self._batch + min(remaining_steps, self.total_steps - self.step)
@@ -250,7 +278,7 @@ class Meter:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """What happened since the last step, such as an evaluation or a save, belongs to no step."""
+        """Leave out of the next step what happened since the last: an evaluation, a save."""
         self.traffic.discard()
         self.timer.mark(None)
 
@@ -258,12 +286,14 @@ class Meter:
         """Record one optimizer step.
 
         Args:
-            loss: mean over all tokens of the global batch; a tensor that stays on the device.
+            loss: mean over the tokens of the global batch; a scalar tensor, left on the device.
             lr: learning rate of this step.
             grad_norm: norm of the whole gradient before clipping; a tensor, a number, or None.
-            tokens: that all ranks read in this step; a tensor that stays on the device.
+            tokens: number of tokens of this step over all ranks; a scalar tensor, left on the
+                device.
         Raises:
-            TrainingError: a loss was not finite. No update was made from it, or after it.
+            TrainingError: the loss of this or an earlier step was not finite, or its gradient norm
+                was not (except in fp16). Neither that step nor a later one updated the weights.
         """
         self.timer.end_step()
         self.traffic.end_step()
@@ -273,11 +303,11 @@ class Meter:
         if self.trace:
             self.trace.end_step()
         if self._in_measured_step or self.trace:
-            self.timer.mark(None)  # measuring memory and writing a trace are no part of training
+            self.timer.mark(None)  # measuring memory and writing a trace are not part of training
         batch, batches = self._batch, self._batches
         self._batch += 1
         self.step += 1
-        # The last step of an epoch may see fewer blocks.
+        # The last step of an epoch may have fewer sequences.
         self.samples.append(min(self._global_batch, self._blocks - self.position))
         self.samples_done += self.samples[-1]
         self.position += self.samples[-1]
@@ -292,35 +322,38 @@ class Meter:
             }
         )
         is_logged = batch % self.args.logging_steps == 0 or self._batch == batches or self.finished
-        # On a CPU nothing runs ahead, so a look at every loss costs nothing.
+        # On a CPU no kernel runs asynchronously, so reading every loss costs nothing.
         if is_logged or self.run.device.type == "cpu":
             self.flush()
         if self.run.simulated:
             self.run.say(f"Step {self.step}/{self.total_steps} of the memory simulation")
         elif is_logged:
             self.run.say(
-                f"Epoch {self._epoch} | Batch {batch}/{batches} | Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}"
+                f"Epoch {self._epoch} | Batch {batch}/{batches} | "
+                f"Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}"
             )
             self._say_epoch()
         if is_logged and (self._bar.active or (self.trackers and self.trackers.active)):
             self._say_memory()
         self._advance_bar(lr)
-        self.timer.mark("data")  # logging is a part of training; it delays the next step's data
+        self.timer.mark("data")  # logging is part of training: it delays the next step's data
 
     def _say_memory(self) -> None:
-        """Read what the device holds, for the bar and the trackers.
+        """Read the device's memory, for the progress bar and the trackers.
 
-        Only where lines are logged: the allocator builds a table of all its counters each time.
+        Called only where lines are logged: the allocator builds a table of all its counters each
+        time.
         """
         allocated = self.footprint.device_bytes()["allocated"]
         self._held = human_bytes(allocated)
         if self.trackers and self.trackers.active:
             self.trackers.memory(self.step, self.run.gather(allocated))
-            self.traffic.discard()  # of this gather
+            self.traffic.discard()  # the bytes of this gather
 
     def _say_epoch(self) -> None:
-        """The mean loss of an epoch's steps, after the last one; of a resumed run the steps since
-        then.
+        """Print the mean loss of an epoch after its last step.
+
+        In a resumed run the mean is over the epoch's steps since the resume.
         """
         if self.args.streaming or not (self.at_end_of_epoch or self.finished):
             return
@@ -329,7 +362,8 @@ class Meter:
             self.total_steps - self.step, data.steps_of(self._blocks, self._global_batch)
         )
         self.run.say(
-            f"Epoch {self._epoch}/{epochs} | Average Loss: {statistics.fmean(self.losses[-steps:]):.4f}"
+            f"Epoch {self._epoch}/{epochs} | "
+            f"Average Loss: {statistics.fmean(self.losses[-steps:]):.4f}"
         )
 
     def _advance_bar(self, lr: float) -> None:
@@ -341,7 +375,11 @@ class Meter:
             self._bar.close()
 
     def flush(self) -> None:
-        """Bring the numbers of the steps so far to the host and write them."""
+        """Copy the numbers of the steps so far to the host and write them.
+
+        Raises:
+            TrainingError: see `end_step`.
+        """
         self.timer.read()
         if self.first_step_at is None and self.timer.steps:
             self.first_step_at = time.time() - sum(
@@ -355,8 +393,8 @@ class Meter:
             record["grad_norm"] = (
                 None if record["grad_norm"] is None else float(record["grad_norm"])
             )
-            # DeepSpeed's norm of gradients that are not finite is -1. In fp16 it has left out that
-            # update.
+            # DeepSpeed reports -1 as the norm of gradients that are not finite. In fp16 it has
+            # skipped that update.
             norm_is_usable = (
                 record["grad_norm"] is None
                 or 0 <= record["grad_norm"] < math.inf
@@ -370,21 +408,26 @@ class Meter:
             self._write({**record, "tokens_per_second": self._rate, "seconds": seconds})
 
     def log_evaluation(self, loss: float, perplexity: float) -> None:
-        """Record an evaluation after the current step; early stopping looks at it."""
+        """Record an evaluation after the current step, and decide on early stopping.
+
+        Args:
+            loss: mean over the validation tokens.
+            perplexity: of the same tokens.
+        """
         self._write({"step": self.step, "eval_loss": loss, "perplexity": perplexity})
-        if self.step == 0:  # --eval_first, of what was not trained yet
+        if self.step == 0:  # --eval_first: the model has not been trained yet
             return
         if math.isfinite(loss) and (self.best is None or loss < self.best["loss"]):
             self.best = {"loss": loss, "step": self.step, "waited": 0}
-        elif (
-            self.best and self.best["step"] != self.step
-        ):  # a resumed run may repeat the evaluation of its checkpoint
+        elif self.best and self.best["step"] != self.step:
+            # A resumed run may repeat the evaluation of its checkpoint, which must not count again.
             self.best = {**self.best, "waited": self.best["waited"] + 1}
         patience = self.args.early_stopping_patience
         if patience and self.best and self.best["waited"] >= patience and not self.finished:
             self.stopped_early = True
             self.run.say(
-                f"🛑 Stopped early: {patience} evaluations in a row no better than that of step {self.best['step']}."
+                f"🛑 Stopped early: {patience} evaluations in a row no better than "
+                f"that of step {self.best['step']}."
             )
 
     def _write(self, record: dict) -> None:
@@ -395,9 +438,12 @@ class Meter:
                 file.write(json.dumps(only_finite(record)) + "\n")
 
     def close(self, sample: str | None = None) -> None:
-        """Finish what other tools will read: a trace, a snapshot, curves and the sample text.
+        """Finish the files for other tools: trace, memory snapshot, curves and sample text.
 
-        What fails here is said and no more: the training itself is done.
+        An error here becomes a warning, because training itself has completed.
+
+        Args:
+            sample: the text that --generate produced.
         """
         if self._bar:
             self._bar.close()
@@ -413,8 +459,13 @@ class Meter:
                 self.run.warn(str(explain(error)))
 
     def speed(self) -> dict:
-        """Throughput and step times of this rank, without the first steps (compilation, first
-        allocations).
+        """Return this rank's throughput and step times, without the warm-up steps.
+
+        A step that the measurement of memory slowed down is left out too.
+
+        Returns:
+            The keys of results.json from warmup_steps_excluded to step_phases_seconds; samples and
+            tokens are of all ranks. Only warmup_steps_excluded, which is 0, if nothing was timed.
         """
         excluded = self.warmup_steps
         if self.run.simulated:
@@ -444,9 +495,15 @@ class Meter:
 
 
 def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:
-    """([(step, line)] of metrics.jsonl, what is wrong with it or ""); half a last line, as of a
-    killed run, is no damage."""
-    valid_lines, bad_numbers = [], []
+    """Read the lines of metrics.jsonl that hold a step with a loss or an evaluation.
+
+    An incomplete last line, as a killed run leaves it, is dropped and is not damage.
+
+    Returns:
+        ([(step, line)], damage): each line ends with a newline; `damage` says which lines are
+        invalid, or why the file cannot be read, and is "" if the file is valid or missing.
+    """
+    valid_lines, bad_lines = [], []
     if not os.path.lexists(path):
         return valid_lines, ""
     try:
@@ -465,13 +522,13 @@ def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:
                         (record["step"], line if line.endswith(b"\n") else line + b"\n")
                     )
                 elif line.endswith(b"\n") or len(line) == LONGEST_LINE_BYTES:
-                    bad_numbers.append(number)
+                    bad_lines.append(number)
     except OSError as error:
         return valid_lines, error.strerror
     return (
         valid_lines,
-        f"line {bad_numbers[0]}{f' and {len(bad_numbers) - 1} more' if len(bad_numbers) > 1 else ''}"
-        if bad_numbers
+        f"line {bad_lines[0]}{f' and {len(bad_lines) - 1} more' if len(bad_lines) > 1 else ''}"
+        if bad_lines
         else "",
     )
 
@@ -488,10 +545,17 @@ def open_meter(
     footprint,
     blocks: int,
 ) -> Meter:
-    """A `Meter` with all that --profile_memory, --profile and --report_to add to it."""
+    """Return a `Meter` with what --profile_memory, --profile and --report_to add to it.
+
+    Args:
+        steps: optimizer steps of the whole run; with --eval_only none are made.
+        before, footprint, blocks: see `Meter`.
+    Raises:
+        UserError: the trace's folder cannot be created, or wandb could not start.
+    """
     detailed = args.profile_memory or run.simulated
     unwrapped = getattr(model, "module", model)
-    # Where the loss is computed from all logits, it keeps their log-probabilities in fp32.
+    # A loss that is computed from all logits at once keeps their log-probabilities in fp32.
     all_logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size
 
     def kept_by_loss() -> int:
