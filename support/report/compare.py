@@ -1,4 +1,4 @@
-"""What the runs of a comparison say: read them, see that they did the same work, and compare them.
+"""Read the runs of a comparison, check that they did the same work, and compare them.
 
 Imports nothing heavy. scripts/compare_report.py turns the result into tables, files and a figure.
 """
@@ -17,17 +17,17 @@ from support.files.user_files import shown
 GB, MB = 2**30, 2**20
 
 # Largest relative difference between losses that rounding explains, by precision. On a GPU fp32
-# multiplies in TF32, which keeps 10 bits of each factor. docs/MEMORY_COMPARISON.md says what was
-# measured; TF32 and fp16 were not.
+# matrices are multiplied in TF32, which keeps 10 bits of each factor's mantissa.
+# docs/MEMORY_COMPARISON.md lists the measurements; TF32 and fp16 were not measured.
 TOLERANCES = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 5e-3, "fp16": 5e-3}
-# What rounds more than fp32 may be off by percents at a single step, where a block unlike the
-# others makes the loss jump; a strategy that trains another model stays off. So there a difference
-# is the median of this many steps.
+# In a precision below fp32 the losses of a single step may differ by percents, where an unusual
+# sequence makes the loss jump. A strategy that trains another model differs at every step. So in
+# these precisions a difference is the median over this many steps.
 LASTING_STEPS = 5
 
 # Data that each rank moves per step, in units of the number of parameters P (ZeRO, arXiv
-# 1910.02054, section 7). The paper has no accumulation. FSDP shards as stage 3 does; offload and
-# infinity do what stages 2 and 3 do.
+# 1910.02054, section 7). The paper has no gradient accumulation. FSDP shards as stage 3 does;
+# offload and infinity communicate as stages 2 and 3 do.
 PAPER_VOLUMES = {
     "dp": 2,
     "zero1": 2,
@@ -62,8 +62,8 @@ SAME_WORK = (
     "versions.transformers",
 )
 
-# What a completed run must have; an older version's results.json may lack some. A memory simulation
-# has no speed and no losses.
+# Keys that results.json of a completed run must have; an older version's file may lack some. A
+# memory simulation has no speed and no losses.
 NEEDED = (
     "hardware",
     "precision",
@@ -102,8 +102,8 @@ TEXTS_OF_RESULTS = (
     "hardware.cpu",
 )
 
-# torchrun's report lists the ranks that it found dead. The one that was killed need not be the
-# first: another that noticed its connection break may be named as the cause.
+# torchrun's report lists the ranks that exited. The one that was killed need not be the first:
+# torchrun may name as the cause another rank, which failed because its connection broke.
 KILLED = re.compile(r"exitcode\s*: -9 ")
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -115,14 +115,16 @@ ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2,
 
 @dataclass
 class Attempt:
-    """One run of one strategy: what it wrote, and what compare_strategies.sh saw of it.
+    """One run of one strategy: its files, and the outcome that compare_strategies.sh recorded.
 
     Attributes:
+        folder: <strategy>/<repeat>.
         status: completed, skipped, oom, timeout, failed, interrupted or other_work.
-        reason: why it is not completed; empty otherwise.
+        reason: why the run did not complete; empty otherwise.
+        command: the command line.
         results: results.json, or {}.
         losses, lrs: loss and learning rate of each optimizer step.
-        token_rates: tokens per second of each step, of all ranks.
+        token_rates: tokens per second of each step, of all ranks together.
     """
 
     folder: Path
@@ -141,8 +143,9 @@ class Attempt:
 
 
 def read_attempt(folder: Path) -> Attempt:
-    """Read the folder of one run, <strategy>/<repeat>. A file that is missing or half written makes
-    it a failed one.
+    """Read the folder of one run, <strategy>/<repeat>.
+
+    A run with a missing, incomplete or damaged file has the status "failed".
     """
     results = _read_json(folder / "results.json")
     steps = [record for record in _read_json_lines(folder / "metrics.jsonl") if "loss" in record]
@@ -160,8 +163,10 @@ def read_attempt(folder: Path) -> Attempt:
 
 
 def _damage(attempt: Attempt) -> str | None:
-    """What keeps a completed run from being compared, if its files were changed by hand or by a
-    disk: try to compare it.
+    """Return why a completed run cannot be compared, or None.
+
+    The files may have been changed by hand, or by a disk error. So this compares the run with
+    itself, and checks that every number and text that the report shows is present.
     """
     results, row = attempt.results, Row(attempt.strategy, "completed", "", [attempt])
     try:
@@ -214,13 +219,20 @@ def _damage(attempt: Attempt) -> str | None:
         ZeroDivisionError,
         OverflowError,
     ) as error:
-        return f"results.json or metrics.jsonl is damaged ({type(error).__name__}: {shown(str(error))})"
+        return (
+            f"results.json or metrics.jsonl is damaged ({type(error).__name__}: "
+            f"{shown(str(error))})"
+        )
     return None
 
 
 def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
-    """What became of a run, from results.json and from outcome.txt ("exit N", "timeout N" or
-    "interrupted").
+    """Return (status, reason) of a run; see `Attempt`.
+
+    Args:
+        folder: holds outcome.txt ("exit N", "timeout N" or "interrupted") and log.txt.
+        results: results.json, or {}.
+        steps: number of optimizer steps in metrics.jsonl.
     """
     outcome, _, number = _read_text(folder / "outcome.txt").strip().partition(" ")
     if outcome == "timeout":
@@ -234,7 +246,8 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
         if missing_keys := [key for key in required_keys if lookup(results, key) is None]:
             return (
                 "failed",
-                f"results.json lacks {', '.join(missing_keys)}: was it made by --eval_only, or by an older version?",
+                f"results.json lacks {', '.join(missing_keys)}: was it made by --eval_only, or by "
+                "an older version?",
             )
         has_every_step = simulated or steps == results.get("steps")
         return (
@@ -245,7 +258,8 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
     if KILLED.search(_read_text(folder / "log.txt")):
         return (
             "oom",
-            "a rank was killed (SIGKILL): by the kernel, as a rule, when the host has no memory left",
+            "a rank was killed (SIGKILL): by the kernel, as a rule, when the host has no memory "
+            "left",
         )
     reason = (
         str(results.get("reason") or "")
@@ -258,14 +272,15 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
 
 
 def last_error(log: Path) -> str:
-    """The script's own error line in a log, else the last line with a word in it."""
+    """Return the script's own error line in a log, or else the last line with a letter or digit."""
     lines = [line.strip() for line in _read_text(log).splitlines() if any(map(str.isalnum, line))]
     marked = [line.removeprefix("❌ ") for line in lines if line.startswith("❌")]
     return (marked or lines or [""])[-1]
 
 
 def _read_text(path: Path) -> str:
-    try:  # a pipe would be waited for
+    # Only regular files: reading a pipe would block.
+    try:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError:
         return ""
@@ -274,7 +289,7 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path) -> dict:
     try:
         value = json.loads(_read_text(path))
-    except (ValueError, RecursionError):  # not JSON; thousands of digits; nested too deeply
+    except (ValueError, RecursionError):  # not JSON, a number of thousands of digits, deep nesting
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -284,7 +299,7 @@ def _read_json_lines(path: Path) -> list[dict]:
     for line in _read_text(path).splitlines():
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # the last line of a run that was killed
+        except (ValueError, RecursionError):  # the incomplete last line of a run that was killed
             break
         if isinstance(record, dict):
             records.append(record)
@@ -296,28 +311,36 @@ def _read_json_lines(path: Path) -> list[dict]:
 
 @dataclass
 class Row:
-    """One strategy: medians over its completed repeats; bytes are of the rank that holds most.
-    None: not known.
+    """One strategy: medians over its completed repeats.
+
+    Bytes are those of the rank that needs most. None: not known.
 
     Attributes:
-        memory_bytes: peak of the GPU's allocator; on a CPU parameters, gradients and optimizer
+        status: "completed", "not run", or the status of the first repeat that did not complete.
+        reason: why that repeat did not complete; empty otherwise.
+        memory_bytes: peak of the GPU's allocator; on a CPU the parameters, gradients and optimizer
             states that a GPU would hold.
-        planned_bytes: what support/memory/estimate.py predicts for memory_bytes.
-        planned: its whole prediction, in bytes by kind.
-        step_peak_bytes: most live tensors at any moment of the last step; not known on a CPU for
-            ordinary runs, and where part of them would not be on a GPU. `activations`, `logits`:
-            held at the end of forward, known as far.
-        categories: live bytes on the device by category at the end of backward; `host_categories`:
-            in host memory.
-        saved: share of the reference's memory_bytes that is not needed; None where sharding has
-            nobody to share with.
-        samples_per_second: with _low and _high, the slowest and fastest repeat, or of one run the
-            tenth and ninetieth percentile of its steps; `speed` is the same relative to the
-            reference.
+        planned_bytes: the memory estimate for memory_bytes; see support/memory/estimate.py.
+        planned: the whole memory estimate, in bytes by kind.
+        step_peak_bytes: largest sum of live tensors in the measured step; not known on a CPU for
+            ordinary runs, nor where part of the tensors would not be on a GPU.
+        activations, logits: bytes at the end of forward, if the run measured them.
+        categories: live bytes on the device by category, at the end of backward.
+        host_categories: the same in host memory.
+        saved: 1 minus the ratio of memory_bytes to the reference's; None for the reference, and
+            for a strategy that only shards, on one rank.
+        host_bytes: peak of the process in host memory.
+        nvme_bytes: bytes on NVMe, of all ranks.
+        samples_per_second: with _low and _high: the slowest and fastest repeat; with one repeat,
+            the tenth and ninetieth percentile of its steps.
+        speed: samples_per_second relative to the reference, with _low and _high.
         difference, difference_step: largest relative difference of a loss from the reference's (see
-            `differences`), and where.
+            `differences`), and its step.
         departs_at, departing_loss: first step whose difference exceeds the tolerance, and its loss.
-        volume: bytes sent put into the paper's unit, P.
+        sent_bytes: bytes that a rank sends per step, the mean over ranks.
+        volume: the volume of the collectives per step in the paper's unit, P; see `volumes`.
+        collectives: results.json's communication_per_step.
+        phases_seconds: seconds of each phase of a step.
     """
 
     strategy: str
@@ -358,7 +381,7 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Something went wrong; a skip has its reason and is no failure."""
+        """Whether the strategy neither completed nor was skipped; a skip is not a failure."""
         return self.status not in ("completed", "skipped")
 
 
@@ -367,12 +390,14 @@ class Comparison:
     """All strategies of one comparison.
 
     Attributes:
-        reference: the row that the others are compared with: dp's, or the first that completed;
-            None if none did.
-        work: what every run did (SAME_WORK), from the reference.
+        name: name of the comparison's folder.
+        rows: one per strategy, in the order of STRATEGIES.
+        reference: the row that the others are compared with: dp's, or else the first that
+            completed; None if none did.
+        work: the values of SAME_WORK, from the reference; {} without one.
         tolerance: largest relative loss difference that counts as the same model.
         step_cap: the default --max_steps that was added to the user's arguments, or None.
-        control: the reference once more with a higher learning rate (a row outside of `rows`), to
+        control: the reference run again with a higher learning rate (a row outside of `rows`), to
             see whether the losses would show a difference; None if it was not run.
     """
 
@@ -386,13 +411,14 @@ class Comparison:
 
     @property
     def simulated(self) -> bool:
-        """Memory simulations: no speed, no losses."""
+        """Whether the runs are memory simulations, which have no speed and no losses."""
         return bool(self.work.get("simulated_world_size"))
 
     @property
     def lasting(self) -> int:
-        """Steps that a difference must last: 1 where arithmetic is exact enough to look at each by
-        itself.
+        """Number of steps over which a loss difference is the median.
+
+        It is 1 for fp32 on a CPU, where rounding is small enough to judge each step separately.
         """
         return (
             1
@@ -402,32 +428,32 @@ class Comparison:
 
     @property
     def repeated(self) -> bool:
-        """Several repeats were run, so that spreads are between them."""
+        """Whether there are several repeats, so that the spread is that of the repeats."""
         return any(len(row.attempts) > 1 for row in self.rows)
 
     @property
     def compared(self) -> list[Row]:
-        """Completed rows beside the reference."""
+        """Completed rows other than the reference."""
         return [row for row in self.rows if row.completed and row is not self.reference]
 
     @property
     def same_model(self) -> bool | None:
-        """None where nothing could be compared."""
+        """Whether all compared strategies train the same model; None if none could be compared."""
         return not self.departing if self.compared and not self.simulated else None
 
     @property
     def facts(self) -> dict:
-        """results.json of the reference, for hardware, versions and date."""
+        """results.json of the reference's first completed run, or {}."""
         return self.reference.completed[0].results if self.reference else {}
 
     @property
     def departing(self) -> list[Row]:
-        """Strategies that do not train the same model."""
+        """Rows of the strategies that do not train the same model."""
         return [row for row in self.rows if row.departs_at is not None]
 
     @property
     def exit_code(self) -> int:
-        """1 if a curve departs, a strategy failed, or nothing completed."""
+        """1 if a loss curve departs, a strategy failed or nothing completed; else 0."""
         return int(
             self.reference is None or bool(self.departing) or any(row.failed for row in self.rows)
         )
@@ -437,9 +463,9 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
     """Read <folder>/<strategy>/<repeat>/ and compare.
 
     Args:
-        folder: what compare_strategies.sh filled; planned.txt in it names strategies that may not
-            have run yet.
-        tolerance: instead of TOLERANCES'.
+        folder: the folder that compare_strategies.sh filled; its planned.txt names strategies that
+            may not have run yet.
+        tolerance: replaces the value in TOLERANCES.
     """
     planned_names = _read_text(folder / "planned.txt").split()
     existing = {path.name for path in folder.iterdir() if path.name in STRATEGIES and path.is_dir()}
@@ -489,7 +515,7 @@ def _gather(folder: Path, strategy: str) -> Row:
 
 
 def _settle_status(row: Row) -> None:
-    """completed only if every repeat is; else what the first other one says."""
+    """Set "completed" if every repeat completed, else the status of the first that did not."""
     broken = [attempt for attempt in row.attempts if not attempt.completed]
     if row.attempts:
         row.status, row.reason = (
@@ -498,8 +524,10 @@ def _settle_status(row: Row) -> None:
 
 
 def _set_other_work_apart(row: Row, work: dict) -> None:
-    """A run with another batch, seed, text or library than the reference's proves nothing: take its
-    numbers out.
+    """Set the status "other_work" for runs that did not do the reference's work.
+
+    A run with another batch size, seed, text or library version proves nothing, so its numbers are
+    left out.
     """
     for attempt in row.completed:
         for key, expected in work.items():
@@ -512,7 +540,7 @@ def _set_other_work_apart(row: Row, work: dict) -> None:
 
 
 def _measure(row: Row) -> None:
-    """Fill in what needs no reference."""
+    """Fill in the fields that do not depend on the reference."""
     results = [attempt.results for attempt in row.completed]
     if not results:
         return
@@ -547,7 +575,7 @@ def _measure(row: Row) -> None:
 
 
 def _add_plan_and_step(row: Row, memory: dict, on_gpu: bool) -> None:
-    """What was planned for the run, and what came and went within its last step."""
+    """Fill in the memory estimate, and the temporary memory of the measured step."""
     if memory.get("predicted_bytes"):
         row.planned = memory["predicted_bytes"]
         row.planned_bytes = (
@@ -596,12 +624,14 @@ def _measure_traffic(row: Row, results: list[dict]) -> None:
 
 
 def volumes(collectives: dict, parameters: int) -> dict[str, float]:
-    """Each kind of collective in units of P: its elements, twice for an all-reduce, whatever their
-    type.
+    """Return the volume of each kind of collective, in units of P.
+
+    The volume is the number of elements of any type, counted twice for an all-reduce, as in the
+    ZeRO paper.
 
     Args:
         collectives: results.json's communication_per_step.
-        parameters: P.
+        parameters: P, the number of parameters.
     Returns:
         {"all_gather": …, "all_reduce": …, …}
     """
@@ -614,7 +644,7 @@ def volumes(collectives: dict, parameters: int) -> dict[str, float]:
 
 
 def _compare(row: Row, reference: Row, tolerance: float, lasting: int) -> None:
-    """Fill in what is relative to the reference."""
+    """Fill in the fields that are relative to the reference."""
     if not row.completed:
         return
     shards_only = row.strategy not in ("offload", "infinity")
@@ -641,11 +671,14 @@ def _compare(row: Row, reference: Row, tolerance: float, lasting: int) -> None:
 
 
 def differences(attempt: Attempt, reference: Attempt, lasting: int) -> list[float]:
-    """Relative difference of the loss from the reference's, step by step; both have the same steps.
+    """Return the relative difference of the loss from the reference's, step by step.
 
     Args:
-        lasting: steps of which each value is the median: this one and those before it; at first, of
-            as many first ones.
+        attempt, reference: runs with the same number of steps.
+        lasting: number of steps of which each value is the median: the step and those before it.
+            The first values are all the median of the first `lasting` steps.
+    Raises:
+        ValueError: the numbers of steps differ.
     """
     pairs = zip(attempt.losses, reference.losses, strict=True)
     per_step = [abs(loss - expected) / max(abs(expected), 1e-12) for loss, expected in pairs]
@@ -659,7 +692,7 @@ def differences(attempt: Attempt, reference: Attempt, lasting: int) -> list[floa
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """What the numbers say, a sentence or two each."""
+    """Return the conclusions of the comparison, one or more sentences each."""
     if comparison.reference is None:
         return ["❌ No strategy completed, so there is nothing to compare."]
     matching_rows = [row for row in comparison.rows if row.completed and row.departs_at is None]
@@ -676,11 +709,12 @@ def verdict(comparison: Comparison) -> list[str]:
 
 
 def _say_simulated(comparison: Comparison) -> list[str]:
-    """What a memory simulation is, and how far the plan was off."""
+    """Explain memory simulations, and compare the memory estimate with them."""
     ranks = comparison.work["simulated_world_size"]
     sentences = [
-        f"A memory simulation: one process allocated what rank 0 of {ranks} would, without the others. Nothing was "
-        "trained, so there are no losses and no speeds. The table is in MB, 2^20 bytes."
+        f"A memory simulation: one process allocated what rank 0 of {ranks} would, without the "
+        "others. Nothing was trained, so there are no losses and no speeds. "
+        "The table is in MB, 2^20 bytes."
     ]
     planned_rows = [row for row in comparison.rows if row.completed and row.planned_bytes]
     if planned_rows:
@@ -688,7 +722,8 @@ def _say_simulated(comparison: Comparison) -> list[str]:
         percent = 100 * (worst.planned_bytes / worst.memory_bytes - 1)
         quantity = "peaks" if comparison.work["device"] == "cuda" else "model states"
         sentences.append(
-            f"The planner's {quantity} are within {abs(percent):.1f}% of the simulated ones ({worst.strategy})."
+            f"The planner's {quantity} are within {abs(percent):.1f}% of the simulated ones "
+            f"({worst.strategy})."
         )
     return sentences
 
@@ -700,7 +735,8 @@ def _say_same_model(comparison: Comparison) -> list[str]:
         dp = next((row for row in comparison.rows if row.strategy == "dp"), None)
         reason = f"did not complete ({dp.status})" if dp else "was left out"
         sentences.append(
-            f"ℹ️  dp, the plain reference, {reason}: the others are compared with {reference.strategy}."
+            f"ℹ️  dp, the plain reference, {reason}: the others are compared with "
+            f"{reference.strategy}."
         )
     tolerance_text = f"tolerance {tolerance:g} for {comparison.work['precision']}"
     advice = (
@@ -712,41 +748,50 @@ def _say_same_model(comparison: Comparison) -> list[str]:
     for row in comparison.departing:
         expected = reference.completed[0].losses[row.departs_at - 1]
         sentences.append(
-            f"❌ {row.strategy} does not train the same model: it departs from {reference.strategy} at step {row.departs_at} "
-            f"(loss {row.departing_loss:.6f}, {reference.strategy} {expected:.6f}) and is off by {row.difference:.1e}{median_text} "
-            f"at step {row.difference_step}; {tolerance_text}.{advice}"
+            f"❌ {row.strategy} does not train the same model: it departs from "
+            f"{reference.strategy} at step {row.departs_at} (loss {row.departing_loss:.6f}, "
+            f"{reference.strategy} {expected:.6f}) and is off by "
+            f"{row.difference:.1e}{median_text} at step {row.difference_step}; "
+            f"{tolerance_text}.{advice}"
         )
     matching_rows = [row for row in comparison.compared if row.departs_at is None]
     if matching_rows:
         worst = max(matching_rows, key=lambda row: row.difference)
         sentences.append(
-            f"✅ Same model: {_names(matching_rows)} {'trains' if len(matching_rows) == 1 else 'train'} what {reference.strategy} trains. "
-            f"Over {comparison.work['steps']} steps no loss is off by more than {worst.difference:.1e} relative{median_text} "
-            f"({worst.strategy}, step {worst.difference_step}); {tolerance_text}."
+            f"✅ Same model: {_names(matching_rows)} "
+            f"{'trains' if len(matching_rows) == 1 else 'train'} what {reference.strategy} "
+            f"trains. Over {comparison.work['steps']} steps no loss is off by more than "
+            f"{worst.difference:.1e} relative{median_text} ({worst.strategy}, step "
+            f"{worst.difference_step}); {tolerance_text}."
         )
     elif not comparison.departing:
         sentences.append(f"ℹ️  Only {reference.strategy} completed, so no losses could be compared.")
     if reference.difference:
         sentences.append(
-            f"ℹ️  {reference.strategy}'s own repeats are off by up to {reference.difference:.1e} from its first."
+            f"ℹ️  {reference.strategy}'s own repeats are off by up to {reference.difference:.1e} "
+            "from its first."
         )
     return sentences
 
 
 def _say_control(comparison: Comparison) -> list[str]:
-    """Whether the losses would have shown a strategy that trains a little differently."""
+    """Say whether the losses would show a strategy that trains slightly differently."""
     if comparison.control is None or not comparison.compared:
         return []
     reference, control = comparison.reference, comparison.control
     higher = 100 * (control.completed[0].lrs[0] / reference.completed[0].lrs[0] - 1)
-    text = f"Control: {reference.strategy} with a learning rate {higher:.0f}% higher is off by up to {control.difference:.1e}"
+    text = (
+        f"Control: {reference.strategy} with a learning rate {higher:.0f}% higher is off by up to "
+        f"{control.difference:.1e}"
+    )
     if control.departs_at:
         return [
-            f"{text}, beyond the tolerance from step {control.departs_at} on: a fault of that size would show."
+            f"{text}, beyond the tolerance from step {control.departs_at} on: a fault of that "
+            "size would show."
         ]
     return [
-        f"ℹ️  {text}, within the tolerance: a fault of that size would not show. --precision fp32 or more steps are a "
-        "sharper test."
+        f"ℹ️  {text}, within the tolerance: a fault of that size would not show. --precision "
+        "fp32 or more steps are a sharper test."
     ]
 
 
@@ -755,15 +800,17 @@ def _say_fastest(comparison: Comparison, done: list[Row]) -> str:
     fastest, slowest = by_speed[0], by_speed[-1]
     text = f"Fastest: {fastest.strategy}, {human_rate(fastest.samples_per_second)} samples/s"
     if len(by_speed) > 1:
-        text += f"; slowest: {slowest.strategy}, {slowest.samples_per_second / fastest.samples_per_second:.2f} of that"
+        text += (
+            f"; slowest: {slowest.strategy}, "
+            f"{slowest.samples_per_second / fastest.samples_per_second:.2f} of that"
+        )
     overlap = [
         row.strategy
         for row in by_speed[1:]
         if row.samples_per_second_high > fastest.samples_per_second_low
     ]
-    if (
-        comparison.repeated and overlap
-    ):  # the steps of one run vary for other reasons than the strategy
+    # Without repeats the spread is that of one run's steps, which has other causes.
+    if comparison.repeated and overlap:
         text += f" (within the spread of repeats: {', '.join(overlap)})"
     if comparison.work["device"] == "cpu":
         text += ". The ranks share this CPU and its memory: on GPUs the order can be another"
@@ -777,7 +824,10 @@ def _say_smallest(comparison: Comparison, done: list[Row]) -> str:
         usage = "needs least, at its peak"
     else:
         usage = "keeps least model state on what would be a GPU, at the end of backward"
-    text = f"Room for the largest model: {least.strategy} {usage} {human_bytes(least.memory_bytes)} per rank"
+    text = (
+        f"Room for the largest model: {least.strategy} {usage} {human_bytes(least.memory_bytes)} "
+        "per rank"
+    )
     if least is not reference:
         text += f", {reference.strategy} {human_bytes(reference.memory_bytes)}"
     in_host = sum(least.host_categories.values())
@@ -787,7 +837,10 @@ def _say_smallest(comparison: Comparison, done: list[Row]) -> str:
         text += f"; it keeps {' and '.join(other_memory)} instead"
     without_offload = [row for row in by_memory if row.strategy not in ("offload", "infinity")]
     if least.strategy in ("offload", "infinity") and without_offload:
-        text += f". Without offloading: {without_offload[0].strategy}, {human_bytes(without_offload[0].memory_bytes)}"
+        text += (
+            f". Without offloading: {without_offload[0].strategy}, "
+            f"{human_bytes(without_offload[0].memory_bytes)}"
+        )
     return text + "."
 
 
@@ -802,14 +855,15 @@ def _say_limits(comparison: Comparison, done: list[Row]) -> list[str]:
             f": {', '.join(sharded)} split over one rank, which saves nothing" if sharded else ""
         )
         sentences.append(
-            f"ℹ️  One {'process' if on_cpu else 'GPU'} cannot show what sharding saves, nor what communication "
-            f"costs{sharded_text}. Compare on two or more."
+            f"ℹ️  One {'process' if on_cpu else 'GPU'} cannot show what sharding saves, nor what "
+            f"communication costs{sharded_text}. Compare on two or more."
         )
     if on_cpu:
         sentences.append(
-            "ℹ️  On a CPU the memory column counts the parameters, gradients and optimizer states that a GPU would "
-            "hold at the end of backward, and nothing that comes and goes: activations, gathered layers, buckets. "
-            "Host peak is the whole process, libraries included."
+            "ℹ️  On a CPU the memory column counts the parameters, gradients and optimizer "
+            "states that a GPU would hold at the end of backward, and nothing that comes and "
+            "goes: activations, gathered layers, buckets. Host peak is the whole process, "
+            "libraries included."
         )
     return sentences
 
@@ -832,15 +886,16 @@ def _say_incomplete(comparison: Comparison) -> list[str]:
             else ""
         )
         sentences.append(
-            f"{mark} {row.strategy}: {row.status.replace('_', ' ')}{repeats_text}. {row.reason}{log_text}".rstrip()
+            (
+                f"{mark} {row.strategy}: {row.status.replace('_', ' ')}{repeats_text}. "
+                f"{row.reason}{log_text}"
+            ).rstrip()
         )
     return sentences
 
 
 def explain_traffic(comparison: Comparison) -> list[str]:
-    """Why a strategy moves what it moves, from the collectives that were counted, beside the ZeRO
-    paper's volume.
-    """
+    """Explain each strategy's communication, from the counted collectives and the ZeRO paper."""
     if comparison.reference is None:
         return []
     if comparison.work["world_size"] == 1:
@@ -848,8 +903,9 @@ def explain_traffic(comparison: Comparison) -> list[str]:
     ranks, parameters = comparison.work["world_size"], comparison.work["parameters"]
     micro_steps = comparison.work["gradient_accumulation_steps"]
     lines = [
-        f"P = {parameters:,} parameters. The volume counts each element that is gathered or reduced, twice in an "
-        f"all-reduce, as the paper does; of it a rank sends (N−1)/N = {(ranks - 1) / ranks:.2f}, times the bytes of its type."
+        f"P = {parameters:,} parameters. The volume counts each element that is gathered or "
+        "reduced, twice in an all-reduce, as the paper does; of it a rank sends (N−1)/N = "
+        f"{(ranks - 1) / ranks:.2f}, times the bytes of its type."
     ]
     rows_by_text: dict[str, list[Row]] = {}
     for row in comparison.rows:
@@ -871,11 +927,13 @@ def _explain_row(row: Row, parameters: int, micro_steps: int) -> str:
     reasons = []
     if row.strategy in ("zero1", "zero2", "offload") and collective == "all-reduce":
         reasons.append(
-            "the paper reduces each part of the gradients to its owner only, 1P; DeepSpeed all-reduces buckets"
+            "the paper reduces each part of the gradients to its owner only, 1P; DeepSpeed "
+            "all-reduces buckets"
         )
     if micro_steps > 1 and row.strategy in ("zero2", "offload", "zero3", "infinity"):
         reasons.append(
-            f"no rank keeps whole gradients, so they are reduced after each of the {micro_steps} micro-batches"
+            f"no rank keeps whole gradients, so they are reduced after each of the {micro_steps} "
+            "micro-batches"
         )
     if row.strategy in ("zero3", "infinity", "fsdp"):
         per_micro_step = gathered / micro_steps
@@ -896,7 +954,11 @@ def _explain_row(row: Row, parameters: int, micro_steps: int) -> str:
 
 
 def _types(row: Row, verb: str) -> str:
-    """The types of nearly all bytes that were gathered or reduced: "fp32", "bf16"."""
+    """Return the types that carry more than 1% of the bytes each: "fp32", "fp32 and bf16".
+
+    Args:
+        verb: "gather" or "reduce", which selects the collectives.
+    """
     bytes_by_dtype: dict[str, float] = {}
     for name, entry in row.collectives.items():
         kind, dtype = name.split(" ")
@@ -917,10 +979,10 @@ def _names(rows: list[Row]) -> str:
 
 
 def human_rate(rate: float) -> str:
-    """Three digits or more: 0.714, 46.0, 1,204.5."""
+    """Format a rate with three digits or more: 0.714, 46.0, 1,204.5."""
     return f"{rate:,.1f}" if rate >= 10 else f"{rate:.3g}"
 
 
 def human_bytes(size: float) -> str:
-    """12345678 -> "11.8 MB"; GB and MB are 2^30 and 2^20 bytes."""
+    """Format a number of bytes: 12345678 -> "11.8 MB"; GB and MB are 2^30 and 2^20 bytes."""
     return f"{size / GB:.2f} GB" if size >= GB else f"{size / MB:.1f} MB"
