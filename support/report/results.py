@@ -1,4 +1,4 @@
-"""What a run tells: console lines, metrics.jsonl, results.json, and the clocks behind the numbers."""
+"""results.json, the output folder with its lock, and the console lines of a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GB = 2**30  # as nvidia-smi and DeepSpeed count
 
 
 def human_count(number: int) -> str:
-    """124439808 -> "124M"; below ten millions with one decimal, from a billion on in B."""
+    """Format a count: 124439808 -> "124M"; one decimal below 10 million, in B from 1 billion on."""
     if number >= 1e9:
         return f"{number / 1e9:.1f}B"
     return f"{number / 1e6:.0f}M" if number >= 1e7 else f"{number / 1e6:.1f}M"
@@ -54,29 +54,36 @@ def human_count(number: int) -> str:
 def flops_per_token(
     matmul_parameters: int, trained: int, layers: int, hidden: int, seq_length: int
 ) -> float:
-    """Floating-point operations per token of forward and backward: 6N + 12·L·H·T (PaLM, 2204.02311,
-    appendix B).
+    """Return the floating-point operations per token of the forward and backward passes.
 
-    Of the 6 a parameter 2 are the forward pass, 2 its input's gradient, and 2 its own, which a
-    frozen one does not have.
+    The formula is 6N + 12·L·H·T (PaLM, arXiv 2204.02311, appendix B). Of the 6 operations per
+    parameter, 2 are the forward pass, 2 the gradient of its input, and 2 its own gradient, which a
+    frozen parameter does not have.
 
     Args:
-        matmul_parameters: parameters that take part in matrix multiplications (not position or
-            untied input embeddings).
+        matmul_parameters: number of parameters that take part in matrix multiplications (not
+            position embeddings or untied input embeddings).
         trained: how many of them are trained.
-        layers, hidden, seq_length: of the model and the block.
+        layers: L, the number of transformer blocks.
+        hidden: H, the hidden size.
+        seq_length: T, the tokens of a sequence.
     """
     return 4 * matmul_parameters + 2 * trained + 12 * layers * hidden * seq_length
 
 
 def new_output_dir(args, run: Run) -> Path:
-    """The folder of results.json: as named, or a new one that rank 0 names for all."""
+    """Create the output folder, named by --output_dir or by rank 0, and lock it.
+
+    Raises:
+        UserError: the folder cannot be created, is in use by another run, or is not on a disk that
+            all nodes share although the run writes checkpoints or the export.
+    """
     name = (
         args.output_dir
         or f"runs/{Path(args.model).name}-{args.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     if run.is_main:
-        while not args.output_dir and Path(name).exists():  # two runs in one second
+        while not args.output_dir and Path(name).exists():  # two runs started in the same second
             name += "x"
         try:
             Path(name).mkdir(parents=True, exist_ok=True)
@@ -90,13 +97,14 @@ def new_output_dir(args, run: Run) -> Path:
 
 
 def check_all_see(folder: Path, run: Run) -> None:
-    """Every rank writes its part of a checkpoint: find out now, and not hours later, that a node
-    has another disk.
+    """Check that every rank sees the output folder, because each writes its part of a checkpoint.
+
+    All ranks call it at the start, so that the run does not fail hours later at its first save.
 
     Raises:
-        UserError: names the hosts that do not see the folder.
+        UserError: some hosts do not see the folder; the message names them.
     """
-    deadline = time.monotonic() + 10  # NFS shows a new folder late
+    deadline = time.monotonic() + 10  # NFS shows a new folder with a delay
     while not (folder / ".lock").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     hosts_without_folder = sorted(
@@ -108,18 +116,18 @@ def check_all_see(folder: Path, run: Run) -> None:
     )
     if hosts_without_folder:
         raise UserError(
-            f"--output_dir {folder} is on no disk that {', '.join(hosts_without_folder)} shares with rank 0: name one that all "
-            "nodes see, or use --no_save --no_export."
+            f"--output_dir {folder} is on no disk that {', '.join(hosts_without_folder)} shares "
+            "with rank 0: name one that all nodes see, or use --no_save --no_export."
         )
 
 
 def lock_folder(folder: Path):
-    """Keep other runs out of an output folder for as long as this process lives.
+    """Lock an output folder against other runs until this process ends.
 
     Returns:
         The open file that holds the lock; None on a file system without locks.
     Raises:
-        UserError: another run has it, or something else has the lock file's name.
+        UserError: another run holds the lock, or the lock file cannot be used.
     """
     try:
         return lock(folder / ".lock")
@@ -129,12 +137,13 @@ def lock_folder(folder: Path):
         ) from None
     except OSError as error:
         raise UserError(
-            f"--output_dir {folder}: its lock file .lock cannot be used ({error.strerror}): remove it."
+            f"--output_dir {folder}: its lock file .lock cannot be used ({error.strerror}): "
+            "remove it."
         ) from error
 
 
 def open_results(args, run: Run, folder: Path) -> Results:
-    """results.json with what is known before anything is loaded."""
+    """Return the run's `Results` with the facts that are known before anything is loaded."""
     facts = {
         "strategy": args.strategy,
         "model": args.model,
@@ -153,8 +162,15 @@ def open_results(args, run: Run, folder: Path) -> Results:
 
 
 class Results:
-    """results.json: written at the start with status "running", and at the end, whichever end it
-    is.
+    """results.json, written at the start with the status "running" and again at every kind of end.
+
+    With --resume the file of the earlier run stays until `begin`.
+
+    Attributes:
+        facts: the content of the file.
+        before: the earlier run's results.json, on every rank; None without one.
+        kept: whether the file still is the earlier run's.
+        was_complete: whether the earlier run, whose file is kept, had completed.
     """
 
     def __init__(self, run: Run, folder: Path, facts: dict, resuming: bool):
@@ -170,13 +186,13 @@ class Results:
             "hardware": hardware(run.device),
             **facts,
         }
-        # What an earlier run says stays until this one has loaded its checkpoint.
+        # An earlier run's file is kept until this run has loaded its checkpoint.
         self.before, self._damage = read_results(self.path) if run.is_main else (None, "")
         self.kept = resuming and (self.before is not None or bool(self._damage))
         if run.is_main and not self.kept:
-            # before the others continue: they may fail, and then the file must be of this run
+            # Before the other ranks continue: if one fails, the file must be this run's.
             self.begin()
-        started = self.facts["started_at"]  # rank 0's stands for the run
+        started = self.facts["started_at"]  # all ranks take rank 0's time
         self.before, self.kept, self.facts["started_at"] = run.from_main(
             (self.before, self.kept, started)
         )
@@ -186,8 +202,7 @@ class Results:
         run.on_failure.append(self.fail)
 
     def begin(self) -> None:
-        """From here on the file describes this run (rank 0). A damaged one of an earlier run is
-        renamed."""
+        """Write this run's file in place of an earlier run's (rank 0); rename a damaged one."""
         self.was_complete = self.kept = False
         if not self.run.is_main:
             return
@@ -202,11 +217,11 @@ class Results:
         self._write()
 
     def continue_complete_run(self) -> None:
-        """Take over the facts of the run that was complete."""
+        """Take over the facts of the earlier run, which had completed."""
         self.facts |= self.before
 
     def update(self, **facts) -> None:
-        """Add or replace facts; written with the next status."""
+        """Add or replace facts; they are written with the next status."""
         self.facts.update(facts)
 
     def complete(self) -> None:
@@ -216,9 +231,13 @@ class Results:
             self._write()
 
     def over(self, steps: int, args) -> bool:
-        """Whether --resume finds nothing left to do although its newest checkpoint may be older
-        than the run's end: the run stopped early as it would again, or had `steps` steps and kept
-        the best weights only.
+        """Whether --resume has nothing left to do, even if the newest checkpoint is an older one.
+
+        This is so if the earlier run stopped early with the same --early_stopping_patience, or made
+        all steps and --load_best_at_end keeps only the best weights.
+
+        Args:
+            steps: optimizer steps of the whole run.
         """
         if not self.was_complete or args.resume != "":
             return False
@@ -229,17 +248,23 @@ class Results:
         return stops_early or (args.load_best_at_end and self.before["steps"] >= steps)
 
     def preempted(self, counters: dict) -> None:
-        """Write how far the run came until a signal stopped it (rank 0)."""
+        """Write the progress of a run that a signal stopped (rank 0).
+
+        Args:
+            counters: see Meter.counters.
+        """
         reason = "stopped by a signal; a checkpoint was saved"
         self.facts.update(status="preempted", reason=reason, **progress(counters))
         if self.run.is_main:
             self._write()
 
     def fail(self, error: UserError) -> bool:
-        """Write why the run ended, unless the file says already how it ended; any rank may call it.
+        """Write why the run failed, unless the file already says how it ended; for any rank.
+
+        An earlier run's file that is still kept is not changed.
 
         Returns:
-            False if another rank has written an error first.
+            False if another rank has already written an error.
         """
         if self.kept:
             return True
@@ -266,7 +291,7 @@ class Results:
 
 @contextlib.contextmanager
 def locked(folder: Path):
-    """One process at a time, where the file system has locks."""
+    """Hold a lock on a folder, so that one process writes at a time, if the disk supports locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -277,7 +302,12 @@ def locked(folder: Path):
 
 
 def read_results(path: Path) -> tuple[dict | None, str]:
-    """(an earlier run's results.json, what is wrong with it or ""); without one (None, "")."""
+    """Read an earlier run's results.json.
+
+    Returns:
+        (results, ""); (None, "") if there is no file; (None, reason) if it cannot be read, or is
+        not valid.
+    """
     if not os.path.lexists(path):
         return None, ""
     try:
@@ -294,7 +324,7 @@ def read_results(path: Path) -> tuple[dict | None, str]:
 
 
 def progress(counters: dict) -> dict:
-    """The meter's counters under the names of results.json."""
+    """Return the meter's counters under the keys of results.json."""
     return {
         "steps": counters["step"],
         "samples": counters["samples"],
@@ -306,8 +336,9 @@ def progress(counters: dict) -> dict:
 
 
 def hardware(device: torch.device) -> dict:
-    """The machine of this rank: names, cores this process may use, bytes of memory; GPU keys are
-    null without one.
+    """Describe this rank's machine: names, the cores it may use, and bytes of memory.
+
+    The GPU keys are None without a GPU.
     """
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
@@ -321,7 +352,7 @@ def hardware(device: torch.device) -> dict:
 
 
 def cpu_name() -> str:
-    """The processor as /proc/cpuinfo names it, else as Python knows it."""
+    """Return the processor's name from /proc/cpuinfo, or else from Python's platform module."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(
@@ -334,8 +365,16 @@ def cpu_name() -> str:
 def summarize(
     run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint
 ) -> dict:
-    """The measured part of results.json: gathered from all ranks; throughput and times are means
-    over them.
+    """Return the measured part of results.json; all ranks call it together.
+
+    Throughput and times are means over the ranks, memory is listed by rank.
+
+    Args:
+        footprint: memory after each phase of the run.
+        evaluation: (loss, perplexity) of the last evaluation, or None.
+        blueprint: the model.
+    Raises:
+        TrainingError: a memory simulation updated no weights, so Adam's states were not measured.
     """
     counters, steps = meter.counters(), meter.step - meter.before["step"]
     rank_facts = {
@@ -388,14 +427,15 @@ def summarize(
         and facts["memory"]["placement"]["optimizer"] != "nvme"
     ):
         raise TrainingError(
-            "The simulated steps updated nothing, so Adam's states are missing in what was measured."
+            "The simulated steps updated nothing, so Adam's states are missing in what was "
+            "measured."
         )
     facts["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, run, blueprint)
     return facts
 
 
 def mean_over_ranks(values: list[dict]) -> dict:
-    """The mean of each number over the ranks, also inside nested dicts."""
+    """Return the mean of each number over the ranks, also inside nested dicts."""
     columns = {key: [value[key] for value in values] for key in values[0]}
     return {
         key: mean_over_ranks(column) if isinstance(column[0], dict) else statistics.mean(column)
@@ -404,11 +444,13 @@ def mean_over_ranks(values: list[dict]) -> dict:
 
 
 def say_dataset(run: Run, args, facts: dict[str, dict], tokenizer) -> None:
-    """What the corpus gives: a line for each split.
+    """Print one line for each split of the corpus.
 
     Args:
-        facts: of each split, see data.open_split.
-        tokenizer: gets a chat template if it needs one and has none.
+        facts: split -> its counts; see data.open_split.
+        tokenizer: gets a chat template if the corpus has conversations and it has no template.
+    Raises:
+        UserError: the corpus has conversations and the tokenizer is not a fast one.
     """
     if "chat" in [split_facts.get("kind") for split_facts in facts.values()] and use_plain_template(
         tokenizer, "chat"
@@ -418,31 +460,39 @@ def say_dataset(run: Run, args, facts: dict[str, dict], tokenizer) -> None:
         run.say(f"📚 {data.describe_split(name, split_facts, args.seq_length)}")
         if name == "train" and args.num_samples and split_facts["blocks"] < args.num_samples:
             run.warn(
-                f"--num_samples {args.num_samples:,} is more than the corpus has: using all {split_facts['blocks']:,} blocks."
+                f"--num_samples {args.num_samples:,} is more than the corpus has: using all "
+                f"{split_facts['blocks']:,} blocks."
             )
 
 
 def say_setup(run: Run) -> None:
-    """The block that a run on several ranks shows once."""
+    """Print the "Distributed Setup" lines, once, if the run has several ranks."""
     if run.world_size == 1:
         return
     gpu = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "none (CPU)"
     run.say(
         "=== Distributed Setup ===\n"
-        f"Rank: {run.rank}/{run.world_size - 1}\nLocal Rank: {run.launch.local_rank}\nWorld Size: {run.world_size}\n"
+        f"Rank: {run.rank}/{run.world_size - 1}\n"
+        f"Local Rank: {run.launch.local_rank}\n"
+        f"World Size: {run.world_size}\n"
         f"Backend: {run.backend}\nGPU: {gpu}\n========================="
     )
 
 
 def place_of(path: Path, run: Run) -> str:
-    """A path as the console shows it; of several machines also the host, which may be the only one
-    that has it.
+    """Return a path as the console shows it.
+
+    With several nodes it includes the host's name, because the path may exist on that host only.
     """
     return f"{path} on {platform.node()}" if run.nodes > 1 else str(path)
 
 
 def say_results(run: Run, facts: dict, args) -> None:
-    """What a run that has come to its end says of it."""
+    """Print the results at the end of a run.
+
+    Args:
+        facts: the content of results.json.
+    """
     if args.profile_memory or run.simulated:
         say_memory_profile(run, facts["memory"])
     if run.simulated:
@@ -454,7 +504,11 @@ def say_results(run: Run, facts: dict, args) -> None:
 
 
 def say_memory(run: Run, memory_by_rank: dict) -> None:
-    """One line: the most that any rank held."""
+    """Print one line with the largest memory values of any rank.
+
+    Args:
+        memory_by_rank: "memory" of results.json.
+    """
     allocated, peak = (
         max(memory_by_rank["allocated_bytes"]) / GB,
         max(memory_by_rank["peak_bytes"]) / GB,
@@ -462,17 +516,20 @@ def say_memory(run: Run, memory_by_rank: dict) -> None:
     if run.device.type == "cuda":
         reserved = max(memory_by_rank["reserved_bytes"]) / GB
         run.say(
-            f"GPU Memory: {allocated:.2f} GB allocated | {reserved:.2f} GB reserved | {peak:.2f} GB peak"
+            f"GPU Memory: {allocated:.2f} GB allocated | {reserved:.2f} GB reserved | "
+            f"{peak:.2f} GB peak"
         )
     else:
         run.say(f"Process Memory: {allocated:.2f} GB resident | {peak:.2f} GB peak")
 
 
 def say_memory_profile(run: Run, found: dict) -> None:
-    """--profile_memory: the device's numbers, then each phase, each kind of state, the host and
-    NVMe.
+    """Print the lines of --profile_memory: device, phases, kinds of state, host and NVMe.
 
-    Of several ranks the most is shown, and the least beside it where it is less.
+    With several ranks these show the largest value, and the smallest in brackets if it differs.
+
+    Args:
+        found: "memory" of results.json.
     """
     kind = "GPU" if run.device.type == "cuda" else "Process"
     names = (("Allocated", "allocated"), ("Reserved", "reserved"), ("Peak", "peak"))
@@ -482,7 +539,8 @@ def say_memory_profile(run: Run, found: dict) -> None:
             value = found[f"{key}_bytes"][rank]
             run.say(f"  {name}: " + (f"{value / GB:.2f} GB" if value is not None else "—"))
     run.say(
-        "Memory after each phase (of the rank that holds most, and of the one that holds least in brackets):"
+        "Memory after each phase "
+        "(of the rank that holds most, and of the one that holds least in brackets):"
     )
     for phase, values in found["phases_bytes"].items():
         shown_columns = PHASE_COLUMNS if run.device.type == "cuda" else PHASE_COLUMNS[-1:]
@@ -494,10 +552,12 @@ def say_memory_profile(run: Run, found: dict) -> None:
             steps = [step[phase] for step in found["step_bytes_by_rank"]]
             live, peak = ([step[key] for step in steps] for key in ("live", "peak"))
             run.say(
-                f"  {phase:20}at its end {most_and_least(live)} | at its peak {most_and_least(peak)}"
+                f"  {phase:20}at its end {most_and_least(live)} | "
+                f"at its peak {most_and_least(peak)}"
             )
     run.say(
-        "Live tensors by kind in the last step (end of backward; activations and logits: end of forward):"
+        "Live tensors by kind in the last step "
+        "(end of backward; activations and logits: end of forward):"
     )
     for name in found["categories_bytes"] or ():
         total, on_device = (
@@ -519,8 +579,8 @@ def say_memory_profile(run: Run, found: dict) -> None:
     if found["device_used"][0]:
         used, unseen = ([rank[key] for rank in found["device_used"]] for key in ("used", "unseen"))
         run.say(
-            f"The device itself: {most_and_least(used)} in use, of it {most_and_least(unseen)} that PyTorch does not "
-            "see (CUDA context, libraries, NCCL, other processes)"
+            f"The device itself: {most_and_least(used)} in use, of it {most_and_least(unseen)} "
+            "that PyTorch does not see (CUDA context, libraries, NCCL, other processes)"
         )
 
 
@@ -534,19 +594,24 @@ CATEGORIES_ON_DEVICE = "device_categories_bytes_by_rank"
 
 
 def most_and_least(values: list[int]) -> str:
-    """Bytes of several ranks: "1.25 GB", or "1.25 GB (1.10 GB)" with the least in brackets."""
+    """Format the most bytes and, if they differ, the least: "1.25 GB" or "1.25 GB (1.10 GB)"."""
     most, least = human_bytes(max(values)), human_bytes(min(values))
     return most if most == least else f"{most} ({least})"
 
 
 def say_throughput(run: Run, facts: dict) -> None:
-    """One line; MFU is N/A where the device's peak is not known."""
+    """Print the throughput on one line; MFU is N/A if the device's peak rate is not known.
+
+    Args:
+        facts: the content of results.json.
+    """
     if not facts.get("samples_per_second"):
         return
     mfu = "N/A" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f}%"
     per_gpu = "tokens/sec/GPU" if run.device.type == "cuda" else "tokens/sec/process"
     run.say(
-        f"Throughput: {facts['samples_per_second']:,.1f} samples/sec | {facts['tokens_per_second']:,.0f} tokens/sec | "
-        f"{facts['tokens_per_second_per_gpu']:,.0f} {per_gpu} | MFU {mfu}"
-        f" (first {facts['warmup_steps_excluded']} of {facts['steps']} steps left out)"
+        f"Throughput: {facts['samples_per_second']:,.1f} samples/sec | "
+        f"{facts['tokens_per_second']:,.0f} tokens/sec | "
+        f"{facts['tokens_per_second_per_gpu']:,.0f} {per_gpu} | MFU {mfu} "
+        f"(first {facts['warmup_steps_excluded']} of {facts['steps']} steps left out)"
     )
