@@ -1,20 +1,25 @@
-"""Checkpoints: one format for all strategies, complete or not there, and nothing in it is ever
+"""Save, find and load checkpoints, in one format for all strategies and numbers of ranks.
+
+    <output_dir>/checkpoints/
+        step-00000004/
+            rank-00000-000.safetensors …   the shards of each rank: for each piece of a parameter
+                                           its fp32 weight and Adam's moments
+            model/                         configuration and tokenizer, so that the checkpoint can
+                                           be exported without the run
+            manifest.json                  step and counters; file and position of each piece; size
+                                           and SHA-256 of each file
+        latest                             name of the newest checkpoint
+        best                               name of the checkpoint with the best evaluation; written
+                                           with --load_best_at_end
+
+A checkpoint is either complete or missing. It is written to a folder with a temporary name; each
+file is flushed to disk, the manifest last. Then the folder is renamed, and then `latest` is
+updated. An interrupted save leaves the previous checkpoint as it was.
+
+A piece records which elements of which parameter it holds, but nothing about strategies or ranks.
+Any strategy on any number of ranks can therefore load the checkpoint of any other, and each rank
+reads only the elements of its own shards. A checkpoint contains data only: nothing in it is
 executed.
-
-    <output_dir>/checkpoints/step-00000004/
-        rank-00000-000.safetensors …    what each rank holds: per piece of a parameter its fp32 weight and Adam's moments
-        model/                          configuration and tokenizer, so that a checkpoint can be exported by itself
-        manifest.json                   every piece and where it lies; step, counters; size and SHA-256 of each file
-    <output_dir>/checkpoints/latest     name of the newest one
-    <output_dir>/checkpoints/best       with --load_best_at_end: name of the one with the best evaluation
-
-A save is written into a folder of another name, each file flushed to disk, the manifest last; then
-the folder gets its name, and then `latest` names it. Whatever is interrupted leaves the checkpoint
-before as it was.
-
-A piece says which elements of which parameter it holds, and nothing of strategies or ranks: so any
-strategy on any number of ranks reads what any other has written, each rank just the elements that
-it will hold.
 """
 
 from __future__ import annotations
@@ -67,33 +72,35 @@ from support.model import export
 from support.model import resolve as models
 from support.strategies.optimizer_shards import ShardedState
 
-FILE_BYTES = (
-    256 << 20
-)  # of one file; so much host memory does a save need in addition to what training holds
-GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # of an optimizer's parameter groups
-SCALER_STATE = (
-    "cur_scale",
-    "cur_iter",
-    "last_overflow_iter",
-    "cur_hysteresis",
-)  # of DeepSpeed's dynamic loss scaler
+# Size limit of one file of tensors, and the host memory that a save needs on top of training.
+FILE_BYTES = 256 << 20
+GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group
+# Attributes of DeepSpeed's dynamic loss scaler that are saved.
+SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 BUFFERS = "model/buffers.safetensors"
-MARKS = ("latest", "best")  # files that hold a checkpoint's name
+MARKS = ("latest", "best")  # files that contain the name of a checkpoint
 
 
 class Saver:
-    """Resumes a run, and knows when a checkpoint is due and what goes into it next to the tensors.
+    """Checkpoint manager of a run: resumes it, and saves checkpoints when they are due.
 
     Args:
         args: --save_every, --save_epochs, --keep_last, --load_best_at_end, --resume,
-            --resume_force, --no_save, --eval_only.
+            --resume_force, --no_save, --eval_only, --streaming.
         run: the ranks.
         folder: the run's output folder.
         model, optimizer: as wrapped by the strategy; for DeepSpeed the engine and its optimizer.
         scaler: torch's GradScaler.
-        identity: what this run is, see `identify`.
+        identity: the run signature, see `identify`.
         blueprint: the model's description.
-        train: the training blocks; a stream has a place to be saved.
+        train: the training sequences; of a stream the position is saved, too.
+    Attributes:
+        may_save: whether this run can write checkpoints.
+        best_is_loaded: whether `load_best` left the best weights in the model.
+        seconds: for each save of this process, how long training waited for it.
+        state: the ShardedState of this rank; None with --eval_only.
+    Raises:
+        UserError: checkpoints are requested, but the optimizer is not AdamW.
     """
 
     def __init__(
@@ -124,47 +131,53 @@ class Saver:
         self.may_save = self._may_save(optimizer)
         self._stop_before, self._saved_at, self.best_is_loaded = None, None, False
         self._loaded_from: Path | None = None
-        self._resumed_at = -1  # the step of the checkpoint in `folder` that this run continues
-        self.seconds: list[float] = []  # that training waited for each save of this process
+        self._resumed_at = -1  # step of the checkpoint in `folder` that this run continues
+        self.seconds: list[float] = []
 
     def _may_save(self, optimizer) -> bool:
         if self.args.eval_only:
             return False
-        known = ShardedState.knows(optimizer)
-        wanted = ("save_every", "save_epochs", "load_best_at_end", "resume")
-        if not known and (
-            asked := [flag for flag in wanted if getattr(self.args, flag) not in (None, False)]
+        is_adamw = ShardedState.knows(optimizer)
+        save_flags = ("save_every", "save_epochs", "load_best_at_end", "resume")
+        if not is_adamw and (
+            given_flags := [
+                flag for flag in save_flags if getattr(self.args, flag) not in (None, False)
+            ]
         ):
             raise UserError(
-                "Checkpoints know AdamW's states only: leave the optimizer out of the DeepSpeed file, or leave out "
-                f"--{' and --'.join(asked)}."
+                "Checkpoints know AdamW's states only: leave the optimizer out of the DeepSpeed "
+                f"file, or leave out --{' and --'.join(given_flags)}."
             )
-        if not known and not self.args.no_save:
+        if not is_adamw and not self.args.no_save:
             self.run.warn(
-                "The DeepSpeed file's optimizer is not AdamW: a signal will end this run without a checkpoint."
+                "The DeepSpeed file's optimizer is not AdamW: a signal will end this run without "
+                "a checkpoint."
             )
-        return known and not self.args.no_save
+        return is_adamw and not self.args.no_save
 
     def resume(self) -> dict:
-        """Fill weights and moments from the checkpoint that --resume means; nothing on disk is
-        changed, see `take_over`.
+        """Load the checkpoint that --resume selects. Call it on every rank.
+
+        Nothing on disk is changed, see `take_over`.
 
         Returns:
             The checkpoint's counters, or those of a new run.
         Raises:
-            UserError: there is no whole checkpoint, or it is of another run.
+            UserError: no checkpoint is complete and undamaged, or it does not fit this run.
+            TrainingError: a file cannot be read.
         """
         if self.may_save:
             self.run.stop.defer()
         if self.args.resume is None:
             return NEW_RUN
-        found = find(self.args.resume, self.folder, self.run)
-        if found is None:
+        path_and_manifest = find(self.args.resume, self.folder, self.run)
+        if path_and_manifest is None:
             self.run.warn(
-                f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from the beginning."
+                f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from "
+                "the beginning."
             )
             return NEW_RUN
-        path, manifest = found
+        path, manifest = path_and_manifest
         check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.run)
         self._load(path, manifest)
         self._loaded_from = path
@@ -179,18 +192,20 @@ class Saver:
             and not self.run.from_main(step_folder(self.folder, best["step"]).is_dir())
         ):
             self.run.warn(
-                f"--load_best_at_end: the checkpoint of the best evaluation so far (step {best['step']}) is not in "
+                f"--load_best_at_end: the checkpoint of the best evaluation so far "
+                f"(step {best['step']}) is not in "
                 f"{self.folder}: looking for the best from here on."
             )
             counters["best"] = None
         return counters
 
     def _load(self, path: Path, manifest: dict) -> None:
-        """Everything but the counters.
+        """Load everything except the counters.
 
         Raises:
-            UserError: the checkpoint does not fit this model, or a state in it is not what the
+            UserError: the checkpoint does not fit this model, or a state in it is not one that the
                 library wrote.
+            TrainingError: a file cannot be read.
         """
         check_shapes(path, manifest, self.state)
         buffers = self._saved_buffers(path, manifest)
@@ -201,25 +216,24 @@ class Saver:
             self._set_schedule(manifest)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"--resume {path}: its manifest is damaged ({type(error).__name__}: {shown(error)}): name "
-                "an older checkpoint."
+                f"--resume {path}: its manifest is damaged "
+                f"({type(error).__name__}: {shown(error)}): name an older checkpoint."
             ) from error
         load(path, manifest, self.state)
         for buffer, values in buffers:
             buffer.copy_(values)
-        dist.barrier()  # from here on every rank has loaded its part
+        dist.barrier()  # after it every rank has loaded its shards
 
     def take_over(self, best: dict | None) -> None:
-        """Make the folder of checkpoints this run's own; call it when nothing is left that could
-        refuse the run.
+        """Prepare the folder of checkpoints for this run; rank 0 only, no-op on other ranks.
 
-        Checkpoints after the one that was resumed are renamed: they are broken, or of a run that
-        this one replaces.
+        Call it when all checks have passed, because it changes files of earlier runs. Checkpoints
+        after the resumed one are renamed: they are damaged, or of a run that this one replaces.
 
         Args:
-            best: the best evaluation so far, of the checkpoint's counters.
+            best: the best evaluation so far, from the checkpoint's counters.
         Raises:
-            UserError: something else has the folder's name.
+            UserError: the folder's path exists but is no folder.
             OSError: the folder is not writable.
         """
         if not self.run.is_main:
@@ -235,57 +249,62 @@ class Saver:
             if os.path.lexists(self.folder / mark) and not marked(self.folder, mark):
                 aside = set_aside(self.folder / mark, f"{mark}.damaged")
                 self.run.warn(
-                    f"{self.folder / mark} does not name a checkpoint: ignored, and renamed to {aside.name}."
+                    f"{self.folder / mark} does not name a checkpoint: ignored, and renamed to "
+                    f"{aside.name}."
                 )
         if best and self.args.load_best_at_end:
             write_text(self.folder / "best", step_folder(self.folder, best["step"]).name + "\n")
 
     def _saved_buffers(self, path: Path, manifest: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """This model's buffers and the values that the checkpoint has for them.
+        """Pair each saved buffer of this model with its value in the checkpoint.
 
         Raises:
-            UserError: a buffer has another shape there.
+            UserError: a buffer has another shape in the checkpoint.
         """
         if BUFFERS not in manifest["files"]:
             return []
         pairs = []
         with safe_open(path / BUFFERS, framework="pt") as file:
-            saved = set(file.keys())
+            saved_names = set(file.keys())
             for name, buffer in getattr(self.model, "module", self.model).named_buffers():
-                if name in saved:
+                if name in saved_names:
                     pairs.append((buffer, file.get_tensor(name)))
                     if pairs[-1][1].shape != buffer.shape:
                         raise UserError(
-                            f"--resume {path}: the buffer {name} is {list(pairs[-1][1].shape)} there, and "
-                            f"{list(buffer.shape)} in this model."
+                            f"--resume {path}: the buffer {name} is {list(pairs[-1][1].shape)} "
+                            f"there, and {list(buffer.shape)} in this model."
                         )
         return pairs
 
     def _set_schedule(self, manifest: dict) -> None:
-        """Let the schedule of a user's DeepSpeed file go on; our own is a function of the step."""
-        mine, saved = getattr(self.model, "lr_scheduler", None), manifest["lr_scheduler"]
-        if mine and saved:
-            mine.load_state_dict(saved)
+        """Restore the scheduler of a user's DeepSpeed file; --lr_scheduler depends on the step."""
+        scheduler, saved_state = getattr(self.model, "lr_scheduler", None), manifest["lr_scheduler"]
+        if scheduler and saved_state:
+            scheduler.load_state_dict(saved_state)
             for group, values in zip(self.state.base.param_groups, manifest["groups"], strict=True):
                 group.update(lr=values["lr"], betas=tuple(values["betas"]))
-        elif mine:
+        elif scheduler:
             self.run.warn(
-                "--resume: the checkpoint has no state of the DeepSpeed file's scheduler, which begins anew."
+                "--resume: the checkpoint has no state of the DeepSpeed file's scheduler, "
+                "which begins anew."
             )
-        elif saved:
+        elif saved_state:
             self.run.warn(
-                "--resume: the checkpoint's scheduler was a DeepSpeed file's; from here on --lr_scheduler decides."
+                "--resume: the checkpoint's scheduler was a DeepSpeed file's; "
+                "from here on --lr_scheduler decides."
             )
 
     def after_step(self, meter, stop: torch.Tensor) -> None:
-        """Save if it is time to; save and end if a rank was asked to stop. Call it on every rank,
-        after each step.
+        """Save a checkpoint if one is due; save and stop if a rank received a stop signal.
+
+        Call it on every rank after each step.
 
         Args:
             meter: the run's counters.
-            stop: more than 0 if any rank was asked to; the same tensor on all ranks.
+            stop: scalar tensor, above 0 if any rank received a stop signal; equal on all ranks.
         Raises:
-            Preempted: the run was asked to stop, and its checkpoint is complete.
+            Preempted: a rank received a stop signal, and the checkpoint is complete.
+            TrainingError: the checkpoint cannot be written.
         """
         every, epochs = self.args.save_every, self.args.save_epochs
         if (every and meter.step % every == 0) or (epochs and meter.at_end_of_epoch):
@@ -294,23 +313,36 @@ class Saver:
             self.save_and_stop(meter)
 
     def after_evaluation(self, meter) -> None:
-        """Keep a checkpoint of the best evaluation. Call it on every rank."""
+        """Save a checkpoint if this evaluation is the best so far; call it on every rank.
+
+        Raises:
+            TrainingError: the checkpoint cannot be written.
+        """
         if not (self.args.load_best_at_end and meter.best and meter.best["step"] == meter.step):
             return
         self.save(meter)
         if self.run.is_main:
-            before, now = marked(self.folder, "best"), step_folder(self.folder, meter.step).name
-            write_text(self.folder / "best", now + "\n")
-            every = self.args.save_every or self.args.save_epochs  # then --keep_last decides
-            if before not in ("", now) and not every:
-                shutil.rmtree(self.folder / before, ignore_errors=True)
+            previous, current = (
+                marked(self.folder, "best"),
+                step_folder(self.folder, meter.step).name,
+            )
+            write_text(self.folder / "best", current + "\n")
+            # With regular saves --keep_last decides which checkpoints are removed.
+            saves_regularly = self.args.save_every or self.args.save_epochs
+            if previous not in ("", current) and not saves_regularly:
+                shutil.rmtree(self.folder / previous, ignore_errors=True)
 
     def load_best(self, best: int, now: int) -> None:
-        """Go back to the weights of the best evaluation; call it on every rank, at the end of
-        training.
+        """Load the weights of the best evaluation; call it on every rank, at the end of training.
+
+        If that checkpoint is damaged or missing, the last weights stay, with a warning.
 
         Args:
-            best, now: the step of that evaluation, and the step whose weights are there.
+            best: the step of the best evaluation.
+            now: the step whose weights are loaded now.
+        Raises:
+            UserError: the checkpoint does not fit this model.
+            TrainingError: a file cannot be read.
         """
         self.best_is_loaded = True
         if best == now:
@@ -320,7 +352,8 @@ class Saver:
             path, manifest = find(str(step_folder(self.folder, best)), self.folder, self.run)
         except UserError as error:
             self.run.warn(
-                f"--load_best_at_end: ending with the last weights, because of the best ones' checkpoint: {error}"
+                "--load_best_at_end: ending with the last weights, because of the best ones' "
+                f"checkpoint: {error}"
             )
             self.best_is_loaded = False
             return
@@ -334,8 +367,9 @@ class Saver:
         self.run.say(f"🏅 Back to the weights of step {best}, the best evaluation")
 
     def _let_go_of_gathered_weights(self) -> None:
-        """After an evaluation FSDP and ZeRO-3 still hold some weights whole, which would not follow
-        the shards.
+        """Free the full weights that FSDP and ZeRO-3 keep after an evaluation.
+
+        They would not be updated together with the shards.
         """
         for module in getattr(self.model, "module", self.model).modules():
             if isinstance(module, FSDPModule):
@@ -344,32 +378,43 @@ class Saver:
             self.model.empty_partition_cache()
 
     def _asked(self, stop: torch.Tensor) -> bool:
-        """The answer; on a GPU that of the step before, because this step's would have to be waited
-        for.
+        """Returns whether a rank received a stop signal; on a GPU, one step later.
+
+        To read this step's value, the host would have to wait for the GPU.
         """
         if not stop.is_cuda:
             return stop.item() > 0
-        before, copied = self._stop_before, torch.cuda.Event()
+        previous, copied = self._stop_before, torch.cuda.Event()
         self._stop_before = torch.empty((), pin_memory=True).copy_(stop, non_blocking=True), copied
         copied.record()
-        if before is None:
+        if previous is None:
             return False
-        before[1].synchronize()
-        return before[0].item() > 0
+        previous[1].synchronize()
+        return previous[0].item() > 0
 
     def save_and_stop(self, meter) -> NoReturn:
-        """Save and raise Preempted; every rank calls it after the same step."""
+        """Save a checkpoint and raise Preempted; every rank calls it after the same step.
+
+        Raises:
+            Preempted: the checkpoint is complete.
+            TrainingError: the checkpoint cannot be written.
+        """
         self.save(meter)
         raise Preempted(self.model)
 
     def save(self, meter) -> None:
-        """Write a checkpoint of this moment, between two steps, unless there is one."""
+        """Save a checkpoint of the current step, unless there is one; call it on every rank.
+
+        Call it between two steps.
+
+        Raises:
+            TrainingError: the checkpoint cannot be written.
+        """
         if meter.step == self._saved_at:
             return
-        begun = time.monotonic()
-        scheduler = getattr(
-            self.model, "lr_scheduler", None
-        )  # only where a user's DeepSpeed file brings one
+        started = time.monotonic()
+        # None unless a user's DeepSpeed file configures a scheduler.
+        scheduler = getattr(self.model, "lr_scheduler", None)
         facts = {
             "counters": meter.counters(),
             "scaling": self._scaling(),
@@ -391,18 +436,19 @@ class Saver:
                 self._write_model,
             )
         self._saved_at = meter.step
-        self.seconds.append(time.monotonic() - begun)
+        self.seconds.append(time.monotonic() - started)
         self.run.say(f"💾 {path} ({self.seconds[-1]:.1f} s)")
         meter.restart_clock()
 
     def weights_kept(self, meter) -> Path | None:
-        """A checkpoint with the weights that the model has now, written if there is none; every
-        rank calls it.
+        """Returns a checkpoint with the model's present weights, and saves one if necessary.
+
+        Every rank calls it.
 
         Args:
-            meter: the run's counters; None of a run that was complete before.
+            meter: the run's counters; None for a run that was complete before it was resumed.
         Returns:
-            Its folder; None if there is none and none can be written.
+            The checkpoint's folder; None if there is none and none can be written.
         """
         if self.best_is_loaded or meter is None:
             return self._loaded_from
@@ -426,37 +472,45 @@ class Saver:
             save_file(buffers, folder / Path(BUFFERS).name)
 
     def _scaling(self) -> dict:
-        """The loss scaler's state, torch's or DeepSpeed's; {} without one (all but fp16)."""
+        """Returns the state of PyTorch's or DeepSpeed's loss scaler; {} for all but fp16."""
         if self.scaler.is_enabled():
             return self.scaler.state_dict()
-        theirs = self._deepspeed_scaler()
-        return {name: getattr(theirs, name) for name in SCALER_STATE} if theirs else {}
+        deepspeed_scaler = self._deepspeed_scaler()
+        return (
+            {name: getattr(deepspeed_scaler, name) for name in SCALER_STATE}
+            if deepspeed_scaler
+            else {}
+        )
 
     def _set_scaling(self, saved: dict) -> None:
-        """Go on with a scaler's state; of the other library's only the scale itself is taken."""
-        scale, theirs = saved.get("scale", saved.get("cur_scale")), self._deepspeed_scaler()
+        """Restore the loss scaler; a state of the other library gives only its scale."""
+        scale, deepspeed_scaler = (
+            saved.get("scale", saved.get("cur_scale")),
+            self._deepspeed_scaler(),
+        )
         if scale is None:
             return
         if self.scaler.is_enabled():
             state = saved if "scale" in saved else {"scale": scale}
             self.scaler.load_state_dict({**self.scaler.state_dict(), **state})
-        elif theirs:
+        elif deepspeed_scaler:
             for name in SCALER_STATE if "cur_scale" in saved else ():
-                setattr(theirs, name, saved.get(name, getattr(theirs, name)))
-            theirs.cur_scale = scale
+                setattr(deepspeed_scaler, name, saved.get(name, getattr(deepspeed_scaler, name)))
+            deepspeed_scaler.cur_scale = scale
 
     def _deepspeed_scaler(self):
-        """DeepSpeed's dynamic loss scaler, if it has one."""
-        theirs = getattr(self.state.wrapper, "loss_scaler", None)
-        return theirs if hasattr(theirs, "last_overflow_iter") else None
+        """Returns DeepSpeed's dynamic loss scaler, or None."""
+        scaler = getattr(self.state.wrapper, "loss_scaler", None)
+        return scaler if hasattr(scaler, "last_overflow_iter") else None
 
 
 def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
-    """What should be the same in a run that goes on from a checkpoint: {"hard": …, "soft": …,
-    "told": …}.
+    """Returns the run signature, which a resumed run compares with that of its checkpoint.
 
-    "hard" differences make the tensors useless; "soft" ones change what is trained or evaluated on;
-    "told" ones are the user's to choose, and are only mentioned.
+    Returns:
+        {"hard": …, "soft": …, "told": …}. "hard" entries must match: otherwise the tensors are
+        useless. "soft" entries should match: they decide which data the model is trained and
+        evaluated on. "told" entries are informational: a difference is only reported.
     """
     named = getattr(model, "module", model).named_parameters()
     hard = {
@@ -466,10 +520,12 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
     }
     if blueprint.lora:
         hard |= {"lora_r": blueprint.lora.r, "lora_alpha": blueprint.lora.alpha}
+        # The frozen weights are not part of a checkpoint.
         hard["frozen weights"] = (
             f"random, from seed {args.seed}" if blueprint.random else "as they came"
-        )  # in no checkpoint
-    chats = args.streaming or dataset["kind"] == "chat"  # what a stream holds shows later
+        )
+    # Whether a stream contains conversations is not known in advance.
+    may_be_chat = args.streaming or dataset["kind"] == "chat"
     soft = {
         "model": os.path.normpath(args.model),
         "dataset": dataset["sha256"],
@@ -478,7 +534,7 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
         "seed": args.seed,
         "validation_split": args.validation_split,
         "validation": (dataset.get("validation") or {}).get("sha256"),
-        "template": digest_of_text(blueprint.tokenizer.chat_template) if chats else None,
+        "template": digest_of_text(blueprint.tokenizer.chat_template) if may_be_chat else None,
         "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
         "global batch": global_batch(args, run.world_size),
     }
@@ -504,12 +560,12 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
 
 
 def digest_of_text(text) -> str:
-    """Ten hexadecimal digits for a text, or for several by name."""
+    """Returns the first ten hexadecimal digits of the SHA-256 of a text or a dict of texts."""
     return hashlib.sha256(json.dumps(text).encode()).hexdigest()[:10]
 
 
 def digest_of_shapes(shapes: dict) -> str:
-    """SHA-256 of the names and shapes of a model's parameters, in whatever order they come."""
+    """Returns the SHA-256 of the names and shapes of parameters, independent of their order."""
     return hashlib.sha256(
         json.dumps(sorted((name, list(shape)) for name, shape in shapes.items())).encode()
     ).hexdigest()
@@ -519,13 +575,13 @@ def digest_of_shapes(shapes: dict) -> str:
 
 
 def saves_due(args, before: dict, steps: int, blocks: int) -> int:
-    """Checkpoints that a run will write by itself, until its end.
+    """Returns how many checkpoints a run will save until its end, if no signal stops it.
 
     Args:
-        args: --save_every, --save_epochs, --load_best_at_end.
-        before: the counters that it starts from.
-        steps: of the whole run.
-        blocks: in an epoch.
+        args: --save_every, --save_epochs, --load_best_at_end, --epochs, --no_save, --eval_only.
+        before: the counters that the run starts from.
+        steps: optimizer steps of the whole run.
+        blocks: sequences in an epoch.
     """
     if args.no_save or args.eval_only:
         return 0
@@ -543,27 +599,27 @@ def save(
     keep_last: int | None,
     describe,
 ) -> Path:
-    """Write a checkpoint; every rank calls it, and returns when it is complete and on disk.
+    """Write a checkpoint; every rank calls it, and it returns when the checkpoint is on disk.
 
     Args:
-        folder: the run's checkpoints folder.
-        step: optimizer steps done; names the checkpoint.
-        facts: what goes into the manifest next to the tensors.
-        state: where this rank's tensors are.
+        folder: the run's folder of checkpoints.
+        step: optimizer steps done, which the checkpoint's name contains.
+        facts: entries of the manifest besides those about the tensors.
+        state: the masters and moments of this rank.
         run: the ranks.
-        keep_last: remove all but so many afterwards; None keeps all.
-        describe: writes the model's description into the folder that it is given.
+        keep_last: number of checkpoints to keep; None keeps all.
+        describe: a function that writes the model's description into a given folder.
     Returns:
         The new checkpoint's folder.
     Raises:
-        TrainingError: the disk is full, or not writable; all ranks raise it, and nothing of the
-            checkpoint is left.
+        TrainingError: the disk is full, or not writable. All ranks raise it together, and no
+            unfinished folder remains.
     """
     final, errors = step_folder(folder, step), FirstError()
     unfinished = folder / f"{PARTIAL}{final.name}"
     if run.is_main:
         errors.attempt(_start_checkpoint, unfinished)
-        run.temporary.append(str(unfinished))  # removed should this run fail before it is complete
+        run.temporary.append(str(unfinished))  # removed if this run fails during the save
     dist.barrier()
     ranks = run.gather(_write_tensors(unfinished, state, run, errors))
     failed = next(
@@ -576,7 +632,7 @@ def save(
             "adam_step": state.adam_step,
             "shapes": {name: list(shape) for name, shape in state.shapes.items()},
             "pieces": [piece for rank in ranks for piece in rank["pieces"]],
-            "files": {name: found for rank in ranks for name, found in rank["files"].items()},
+            "files": {name: entry for rank in ranks for name, entry in rank["files"].items()},
         }
         errors.attempt(_complete_checkpoint, unfinished, final, manifest, describe)
         errors.attempt(_remove_old, folder, keep_last)
@@ -615,10 +671,10 @@ def _remove_old(folder: Path, keep_last: int | None) -> None:
 
 
 def _write_tensors(folder: Path, state: ShardedState, run: Run, errors: FirstError) -> dict:
-    """Write what this rank holds, in files of about FILE_BYTES.
+    """Write the weights and moments of this rank, in files of about FILE_BYTES.
 
     Returns:
-        {"pieces": …, "files": …, "error": …}: for the manifest, and what went wrong or "".
+        {"pieces": …, "files": …, "error": …}: entries of the manifest, and the first error or "".
     """
     pieces, files, tensors = [], {}, {}
 
@@ -631,13 +687,13 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run, errors: FirstErr
         errors.attempt(write)
         tensors.clear()
 
-    most = FILE_BYTES // 12  # elements in a file, of three fp32 tensors
+    most = FILE_BYTES // 12  # elements in a file: three fp32 values each
     room = most
     for shard in state.shards:
-        with state.open(shard) as held:
+        with state.open(shard) as tensors_of_shard:
             for piece in [] if state.is_copy else shard.pieces:
                 begin, end = 0, piece.numel
-                if state.replicated:  # every rank holds all, and each writes an equal part
+                if state.replicated:  # every rank has all elements and writes an equal part of them
                     begin, end = (
                         piece.numel * r // run.world_size for r in (run.rank, run.rank + 1)
                     )
@@ -649,11 +705,11 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run, errors: FirstErr
                             "name": piece.name,
                             "start": start,
                             "numel": stop - begin,
-                            "moments": len(held) > 1,
+                            "moments": len(tensors_of_shard) > 1,
                             "file": f"rank-{run.rank:05d}-{len(files):03d}.safetensors",
                         }
                     )
-                    for kind, flat in held.items():
+                    for kind, flat in tensors_of_shard.items():
                         part = flat[piece.offset + begin : piece.offset + stop]
                         tensors[f"{piece.name}@{start}/{kind}"] = part.detach().to(
                             "cpu", torch.float32, copy=True
@@ -669,14 +725,17 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run, errors: FirstErr
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Complete a checkpoint: what has a manifest is whole.
+    """Write manifest.json, which makes a checkpoint complete.
 
+    Args:
+        folder: the checkpoint's folder, with all files that the manifest lists.
+        manifest: without format version and digest.
     Raises:
-        ValueError: no version could read this manifest.
+        ValueError: the manifest is invalid or too large, so that it could not be read.
+        OSError: the disk is full, or not writable.
     """
-    manifest = json.loads(
-        json.dumps({"format_version": FORMAT_VERSION, **manifest})
-    )  # as it will be read
+    # Validate the manifest as it will be read: JSON turns tuples into lists, for example.
+    manifest = json.loads(json.dumps({"format_version": FORMAT_VERSION, **manifest}))
     validate(with_defaults(manifest))
     text = json.dumps({**manifest, "sha256": digest_of_json(manifest)})
     if len(text) > LARGEST_BYTES:
@@ -685,7 +744,11 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def facts_of(path: Path) -> dict:
-    """Flush a file to disk; returns its size and digest for the manifest."""
+    """Flush a file to disk and return its entry in the manifest: size in bytes and SHA-256.
+
+    Raises:
+        OSError: the file cannot be read or flushed.
+    """
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
@@ -695,18 +758,17 @@ def facts_of(path: Path) -> dict:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """The checkpoint of a step."""
+    """Returns the folder of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number in a checkpoint's name."""
+    """Returns the step in the name of a checkpoint's folder."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def marked(folder: Path, mark: str) -> str:
-    """The checkpoint's name in the file `mark`; "" if there is no such file, or something else in
-    it."""
+    """Returns the checkpoint's name in the file `mark`, or "" if it is missing or invalid."""
     try:
         with open_regular(folder / mark) as file:
             name = file.read(100).decode("ascii").strip()
@@ -716,38 +778,42 @@ def marked(folder: Path, mark: str) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints by name, newest first; whether they are whole is another question."""
+    """Returns the checkpoints of a folder by name, newest first, without checking them."""
     return sorted(
         (path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)), reverse=True
     )
 
 
 def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
-    """The checkpoint to resume from: the newest whole one in `folder`, or the one that was named.
+    """Find the checkpoint to resume from: the newest complete and undamaged one.
 
-    Every rank checks some of the files, and all agree.
+    Every rank calls it. Each rank verifies a part of the files, and all ranks return the same.
+
     Args:
-        wanted: "" for the newest, or a checkpoint's folder.
+        wanted: a checkpoint's folder, a run's folder or a run's folder of checkpoints; "" for
+            `folder`.
+        folder: the folder of checkpoints of this run.
+        run: the ranks.
     Returns:
-        Its folder and manifest; None if there is none at all.
+        The checkpoint's folder and manifest; None if `wanted` is "" and `folder` has none.
     Raises:
-        UserError: none of those that are there is whole, or the one that was named is not.
+        UserError: no checkpoint is complete and undamaged, or `wanted` does not exist.
     """
     candidates = None
-    if run.is_main:  # what rank 0 sees: others may see a shared folder's names late
+    if run.is_main:  # rank 0 decides: other nodes may see new names in a shared folder later
         candidates = candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
     candidates = run.from_main(candidates)
     if candidates is None:
         raise UserError(f"{wanted}: no such folder.")
     for candidate in candidates:
-        manifest, why = run.from_main(read_manifest(candidate) if run.is_main else None)
-        why = why or what_is_broken(candidate, manifest, run.rank, run.world_size)
-        why = next((found for found in run.gather(why) if found), "")
-        if not why:
+        manifest, problem = run.from_main(read_manifest(candidate) if run.is_main else None)
+        problem = problem or what_is_broken(candidate, manifest, run.rank, run.world_size)
+        problem = next((rank_problem for rank_problem in run.gather(problem) if rank_problem), "")
+        if not problem:
             return candidate, manifest
         if wanted and candidate == Path(wanted):
-            raise UserError(f"--resume {wanted}: {why}.")
-        run.warn(f"Passed over the checkpoint {candidate}: {why}.")
+            raise UserError(f"--resume {wanted}: {problem}.")
+        run.warn(f"Passed over the checkpoint {candidate}: {problem}.")
     if wanted or candidates:
         raise UserError(
             f"--resume: there is no whole checkpoint in {wanted or folder}"
@@ -757,11 +823,13 @@ def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
 
 
 def candidates_in(path: Path) -> list[Path] | None:
-    """A checkpoint's folder as it is; of a run's folder, or its folder of checkpoints, all of them,
-    newest first.
+    """Returns the checkpoints that a path may mean, newest first, without checking them.
 
+    Args:
+        path: a checkpoint's folder, a run's folder, or a run's folder of checkpoints.
     Returns:
-        None if there is no such folder.
+        [path] for a checkpoint's folder, else all checkpoints of the run; None if there is no such
+        folder.
     """
     if not path.is_dir():
         return None
@@ -771,18 +839,20 @@ def candidates_in(path: Path) -> list[Path] | None:
 
 
 def open_alone(wanted: Path) -> tuple[Path, dict]:
-    """A checkpoint for a program that is no run: (its folder, its manifest), every file checked.
+    """Open a checkpoint in a single process, without a process group, and verify every file.
 
     Args:
-        wanted: a checkpoint's folder, a run's, or a run's folder of checkpoints, of which the
-            newest is taken.
+        wanted: a checkpoint's folder, a run's folder or a run's folder of checkpoints; of the last
+            two the newest checkpoint is taken.
+    Returns:
+        The checkpoint's folder and manifest.
     Raises:
-        UserError: it is no checkpoint, or not whole.
+        UserError: the folder is no checkpoint, or the checkpoint is incomplete or damaged.
     """
     wanted = next(iter(candidates_in(wanted) or ()), wanted)
-    manifest, why = read_manifest(wanted)
-    if why := why or what_is_broken(wanted, manifest):
-        raise UserError(f"{wanted}: {why}.")
+    manifest, problem = read_manifest(wanted)
+    if problem := problem or what_is_broken(wanted, manifest):
+        raise UserError(f"{wanted}: {problem}.")
     return wanted, manifest
 
 
@@ -791,7 +861,15 @@ def open_alone(wanted: Path) -> tuple[Path, dict]:
 
 @dataclass(frozen=True)
 class Source:
-    """Consecutive elements of a parameter in a checkpoint's file."""
+    """Consecutive elements of a parameter in a file of a checkpoint.
+
+    Attributes:
+        start: index of the first element in the flattened parameter.
+        numel: number of elements.
+        file: name of the file, relative to the checkpoint's folder.
+        key: name of the tensors in the file, without "/weight", "/exp_avg" or "/exp_avg_sq".
+        moments: whether the file contains the moments, too.
+    """
 
     start: int
     numel: int
@@ -801,10 +879,11 @@ class Source:
 
 
 class Reader:
-    """Reads any range of any parameter out of a checkpoint, whatever ranks wrote it.
+    """Reader for any range of elements of any parameter in a checkpoint.
 
-    Raises:
-        TrainingError: a file cannot be read.
+    Args:
+        folder: the checkpoint's folder.
+        manifest: as `read_manifest` returned it.
     """
 
     def __init__(self, folder: Path, manifest: dict):
@@ -815,7 +894,7 @@ class Reader:
             self._sources.setdefault(piece["name"], []).append(source)
 
     def close(self) -> None:
-        """Close the files that are open; the next read opens them again."""
+        """Close the open files; the next read opens them again."""
         self._files.clear()
 
     def _open(self, name: str):
@@ -827,13 +906,22 @@ class Reader:
         return self._files[name]
 
     def _parts(self, name: str, start: int, numel: int) -> Iterator[tuple[Source, int, int]]:
-        for source in self._sources.get(name, ()):  # a parameter without elements has none
+        for source in self._sources.get(name, ()):  # an empty parameter has no sources
             begin, end = max(start, source.start), min(start + numel, source.start + source.numel)
             if begin < end:
                 yield source, begin, end
 
     def read_into(self, flat: torch.Tensor, name: str, kind: str, start: int) -> None:
-        """Fill a flat tensor with the elements of parameter `name` from `start` on."""
+        """Fill a flat tensor with consecutive elements of a parameter; missing moments are 0.
+
+        Args:
+            flat: tensor of shape [numel] to fill.
+            name: the parameter.
+            kind: "weight", "exp_avg" or "exp_avg_sq".
+            start: index of the first element in the flattened parameter.
+        Raises:
+            TrainingError: a file cannot be read, or the checkpoint lacks some of the elements.
+        """
         filled = 0
         for source, begin, end in self._parts(name, start, flat.numel()):
             filled += end - begin
@@ -851,33 +939,37 @@ class Reader:
 
 
 def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
-    """
+    """Check that a checkpoint has all parameters of this model, in the same shapes.
+
+    Flat tensors are accepted, because DeepSpeed's stage 3 writes them to universal checkpoints.
+
     Raises:
         UserError: the checkpoint lacks a parameter, or has it in another shape.
     """
     for name, shape in state.shapes.items():
-        there = manifest["shapes"].get(name)
-        if there not in (
-            list(shape),
-            [math.prod(shape)],
-        ):  # DeepSpeed's universal files of stage 3 are flat
+        saved_shape = manifest["shapes"].get(name)
+        if saved_shape not in (list(shape), [math.prod(shape)]):
             raise UserError(
-                f"--resume {checkpoint}: {name} is {there or 'missing'} there, and {list(shape)} in this model."
+                f"--resume {checkpoint}: {name} is {saved_shape or 'missing'} there, "
+                f"and {list(shape)} in this model."
             )
 
 
 def load(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
-    """Fill this rank's masters and moments, and the working copies, from a checkpoint of the same
-    shapes.
+    """Load this rank's masters, moments and working copies of the weights from a checkpoint.
 
+    Args:
+        checkpoint: the checkpoint's folder; its shapes were checked by `check_shapes`.
+        manifest: the checkpoint's manifest.
+        state: the masters and moments of this rank, which are overwritten.
     Raises:
         TrainingError: a file cannot be read.
     """
     reader = Reader(checkpoint, manifest)
     for shard in state.shards:
-        with state.open(shard, write=True) as held:
+        with state.open(shard, write=True) as tensors_of_shard:
             for piece in shard.pieces:
-                for kind, flat in held.items():
+                for kind, flat in tensors_of_shard.items():
                     reader.read_into(
                         flat[piece.offset : piece.offset + piece.numel],
                         piece.name,
@@ -888,30 +980,33 @@ def load(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
     state.finish_writing()
 
 
-# ------------------------------------------------------------------------------ same run or another
+# ------------------------------------------------------------------------- comparing run signatures
 
 
 def check_same_run(saved: dict, now: dict, forced: bool, run: Run) -> None:
-    """Refuse a checkpoint of another run.
+    """Compare the run signatures of a checkpoint and of this run, and refuse another run's.
 
     Args:
-        saved, now: what `identify` said then, and says now. What is not known of then is not
-            compared.
-        forced: --resume_force: soft differences are only told.
+        saved: the run signature in the checkpoint. Entries that it lacks are not compared.
+        now: the run signature of this run, see `identify`.
+        forced: --resume_force, with which "soft" differences only cause a warning.
+        run: the ranks.
     Raises:
-        UserError: names the differences.
+        UserError: the signatures differ; the message lists the differences.
     """
     for kind in ("hard", "soft", "told"):
-        there, here = saved[kind], now[kind]
-        found = [
-            f"{key} {shown(there[key])} there, {shown(here[key])} here"
-            for key in here
-            if key in there and there[key] != here[key]
+        saved_values, current_values = saved[kind], now[kind]
+        differences = [
+            f"{key} {shown(saved_values[key])} there, {shown(current_values[key])} here"
+            for key in current_values
+            if key in saved_values and saved_values[key] != current_values[key]
         ]
-        if not found:
+        if not differences:
             continue
         if kind == "told" or (kind == "soft" and forced):
-            run.warn(f"--resume: going on, and not as before: {'; '.join(found)}.")
+            run.warn(f"--resume: going on, and not as before: {'; '.join(differences)}.")
             continue
         advice = " (--resume_force goes on all the same)" if kind == "soft" else ""
-        raise UserError(f"--resume: the checkpoint is of another run: {'; '.join(found)}{advice}.")
+        raise UserError(
+            f"--resume: the checkpoint is of another run: {'; '.join(differences)}{advice}."
+        )
