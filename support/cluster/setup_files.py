@@ -1,7 +1,7 @@
-"""What scripts/distributed_setup.py writes.
+"""Configurations and scripts that scripts/distributed_setup.py writes.
 
-A file says which command made it, and has a digest of itself, so that a later command can tell
-whether it was edited. JSON has no comments: there both are keys.
+Each file contains the command that wrote it and a digest of its own text, so that a later command
+can detect whether it was edited. Scripts have both as comments, JSON files as keys.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ HOST = r"[A-Za-z0-9._:%\[\]-]+"
 
 
 def check_values(args) -> None:
-    """Refuse what no line of a script can hold.
+    """Reject values with characters that a line of a script cannot contain.
 
     A line end in a value would end a comment, and the shell would execute the rest. Other control
-    characters, line separators, characters that reverse the display of text and bytes that are not
-    UTF-8 are refused, too.
+    characters, line separators, characters that change the direction of text, and bytes that are
+    not UTF-8 are rejected, too.
+
+    Args:
+        args: all values of type str or Path are checked.
     Raises:
-        UserError: it names the flag and the character.
+        UserError: a value contains such a character; the message names the flag and the character.
     """
     for name, value in vars(args).items():
         for character in str(value) if isinstance(value, str | Path) else "":
@@ -56,22 +59,22 @@ def check_values(args) -> None:
             )
             if reverses or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
                 raise UserError(
-                    f"--{name} {str(value)!r} contains the character U+{ord(character):04X}, which a script cannot "
-                    "hold: leave it out."
+                    f"--{name} {str(value)!r} contains the character U+{ord(character):04X}, "
+                    "which a script cannot hold: leave it out."
                 )
 
 
 def with_digest(text: str) -> str:
-    """The text with its digest in the line that has room for it."""
+    """Return `text` with its SHA-256 digest in place of NO_DIGEST."""
     digest = hashlib.sha256(text.encode()).hexdigest()
     return re.sub(DIGEST_LINE, rf"\g<1>sha256:{digest}", text, count=1, flags=re.MULTILINE)
 
 
 def is_unedited(path: Path) -> bool:
-    """Whether a file is as this generator wrote it.
+    """Return whether a file has a digest and is unchanged since this generator wrote it.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         text = path.read_bytes().decode()
@@ -82,7 +85,7 @@ def is_unedited(path: Path) -> bool:
 
 
 def as_json(config: dict, made_by: str) -> str:
-    """A configuration as the text of a file."""
+    """Return a configuration as JSON text, with the command that made it and room for a digest."""
     return (
         json.dumps(
             {"_made_by": made_by, "_digest": NO_DIGEST, **config}, indent=2, ensure_ascii=False
@@ -92,10 +95,10 @@ def as_json(config: dict, made_by: str) -> str:
 
 
 def deepspeed_config(args) -> dict:
-    """A DeepSpeed configuration. The training script replaces "auto" by the value of its flags.
+    """Return a DeepSpeed configuration; the training script replaces "auto" by its flags' values.
 
     Raises:
-        UserError: the flags contradict each other, or the model is not known.
+        UserError: flags contradict each other, or the model is unknown.
     """
     if args.bf16 and args.fp16:
         raise UserError("--bf16 and --fp16 cannot both hold: leave one out.")
@@ -105,11 +108,13 @@ def deepspeed_config(args) -> dict:
         )
     if args.nvme_path and not (args.offload_optimizer or args.offload_param):
         raise UserError(
-            "--nvme_path says where, but not what: add --offload_optimizer, --offload_param, or both."
+            "--nvme_path says where, but not what: "
+            "add --offload_optimizer, --offload_param, or both."
         )
     if args.offload_param and not args.offload_optimizer:
         raise UserError(
-            "--offload_param without --offload_optimizer would leave the larger part on the GPU: add it."
+            "--offload_param without --offload_optimizer would leave the larger part on the GPU: "
+            "add it."
         )
     model = read_model(args.model)
     device = (
@@ -120,9 +125,9 @@ def deepspeed_config(args) -> dict:
         zero["offload_optimizer"] = {**device, "pin_memory": True}
     if args.offload_param:
         zero["offload_param"] = {**device, "pin_memory": True}
-        if (
-            args.nvme_path
-        ):  # each buffer holds a rank's part of any parameter; on one rank that is all of it
+        # A buffer must hold a rank's shard of any parameter. With one rank that is the whole
+        # parameter.
+        if args.nvme_path:
             zero["offload_param"].update(
                 buffer_count=5, buffer_size=model["largest"] + 4096, max_in_cpu=0
             )
@@ -137,9 +142,10 @@ def deepspeed_config(args) -> dict:
         for key, size in sizes.items()
         if key == "reduce_bucket_size" or key.startswith(stage3_only) == (args.zero_stage == 3)
     }
-    copies = args.zero_stage == 3 or args.offload_optimizer  # these overlap on one rank, too
+    # ZeRO-3 and offload have copies that can overlap with computation on a single rank, too.
+    overlaps_on_one_rank = args.zero_stage == 3 or args.offload_optimizer
     zero |= {
-        "overlap_comm": True if copies else "auto",
+        "overlap_comm": True if overlaps_on_one_rank else "auto",
         "reduce_scatter": True,
         "contiguous_gradients": True,
     }
@@ -162,12 +168,18 @@ def deepspeed_config(args) -> dict:
 
 
 def read_model(name: str) -> dict:
-    """{"width", "parameters", "largest", "tied"} of a GPT-2 or of a folder's config.json;
-    parameters are approximate.
+    """Read the sizes of a model: a GPT-2 model by name, or the config.json in a folder.
 
-    12 · width² a layer (attention 4, MLP 8) and the embeddings.
+    The number of parameters is approximate: 12 · width² per layer (attention 4, MLP 8) and the
+    embeddings.
+
+    Args:
+        name: name of a GPT-2 model or of the embedded model, or a folder with config.json.
+    Returns:
+        {"width": hidden size, "parameters": their number, "largest": elements of the largest
+        parameter (the token embedding), "tied": whether input and output embeddings are tied}.
     Raises:
-        UserError: it is neither.
+        UserError: `name` is none of these, or sizes in config.json are missing or invalid.
     """
     if name in GPT2_SHAPES or name == EMBEDDED_MODEL:
         layers, _, width = GPT2_SHAPES.get(name, EMBEDDED_SHAPE)
@@ -178,9 +190,9 @@ def read_model(name: str) -> dict:
             layers = config.get("num_hidden_layers") or config["n_layer"]
             width, vocabulary = config.get("hidden_size") or config["n_embd"], config["vocab_size"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            known = ", ".join([EMBEDDED_MODEL, *GPT2_SHAPES])
+            names = ", ".join([EMBEDDED_MODEL, *GPT2_SHAPES])
             raise UserError(
-                f"--model {name}: use {known}, or a folder with config.json."
+                f"--model {name}: use {names}, or a folder with config.json."
             ) from error
         if not all(type(number) is int and number > 0 for number in (layers, width, vocabulary)):
             raise UserError(
@@ -193,7 +205,7 @@ def read_model(name: str) -> dict:
 
 
 def fsdp_config(args) -> dict:
-    """The keys that accelerate and transformers read, too."""
+    """Return an FSDP configuration with the keys that accelerate and transformers also read."""
     config = {
         "fsdp_sharding_strategy": args.sharding_strategy,
         "fsdp_mixed_precision": args.mixed_precision,
@@ -211,12 +223,16 @@ def fsdp_config(args) -> dict:
 
 
 def read_hosts(path: str) -> tuple[list[str], int | None]:
-    """The host names of a file, one on each line, and how many ranks each host has if the file says
-    so.
+    """Read a file of host names, one per line.
 
-    A line may be DeepSpeed's "node1 slots=4"; # begins a comment.
+    Lines of DeepSpeed's format, "node1 slots=4", are also accepted; # starts a comment.
+
+    Returns:
+        The host names in the file's order, and the number of slots (ranks) per host, or None if the
+        file does not give it.
     Raises:
-        UserError: the file cannot be read; a name is not a host's, or is there twice; slots differ.
+        UserError: the file cannot be read or names no host, a name is invalid or occurs twice, or
+            the numbers of slots differ.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
@@ -224,25 +240,25 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
         raise UserError(
             f"--hosts {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}."
         ) from error
-    hosts: dict[str, None] = {}  # in their order
+    hosts: dict[str, None] = {}  # an ordered set
     slots: set[int] = set()
     for number, words in enumerate((line.split("#")[0].split() for line in lines), 1):
         if not words:
             continue
-        host, found = (
+        host, slots_match = (
             words[0],
             re.fullmatch(r"slots=([1-9][0-9]{0,3})", words[1]) if len(words) == 2 else None,
         )
         if not re.fullmatch(rf"([A-Za-z0-9._-]+@)?{HOST}", host) or host.startswith("-"):
             raise UserError(f"--hosts {path}, line {number}: {host!r} is not a host name.")
-        if len(words) > 1 and not found:
+        if len(words) > 1 and not slots_match:
             raise UserError(
                 f"--hosts {path}, line {number}: after the host name only slots=N can follow."
             )
         if host in hosts:
             raise UserError(f"--hosts {path}, line {number}: {host} is there twice: leave one out.")
         hosts[host] = None
-        slots |= {int(found[1])} if found else set()
+        slots |= {int(slots_match[1])} if slots_match else set()
     if not hosts:
         raise UserError(
             f"--hosts {path} names no host: write one on each line, the first is the master."
@@ -253,26 +269,33 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
 
 
 def launch_script(args, made_by: str) -> str:
-    """A script to run on each machine, or (--hosts) one that starts all of them over ssh.
+    """Return a script to run on each machine, or with --hosts one that starts all over ssh.
 
+    Args:
+        args: the flags of the command `launcher`.
+        made_by: the command that is recorded in the script.
     Raises:
-        UserError: flags contradict each other or the file of hosts, or a value is not an address.
+        UserError: flags contradict each other or the file of hosts, or an address, a port or the
+            path of the run file is invalid.
     """
     hosts, slots = read_hosts(args.hosts) if args.hosts else ([], None)
     if hosts and args.num_nodes not in (1, len(hosts)):
         raise UserError(
-            f"--num_nodes {args.num_nodes} contradicts --hosts {args.hosts}, which names {len(hosts)}."
+            f"--num_nodes {args.num_nodes} contradicts --hosts {args.hosts}, "
+            f"which names {len(hosts)}."
         )
     if slots and args.num_gpus_per_node not in (None, slots):
         raise UserError(
-            f"--num_gpus_per_node {args.num_gpus_per_node} contradicts slots={slots} in {args.hosts}."
+            f"--num_gpus_per_node {args.num_gpus_per_node} contradicts "
+            f"slots={slots} in {args.hosts}."
         )
     nodes, ranks = len(hosts) or args.num_nodes, slots or args.num_gpus_per_node or 1
     if not 0 <= args.node_rank < nodes:
         raise UserError(f"--node_rank {args.node_rank} is not in 0 to {nodes - 1}.")
     if nodes > 1 and not hosts and args.master_addr == "127.0.0.1":
         raise UserError(
-            "--num_nodes above 1 needs --master_addr, the first machine as the others see it; or --hosts."
+            "--num_nodes above 1 needs --master_addr, "
+            "the first machine as the others see it; or --hosts."
         )
     if not re.fullmatch(HOST, args.master_addr) or args.master_addr.startswith("-"):
         raise UserError(f"--master_addr {args.master_addr!r} is not a host name or address.")
@@ -308,10 +331,14 @@ def launch_script(args, made_by: str) -> str:
 
 
 def slurm_job(args, made_by: str) -> str:
-    """A batch script from the templates of slurm/.
+    """Return a batch script from the templates of support/cluster/slurm.py.
 
+    Args:
+        args: the flags of the command `slurm`.
+        made_by: the command that is recorded in the script.
     Raises:
-        UserError: a value that an #SBATCH line cannot hold; Slurm reads them without any quoting.
+        UserError: a value is invalid in an #SBATCH line, which has no quoting, or the run file does
+            not exist.
     """
     if not re.fullmatch(r"[0-9]{1,7}(-[0-9]{1,2})?(:[0-9]{1,4}){0,3}", args.time_limit):
         raise UserError(f"--time_limit {args.time_limit}: write it as HH:MM:SS or D-HH:MM:SS.")
@@ -322,7 +349,7 @@ def slurm_job(args, made_by: str) -> str:
             raise UserError(f"--{flag} {getattr(args, flag)!r} is not a name that Slurm knows.")
     one_node = args.num_nodes == 1 and not args.requeue
     # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them
-    # without it.
+    # with srun.
     launch = jobs.REQUEUE if args.requeue else jobs.TORCHRUN
     about = f"Made by:\n    {made_by}\n\nSubmit it with\n    sbatch {shlex.quote(str(args.output))}"
     gpus = args.num_gpus_per_node or 1
@@ -347,16 +374,21 @@ def slurm_job(args, made_by: str) -> str:
     if modules := re.findall("[^ ,]+", args.modules or ""):
         job.modules = f"module load {shlex.join(modules)}"
     if args.venv:
-        job.activate = f"source {shlex.quote(str(Path(args.venv).expanduser().absolute() / 'bin' / 'activate'))}"
+        job.activate = (
+            "source "
+            f"{shlex.quote(str(Path(args.venv).expanduser().absolute() / 'bin' / 'activate'))}"
+        )
     job.arguments = f" --config {config_path(args.config)}" + (" --resume" if args.requeue else "")
     return job.text().replace("\n", f"\n{DIGEST_OF_SCRIPTS}\n", 1)  # below the first line
 
 
 def config_path(path: str) -> str:
-    """The run file for a shell; it must be there, so that a mistake shows now and not in the queue.
+    """Return the absolute path of the run file, quoted for a shell.
+
+    The file must exist, so that a wrong path is reported now and not after the job was queued.
 
     Raises:
-        UserError: there is no such file.
+        UserError: the file does not exist.
     """
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file.")
@@ -364,7 +396,7 @@ def config_path(path: str) -> str:
 
 
 def next_step(args) -> str:
-    """What to do with the file."""
+    """Return the command that uses the written file."""
     output = shlex.quote(str(args.output))
     return {
         "deepspeed": f"python real_model_example.py --ds_config {output}",

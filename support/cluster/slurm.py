@@ -1,8 +1,8 @@
-"""Batch scripts for Slurm and launch scripts for machines without it, from one set of templates.
+"""Templates of batch scripts for Slurm and of launch scripts for machines without a scheduler.
 
-`slurm/*.slurm` are these templates with their defaults (`python -m support.cluster.slurm` writes
-them again), and `scripts/distributed_setup.py slurm` fills them in with a user's choices.
-Placeholders are written @NAME@, because $ is bash's.
+`python -m support.cluster.slurm` writes `slurm/*.slurm`, which are these templates with default
+values. `scripts/distributed_setup.py` fills them in with a user's choices. Placeholders have the
+form @NAME@, because bash uses $.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEADER = """\
 set -euo pipefail
 """
 
-# Where the project is, and which Python: the same for every job.
+# Sets the project's folder and the Python environment, in every job.
 ENVIRONMENT = """\
 @PROJECT_LINE@
 @MODULES@
@@ -86,8 +86,8 @@ if ((${#hosts[@]} > 1)); then
     exit 2
 fi"""
 
-# A step inherits from the environment what sbatch requested, and srun refuses it where another
-# request won.
+# srun reads the options of sbatch from the environment, and rejects them if they contradict what
+# the job has been granted.
 STEP = """\
 # --kill-on-bad-exit: one rank's failure ends all. --export=ALL: a site's default may be NONE. What
 # the step gets is stated here; the variables of sbatch's options would contradict it.
@@ -135,7 +135,7 @@ DEEPSPEED = """\
 @GPUS_OF_DEEPSPEED@
 deepspeed "${which[@]}" --master_port="$MASTER_PORT" @SCRIPT@"""
 
-# With --num_gpus DeepSpeed forgets which GPUs were granted and uses the first ones.
+# With --num_gpus DeepSpeed ignores which GPUs were granted, and uses the first ones of the node.
 GPUS_OF_DEEPSPEED = """\
 which=(--num_gpus="@RANKS@")
 if command -v nvidia-smi > /dev/null && [[ -n ${CUDA_VISIBLE_DEVICES-} ]]; then
@@ -180,19 +180,23 @@ bash "$project/compare_strategies.sh" "$@\""""
 
 @dataclass
 class Job:
-    """What fills the templates.
+    """Values of a batch script's placeholders.
 
     Attributes:
-        about: the file's first comment lines, with the command that submits it.
-        name: of the job.
-        launch: the template of the last part.
-        nodes, gpus, cpus, time: of the allocation; `cpus` per task.
-        tasks_per_node: 1 where a launcher starts the ranks, else one a GPU.
+        about: the first comment lines of the file, with the command that submits it.
+        name: name of the job.
+        launch: template of the last part, which starts the ranks.
+        nodes: number of nodes.
+        gpus: GPUs per node.
+        cpus: cores per task.
+        time: time limit in Slurm's format, such as "02:00:00".
+        tasks_per_node: 1 if a launcher starts the ranks, otherwise one per GPU.
         sbatch: further #SBATCH lines.
         project: shell lines that set $project.
-        modules: lines that load the site's modules.
-        activate: lines that choose the Python environment.
-        arguments: of the script, before the job's own.
+        modules: shell lines that load the site's modules.
+        activate: shell lines that select the Python environment.
+        arguments: arguments of the training script, before those of the job; empty, or starting
+            with a space.
     """
 
     about: str
@@ -210,7 +214,7 @@ class Job:
     arguments: str = ""
 
     def text(self) -> str:
-        """The batch script."""
+        """Return the text of the batch script."""
         by_srun = self.launch in (PLAIN_SRUN, REQUEUE)
         layout = [
             HEADER,
@@ -256,7 +260,8 @@ class Job:
                     "MODULES": self.modules,
                     "ACTIVATE": self.activate,
                     "ARGUMENTS": self.arguments,
-                    "SCRIPT": f'"$project/real_model_example.py" --output_dir "$output"{self.arguments} "$@"',
+                    "SCRIPT": '"$project/real_model_example.py" --output_dir "$output"'
+                    f'{self.arguments} "$@"',
                 },
             )
             + "\n"
@@ -264,20 +269,27 @@ class Job:
 
 
 def fill(template: str, values: dict) -> str:
-    """Replace every @NAME@ once; what looks like a placeholder in a value stays as it is.
+    """Replace every @NAME@ by its value, and shorten runs of empty lines in the template to one.
 
+    Placeholders inside a value are not replaced.
+
+    Args:
+        template: text with placeholders.
+        values: {NAME: value}; values are converted to text.
     Raises:
-        KeyError: a placeholder without a value.
+        KeyError: a placeholder has no value.
     """
     template = re.sub(r"\n\n\n+", "\n\n", template)
     return re.sub(r"@([A-Z_]+)@", lambda found: str(values[found[1]]), template)
 
 
 def output_dir(argv: list[str]) -> str:
-    """--output_dir as a job's arguments, or the run file that they name, have it; "" without one.
+    """Return --output_dir from a job's arguments or from the run file that they name, otherwise "".
 
-    Arguments that the script refuses also give "": the script itself reports what is wrong with
-    them.
+    Invalid arguments also give "": the training script reports the error itself.
+
+    Args:
+        argv: arguments of the training script.
     """
     from support.cli.flags import build_parser
     from support.cli.run_file import read_run_file
@@ -295,7 +307,8 @@ def output_dir(argv: list[str]) -> str:
 REQUEUE_LINES = [
     "#SBATCH --requeue",
     "#SBATCH --open-mode=append                # one log for all turns",
-    "#SBATCH --signal=USR1@120                 # EDIT: seconds for the step that runs, and the save",
+    "#SBATCH --signal=USR1@120                 "
+    "# EDIT: seconds for the step that runs, and the save",
 ]
 SITE_LINES = [
     "##SBATCH --partition=gpu                # EDIT: one # less where your site wants it",
@@ -304,12 +317,13 @@ SITE_LINES = [
 
 
 def examples() -> dict[str, str]:
-    """The files of slurm/: {name: text}."""
+    """Return the example batch scripts of the folder slurm/ as {file name: text}."""
 
     def about(what: str, file: str) -> str:
         return (
             f"{what}\n\n    sbatch slurm/{file}      # the embedded model\n"
-            f"    sbatch slurm/{file} --model gpt2 --strategy zero2      # further arguments are the script's"
+            f"    sbatch slurm/{file} --model gpt2 --strategy zero2"
+            "      # further arguments are the script's"
         )
 
     jobs = {
@@ -341,14 +355,16 @@ def examples() -> dict[str, str]:
         "compare.slurm": Job(
             "Compare all strategies on one node; tables and figure go to the folder of sbatch.\n\n"
             "    sbatch slurm/compare.slurm                              # the embedded model\n"
-            "    sbatch slurm/compare.slurm gpt2-medium --batch_size 2   # further arguments are compare_strategies.sh's",
+            "    sbatch slurm/compare.slurm gpt2-medium --batch_size 2"
+            "   # further arguments are compare_strategies.sh's",
             "compare",
             COMPARE,
         ),
     }
     jobs["train_requeue.slurm"] = Job(
         about(
-            "A run longer than a job may be: saved before the time limit or on preemption, requeued, resumed by itself.",
+            "A run longer than a job may be: saved before the time limit or on preemption, "
+            "requeued, resumed by itself.",
             "train_requeue.slurm",
         ),
         "train",

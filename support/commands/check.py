@@ -1,8 +1,7 @@
-"""--check: everything a run needs of this machine and its network, tried and said in one screen;
-nothing is trained.
+"""--check: tests what a run needs of this machine and its network, without training.
 
-Each fact is a line: ok, a warning, or a problem that keeps the chosen strategy from running, with
-its remedy.
+Each result is one line: ok, a warning, or a problem that prevents the chosen strategy from running,
+with a remedy.
 """
 
 from __future__ import annotations
@@ -45,7 +44,14 @@ IMPORTED = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "d
 
 @dataclass(frozen=True)
 class Line:
-    """One fact: how it stands, what it is about, what was found, and what to do where it is not ok."""
+    """Result of one check.
+
+    Attributes:
+        status: OK, WARNING or PROBLEM.
+        name: what was checked; padded to 13 characters in the output.
+        text: the result.
+        remedy: what to do if the status is not OK.
+    """
 
     status: str
     name: str
@@ -59,59 +65,70 @@ class Line:
 
 
 def check(args, run: Run) -> int:
-    """Try everything and print it: rank 0's machine in full, of the other ranks what is wrong or
-    differs, with their hosts.
+    """Run all checks and print their results; all ranks must call it.
 
+    Rank 0 prints all of its own results, and of the other ranks those that are not ok or differ,
+    with their hosts.
+
+    Args:
+        args: the flags of the run.
+        run: this process, with an initialized process group if there are several ranks.
     Returns:
         The exit code: 0 if the chosen strategy can run on every rank.
     """
     parts = (_software, _gpu, _compiler, _ops, _nvme, _disk, _limits, _memory, _hub)
-    mine = [line for part in parts for line in part(args, run)]
-    for line in (
-        mine if run.is_main else ()
-    ):  # before the ranks talk to each other, which may be what fails
+    own_lines = [line for part in parts for line in part(args, run)]
+    # Printed before the ranks communicate, because the communication may fail.
+    for line in own_lines if run.is_main else ():
         run.print(str(line))
     communication = _communication(run)
-    ranks = run.gather((socket.gethostname(), mine))
+    ranks = run.gather((socket.gethostname(), own_lines))
     others = _what_differs(ranks)
     more = [communication, *others, *_cluster(run)]
     for line in more if run.is_main else ():
         run.print(str(line))
-    wrong = sum(line.status == PROBLEM for line in [communication, *ranks[0][1], *others])
-    verdict = f"{wrong} problem{'s' * (wrong > 1)} to solve first" if wrong else "it can run"
-    one, several = (
+    problem_count = sum(line.status == PROBLEM for line in [communication, *ranks[0][1], *others])
+    verdict = (
+        f"{problem_count} problem{'s' * (problem_count > 1)} to solve first"
+        if problem_count
+        else "it can run"
+    )
+    singular, plural = (
         ("GPU", "GPUs") if run.device.type == "cuda" else ("CPU process", "CPU processes")
     )
-    where = f"{run.world_size} {several if run.world_size > 1 else one}"
+    processes = f"{run.world_size} {plural if run.world_size > 1 else singular}"
     if run.is_main:
         run.print(
-            f"{MARKS[PROBLEM if wrong else OK]} --strategy {args.strategy} on {where}: {verdict}"
+            f"{MARKS[PROBLEM if problem_count else OK]} "
+            f"--strategy {args.strategy} on {processes}: {verdict}"
         )
-    return EXIT_FAILED if wrong else EXIT_COMPLETED
+    return EXIT_FAILED if problem_count else EXIT_COMPLETED
 
 
 def _what_differs(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
-    """Lines of other ranks that are not ok or not as rank 0's; equal ones of one host once, with
-    the first rank that has them.
+    """Select the results of other ranks that are not ok or differ from those of rank 0.
 
-    Sizes of memory and disks differ from machine to machine, so of those only what is not ok
-    counts.
+    Equal results of one host are returned once, with the first rank that has them. Only the results
+    for Python, the GPU and the compiler are compared, because sizes of memory and disks differ
+    between machines.
     """
-    known = {line.name: line.text for line in ranks[0][1]}
-    found, said = [], set()
+    rank0_texts = {line.name: line.text for line in ranks[0][1]}
+    selected, reported = [], set()
     for rank, (host, lines) in enumerate(ranks[1:], 1):
         for line in lines:
-            own = known.get(line.name, "")
+            own = rank0_texts.get(line.name, "")
             differs = line.name in ("Python", "GPU", "compiler") and _without_sizes(
                 line.text
             ) != _without_sizes(own)
-            news = (line.status != OK or differs) and not (host == ranks[0][0] and line.text == own)
-            if news and (host, line.name, line.text) not in said:
-                said.add((host, line.name, line.text))
-                found.append(
+            is_new = (line.status != OK or differs) and not (
+                host == ranks[0][0] and line.text == own
+            )
+            if is_new and (host, line.name, line.text) not in reported:
+                reported.add((host, line.name, line.text))
+                selected.append(
                     Line(line.status, line.name, f"{host}, rank {rank}: {line.text}", line.remedy)
                 )
-    return found
+    return selected
 
 
 def _without_sizes(text: str) -> str:
@@ -123,25 +140,27 @@ def _without_sizes(text: str) -> str:
 
 def _software(args, run: Run) -> Iterator[Line]:
     tested = dict(re.findall(r"^([\w-]+)==(\S+)", (PROJECT / "constraints.txt").read_text(), re.M))
-    least = dict(re.findall(r"^([\w-]+)>=(\S+)", (PROJECT / "requirements.txt").read_text(), re.M))
-    found, other, wrong = [], [], []
+    minimum = dict(
+        re.findall(r"^([\w-]+)>=(\S+)", (PROJECT / "requirements.txt").read_text(), re.M)
+    )
+    installed, differing, problems = [], [], []
     for name in IMPORTED:
         try:
-            have = version(name)
+            installed_version = version(name)
         except PackageNotFoundError:
             if name != "deepspeed":
-                wrong.append(f"{name} is missing")
+                problems.append(f"{name} is missing")
             continue
-        found.append(f"{name} {have}")
-        if _numbers(have) < _numbers(least.get(name, "0")):
-            wrong.append(f"{name} {have} is older than {least[name]}")
-        elif name in tested and _numbers(have) != _numbers(tested[name]):
-            other.append(f"{name} {tested[name]}")
-    text = f"{sys.version.split()[0]}; {', '.join(found)}"
-    if wrong:
-        yield Line(PROBLEM, "Python", "; ".join(wrong), "pip install -r requirements.txt")
-    elif other:
-        yield Line(WARNING, "Python", text, f"tested with {', '.join(other)}")
+        installed.append(f"{name} {installed_version}")
+        if _numbers(installed_version) < _numbers(minimum.get(name, "0")):
+            problems.append(f"{name} {installed_version} is older than {minimum[name]}")
+        elif name in tested and _numbers(installed_version) != _numbers(tested[name]):
+            differing.append(f"{name} {tested[name]}")
+    text = f"{sys.version.split()[0]}; {', '.join(installed)}"
+    if problems:
+        yield Line(PROBLEM, "Python", "; ".join(problems), "pip install -r requirements.txt")
+    elif differing:
+        yield Line(WARNING, "Python", text, f"tested with {', '.join(differing)}")
     else:
         yield Line(OK, "Python", f"{text} (the tested versions)")
     if args.ds_config_dict and not _has("deepspeed"):
@@ -183,8 +202,9 @@ def _gpu(args, run: Run) -> Iterator[Line]:
     free, total = torch.cuda.mem_get_info(run.device)
     capability = f"{properties.major}.{properties.minor}"
     text = (
-        f"{properties.name}, {free / GB:.1f} of {total / GB:.1f} GB free, compute capability {capability}, torch for CUDA "
-        f"{torch.version.cuda}, driver {_nvidia_smi('driver_version')}, {run.precision}"
+        f"{properties.name}, {free / GB:.1f} of {total / GB:.1f} GB free, "
+        f"compute capability {capability}, torch for CUDA {torch.version.cuda}, "
+        f"driver {_nvidia_smi('driver_version')}, {run.precision}"
     )
     if free < 0.8 * total:
         yield Line(
@@ -216,23 +236,23 @@ def _run(*command: str) -> str | None:
 def _compiler(args, run: Run) -> Iterator[Line]:
     compiler, ninja = shutil.which(os.environ.get("CXX", "c++")), shutil.which("ninja")
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    lacking = [] if compiler else ["a C++ compiler (apt install build-essential, module load gcc)"]
-    lacking += [] if ninja else ["ninja (pip install ninja)"]
-    lacking += [] if headers.exists() else ["Python's headers (apt install python3-dev)"]
-    if lacking:
+    missing = [] if compiler else ["a C++ compiler (apt install build-essential, module load gcc)"]
+    missing += [] if ninja else ["ninja (pip install ninja)"]
+    missing += [] if headers.exists() else ["Python's headers (apt install python3-dev)"]
+    if missing:
         needed = args.ds_config_dict is not None and not _passes(
             preflight.check_compiler, args.strategy, run.device
         )
         needed = needed or bool(
             args.ds_config_dict and preflight.ops_to_compile(args.strategy, run.device)
         )
-        why = (
+        reason = (
             f"{args.strategy} compiles parts of DeepSpeed"
             if needed
             else "DeepSpeed's strategies may need them"
         )
         yield Line(
-            PROBLEM if needed else WARNING, "compiler", f"missing: {', '.join(lacking)}", why
+            PROBLEM if needed else WARNING, "compiler", f"missing: {', '.join(missing)}", reason
         )
     else:
         release = (_run(compiler, "--version") or "").split("\n")[0]
@@ -241,14 +261,14 @@ def _compiler(args, run: Run) -> Iterator[Line]:
         nvcc = shutil.which("nvcc") or os.path.join(
             os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"
         )
-        found = re.search(r"release ([\d.]+)", _run(nvcc, "--version") or "")
+        release_match = re.search(r"release ([\d.]+)", _run(nvcc, "--version") or "")
         remedy = "infinity compiles with the toolkit of torch's CUDA (module load cuda, CUDA_HOME)"
-        if found and found[1].split(".")[0] == torch.version.cuda.split(".")[0]:
-            yield Line(OK, "nvcc", f"release {found[1]}")
+        if release_match and release_match[1].split(".")[0] == torch.version.cuda.split(".")[0]:
+            yield Line(OK, "nvcc", f"release {release_match[1]}")
         else:
             text = (
-                f"release {found[1]}, torch is for CUDA {torch.version.cuda}"
-                if found
+                f"release {release_match[1]}, torch is for CUDA {torch.version.cuda}"
+                if release_match
                 else "not found"
             )
             yield Line(PROBLEM if args.strategy == "infinity" else WARNING, "nvcc", text, remedy)
@@ -282,59 +302,71 @@ def _ops(args, run: Run) -> Iterator[Line]:
 
 def _nvme(args, run: Run) -> Iterator[Line]:
     if not (args.ds_config_dict and uses_nvme(args.ds_config_dict) and run.launch.is_node_leader):
-        return  # one rank of a node: several would share the speed
+        return  # only one rank per node: several would share the bandwidth
     folder = args.nvme_path or tempfile.gettempdir()
     try:
         written, read = _disk_speed(folder)
         free = shutil.disk_usage(folder).free
-        text = f"{folder}: {free / GB:.1f} GB free, writes {written / GB:.2f} and reads {read / GB:.2f} GB/s (direct I/O)"
+        text = (
+            f"{folder}: {free / GB:.1f} GB free, "
+            f"writes {written / GB:.2f} and reads {read / GB:.2f} GB/s (direct I/O)"
+        )
         slow = min(written, read) < 0.5 * GB
         remedy = "slow for infinity: name a local NVMe disk with --nvme_path" if slow else ""
         yield Line(WARNING if slow else OK, "NVMe", text, remedy)
     except OSError as error:
-        remedy = "name a folder with space on a local disk with --nvme_path; NFS and tmpfs often cannot do direct I/O"
+        remedy = (
+            "name a folder with space on a local disk with --nvme_path; "
+            "NFS and tmpfs often cannot do direct I/O"
+        )
         yield Line(PROBLEM, "NVMe", f"{folder}: {error.strerror} (direct I/O)", remedy)
 
 
 def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
-    """Bytes a second, written and read in pieces of 4 MiB with direct I/O."""
-    piece = mmap.mmap(-1, 4 * MB)  # direct I/O wants aligned memory, which this is
+    """Measure the (write, read) speed of a folder in bytes per second, with direct I/O.
+
+    A temporary file of `size` bytes is written and read in pieces of 4 MiB.
+    """
+    piece = mmap.mmap(-1, 4 * MB)  # direct I/O needs aligned memory, and mmap aligns to pages
     piece.write(os.urandom(MB) * 4)
     speeds = []
-    with tempfile.TemporaryDirectory(prefix="distributed_training_", dir=folder) as inside:
+    with tempfile.TemporaryDirectory(prefix="distributed_training_", dir=folder) as test_folder:
         for flags, move in ((os.O_CREAT | os.O_WRONLY, os.writev), (os.O_RDONLY, os.readv)):
-            file = os.open(Path(inside) / "probe", flags | getattr(os, "O_DIRECT", 0))
-            begun = time.perf_counter()
+            file = os.open(Path(test_folder) / "probe", flags | getattr(os, "O_DIRECT", 0))
+            start = time.perf_counter()
             for _ in range(size // (4 * MB)):
                 move(file, [piece])
             os.fsync(file)
-            speeds.append(size / (time.perf_counter() - begun))
+            speeds.append(size / (time.perf_counter() - start))
             os.close(file)
     return speeds[0], speeds[1]
 
 
 def _disk(args, run: Run) -> Iterator[Line]:
-    """Where results, checkpoints and tokens go."""
-    named = {
+    """Check the free space for results, checkpoints and tokens."""
+    folders = {
         "output": Path(args.output_dir or "runs"),
         "cache": models.cache_folder(args.cache_dir),
     }
     free = {}
-    for what, folder in named.items():
-        there = next(
+    for purpose, folder in folders.items():
+        existing_parent = next(
             parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()
         )
-        free[f"{what} {folder}"] = shutil.disk_usage(there).free
+        free[f"{purpose} {folder}"] = shutil.disk_usage(existing_parent).free
     try:
         preflight.check_export_folder(args)
     except UserError as error:
         yield Line(PROBLEM, "output", str(error))
-    text = "; ".join(f"{what} {size / GB:.1f} GB free" for what, size in free.items())
-    least = min(free.values())
-    if least < GB:
-        remedy = "free some space (df -h, quota -s), or name other folders with --output_dir and --cache_dir"
+    text = "; ".join(f"{purpose} {size / GB:.1f} GB free" for purpose, size in free.items())
+    minimum = min(free.values())
+    if minimum < GB:
+        remedy = (
+            "free some space (df -h, quota -s), "
+            "or name other folders with --output_dir and --cache_dir"
+        )
         yield Line(
-            PROBLEM if least < 50 * MB else WARNING,
+            PROBLEM if minimum < 50 * MB else WARNING,
             "disk",
             text,
             f"a checkpoint has 12 bytes a parameter: {remedy}",
@@ -378,7 +410,9 @@ def _limits(args, run: Run) -> Iterator[Line]:
 
 def _memory(args, run: Run) -> Iterator[Line]:
     limits = preflight.memory_limits(run)
-    there = f"{limits.gpu / GB:.1f} GB for each {'GPU' if run.device.type == 'cuda' else 'process'}"
+    capacity = (
+        f"{limits.gpu / GB:.1f} GB for each {'GPU' if run.device.type == 'cuda' else 'process'}"
+    )
     try:
         model = architectures.find_architecture(args.model)
         args.seq_length = args.seq_length or min(
@@ -390,28 +424,33 @@ def _memory(args, run: Run) -> Iterator[Line]:
                 PROBLEM, "block length", f"--seq_length {args.seq_length} is {limit}", "shorten it"
             )
         work = preflight.planned_work(args, run, model)
-    except (
-        UserError
-    ):  # its config.json is not here, or the planner does not know what was asked for
+    # The model's config.json is not on this machine, or the planner does not support the flags.
+    except UserError:
         yield Line(
             OK,
             "memory",
-            f"{there}; not planned: no config.json of the model here, or your own DeepSpeed or FSDP file",
+            f"{capacity}; not planned: "
+            "no config.json of the model here, or your own DeepSpeed or FSDP file",
         )
         return
-    need = planner.predict(work, args.strategy)
-    text = f"planned {need.total / GB:.1f} of {there}"
-    if limits.host and need.host:
-        text += f", {need.host * limits.ranks_per_node / GB:.1f} of {limits.host / GB:.1f} GB of host memory"
-    if limits.hold(need):
+    estimate = planner.predict(work, args.strategy)
+    text = f"planned {estimate.total / GB:.1f} of {capacity}"
+    if limits.host and estimate.host:
+        text += (
+            f", {estimate.host * limits.ranks_per_node / GB:.1f} "
+            f"of {limits.host / GB:.1f} GB of host memory"
+        )
+    if limits.hold(estimate):
         yield Line(OK, "memory", text)
     else:
-        ways = [way.flags for way in planner.ways_to_fit(work, args.strategy, limits)]
+        remedies = [way.flags for way in planner.ways_to_fit(work, args.strategy, limits)]
         yield Line(
             PROBLEM,
             "memory",
             text,
-            f"it would fit with {' or '.join(ways)}" if ways else "see scripts/plan_memory.py",
+            f"it would fit with {' or '.join(remedies)}"
+            if remedies
+            else "see scripts/plan_memory.py",
         )
 
 
@@ -419,28 +458,32 @@ def _memory(args, run: Run) -> Iterator[Line]:
 
 
 def _communication(run: Run) -> Line:
-    """A real all-reduce among the ranks: bandwidth of a large one, latency of a small one."""
+    """Measure an all-reduce among the ranks: bandwidth with 64 MiB, latency with 8 bytes.
+
+    The bandwidth is the bus bandwidth, the bytes that each rank sends per second: a ring all-reduce
+    sends 2 · (N − 1) / N times the message.
+    """
     if run.world_size == 1:
         return Line(OK, "communication", f"{run.backend}; one process, nobody to talk to")
     seconds = {}
     for name, size in (("large", 64 * MB), ("small", 8)):
         tensor = torch.ones(size // 4, device=run.device)
         for attempt in range(6):
-            if attempt == 1:  # the first one makes the connections
+            if attempt == 1:  # the first all-reduce opens the connections
                 _wait_for(run)
-                begun = time.perf_counter()
+                start = time.perf_counter()
             dist.all_reduce(tensor)
         if run.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds[name] = (time.perf_counter() - begun) / 5
+        seconds[name] = (time.perf_counter() - start) / 5
     bandwidth = 2 * (run.world_size - 1) / run.world_size * 64 * MB / seconds["large"]
     hosts = sorted(set(run.gather(socket.gethostname())))
     interface = os.environ.get(
         "NCCL_SOCKET_IFNAME" if run.backend == "nccl" else "GLOO_SOCKET_IFNAME", "chosen by itself"
     )
     text = (
-        f"{run.backend}, all-reduce over {run.world_size} ranks on {', '.join(hosts)}: {bandwidth / GB:.2f} GB/s, "
-        f"{1e6 * seconds['small']:.0f} µs; network interface {interface}"
+        f"{run.backend}, all-reduce over {run.world_size} ranks on {', '.join(hosts)}: "
+        f"{bandwidth / GB:.2f} GB/s, {1e6 * seconds['small']:.0f} µs; network interface {interface}"
     )
     slow = run.backend == "nccl" and bandwidth < GB
     remedy = (
@@ -475,7 +518,10 @@ def _cluster(run: Run) -> Iterator[Line]:
         tasks, cpus = env.get("SLURM_NTASKS", "1"), env.get("SLURM_CPUS_PER_TASK", "1")
         nodes = env.get("SLURM_JOB_NODELIST", "")
         gpus = env.get("SLURM_GPUS_ON_NODE", 0)
-        text = f"job {env['SLURM_JOB_ID']} on {nodes}, {tasks} tasks, {cpus} cores each, {gpus} GPUs a node"
+        text = (
+            f"job {env['SLURM_JOB_ID']} on {nodes}, "
+            f"{tasks} tasks, {cpus} cores each, {gpus} GPUs a node"
+        )
         few = run.launch.launcher == "srun" and cpus == "1"
         yield Line(
             WARNING if few else OK,
@@ -487,7 +533,8 @@ def _cluster(run: Run) -> Iterator[Line]:
         yield Line(
             OK,
             "Slurm",
-            "there; not inside of a job (a pending one: squeue --me --start says why and until when)",
+            "there; not inside of a job "
+            "(a pending one: squeue --me --start says why and until when)",
         )
     address = f"{run.launch.master_addr}:{run.launch.master_port}"
     yield Line(

@@ -1,6 +1,4 @@
-"""--prefetch: fill the caches with all that a run reads from the network, in one process and
-without a GPU.
-"""
+"""--prefetch: downloads all that a run reads from the network, in one process without a GPU."""
 
 from __future__ import annotations
 
@@ -17,20 +15,27 @@ from support.model import resolve as models
 
 
 def prefetch(args, launch: Launch) -> None:
-    """Download the model and the dataset, tokenise the dataset, and end the process.
+    """Download the model and the dataset, tokenize the dataset, and exit.
 
-    A run with the same flags then needs no network: HF_HUB_OFFLINE=1 keeps it from asking.
+    A run with the same flags then needs no network; HF_HUB_OFFLINE=1 prevents it from trying to
+    reach the hub. With --streaming a dataset of the hub is not downloaded.
+
+    Args:
+        args: the flags of the run.
+        launch: the place of this process, which is the only one.
+    Raises:
+        SystemExit: the downloads are complete. An error ends the process in `Run.end_failed`.
     """
-    run = Run(
-        launch, torch.device("cpu"), "fake", args.verbose, args.quiet
-    )  # as in a simulation nobody else is there
+    # The "fake" backend of simulations: this process is the only one.
+    run = Run(launch, torch.device("cpu"), "fake", args.verbose, args.quiet)
     try:
         run.say(f"⏳ Downloading {args.model}, where it is not in the cache")
         tokenizer = models.prefetch(args, run)
         if args.streaming:
             if not is_local_dataset(args.dataset):
                 run.warn(
-                    f"--streaming reads {args.dataset} from the hub while it trains, so it is not in the cache."
+                    f"--streaming reads {args.dataset} from the hub while it trains, "
+                    "so it is not in the cache."
                 )
         else:
             run.say(f"⏳ Preparing the dataset {args.dataset}")
@@ -39,7 +44,8 @@ def prefetch(args, launch: Launch) -> None:
             )
         run.clean_up()
         run.say(
-            f"✅ Prefetched into {huggingface_home()}: with HF_HUB_OFFLINE=1 a run with these flags needs no network."
+            f"✅ Prefetched into {huggingface_home()}: "
+            "with HF_HUB_OFFLINE=1 a run with these flags needs no network."
         )
     except BaseException as error:
         run.end_failed(error)
