@@ -1,7 +1,6 @@
-"""What can be known to fail before the model loads: each check ends in one line that says what to
-do.
+"""Checks before the model is loaded; each fails with one line that says what to do.
 
-The checks of the first group run before torch is imported, so that they answer within a second.
+The checks of the first group run before torch is imported, so that they finish within a second.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from support.memory import architectures
 from support.memory import estimate as planner
 from support.redaction import redact
 
-PROBE_SECONDS = 4  # the hub answers within one; the clients' own retries take 23 s to 11 minutes
-NVME_PREFIX = "distributed_training_nvme_"  # of the folders that hold infinity's files
+PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
+NVME_PREFIX = "distributed_training_nvme_"  # of the names of folders with infinity's files
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -46,22 +45,25 @@ GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
-    """Read the arguments and the launcher's environment, check what can be checked, tune the
-    process.
+    """Read the arguments and the launcher's environment, run the first checks, tune the process.
 
-    Ends the process with exit code 2 and one line if anything is wrong.
+    If a check fails, the process exits with one line and code 2. With --print_config it prints the
+    flags and exits with code 0.
+
+    Args:
+        argv: the arguments, without the program's name.
     Returns:
-        The arguments and this process's place in the run.
+        The arguments, with `hub_offline` and `hub_problem` (see `ask_hub`), and this process's
+        place in the run.
     """
     process.protect_output()
     verbose = "--verbose" in argv
-    # For what happens while libraries are imported: a broken installation, or too little memory.
+    # For errors while libraries are imported: a broken installation, or too little memory.
     sys.excepthook = lambda _kind, error, _traceback: launching.exit_before_start(error, verbose)
     try:
         if not os.path.isdir(os.curdir):
             raise UserError("The current folder was removed: change to another one.")
-        # The launcher comes first: the DeepSpeed file's total batch size depends on the number of
-        # ranks.
+        # Before the arguments: the DeepSpeed file's train_batch_size depends on the world size.
         launch = launching.detect_launch()
         args = parse_arguments(argv)
         if args.print_config:
@@ -78,9 +80,8 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
                 "--prefetch fills the cache from one process: start it with python, "
                 "without a launcher."
             )
-        if (
-            not args.prefetch
-        ):  # it writes no results, and runs where the disks and packages of the run may be missing
+        # --prefetch writes no results, and may run where the run's disks and packages are missing.
+        if not args.prefetch:
             check_run(args)
         args.hub_offline, args.hub_problem = ask_hub(args, launch)
         for line in ignored_flags(args) if launch.is_main and not args.quiet else ():
@@ -91,8 +92,13 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
 
 
 def check_run(args) -> None:
-    """What the run itself needs: folders to write to, an NVMe folder, packages."""
-    if not args.check:  # which may look at a run that is there
+    """Check what the run needs: writable folders, an NVMe folder, packages.
+
+    Raises:
+        UserError: a folder cannot be used.
+        MissingRequirement: a package is missing.
+    """
+    if not args.check:  # --check may be given with the folders of an existing run
         check_output_dir(args)
         check_export_folder(args)
         check_logging_dir(args)
@@ -101,12 +107,12 @@ def check_run(args) -> None:
 
 
 def is_local_model(name: str) -> bool:
-    """A folder, or something written like a path, and not a name on the hub."""
+    """Return whether --model is a folder or is written like a path, and is no name on the hub."""
     return os.path.isdir(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def is_local_dataset(name: str) -> bool:
-    """A file or folder, or something written like one, and neither built in nor a name on the hub."""
+    """Return whether --dataset is a file or folder, or is written like one; else it is a name."""
     if name in ("pydocs", "wikitext"):
         return False
     return (
@@ -118,7 +124,12 @@ def is_local_dataset(name: str) -> bool:
 
 
 def check_model_path(args) -> None:
-    """A model given as a folder must be there and be a Hugging Face model."""
+    """Check that a model given as a folder exists and is a Hugging Face model.
+
+    Raises:
+        UserError: there is no such folder, or it holds adapters only, no config.json or an invalid
+            one.
+    """
     if not is_local_model(args.model):
         return
     folder = Path(args.model).expanduser()
@@ -139,16 +150,20 @@ def check_model_path(args) -> None:
 
 
 def check_data_paths(args) -> None:
-    """Files and folders of data must be there, readable and not empty; a chat template, too."""
-    named = {
+    """Check that files and folders of data, and the chat template, exist and can be read.
+
+    Raises:
+        UserError: a file is missing, not readable or empty, or --include has no folder.
+    """
+    paths = {
         "--dataset": args.dataset if is_local_dataset(args.dataset) else None,
         "--validation_file": args.validation_file,
     }
-    for flag, name in named.items():
+    for flag, name in paths.items():
         if name:
             check_data_path(flag, name, args.include)
     if args.include and not any(
-        name and Path(name).expanduser().is_dir() for name in named.values()
+        name and Path(name).expanduser().is_dir() for name in paths.values()
     ):
         raise UserError(
             f"--include {args.include} chooses among the files of a folder, and there is none: "
@@ -159,9 +174,14 @@ def check_data_paths(args) -> None:
 
 
 def check_data_path(flag: str, name: str, include: str | None) -> None:
-    """
+    """Check one file or folder of data.
+
+    Args:
+        flag: the flag that names it.
+        name: the flag's value.
+        include: patterns of --include, or None.
     Raises:
-        UserError: nothing there, or nothing readable.
+        UserError: it does not exist, has no files with data, or cannot be read.
     """
     path = Path(name).expanduser()
     for file in files_of(path, f"{flag} {name}", include):
@@ -172,8 +192,10 @@ def check_data_path(flag: str, name: str, include: str | None) -> None:
 
 
 def check_output_dir(args) -> None:
-    """A named output folder must not hold another run, unless --overwrite says so, and must be
-    writable.
+    """Check that --output_dir is writable, and holds no other run unless the flags allow it.
+
+    Raises:
+        UserError: it is not writable, or holds a run and neither --resume nor --overwrite is given.
     """
     if args.output_dir is None:
         return
@@ -187,27 +209,35 @@ def check_output_dir(args) -> None:
 
 
 def check_place(flag: str, folder: Path) -> None:
-    """
+    """Check that a folder exists and is writable, or can be created.
+
+    Args:
+        flag: the flag that names it, for messages.
+        folder: the folder; its parents need not exist.
     Raises:
-        UserError: there is no such folder, and none can be made.
+        UserError: neither is true.
     """
-    for place in (folder.absolute(), *folder.absolute().parents):
-        if place.is_symlink() and not place.exists():
+    for ancestor in (folder.absolute(), *folder.absolute().parents):
+        if ancestor.is_symlink() and not ancestor.exists():
             raise UserError(
-                f"{flag} {folder}: {place} is a link to nothing, or to itself: name another folder."
+                f"{flag} {folder}: {ancestor} is a link to nothing, or to itself: "
+                "name another folder."
             )
-        if place.exists():
+        if ancestor.exists():
             break
-    if not place.is_dir():
-        raise UserError(f"{flag} {folder}: {place} is a file: name a folder.")
-    if not os.access(place, os.W_OK):
-        raise UserError(f"{flag} {folder}: {place} is not writable.")
+    if not ancestor.is_dir():
+        raise UserError(f"{flag} {folder}: {ancestor} is a file: name a folder.")
+    if not os.access(ancestor, os.W_OK):
+        raise UserError(f"{flag} {folder}: {ancestor} is not writable.")
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether a folder holds more than the results.json of a run that failed before it trained."""
+    """Return whether a folder holds a run, other than one that failed before it trained.
+
+    A results.json that cannot be read counts as a run.
+    """
     results = folder / "results.json"
-    if not results.is_file():  # a pipe would be waited for
+    if not results.is_file():  # reading a pipe would block
         return os.path.lexists(results)
     try:
         status = json.loads(results.read_text(encoding="utf-8"))["status"]
@@ -220,13 +250,16 @@ def holds_a_run(folder: Path) -> bool:
 
 
 def check_export_folder(args) -> None:
-    """The trained model replaces the folder where it goes: that may be an earlier export, and
-    nothing else that is there.
+    """Check the folder of the export, which is replaced as a whole.
+
+    Raises:
+        UserError: the folder is not writable; it is or contains something that the run needs; or it
+            is not empty, unless it holds an earlier export and --overwrite or --resume is given.
     """
     if args.no_export or args.eval_only or not (args.export_hf or args.output_dir):
         return
     folder = Path(args.export_hf or Path(args.output_dir) / "hf").absolute()
-    where = f"--export_hf {args.export_hf}" if args.export_hf else f"The export, {folder},"
+    description = f"--export_hf {args.export_hf}" if args.export_hf else f"The export, {folder},"
     if not folder.is_file():
         check_place("--export_hf" if args.export_hf else "The export,", folder)
     needed = {
@@ -238,13 +271,15 @@ def check_export_folder(args) -> None:
     }
     for name, path in needed.items():
         if path and folder.resolve() in (
-            place := Path(path).expanduser().resolve(),
-            *place.parents,
+            needed_path := Path(path).expanduser().resolve(),
+            *needed_path.parents,
         ):
-            raise UserError(f"{where} would replace {name}: name another folder with --export_hf.")
+            raise UserError(
+                f"{description} would replace {name}: name another folder with --export_hf."
+            )
     if folder.exists() and (not folder.is_dir() or os.path.ismount(folder)):
         raise UserError(
-            f"{where} is a {'file' if folder.is_file() else 'mount point'}: "
+            f"{description} is a {'file' if folder.is_file() else 'mount point'}: "
             "name a folder in it or beside it."
         )
     if args.export_hf and folder.is_dir() and any(folder.iterdir()):
@@ -252,13 +287,19 @@ def check_export_folder(args) -> None:
         exported = described and (folder / "README.md").is_file()
         if not exported or not (args.overwrite or args.resume is not None):
             raise UserError(
-                f"{where} is not empty: name another folder"
+                f"{description} is not empty: name another folder"
                 + ("; or --overwrite." if exported else ".")
             )
 
 
 def check_logging_dir(args) -> None:
-    """TensorBoard would show the curves of an earlier run in --logging_dir as part of this one."""
+    """Check that --logging_dir is writable and has no curves of another run.
+
+    TensorBoard would show them as part of this run.
+
+    Raises:
+        UserError: it is not writable, or has curves and neither --resume nor --overwrite is given.
+    """
     if args.logging_dir is None:
         return
     check_place("--logging_dir", Path(args.logging_dir))
@@ -273,7 +314,11 @@ def check_logging_dir(args) -> None:
 
 
 def check_packages(args) -> None:
-    """What only some runs need must be installed for them."""
+    """Check that the optional packages that the flags need are installed.
+
+    Raises:
+        MissingRequirement: one is missing.
+    """
     for name in args.report_to:
         if importlib.util.find_spec(name) is None:
             raise MissingRequirement(f"--report_to {name} needs it: pip install {name}.")
@@ -282,8 +327,10 @@ def check_packages(args) -> None:
 
 
 def check_nvme_path(args) -> None:
-    """A folder named for infinity must be there; whether it is large enough is seen when the
-    model's size is known.
+    """Check that infinity's folder exists; `make_nvme_folder` checks its size later.
+
+    Raises:
+        UserError: there is no such folder.
     """
     if (
         args.strategy == "infinity"
@@ -297,8 +344,12 @@ def check_nvme_path(args) -> None:
 
 
 def ask_hub(args, launch: Launch) -> tuple[bool, str | None]:
-    """Whether the hub is out of bounds, and, for --check only, what is wrong with that; a run
-    raises it instead.
+    """Decide whether the hub is used, and report with --check what is missing without it.
+
+    Returns:
+        Whether the hub must not be used; and with --check the text of the error, or None.
+    Raises:
+        UserError: without --check; see `reach_hub`.
     """
     try:
         return not reach_hub(args, launch), None
@@ -309,29 +360,31 @@ def ask_hub(args, launch: Launch) -> tuple[bool, str | None]:
 
 
 def reach_hub(args, launch: Launch) -> bool:
-    """Decide whether the Hugging Face hub may be asked, before any of its libraries is imported.
+    """Decide whether the Hugging Face hub is used, before any of its libraries is imported.
 
-    One probe replaces the clients' retries. Where the hub does not answer, HF_HUB_OFFLINE makes a
-    warm cache load at once. Only the first rank of a node asks the hub, and the others load what it
-    has put in the cache; but a streamed dataset is in no cache.
+    One probe replaces the clients' retries. If the hub does not answer, HF_HUB_OFFLINE is set, with
+    which the libraries load from the cache without delay. Only the first rank of a node uses the
+    hub; the others load from the cache that it has filled. A streamed dataset is not cached, so
+    every rank reads it from the hub.
+
     Returns:
-        True if the hub may be asked.
+        True if the hub may be used.
     Raises:
-        UserError: the hub is needed, does not answer, and the cache lacks what is needed.
+        UserError: the hub does not answer, and the cache lacks a file that the run needs.
     """
     model = args.model if args.model != EMBEDDED_MODEL and not is_local_model(args.model) else None
     dataset = {"wikitext": "Salesforce/wikitext", "pydocs": None}.get(args.dataset, args.dataset)
     dataset = None if dataset and is_local_dataset(dataset) else dataset
-    each_asks = args.streaming and dataset  # a stream is read by every rank
-    if not (model or dataset) or not (launch.is_node_leader or each_asks):
-        os.environ["HF_HUB_OFFLINE"] = "1"  # nothing to ask for
+    every_rank = args.streaming and dataset  # every rank reads a streamed dataset
+    if not (model or dataset) or not (launch.is_node_leader or every_rank):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is needed from the hub
         return False
     set_offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     if not set_offline and answers(endpoint):
         return True
     os.environ["HF_HUB_OFFLINE"] = "1"
-    why = (
+    reason = (
         "HF_HUB_OFFLINE is set"
         if set_offline
         else f"The Hugging Face hub ({endpoint}) cannot be reached"
@@ -341,30 +394,31 @@ def reach_hub(args, launch: Launch) -> bool:
         and not cached_repository("models", model)
         and not scratch_without_hub(args)
     )
-    no_dataset = dataset is not None and not cached_repository("datasets", dataset)
-    if no_model or no_dataset:
+    no_data = dataset is not None and not cached_repository("datasets", dataset)
+    if no_model or no_data:
         raise UserError(
-            f"{why}, and "
-            f"{_ways_without_hub(args, model if no_model else None, dataset if no_dataset else None)}"
+            f"{reason}, and "
+            f"{_ways_without_hub(args, model if no_model else None, dataset if no_data else None)}"
         )
-    lacking = (
+    missing_files = (
         missing_of_model(model, not args.from_scratch)
         if model and not scratch_without_hub(args)
         else []
     )
-    if lacking:
+    if missing_files:
         raise UserError(
-            f"{why}, and the cache has no {' and no '.join(lacking)} of {model}. Run this where "
-            f"there is a network (a cluster's head node): {prefetch_command(args)}"
+            f"{reason}, and the cache has no {' and no '.join(missing_files)} of {model}. Run "
+            f"this where there is a network (a cluster's head node): {prefetch_command(args)}"
         )
     if launch.is_main and not (set_offline or args.quiet):
-        print(redact(f"ℹ️  {why}: using what is in the cache."))
+        print(redact(f"ℹ️  {reason}: using what is in the cache."))
     return False
 
 
 def prefetch_command(args) -> str:
-    """The command that downloads what this run needs, for a machine with a network that shares the
-    cache's disk.
+    """Return the command that downloads what this run needs.
+
+    It is meant for a machine that has a network and shares the cache's disk, such as a head node.
     """
     flags = ["--model", args.model, "--dataset", args.dataset]
     for flag in (
@@ -391,39 +445,43 @@ def prefetch_command(args) -> str:
 
 
 def _ways_without_hub(args, model: str | None, dataset: str | None) -> str:
-    """What is missing, and the three ways on."""
-    named = [f"model {model}"] if model else []
+    """Return the end of a message: what is missing in the cache, and the three remedies."""
+    missing = [f"model {model}"] if model else []
     no_file = "" if args.dataset == "wikitext" else " (and no file of that name is here)"
-    named += [f"dataset {dataset}{no_file}"] if dataset else []
-    local = ["a local folder to --model"] * bool(model) + ["a file or folder to --dataset"] * bool(
-        dataset
-    )
-    plain = ["--from_scratch"] * bool(model and args.model in GPT2_NAMES) + [
+    missing += [f"dataset {dataset}{no_file}"] if dataset else []
+    local_paths = ["a local folder to --model"] * bool(model) + [
+        "a file or folder to --dataset"
+    ] * bool(dataset)
+    hubless_flags = ["--from_scratch"] * bool(model and args.model in GPT2_NAMES) + [
         "--dataset pydocs"
     ] * bool(dataset)
     return (
-        f"{' and '.join(named)} {'is' if len(named) == 1 else 'are'} not in the cache. Three ways "
-        f"on: where there is a network (a cluster's head node) run `{prefetch_command(args)}`, "
-        f"then set HF_HUB_OFFLINE=1; pass {' and '.join(local)}; or use "
-        f"{' '.join(plain) or '--model tiny-gpt2'}, which needs no hub."
+        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the cache. Three "
+        "ways on: where there is a network (a cluster's head node) run "
+        f"`{prefetch_command(args)}`, then set HF_HUB_OFFLINE=1; pass "
+        f"{' and '.join(local_paths)}; or use {' '.join(hubless_flags) or '--model tiny-gpt2'}, "
+        "which needs no hub."
     )
 
 
 def scratch_without_hub(args) -> bool:
-    """The GPT-2 architectures are known here, so random weights need nothing from the hub."""
+    """Return whether the model needs nothing from the hub: GPT-2 with random weights.
+
+    The shapes of GPT-2's sizes are in support/cli/flags.py (GPT2_SHAPES).
+    """
     return args.from_scratch and args.model in GPT2_NAMES
 
 
 def answers(endpoint: str) -> bool:
-    """Whether anything answers HTTP at `endpoint`, within PROBE_SECONDS; honours the proxy
-    variables.
+    """Return whether an HTTP server answers at `endpoint` within PROBE_SECONDS.
+
+    The proxy variables of the environment are used. An HTTP error counts as an answer.
     """
     if not endpoint.startswith(("http://", "https://")):
         return False
     answered = threading.Event()
-    endpoint = re.sub(
-        "//[^/?#]*@", "//", endpoint
-    )  # urllib takes user:password for a part of the host's name
+    # urllib takes user:password for a part of the host's name.
+    endpoint = re.sub("//[^/?#]*@", "//", endpoint)
 
     def ask() -> None:
         try:
@@ -436,8 +494,8 @@ def answers(endpoint: str) -> bool:
             return
         answered.set()
 
-    # In a thread of its own: looking the name up and trying several addresses have time limits of
-    # their own.
+    # In a thread, to limit the total time: the name lookup and each address have their own time
+    # limits.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(PROBE_SECONDS)
@@ -445,14 +503,19 @@ def answers(endpoint: str) -> bool:
 
 
 def huggingface_home() -> Path:
-    """Where the Hugging Face libraries keep their caches."""
+    """Return the folder with the caches of the Hugging Face libraries (HF_HOME)."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
 
 
 def cached_repository(kind: str, name: str) -> bool:
-    """Whether the hub's cache holds a snapshot of a repository ("models" or "datasets")."""
-    if kind == "datasets":  # the prepared Arrow files are what loads offline
+    """Return whether the cache holds a repository.
+
+    Args:
+        kind: "models" or "datasets".
+        name: of the repository.
+    """
+    if kind == "datasets":  # offline, the prepared Arrow files are loaded
         prepared = Path(
             os.environ.get("HF_DATASETS_CACHE") or huggingface_home() / "datasets"
         ).expanduser()
@@ -463,7 +526,7 @@ def cached_repository(kind: str, name: str) -> bool:
 
 
 def cached_model(name: str) -> Path:
-    """The folder of a model in the hub's cache."""
+    """Return the folder of a model in the hub's cache, whether or not it exists."""
     env = os.environ
     hub = Path(
         env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or huggingface_home() / "hub"
@@ -472,8 +535,16 @@ def cached_model(name: str) -> Path:
 
 
 def missing_of_model(name: str, with_weights: bool) -> list[str]:
-    """What the cached snapshot of a model lacks; other programs cache parts of it, such as the
-    weights alone.
+    """Return which kinds of files the cached snapshot of a model lacks.
+
+    Other programs cache parts of a model, for example the weights only.
+
+    Args:
+        name: of the model on the hub.
+        with_weights: the run needs the weights.
+    Returns:
+        Descriptions for a message, such as "tokenizer files"; empty also if the cache has no
+        branch "main".
     """
     folder = cached_model(name)
     try:
@@ -481,33 +552,34 @@ def missing_of_model(name: str, with_weights: bool) -> list[str]:
             folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
         )
     except OSError:
-        return []  # a snapshot of a commit; the libraries decide
-    files = {
-        file.name for file in snapshot.glob("*") if file.exists()
-    }  # a download that was stopped leaves dangling links
-    lacking = [] if "config.json" in files else ["config.json"]
+        return []  # the cache holds a commit without a branch; the libraries decide
+    # exists(): an interrupted download leaves dangling links.
+    files = {file.name for file in snapshot.glob("*") if file.exists()}
+    missing_files = [] if "config.json" in files else ["config.json"]
     if not any(
         re.fullmatch(r"tokenizer\.json|vocab.*|.*\.model|.*\.tiktoken", file) for file in files
     ):
-        lacking.append("tokenizer files")
+        missing_files.append("tokenizer files")
     if with_weights and not any(
         re.fullmatch(r".*\.safetensors|pytorch_model.*\.bin", file) for file in files
     ):
-        lacking.append("weights")
-    return lacking
+        missing_files.append("weights")
+    return missing_files
 
 
 # ------------------------------------------------------------------------------ with torch imported
 
 
 def check_visible_gpus(launch: Launch, visible: int) -> int:
-    """The index of this rank's GPU.
+    """Choose this rank's GPU.
 
     Args:
         launch: this process's place in the run.
-        visible: GPUs that torch sees.
+        visible: number of GPUs that torch sees.
+    Returns:
+        The index of the GPU among the visible ones.
     Raises:
-        UserError: there are fewer GPUs than ranks on this node.
+        UserError: this node has more ranks than visible GPUs.
     """
     if launch.launcher == "simulated":
         return 0
@@ -523,7 +595,7 @@ def check_visible_gpus(launch: Launch, visible: int) -> int:
 
 
 def choose_precision(requested: str, device) -> str:
-    """Settle --precision for this device.
+    """Resolve --precision for this device.
 
     Args:
         requested: "auto", "fp32", "bf16" or "fp16".
@@ -531,7 +603,7 @@ def choose_precision(requested: str, device) -> str:
     Returns:
         "fp32", "bf16" or "fp16".
     Raises:
-        UserError: the device cannot do what was asked for.
+        UserError: the device does not support the requested precision.
     """
     import torch
 
@@ -550,8 +622,9 @@ def choose_precision(requested: str, device) -> str:
 
 
 def cpu_computes_bf16() -> bool:
-    """Whether this CPU has instructions for bf16 (avx512_bf16 or amx_bf16); without them it is
-    emulated, slowly.
+    """Return whether this CPU has bf16 instructions (avx512_bf16 or amx_bf16).
+
+    Without them, bf16 is emulated and slow.
     """
     try:
         flags = next(
@@ -565,10 +638,11 @@ def cpu_computes_bf16() -> bool:
 
 
 def planned_work(args, run, model: architectures.Architecture) -> planner.Work:
-    """This run as the planner sees it.
+    """Describe this run for the memory estimate (support/memory/estimate.py).
 
     Raises:
-        UserError: a configuration that the planner does not know.
+        UserError: the estimate does not support the run: it uses the user's own DeepSpeed or FSDP
+            file, or only evaluates.
     """
     if args.ds_config or args.fsdp_config or args.eval_only:
         raise UserError(
@@ -590,7 +664,7 @@ def planned_work(args, run, model: architectures.Architecture) -> planner.Work:
 
 
 def memory_limits(run) -> planner.Limits:
-    """What the memory of this rank's device, and of its node, allow."""
+    """Return the memory limits of this rank's device and of its node, in bytes."""
     import psutil
 
     from support.memory.measure import memory_limit
@@ -602,30 +676,38 @@ def memory_limits(run) -> planner.Limits:
 
 
 def predicted_bytes(args, run, blueprint) -> dict[str, int] | None:
-    """What the planner says of this run; None for an architecture or a configuration that it does
-    not know.
+    """Return the memory estimate of this run.
+
+    Returns:
+        Bytes by kind of memory; None if the estimate does not support the architecture or the
+        configuration.
     """
     try:
         model = architectures.read_architecture(blueprint.config.to_dict(), args.model)
-        need = asdict(planner.predict(planned_work(args, run, model), args.strategy))
+        estimate = asdict(planner.predict(planned_work(args, run, model), args.strategy))
     except UserError:
         return None
-    return {name: size for name, size in need.items() if isinstance(size, int)}
+    return {name: size for name, size in estimate.items() if isinstance(size, int)}
 
 
 def ways_to_fit(args, run, blueprint) -> list[str]:
-    """What the planner would change, for a run that ran out of memory: lines.
+    """Return lines of advice with estimated memory, for a run that ran out of memory.
 
     Raises:
-        UserError: an architecture or a configuration that the planner does not know.
+        UserError: the estimate does not support the architecture or the configuration.
     """
     model = architectures.read_architecture(blueprint.config.to_dict(), args.model)
     return planner.describe_ways(planned_work(args, run, model), args.strategy, memory_limits(run))
 
 
 def needed_ops(strategy: str, device) -> dict[str, list[Path]]:
-    """DeepSpeed's C++ ops that this strategy needs, and the folders in which they were compiled or
-    are being compiled.
+    """Return DeepSpeed's C++ ops that this strategy needs, with the folders of their builds.
+
+    A folder may not exist yet, or hold an unfinished build.
+
+    Args:
+        strategy: a DeepSpeed strategy.
+        device: a torch.device.
     """
     from torch.utils.cpp_extension import get_default_build_root
 
@@ -635,14 +717,15 @@ def needed_ops(strategy: str, device) -> dict[str, list[Path]]:
         needed += ["async_io", "pin_memory"] if _has_pin_memory_op() else ["async_io"]
     if own := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return {op: [Path(own) / op] for op in needed}
-    # one for each CUDA version
+    # torch has one build folder for each CUDA version.
     builds = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"
     return {op: list(Path(get_default_build_root()).glob(f"{builds}/{op}")) for op in needed}
 
 
 def _has_pin_memory_op() -> bool:
-    """Whether this DeepSpeed's async_io loads an op pin_memory, as 0.19 does; found without
-    importing DeepSpeed.
+    """Return whether this DeepSpeed's async_io loads an op pin_memory, as 0.19 does.
+
+    DeepSpeed is not imported: its files are tested.
     """
     package = importlib.util.find_spec("deepspeed")
     folders = package.submodule_search_locations if package else ()
@@ -652,21 +735,21 @@ def _has_pin_memory_op() -> bool:
 
 
 def ops_to_compile(strategy: str, device) -> list[str]:
-    """Those of them that were not compiled on this machine before."""
-    found = needed_ops(strategy, device)
+    """Return the ops of `needed_ops` that are not compiled yet on this machine."""
+    op_folders = needed_ops(strategy, device)
     return [
         op
-        for op, folders in found.items()
+        for op, folders in op_folders.items()
         if not any(file for folder in folders for file in folder.glob("*.so"))
     ]
 
 
 def check_requirements(args, device) -> None:
-    """What a DeepSpeed strategy needs of this machine, before any data is read.
+    """Check what a DeepSpeed strategy needs of this machine, before any data is read.
 
     Raises:
-        MissingRequirement: a compiler is missing, or, where something is kept on NVMe, libaio or
-            the CUDA toolkit.
+        MissingRequirement: the compiler is missing; or, if something is offloaded to NVMe, libaio
+            or the CUDA toolkit.
     """
     check_compiler(args.strategy, device)
     if uses_nvme(args.ds_config_dict):
@@ -674,8 +757,10 @@ def check_requirements(args, device) -> None:
 
 
 def check_compiler(strategy: str, device) -> None:
-    """DeepSpeed compiles its CPU Adam at the first use of offload and infinity, and on a CPU its
-    collectives.
+    """Check for the C++ compiler that DeepSpeed needs.
+
+    DeepSpeed compiles its CPU Adam at the first use of offload and infinity, and on a CPU its
+    shared-memory collectives.
 
     Raises:
         MissingRequirement: there is no C++ compiler.
@@ -692,11 +777,12 @@ def check_compiler(strategy: str, device) -> None:
 
 
 def check_async_io(device) -> None:
-    """infinity reads and writes NVMe through libaio; ask before the model loads.
+    """Check that DeepSpeed's async_io op, with which infinity reads and writes NVMe, can be built.
 
-    On a GPU DeepSpeed compiles the op against the headers of the CUDA toolkit; CPU Adam (offload)
-    needs none. `is_compatible` tests libaio only: without a toolkit `load` fails later, in a path
-    that is joined to CUDA_HOME = None (deepspeed/ops/op_builder/async_io.py, include_paths).
+    On a GPU, DeepSpeed compiles the op with the headers of the CUDA toolkit; CPU Adam (offload)
+    needs none. `is_compatible` tests for libaio only. Without the toolkit, `load` fails later, when
+    it joins a path to CUDA_HOME = None (deepspeed/ops/op_builder/async_io.py, include_paths).
+
     Raises:
         MissingRequirement: DeepSpeed's async_io op cannot be built here.
     """
@@ -723,18 +809,20 @@ def check_async_io(device) -> None:
 def make_nvme_folder(
     path: str | None, parameters: int, local_world_size: int, world_size: int
 ) -> TemporaryFolder:
-    """Create this job's own folder for infinity's files, and check that they will fit; first remove
-    those of killed jobs.
+    """Create this job's own folder for infinity's files, and check that they will fit.
+
+    The folders of killed jobs are removed first.
 
     Args:
         path: --nvme_path; None for the temporary folder.
-        parameters: of the whole model.
-        local_world_size, world_size: this node holds their share of the parameters.
+        parameters: number of parameters of the whole model.
+        local_world_size: ranks on this node.
+        world_size: all ranks; this node stores local_world_size / world_size of the model.
     Returns:
-        A new folder that the caller removes at the end.
+        A new folder, which the caller removes at the end.
     Raises:
-        UserError: missing or not writable.
-        MissingRequirement: too small, or a file system that cannot bypass the page cache.
+        UserError: `path` does not exist or is not writable.
+        MissingRequirement: it has too little free space, or its file system has no direct I/O.
     """
     parent = Path(path or tempfile.gettempdir())
     try:
@@ -744,7 +832,7 @@ def make_nvme_folder(
             f"--nvme_path {parent} cannot be written: {error.strerror}. Name another folder."
         ) from error
     try:
-        # fp32 master, two moments and gradient, and the working copy: 20 bytes a parameter at most.
+        # At most 20 bytes a parameter: fp32 master, two moments and gradient, and the working copy.
         needed = 20 * parameters * local_world_size // world_size
         free = shutil.disk_usage(parent).free
         if free < needed:
@@ -760,10 +848,10 @@ def make_nvme_folder(
 
 
 def check_direct_io(folder: str) -> None:
-    """infinity's files bypass the page cache.
+    """Check that a folder's file system supports direct I/O, which infinity uses.
 
     Raises:
-        MissingRequirement: the file system of the folder cannot do that.
+        MissingRequirement: it does not.
     """
     try:
         os.close(
