@@ -1,34 +1,33 @@
 """Tokenize a document of any length in chunks, with exactly the ids of the whole document.
 
-Consecutive chunks overlap. Where their tokens agree, there is a seam: the left chunk's tokens are
-used before it, the right chunk's tokens after it.
+Consecutive chunks overlap. A seam is a position in the overlap at which their tokens agree: the
+left chunk's tokens are used before it, the right chunk's tokens after it.
 
-Why the result equals the ids of the whole document. A fast tokenizer finds added tokens,
-normalizes the text, splits it into pre-tokens, and encodes each pre-token on its own. The first
-three scan from left to right: what they make of the text after a boundary does not depend on the
-text before it. They look ahead, but not far: a match of a pre-tokenizer's pattern, a run of
-whitespace or a sequence of combining marks has any length, and yet covers only a few changes
-between kinds of characters (letters, digits, whitespace, others). So a seam must satisfy three
-conditions:
+Why the result equals the ids of the whole document: a fast tokenizer finds added tokens, normalizes
+the text, splits it into pre-tokens, and encodes each pre-token on its own. The first three scan
+from left to right: their result for the text after a boundary does not depend on the text before
+it. They look ahead, but not far: a match of a pre-tokenizer's pattern, a run of whitespace or a
+sequence of combining marks can have any length, but it covers only a few changes between kinds of
+characters (letters, digits, whitespace, others). A seam must therefore satisfy three conditions:
 
 - Both chunks have the same tokens (ids, characters, beginnings of pre-tokens) on a stretch of
   text around it.
 - The stretch has at least `KIND_CHANGES` changes between kinds of characters on each side of the
-  seam, and room for the longest added token. By induction the left chunk is right up to the seam,
-  and the right chunk continues from the same boundary.
+  seam, and on each side at least the length of the longest added token. By induction the tokens of
+  the left chunk are correct up to the seam, and the right chunk continues from the same boundary.
 - A pre-token begins at the seam. Tokenizers that do not split a document into words (Llama 2,
-  Gemma) have no such place. If their model is BPE, any boundary between two tokens of the stretch
-  is good: a sequence of tokens is the BPE encoding of its text if and only if every two adjacent
-  tokens are the encoding of theirs, because merges within a token do not depend on its
-  neighbours, and the first merge across a boundary takes place whatever is around the two tokens
-  that it joins. Every two tokens that are adjacent in the result are adjacent in one of the
-  chunks.
+  Gemma) have no such position. If their model is BPE, any boundary between two tokens of the
+  stretch is valid: a sequence of tokens is the BPE encoding of its text if and only if every two
+  adjacent tokens are the encoding of their text, because merges within a token do not depend on
+  neighboring tokens, and the first merge across a boundary occurs regardless of the text around the
+  two tokens that it joins. Every two tokens that are adjacent in the result are adjacent in one of
+  the chunks.
 
-Two chunks without such a seam are tokenized again as one, so chunks grow until there is a seam.
-In the worst case (a document of one kind of characters) the chunk is the whole document. A slow
-tokenizer does not say which characters a token stands for, and a pattern such as "[^"]*" looks
-ahead to any distance; these tokenizers always get the whole document. In all other cases memory
-is bounded by `BATCH_CHARACTERS`.
+Two chunks without such a seam are tokenized again as one chunk, so chunks grow until a seam exists.
+In the worst case (a document of one kind of characters) the chunk is the whole document. Two kinds
+of tokenizers always get the whole document: a slow tokenizer does not give the characters of a
+token, and a pattern such as "[^"]*" looks ahead to any distance. In all other cases memory is
+bounded by `BATCH_CHARACTERS`.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ CHUNK_CHARACTERS = 1 << 16
 OVERLAP_CHARACTERS = 1 << 10
 BATCH_CHARACTERS = 1 << 20  # tokenized by one call, which uses all cores
 KIND_CHANGES = 8
-# In a pattern, what matches any length of text of all kinds, and may find its end far away:
-# .* [^"]* [\s\S]+
+# The parts of a pattern that match any length of text of all kinds, and whose match may end far
+# away: .* [^"]* [\s\S]+
 FAR = re.compile(
     r"(?:(?<!\\)\.|\[\^(?:[^\]\\]|\\[^sS])*\]|\[(?:\\s\\S|\\S\\s|\\w\\W|\\W\\w)\])(?:[*+]|\{\d*,\})"
 )
 
 
 class Token(NamedTuple):
-    """A token: its id, its characters in the document, and whether a pre-token begins with it."""
+    """A token: its id, its range of characters in the document, and if it begins a pre-token."""
 
     id: int
     start: int
@@ -66,11 +65,11 @@ class Token(NamedTuple):
 
 
 class Seam(NamedTuple):
-    """Where the tokens of two chunks agree.
+    """A position at which the tokens of two chunks agree.
 
     Attributes:
         left, right: index of the token after the seam, in the left and in the right chunk.
-        around: the tokens on which both chunks agree and that prove the seam.
+        around: the tokens around the seam, the same in both chunks, that satisfy its conditions.
         place: index of the token after the seam, in `around`.
     """
 
@@ -85,15 +84,15 @@ class Chunk:
     """A part of a document.
 
     Attributes:
-        text: of the chunk; it overlaps with the next chunk's.
-        start: characters of the document before it.
-        begin, end: seams between which its own tokens lie; None at an end of the document, or if
-            not known yet.
-        ids, encoding: token ids of its text, and the tokenizer's record of them; None if it is not
+        text: its text, which overlaps with the text of the next chunk.
+        start: number of characters before it in the document.
+        begin, end: the seams between which its tokens are used; None at an end of the document, or
+            if not known yet.
+        ids, encoding: token ids of its text, and the tokenizer's `Encoding`; None if it is not
             tokenized.
-        first: index of the first of its own tokens.
-        more: text after it that is to be tokenized together with it, because there is no seam.
-        wanted: characters that it must have before it is tokenized again.
+        first: index of the first token that is used.
+        more: the text that follows it and is tokenized together with it, because there is no seam.
+        wanted: number of characters at which it is tokenized again.
     """
 
     text: str
@@ -107,10 +106,10 @@ class Chunk:
     wanted: int = 0
 
     def __post_init__(self):
-        self.length = len(self.text)  # with what is in `more`
+        self.length = len(self.text)  # includes `more`
 
     def token(self, index: int) -> Token:
-        """One of its tokens."""
+        """Return the token with this index."""
         start, end = self.encoding.token_to_chars(index)
         word = self.encoding.token_to_word
         begins = index == 0 or word(index) != word(index - 1)
@@ -118,13 +117,13 @@ class Chunk:
 
 
 class DocumentTokenizer:
-    """Tokenizes documents in chunks, exactly; the top of this file says why.
+    """A tokenizer of documents in chunks, with exact results as the module docstring explains.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        chunk: characters from the start of a chunk to that of the next one; at least `overlap`.
+        chunk: characters from the start of a chunk to the start of the next; at least `overlap`.
         overlap: characters that consecutive chunks have in common.
-        batch: characters that are tokenized by one call.
+        batch: minimum number of characters that are tokenized by one call.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class DocumentTokenizer:
     # ------------------------------------------------------------------- whole documents
 
     def ids(self, text: str) -> list[int]:
-        """The token ids of one text."""
+        """Return the token ids of one text."""
         return [id for _, ids in self.encode([[text]]) for id in ids]
 
     def encode(
@@ -152,13 +151,13 @@ class DocumentTokenizer:
         documents: Iterable[Iterable[str]],
         advance: Callable[[int], None] = lambda characters: None,
     ) -> Iterator[tuple[bool, list[int]]]:
-        """Tokenize documents, each given as the pieces of its text; empty ones are left out.
+        """Tokenize documents; empty documents are omitted.
 
         Args:
-            documents: read when they are needed.
-            advance: called after each batch with the number of its characters.
+            documents: the pieces of each document's text, read when they are needed.
+            advance: called after each batch with its number of characters.
         Yields:
-            (whether a document begins with them, token ids).
+            (whether a document begins with these ids, token ids).
         """
         left = None
         for chunk in self._encoded(documents, advance):
@@ -194,7 +193,7 @@ class DocumentTokenizer:
         text, start = "", 0
         for piece in _short(pieces, self.chunk):
             text += piece
-            # Not >=, so that the last chunk is longer than the overlap.
+            # Not >=: the last chunk must be longer than the overlap.
             while len(text) > self.chunk + self.overlap:
                 yield Chunk(text[: self.chunk + self.overlap], start)
                 text, start = text[self.chunk :], start + self.chunk
@@ -204,20 +203,20 @@ class DocumentTokenizer:
     def _encode(self, chunks: list[Chunk]) -> list[Chunk]:
         if chunks:
             texts = [chunk.text for chunk in chunks]
-            found = self.tokenizer(
+            encoded = self.tokenizer(
                 texts,
                 add_special_tokens=False,
                 return_attention_mask=False,
                 return_token_type_ids=False,
                 verbose=False,
             )
-            encodings = found.encodings or [None] * len(chunks)
-            for chunk, ids, encoding in zip(chunks, found["input_ids"], encodings, strict=True):
+            encodings = encoded.encodings or [None] * len(chunks)
+            for chunk, ids, encoding in zip(chunks, encoded["input_ids"], encodings, strict=True):
                 chunk.ids, chunk.encoding = ids, encoding
         return chunks
 
     def _join(self, left: Chunk, right: Chunk) -> None:
-        """Let `left` grow by `right`; it is tokenized again whenever it has doubled."""
+        """Append `right` to `left`, which is tokenized again each time its length has doubled."""
         if left.encoding is not None:
             left.wanted, left.encoding = 2 * left.length, None
         left.more.append(right.text[left.start + left.length - right.start :])
@@ -240,8 +239,11 @@ class DocumentTokenizer:
     def parts(self, pieces: Iterable[str]) -> Iterator[Chunk]:
         """Cut a text into chunks that can be tokenized independently and in any order.
 
-        Only the text near the seams is tokenized here. Both chunks at a seam must have the tokens
-        that prove it, see `part_ids`.
+        Only the text near the seams is tokenized here. `part_ids` checks that both chunks at a seam
+        have the tokens in `Seam.around`.
+
+        Args:
+            pieces: the text, read when it is needed.
         """
         text, start, begin, cut = "", 0, None, self.chunk
         for piece in _short(pieces, self.chunk):
@@ -263,10 +265,10 @@ class DocumentTokenizer:
         return self.find_seam(left, right)
 
     def part_ids(self, part: Chunk) -> list[int]:
-        """The token ids of one of `parts`; joined, they are the ids of the whole text.
+        """Return the token ids of one of `parts`; joined, they are the ids of the whole text.
 
         Raises:
-            UserError: the part has other tokens at a seam, because they depend on far-away text.
+            UserError: the part has other tokens at a seam, because they depend on distant text.
         """
         [chunk] = self._encode([Chunk(part.text, part.start)])
         begin = self._index_of(chunk, part.begin) if part.begin else 0
@@ -275,7 +277,11 @@ class DocumentTokenizer:
     # ------------------------------------------------------------------- seams
 
     def find_seam(self, left: Chunk, right: Chunk) -> Seam | None:
-        """A seam of two chunks, near the middle of the longest stretch on which they agree."""
+        """Return a seam of two chunks, or None if there is none.
+
+        It is near the middle of the longest stretch on which the chunks agree, if possible at the
+        beginning of a pre-token.
+        """
         i = len(left.ids)
         while i > 0 and left.token(i - 1).start >= right.start:
             i -= 1
@@ -286,8 +292,8 @@ class DocumentTokenizer:
             and (token := right.token(len(first))).end <= left.start + left.length
         ):
             first.append(token)
-        at, other, length = _longest_agreement(last, first)
-        tokens = last[at : at + length]
+        offset, right_offset, length = _longest_agreement(last, first)
+        tokens = last[offset : offset + length]
         if length < 2:
             return None
         changes = self._changes(left, tokens[0].start, tokens[-1].end)
@@ -296,27 +302,30 @@ class DocumentTokenizer:
             return None
         place = min(places, key=lambda place: (not tokens[place].begins, abs(place - length / 2)))
         begin, end = self._proof(tokens, place, changes)
-        return Seam(i + at + place, other + place, tuple(tokens[begin:end]), place - begin)
+        return Seam(
+            i + offset + place, right_offset + place, tuple(tokens[begin:end]), place - begin
+        )
 
     def _changes(self, chunk: Chunk, start: int, end: int) -> list[int]:
-        """The characters between two places whose kind is not that of the character before."""
-        found, kind = [], None
+        """Return the positions in a range whose character is of another kind than the previous."""
+        changes, kind = [], None
         for place, character in enumerate(
             chunk.text[start - chunk.start : end - chunk.start], start
         ):
-            other = _kind(character)
-            if other is not None and other != kind:
-                found.append(place)
-                kind = other
-        return found[1:]
+            new_kind = _kind(character)
+            if new_kind is not None and new_kind != kind:
+                changes.append(place)
+                kind = new_kind
+        return changes[1:]
 
     def _is_seam(self, tokens: list[Token], place: int, changes: list[int]) -> bool:
-        before, after = tokens[place - 1], tokens[place]
+        left, right = tokens[place - 1], tokens[place]
+        # The first comparison excludes a seam within a character of several tokens.
         return (
-            before.start < before.end <= after.start < after.end  # not within a character
-            and (after.begins or self.seams_within_words)
-            and self._far_enough(changes, tokens[0].start, after.start)
-            and self._far_enough(changes, after.start, tokens[-1].end)
+            left.start < left.end <= right.start < right.end
+            and (right.begins or self.seams_within_words)
+            and self._far_enough(changes, tokens[0].start, right.start)
+            and self._far_enough(changes, right.start, tokens[-1].end)
         )
 
     def _far_enough(self, changes: list[int], start: int, end: int) -> bool:
@@ -326,7 +335,7 @@ class DocumentTokenizer:
         )
 
     def _proof(self, tokens: list[Token], place: int, changes: list[int]) -> tuple[int, int]:
-        """The range of those tokens around a seam that are enough to prove it."""
+        """Return the range of tokens around a seam that is enough to satisfy its conditions."""
         seam = tokens[place].start
         begin = next(
             n for n in reversed(range(place)) if self._far_enough(changes, tokens[n].start, seam)
@@ -337,18 +346,18 @@ class DocumentTokenizer:
         return begin, end + 1
 
     def _index_of(self, chunk: Chunk, seam: Seam) -> int:
-        """The index of the token after a seam.
+        """Return the index of the token after a seam.
 
         Raises:
-            UserError: the chunk has other tokens there.
+            UserError: the chunk has other tokens around the seam.
         """
         index = chunk.encoding.char_to_token(seam.around[seam.place].start - chunk.start)
         begin = -1 if index is None else index - seam.place
-        there = range(begin, begin + len(seam.around))
+        indices = range(begin, begin + len(seam.around))
         if (
             begin < 0
-            or there.stop > len(chunk.ids)
-            or tuple(map(chunk.token, there)) != seam.around
+            or indices.stop > len(chunk.ids)
+            or tuple(map(chunk.token, indices)) != seam.around
         ):
             raise UserError(
                 "This tokenizer's tokens depend on text that is far away from them: cut long texts "
@@ -358,7 +367,7 @@ class DocumentTokenizer:
 
 
 def _can_be_cut(backend) -> bool:
-    """Whether a tokenizer can have seams; None is a slow tokenizer, without places of tokens."""
+    """Return whether documents can be cut into chunks; a slow tokenizer has no backend (None)."""
     if backend is None or getattr(backend.model, "dropout", None):
         return False
     steps = [
@@ -366,7 +375,7 @@ def _can_be_cut(backend) -> bool:
         for step in (backend.normalizer, backend.pre_tokenizer)
         if step is not None
     ]
-    # FixedLength counts characters from the beginning of the document.
+    # The pre-tokenizer FixedLength counts characters from the beginning of the document.
     return not any(
         "FixedLength" in _values(step, "type") or FAR.search("\0".join(_values(step, "Regex")))
         for step in steps
@@ -374,7 +383,7 @@ def _can_be_cut(backend) -> bool:
 
 
 def _values(node, key: str) -> list:
-    """The values of a key in nested dictionaries and lists."""
+    """Return the values of a key in nested dictionaries and lists."""
     if isinstance(node, list):
         return [value for item in node for value in _values(item, key)]
     if not isinstance(node, dict):
@@ -387,14 +396,14 @@ def _values(node, key: str) -> list:
 
 
 def _short(pieces: Iterable[str], most: int) -> Iterator[str]:
-    """The same text in pieces of at most `most` characters."""
+    """Yield the same text in pieces of at most `most` characters."""
     for piece in pieces:
         for start in range(0, len(piece), most):
             yield piece[start : start + most]
 
 
 def _longest_agreement(left: list[Token], right: list[Token]) -> tuple[int, int, int]:
-    """The longest run that two lists have in common: where it begins in each, and its length."""
+    """Return the longest common run of two lists: (start in left, start in right, length)."""
     best, i, j, run = (0, 0, 0), 0, 0, 0
     while i < len(left) and j < len(right):
         if left[i] == right[j]:
@@ -409,7 +418,11 @@ def _longest_agreement(left: list[Token], right: list[Token]) -> tuple[int, int,
 
 @cache
 def _kind(character: str) -> str | None:
-    """Letter, digit, whitespace or other; None for a mark or joiner (of the character before)."""
+    """Return "L", "N", "whitespace" or "other"; None for a mark or joiner.
+
+    A mark or joiner belongs to the character before it. "L" is a letter and "N" a number, as in the
+    general categories of Unicode.
+    """
     category = unicodedata.category(character)
     if character.isspace():
         return "whitespace"

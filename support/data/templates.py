@@ -1,7 +1,6 @@
-"""Limits for chat templates: one comes with a model from elsewhere, and may loop without end or
-fill the memory.
+"""Limits on the time and memory of chat templates.
 
-transformers renders templates in Jinja's sandbox, which keeps them from files and from Python, and
+A template comes with a downloaded model, and may loop without end or fill the memory. transformers renders templates in Jinja's sandbox, which prevents access to files and to Python, and
 limits `range`. It limits neither time nor memory.
 """
 
@@ -19,16 +18,14 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from support.errors import UserError
 
-SECONDS = 20  # of computing, for one row
-BYTES = 4 << 30  # of memory, for one row
-MOST_BITS, MOST_ITEMS = 1 << 14, 1 << 24  # of what `*` and `**` make
-MOST_CHARACTERS = (
-    1 << 22
-)  # that a template adds to a row, and for each of the row's characters 100 more
+SECONDS = 20  # CPU time for one row
+BYTES = 4 << 30  # memory for one row
+MOST_BITS, MOST_ITEMS = 1 << 14, 1 << 24  # of a result of `*` or `**`: an integer; a text or list
+MOST_CHARACTERS = 1 << 22  # of a rendered row, plus 100 for each character of the row's messages
 
 
 class EndlessTemplate(UserError):
-    """A chat template computes too long."""
+    """An error of a chat template that computes too long."""
 
 
 def _product(left, right):
@@ -54,9 +51,9 @@ def _power(base, exponent):
     return base**exponent
 
 
-# A single operation on huge numbers or texts cannot be interrupted, so it is refused. Interception
-# is Jinja's own means; it also keeps the compiler from computing constants. transformers makes its
-# environment itself, so it is set for the class.
+# A single operation on huge numbers or texts cannot be interrupted, so it is refused. Jinja offers
+# this interception, which also keeps its compiler from evaluating constants. It is set on
+# the class, because transformers creates the environment itself.
 SandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
 SandboxedEnvironment.default_binop_table = {
     **SandboxedEnvironment.default_binop_table,
@@ -67,12 +64,13 @@ SandboxedEnvironment.default_binop_table = {
 
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
-    """Limit the time and memory of what a template computes; in the main thread only, where signals
-    arrive.
+    """Limit the time and memory that a template uses.
+
+    The limits apply in the main thread only, because Python handles signals in no other thread.
 
     Raises:
-        EndlessTemplate: it took SECONDS.
-        MemoryError: it took BYTES.
+        EndlessTemplate: the template used more than SECONDS of CPU time.
+        MemoryError: the template used more than BYTES of memory.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -80,28 +78,30 @@ def limits() -> Iterator[None]:
     started = time.thread_time()
 
     def look(_number, _frame) -> None:
-        # Not wall time: a suspended or busy machine is no fault of the template.
+        # Not wall time: it also passes while the machine is suspended or busy with other processes.
         if time.thread_time() - started > SECONDS:
             raise EndlessTemplate(f"it computes for more than {SECONDS} s")
 
-    before = signal.signal(signal.SIGALRM, look)
-    memory = _limit_memory()
+    previous_handler = signal.signal(signal.SIGALRM, look)
+    memory_limits = _limit_memory()
     try:
         signal.setitimer(signal.ITIMER_REAL, 1, 1)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if memory:
-            resource.setrlimit(resource.RLIMIT_AS, memory)
+        signal.signal(signal.SIGALRM, previous_handler)
+        if memory_limits:
+            resource.setrlimit(resource.RLIMIT_AS, memory_limits)
 
 
 def check_length(text: str, messages: list[dict]) -> str:
-    """The text that a template made of a conversation.
+    """Return the text that a template rendered, if it is not much longer than the conversation.
 
+    Args:
+        text: the rendered text.
+        messages: the conversation.
     Raises:
-        ValueError: it is much longer than the conversation, and tokenizing it would take hundreds
-            of times its memory.
+        ValueError: the text is too long; tokenizing takes hundreds of times the memory of the text.
     """
     row = sum(len(message["content"]) for message in messages)
     if len(text) > MOST_CHARACTERS + 100 * row:
@@ -110,16 +110,17 @@ def check_length(text: str, messages: list[dict]) -> str:
 
 
 def _limit_memory() -> tuple[int, int] | None:
-    """Allow this process BYTES more address space than it has; returns the limits before, None
-    where it cannot be done.
+    """Limit the address space of this process to BYTES more than it uses now.
+
+    Returns:
+        The previous (soft, hard) limits in bytes; None where the limit cannot be set.
     """
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # only Linux has /proc, and macOS refuses the limit
+    # Only Linux has /proc, and macOS refuses the limit.
+    with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/statm") as file:
             wanted = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + BYTES
-        before = resource.getrlimit(resource.RLIMIT_AS)
-        allowed = [limit for limit in before if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min([wanted, *allowed]), before[1]))
-        return before
+        old_limits = resource.getrlimit(resource.RLIMIT_AS)
+        allowed = [limit for limit in old_limits if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([wanted, *allowed]), old_limits[1]))
+        return old_limits
     return None

@@ -1,9 +1,8 @@
-"""Tokenise a corpus once, and keep it on disk.
+"""Tokenize a corpus once, and keep the result on disk.
 
-Documents become one long stream of token ids with an end-of-text token between them; examples
-(conversations, or prompts and their completions) lie one after the other, with a mask of what is
-learned. Neither depends on the length of a block, so that one cached corpus serves every
---seq_length.
+Documents become one long stream of token ids with an end-of-text token between them. Examples
+(conversations, or prompts and their completions) are stored one after the other, with a loss mask.
+Neither depends on the length of a sequence, so one cached corpus serves every --seq_length.
 """
 
 from __future__ import annotations
@@ -25,25 +24,31 @@ from support.errors import UserError
 from support.files.cache import Cache
 from support.model.resolve import cache_folder
 
-CACHE_VERSION = 5  # raise it when the layout of the cache or the way of tokenising changes
+CACHE_VERSION = 5  # increase it when the layout of the cache or the tokenization changes
 BATCH_EXAMPLES = 256
-BAD_ROWS = "bad_rows.json"  # in a folder of the cache
+BAD_ROWS = "bad_rows.json"  # file in a folder of the cache
 SHOWN_BAD_ROWS = 10
 
 
 def tokenize_corpus(
     args, run: Run, tokenizer, name: str, config: str | None = None, validation: str | None = None
 ) -> dict:
-    """Read and tokenise a corpus: once per node, by its first rank, or not at all if an earlier run
-    has.
+    """Read and tokenize a corpus once per node, unless the cache has it from an earlier run.
+
+    The first rank of each node does the work; every rank must call this function.
 
     Args:
-        args: --text_column, --cache_dir, --max_bad_rows.
-        run: the ranks; every one calls it.
-        tokenizer: see `tokenize_once`, which says what is returned and raised.
-        name, config, validation: see `corpus.open_source`.
+        args: --text_column, --include, --cache_dir, --max_bad_rows.
+        run: the ranks.
+        tokenizer: see `tokenize_once`.
+        name, config, validation: --dataset, the configuration name of a hub dataset, and
+            --validation_file; see `sources.open_source`.
+    Returns:
+        What `tokenize_once` returns, and on rank 0 under "bad_rows" the lines of `bad_rows_in` (an
+        empty list on other ranks).
     Raises:
-        TrainingError: the nodes have other texts.
+        UserError: see `sources.open_source` and `tokenize_once`.
+        TrainingError: the text of the dataset differs between nodes.
     """
 
     def tokenize() -> dict:
@@ -62,7 +67,7 @@ def tokenize_corpus(
 
 
 def say_files(counts: list[str], notices: list[str], run: Run) -> None:
-    """What kinds of files there are, and which are left out."""
+    """Print how many files there are of each type, and which files are not used."""
     for line in counts:
         run.say(f"📂 {line}")
     for line in notices:
@@ -70,20 +75,21 @@ def say_files(counts: list[str], notices: list[str], run: Run) -> None:
 
 
 def say_bad_rows(bad: list[str], run: Run) -> None:
-    """Name the first rows that were left out."""
+    """Print the first SHOWN_BAD_ROWS rows that are not used, and the number of the others."""
     for row in bad[:SHOWN_BAD_ROWS]:
         run.warn(f"Left out: {row}")
     if len(bad) > SHOWN_BAD_ROWS:
         run.warn(
-            f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under dataset.bad_rows."
+            f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under "
+            "dataset.bad_rows."
         )
 
 
 def bad_rows_in(folder: str | Path) -> list[str]:
-    """Lines about all rows of a tokenized corpus that were left out; there may be millions.
+    """Return a line about each row of a tokenized corpus that is not used; there may be millions.
 
     Raises:
-        UserError: the cache was removed meanwhile.
+        UserError: the file cannot be read, for instance because the cache was removed meanwhile.
     """
     try:
         return json.loads((Path(folder) / BAD_ROWS).read_text(encoding="utf-8"))
@@ -96,48 +102,55 @@ def bad_rows_in(folder: str | Path) -> list[str]:
 def tokenize_once(
     source: Source, tokenizer, cache: Cache, advance: Callable[[int], None], max_bad_rows: int
 ) -> dict:
-    """Tokenize a corpus, or find it in the cache from an earlier run.
+    """Tokenize a corpus, unless the cache has it from an earlier run.
 
     Args:
         source: the corpus.
         tokenizer: a Hugging Face tokenizer; one without a chat template gets PLAIN_TEMPLATE if
             there are conversations.
-        cache: keeps tokenized corpora.
-        advance: gets now and then how many more characters are done.
-        max_bad_rows: so many rows that cannot be used are left out; `bad_rows_in` names them.
+        cache: the cache of tokenized corpora.
+        advance: called from time to time with the number of characters done since the last call.
+        max_bad_rows: maximum number of rows that cannot be used; `bad_rows_in` lists them.
     Returns:
-        {folder, dtype, notices, splits: {name: {kind, tokens, rows, empty, sha256 of the text}}};
-        JSON, and small however
-        large the corpus is: it goes to all ranks of a node through the store.
+        {folder, dtype, notices, splits: {name: {kind, tokens, rows, empty, sha256 of the text}}}.
+        It is JSON, and small for a corpus of any size, because it is sent to all ranks of a node
+        through the store.
     Raises:
-        UserError: the cache cannot be written, the text cannot be read, or there are more bad rows.
+        UserError: the cache cannot be read or written, the text cannot be read, there are more than
+            `max_bad_rows` bad rows, or see `chat.Encoder.encode` and `chat.use_plain_template`.
     """
     template = template_of(tokenizer) or PLAIN_TEMPLATE
     key = hashlib.sha256(
-        f"{CACHE_VERSION}\0{source.fingerprint}\0{tokenizer_fingerprint(tokenizer)}\0{template}".encode()
+        f"{CACHE_VERSION}\0{source.fingerprint}\0{tokenizer_fingerprint(tokenizer)}\0"
+        f"{template}".encode()
     )
     folder, facts = cache.get(
         key.hexdigest()[:32],
         lambda folder: _write_tokens(source, tokenizer, folder, advance, max_bad_rows),
     )
-    refuse_bad_rows(
-        bad_rows_in(folder), max_bad_rows, source.advice
-    )  # an earlier run may have allowed more
+    # The run that wrote the cache may have had a larger --max_bad_rows.
+    refuse_bad_rows(bad_rows_in(folder), max_bad_rows, source.advice)
     return {"folder": str(folder), **facts}
 
 
 def of_another_kind(item: Document | Example, kind: str) -> BadRow:
-    """What is wrong with an item among others of `kind`."""
+    """Return the BadRow for an item in a corpus whose rows are of another kind, `kind`."""
     return BadRow(
-        f"{item.where}: of kind {item.kind} among rows of kind {kind}: a corpus has one kind of rows."
+        f"{item.where}: of kind {item.kind} among rows of kind {kind}: "
+        "a corpus has one kind of rows."
     )
 
 
 def refuse_bad_rows(bad: Sequence[str], allowed: int, advice: str = "") -> None:
-    """
+    """Check that there are no more bad rows than allowed.
+
+    Args:
+        bad: a line about each bad row.
+        allowed: maximum number of bad rows.
+        advice: text to add to the message.
     Raises:
-        UserError: there are more bad rows than allowed; it has the line of the first one too many,
-            and the advice.
+        UserError: there are more; the message is the line of the first row beyond the maximum,
+            followed by the advice.
     """
     if len(bad) > allowed:
         more = (
@@ -149,7 +162,7 @@ def refuse_bad_rows(bad: Sequence[str], allowed: int, advice: str = "") -> None:
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
-    """A digest of everything that decides which tokens a text becomes."""
+    """Return a SHA-256 hex digest of everything that determines the token ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = (
         backend.to_str()
@@ -161,16 +174,16 @@ def tokenizer_fingerprint(tokenizer) -> str:
 
 @dataclass
 class GoodRows:
-    """Passes on what can be used of a split, all of it of one kind, and keeps account of it.
+    """An iterator over the usable rows of a split, all of one kind, which it counts.
 
     Attributes:
-        items: what the source has.
+        items: the items of the source.
         bad: lines about the rows that cannot be used; shared by the splits of a corpus.
-        allowed: how many there may be.
-        advice: what to add to the message about one too many.
+        allowed: maximum number of bad rows.
+        advice: text to add to the message if there are more.
         notices: lines for the user about what is read.
-        kind: "text", "chat" or "pair", as the first row is.
-        rows, empty: how many were passed on; how many of them held no text.
+        kind: "text", "chat" or "pair", the kind of the first usable row; None before it.
+        rows, empty: number of rows yielded, and how many of them have no text.
     """
 
     items: Iterator[Item]
@@ -199,10 +212,10 @@ class GoodRows:
             yield item
 
     def refuse(self, row: BadRow) -> None:
-        """Note a bad row.
+        """Record a bad row.
 
         Raises:
-            UserError: it is one too many.
+            UserError: there are now more bad rows than allowed.
         """
         self.bad.append(str(row))
         refuse_bad_rows(self.bad, self.allowed, self.advice)
@@ -215,21 +228,21 @@ def _write_tokens(
     splits, bad, notices = {}, [], []
     for name, open_items in source.splits.items():
         digest = hashlib.sha256()
-        found = GoodRows(open_items(), bad, max_bad_rows, source.advice, notices)
-        items = iter(found)
+        good_rows = GoodRows(open_items(), bad, max_bad_rows, source.advice, notices)
+        items = iter(good_rows)
         first = next(items, None)
         everything = itertools.chain([] if first is None else [first], items)
         if isinstance(first, Example):
             tokens = _write_examples(
-                everything, folder / name, tokenizer, dtype, digest, advance, found
+                everything, folder / name, tokenizer, dtype, digest, advance, good_rows
             )
         else:
             tokens = _write_stream(everything, folder / name, tokenizer, dtype, digest, advance)
         splits[name] = {
-            "kind": found.kind,
+            "kind": good_rows.kind,
             "tokens": tokens,
-            "rows": found.rows,
-            "empty": found.empty,
+            "rows": good_rows.rows,
+            "empty": good_rows.empty,
             "sha256": digest.hexdigest(),
         }
     (folder / BAD_ROWS).write_text(json.dumps(bad), encoding="utf-8")
@@ -284,20 +297,21 @@ def _batches(items: Iterable, size: int) -> Iterator[list]:
 def _token_batches(
     documents: Iterable[Document], tokenizer, digest, advance
 ) -> Iterator[list[int]]:
-    """Token ids in batches, the end-of-text token between documents; the tokenizer's own threads
-    use all cores.
+    """Yield token ids in batches, with the end-of-text token between documents.
+
+    The threads of a fast tokenizer use all cores.
     """
-    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    any_before = False
+    separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    any_ids = False
     for begins, ids in DocumentTokenizer(tokenizer).encode(
-        (_read(one, digest) for one in documents), advance
+        (_read(document, digest) for document in documents), advance
     ):
-        yield between + ids if begins and any_before else ids
-        any_before = True
+        yield separator + ids if begins and any_ids else ids
+        any_ids = True
 
 
 def _read(document: Document, digest) -> Iterator[str]:
-    """The pieces of a document, which go into the digest of all text."""
+    """Yield the pieces of a document, and add them to the digest of all text."""
     for piece in document.pieces:
         digest.update(piece.encode())
         yield piece
