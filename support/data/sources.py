@@ -1,11 +1,13 @@
-"""From --dataset to documents and examples: every source as one stream, its bad rows named by file
-and line.
+"""Read what --dataset names as one stream of documents and examples.
 
-A row of a JSON, CSV, Parquet or hub dataset is one of three:
+A row that cannot be used is named by its file and line. A row of a JSON, CSV, Parquet or hub
+dataset has one of three forms:
 
-    {"messages": [{"role": …, "content": …}, …]}      a conversation; what the assistant says is learned
-    {"prompt": …, "completion": …}                    the completion is learned
-    {"text": …}                                       a document, all of it is learned (another key: --text_column)
+    {"messages": [{"role": …, "content": …}, …]}   a conversation; the loss counts the assistant's
+                                                   messages
+    {"prompt": …, "completion": …}                 the loss counts the completion
+    {"text": …}                                    a document; the loss counts all of it (another
+                                                   key: --text_column)
 
 Any other file is UTF-8 text, and one document.
 """
@@ -32,38 +34,33 @@ from support.files.atomic import sha256_of
 from support.files.folders import advise_include, count_types, describe_twins, files_of
 from support.files.user_files import printable
 
-PIECE_CHARACTERS = 1 << 16  # of a text file that are read at a time
-LONGEST_ROW = 1 << 30  # characters; a longer one is taken for a file that is not what its name says
-SHOWN_KEYS = 10  # of a row, in a message
-# bytes that reading a .json file takes for each of its bytes; 2.3 were measured with rows of plain
-# text
+PIECE_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
+LONGEST_ROW = 1 << 30  # characters; a file with a longer row is probably not of its suffix's format
+SHOWN_KEYS = 10  # keys of a row that a message lists
+# Bytes of memory for each byte of a .json file while it is read; 2.3 were measured with rows of
+# plain text.
 JSON_IN_MEMORY = 3
-NOT_LEARNED = (
-    "tool_calls",
-    "function_call",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # of a message, beside its content
-WIKITEXT = "Salesforce/wikitext"  # the hub's short name for it no longer loads with `datasets` 5
+# Keys of a message whose values would not be trained on; only the content is.
+NOT_LEARNED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+WIKITEXT = "Salesforce/wikitext"  # its short name on the hub no longer loads with `datasets` 5
 
 
 class BadRow(UserError):
-    """A row that cannot be used: where it is, and why; of a file that cannot be read, the file."""
+    """A row that cannot be used, with its place and the reason; or a file that cannot be read."""
 
     def __init__(self, text: str):
-        super().__init__(
-            printable(text.encode(errors="replace").decode())
-        )  # it may quote bytes that are no text
+        # The text may quote bytes that are not UTF-8.
+        super().__init__(printable(text.encode(errors="replace").decode()))
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, all of which is learned.
+    """A text; the loss counts all of it.
 
     Attributes:
         where: its file and line.
-        pieces: it, in one piece or several.
+        pieces: the text, in one or more pieces.
+        kind: always "text".
     """
 
     where: str
@@ -73,12 +70,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Example:
-    """A row of which a part is learned: a conversation, or a prompt and its completion.
+    """A conversation, or a prompt and its completion; the loss counts a part of it.
 
     Attributes:
         where: its file and line.
-        messages: of a conversation; None for a pair.
-        prompt, completion: of a pair.
+        messages: the conversation; None for a pair.
+        prompt, completion: the pair; empty for a conversation.
     """
 
     where: str
@@ -88,38 +85,38 @@ class Example:
 
     @property
     def kind(self) -> str:
-        """ "chat" or "pair"."""
+        """The kind of the row: "chat" or "pair"."""
         return "pair" if self.messages is None else "chat"
 
     def as_json(self) -> str:
-        """Its content, for a digest."""
+        """Return its content as JSON, for a digest."""
         return json.dumps(self.messages or [self.prompt, self.completion], sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A line for the user about what is read, such as a file that is left out."""
+    """A line for the user about what is read, for instance about a file that is not used."""
 
     text: str
 
 
-Item = (
-    Document | Example | BadRow | Notice
-)  # what cannot be used is passed on as well: it is counted and named
-Row = tuple[object, str] | BadRow  # what a file holds, and where; before anything is made of it
+# A bad row is an item too, because bad rows are counted and reported.
+Item = Document | Example | BadRow | Notice
+Row = tuple[object, str] | BadRow  # (the row as it is in the file, its place)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A corpus before tokenisation.
+    """A corpus before tokenization.
 
     Attributes:
-        name: what the user called it.
-        fingerprint: changes whenever the text may have changed; cheap to compute.
-        splits: "train", and "validation" where there is one; each opens a stream of items.
-        files: for each folder a line about how many files there are of each type.
-        notices: lines for the user about files that are left out.
-        advice: what to add to the message about a bad row.
+        name: the name that the user gave.
+        fingerprint: a hex digest that changes whenever the text may have changed; cheap to compute.
+        splits: "train", and "validation" if the corpus has it: functions that open a stream of
+            items.
+        files: one line per folder with the number of files of each type.
+        notices: lines for the user about files that are not used.
+        advice: text to add to the message about a bad row.
     """
 
     name: str
@@ -137,16 +134,18 @@ def open_source(
     validation_file: str | None,
     include: str | None = None,
 ) -> Source:
-    """Find the corpus that --dataset names, and the text of --validation_file.
+    """Open the corpus that --dataset names, and the text of --validation_file.
 
     Args:
         dataset: "pydocs", "wikitext", a file, a folder, or a dataset on the hub.
         config: configuration name of a hub dataset.
-        text_column: key or column that holds the text; None lets each row decide, see above.
-        validation_file: a file or folder that takes the place of the corpus's own validation split.
+        text_column: key or column that holds the text; if None, the keys of each row determine its
+            form (see the module docstring).
+        validation_file: a file or folder that replaces the validation split of the corpus.
         include: which files of a folder are read, see `folders.files_of`.
     Raises:
-        UserError: nothing there, or nothing readable.
+        UserError: the corpus does not exist or cannot be read, or has no training split or no known
+            column.
     """
     if dataset == "pydocs":
         source = _open_pydocs()
@@ -170,9 +169,7 @@ def open_source(
 
 
 def _open_pydocs() -> Source:
-    """The Python language reference that comes with every CPython; its text differs between
-    releases.
-    """
+    """Open the Python language reference that CPython includes; its text differs by release."""
     from pydoc_data.topics import topics
 
     names = sorted(topics)
@@ -188,7 +185,7 @@ def _open_pydocs() -> Source:
 
 
 def kind_of(keys: Iterable[str], text_column: str | None) -> str | None:
-    """What a row with these keys is: "chat", "pair" or "text"; None for none of them."""
+    """Return the kind of a row with these keys: "chat", "pair" or "text"; None if unknown."""
     if text_column is None and "messages" in keys:
         return "chat"
     if text_column is None and "prompt" in keys and "completion" in keys:
@@ -197,24 +194,30 @@ def kind_of(keys: Iterable[str], text_column: str | None) -> str | None:
 
 
 def _no_text(text_column: str | None, keys: Iterable) -> str:
-    """What to do about a row or a table with these keys, none of which is known."""
-    there = shorten(keys) or "nothing"
+    """Return a message for a row or table whose keys do not match any kind."""
+    key_list = shorten(keys) or "nothing"
     if text_column:
-        return f"no {text_column!r}, which --text_column names; there is {there}."
+        return f"no {text_column!r}, which --text_column names; there is {key_list}."
     return (
-        f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {there}: rename what is learned, or "
-        "name a text with --text_column."
+        f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {key_list}: "
+        "rename what is learned, or name a text with --text_column."
     )
 
 
 def shorten(keys: Iterable) -> str:
-    """Keys with commas between, of which there may be millions, as long as the text around it."""
+    """Join keys with commas: the first SHOWN_KEYS of what may be millions, 40 characters each."""
     first = [str(key)[:40] for key in itertools.islice(keys, SHOWN_KEYS + 1)]
     return ", ".join(first[:SHOWN_KEYS]) + (", …" if len(first) > SHOWN_KEYS else "")
 
 
 def read_row(row, where: str, text_column: str | None) -> Document | Example | BadRow:
-    """What a row holds: a document, an example, or why it is neither."""
+    """Convert a row to a document or an example, or to a BadRow with the reason why it is neither.
+
+    Args:
+        row: a text, or an object with the keys of the module docstring.
+        where: its file and line.
+        text_column: see `open_source`.
+    """
     if isinstance(row, str):
         row = {text_column or "text": row}
     if not isinstance(row, dict):
@@ -266,7 +269,7 @@ def _message(message) -> dict:
 
 def _text(value, name: str, may_be_null: bool) -> str:
     if value is None and may_be_null:
-        value = ""  # a null is an empty document
+        value = ""  # null is an empty document
     if not isinstance(value, str):
         raise ValueError(f"{name!r} is not a text but {reprlib.repr(value)[:40]}")
     try:
@@ -283,11 +286,13 @@ def _text(value, name: str, may_be_null: bool) -> str:
 
 @contextlib.contextmanager
 def reading(what: Path | str):
-    """Report what the system refuses while `what` is read as an error of `what`, apart from errors
-    of a file that is written.
+    """Convert an OSError in this context to a UserError which says that `what` cannot be read.
+
+    This distinguishes an error of the corpus from an error of the file that its tokens are written
+    to, which is not converted.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: `what` cannot be read.
     """
     try:
         yield
@@ -303,8 +308,8 @@ def _first_line(error: BaseException) -> str:
 
 def _signature(file: Path) -> tuple:
     with reading(file):
-        found = file.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ino
+        status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _open_files(name: str, text_column: str | None, include: str | None) -> Source:
@@ -332,11 +337,13 @@ def _open_files(name: str, text_column: str | None, include: str | None) -> Sour
 
 
 def _items_of_files(signatures: dict[Path, tuple], text_column: str | None) -> Iterator[Item]:
-    """What files hold, each text once.
+    """Yield the items of files, each text once.
 
     Args:
-        signatures: the files, and what `_signature` said of them when their digests were taken.
+        signatures: the files, each with its `_signature` from when its digest was computed.
         text_column: see `open_source`.
+    Raises:
+        UserError: a file cannot be read, or has changed since its digest was computed.
     """
     twins = _same_text(list(signatures), text_column)
     yield from map(Notice, describe_twins(twins, "text"))
@@ -359,16 +366,19 @@ def _items_of_file(file: Path, text_column: str | None) -> Iterator[Item]:
 
 
 def _same_text(files: list[Path], text_column: str | None) -> dict[Path, Path]:
-    """Files of different types that hold the same text, white space aside: each that is left out,
-    and the earlier one.
+    """Return the files whose text an earlier file of another type has, apart from white space.
 
-    A file is read no further than the files of other types are long, so that a small one costs
-    little.
+    A file is read no further than the size of the largest file of another type, so the comparison
+    with a small file is cheap.
+
+    Returns:
+        {file that is not used: the earlier file with the same text}.
     """
     sizes: dict[str, float] = {}  # of the largest file of each type
     types = {file: file.suffix.lower() if has_rows(file) else "text" for file in files}
     for file, type_ in types.items():
-        size = float("inf") if type_ == ".parquet" else _signature(file)[0]  # it may be compressed
+        # A Parquet file may be compressed, so its size does not limit the size of its text.
+        size = float("inf") if type_ == ".parquet" else _signature(file)[0]
         sizes[type_] = max(sizes.get(type_, 0), size)
     if len(sizes) < 2:
         return {}
@@ -383,8 +393,11 @@ def _same_text(files: list[Path], text_column: str | None) -> dict[Path, Path]:
 
 
 def _digest_of_text(file: Path, text_column: str | None, longest: float) -> bytes | None:
-    """A digest of a file's documents without white space; None if there are none, or more than
-    `longest` bytes of them.
+    """Return the SHA-256 digest of a file's documents without white space.
+
+    Returns:
+        The digest; None if the documents are empty or longer than `longest` bytes, or if the file
+        cannot be read.
     """
     digest, size = hashlib.sha256(), 0
     try:
@@ -395,37 +408,43 @@ def _digest_of_text(file: Path, text_column: str | None, longest: float) -> byte
                 size += len(text)
                 if size > longest:
                     return None
-    except UserError:  # it is raised again where the file is read in its turn
+    except UserError:  # raised again when the items of the file are read
         return None
     return digest.digest() if size else None
 
 
 def has_rows(file: Path) -> bool:
-    """Whether a file holds rows; any other is one document."""
+    """Return whether a file has rows; any other file is one document."""
     return file.suffix.lower() in READERS
 
 
 def rows_of_file(file: Path, text_column: str | None) -> Iterator[Row]:
-    """The rows of a file; what of it cannot be read is a bad row.
+    """Yield the rows of a file; a part that cannot be read is a BadRow.
 
+    Args:
+        file: a file for which `has_rows` is true.
+        text_column: see `open_source`.
     Raises:
-        UserError: while it is read: the system refuses to, or the rest cannot be divided into rows.
+        UserError: during iteration, if the file cannot be read, or the rest of it cannot be divided
+            into rows.
     """
     with reading(file):
         if flaw := _foreign(file):
             yield flaw
         else:
-            # A byte that is no UTF-8 becomes half of a surrogate pair, so that the row that has it
-            # can be named.
+            # The readers decode a byte that is not UTF-8 to half of a surrogate pair, so that the
+            # row with this byte can be named.
             yield from READERS[file.suffix.lower()](file, text_column)
 
 
 def read_text(file: Path) -> Iterator[str] | BadRow:
-    """A text file in pieces; a file that does not begin as text, such as a picture in a folder of
-    texts, is a bad row.
+    """Return the pieces of a text file.
 
+    Returns:
+        The pieces; a BadRow if the file does not begin as text, for instance if it is an image.
     Raises:
-        UserError: while it is read, if the system refuses to, or if it does not continue as text.
+        UserError: the file cannot be read.
+        NotText: during iteration, if the file does not continue as UTF-8 text.
     """
     with reading(file):
         if flaw := _foreign(file):
@@ -439,7 +458,7 @@ def read_text(file: Path) -> Iterator[str] | BadRow:
 
 
 class NotText(UserError):
-    """A file that was taken for text is none."""
+    """An error of a file that was expected to be text and is not."""
 
 
 def _pieces_of(file: Path) -> Iterator[str]:
@@ -449,8 +468,8 @@ def _pieces_of(file: Path) -> Iterator[str]:
                 yield chunk
     except UnicodeDecodeError as error:
         raise NotText(
-            f"{file} is not UTF-8 text: convert it first (iconv -f LATIN1 -t UTF-8), or in a folder leave it out "
-            "with --include or --max_bad_rows."
+            f"{file} is not UTF-8 text: convert it first (iconv -f LATIN1 -t UTF-8), or in a "
+            "folder leave it out with --include or --max_bad_rows."
         ) from error
 
 
@@ -465,43 +484,48 @@ FOREIGN = {
 
 
 def _foreign(file: Path) -> BadRow | None:
-    """Why a file is not read, if its first bytes show that it is of another format than its name
-    says.
-    """
+    """Return a BadRow if a file begins as a compressed file, an archive or UTF-16 text does."""
     with open(file, "rb") as stream:
         begin = stream.read(max(map(len, FOREIGN)))
-    what = next((what for mark, what in FOREIGN.items() if begin.startswith(mark)), None)
-    return BadRow(f"{file} is {what} first.") if what else None
+    advice = next((advice for mark, advice in FOREIGN.items() if begin.startswith(mark)), None)
+    return BadRow(f"{file} is {advice} first.") if advice else None
 
 
 # ------------------------------------------------------------------------------ rows of each format
 
 
 def _parse_json(text: str, file: Path, line: int | None = None) -> object | BadRow:
-    """A value in JSON, or why it is none that can be used; `text` is one line of the file, or all
-    of it.
+    """Parse a JSON value; returns a BadRow with the reason if it cannot be used.
+
+    Args:
+        text: one line of the file, or the whole file.
+        file: the file, for messages.
+        line: number of the line; None for the whole file.
     """
     place = f"{file}, line {line}" if line else str(file)
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         return BadRow(
-            f"{file}, line {line or error.lineno}, column {error.colno}: not valid JSON ({error.msg})."
+            f"{file}, line {line or error.lineno}, column {error.colno}: "
+            f"not valid JSON ({error.msg})."
         )
     except RecursionError:
         return BadRow(f"{place}: JSON that is nested too deeply.")
     except MemoryError:
         return BadRow(f"{place}: more JSON at a time than fits into this host's memory.")
-    except ValueError as error:  # a key twice; a number of more than Python's 4,300 digits
+    except ValueError as error:  # a duplicate key; a number with more than Python's 4,300 digits
         return BadRow(f"{place}: {_first_line(error).split(';')[0]}.")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {reprlib.repr(twice)} is given twice")
-    return found
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        duplicate = next(
+            key for key, count in Counter(key for key, _ in pairs).items() if count > 1
+        )
+        raise ValueError(f"the key {reprlib.repr(duplicate)} is given twice")
+    return mapping
 
 
 def _read_jsonl(file: Path, text_column: str | None) -> Iterator[Row]:
@@ -524,8 +548,8 @@ def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
     import psutil
 
     too_large = BadRow(
-        f"{file} is read as a whole, and does not fit into this host's free memory: make it a .jsonl file "
-        "(jq -c '.[]'), which is read line by line."
+        f"{file} is read as a whole, and does not fit into this host's free memory: make it a "
+        ".jsonl file (jq -c '.[]'), which is read line by line."
     )
     if file.stat().st_size * JSON_IN_MEMORY > psutil.virtual_memory().available:
         yield too_large
@@ -542,7 +566,8 @@ def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
         lists = {key: value for key, value in rows.items() if isinstance(value, list)}
         if len(lists) > 1:
             yield BadRow(
-                f"{file} has several lists, {shorten(lists)}: make a file of each, and see --validation_file."
+                f"{file} has several lists, {shorten(lists)}: make a file of each, and see "
+                "--validation_file."
             )
             return
         rows = next(iter(lists.values()), rows)
@@ -551,7 +576,7 @@ def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
 
 
 def _read_csv(file: Path, text_column: str | None) -> Iterator[Row]:
-    csv.field_size_limit(LONGEST_ROW)  # the default is 128 kB, less than a long document
+    csv.field_size_limit(LONGEST_ROW)  # the default, 128 kB, is less than a long document
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         rows = csv.DictReader(stream, strict=True)
         try:
@@ -569,19 +594,20 @@ def _read_csv(file: Path, text_column: str | None) -> Iterator[Row]:
             except StopIteration:
                 return
             except csv.Error as error:
-                if "end of data" in str(error):  # not one row: all that follows is in it
+                if "end of data" in str(error):  # the unclosed quote contains all following rows
                     raise UserError(
                         f"{file}, line {begin}: a quote is opened here and never closed."
                     ) from error
                 yield BadRow(f"{file}, line {begin}: {error}.")
                 continue
-            where = f"{file}, line {rows.line_num}"
+            place = f"{file}, line {rows.line_num}"
             if None in row or None in row.values():
                 yield BadRow(
-                    f"{where}: not as many cells as the first line's {len(columns)}: quote a text that has commas."
+                    f"{place}: not as many cells as the first line's {len(columns)}: "
+                    "quote a text that has commas."
                 )
             else:
-                yield row, where
+                yield row, place
 
 
 def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
@@ -592,32 +618,36 @@ def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
     try:
         table = pyarrow.parquet.ParquetFile(file)
         columns = columns_of_text(table.schema_arrow.names, text_column, str(file))
-        if twice := [name for name in columns if table.schema_arrow.names.count(name) > 1]:
-            raise UserError(f"{file}: two columns have the same name, {twice[0]}.")
+        if duplicates := [name for name in columns if table.schema_arrow.names.count(name) > 1]:
+            raise UserError(f"{file}: two columns have the same name, {duplicates[0]}.")
         for batch in table.iter_batches(columns=columns, batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
                 yield row, f"{file}, row {number}"
     except (pyarrow.ArrowException, OSError, ValueError, MemoryError, UserError) as error:
-        if getattr(error, "errno", None):  # the system's, not of what the file holds
+        if getattr(error, "errno", None):  # an error of the system, not of the file's content
             raise
         if number:
             raise UserError(
                 f"{file}: what follows row {number} cannot be read: {_first_line(error)}"
             ) from error
-        known = isinstance(error, UserError)
+        is_user_error = isinstance(error, UserError)
         yield BadRow(
             str(error)
-            if known
+            if is_user_error
             else f"{file} is not a Parquet file that can be read: {_first_line(error)}"
         )
 
 
 def columns_of_text(there: list[str], text_column: str | None, where: str) -> list[str]:
-    """The columns to read of a table.
+    """Return the columns of a table that are read.
 
+    Args:
+        there: names of the table's columns.
+        text_column: see `open_source`.
+        where: the table, for messages.
     Raises:
-        UserError: there is none of those that are known.
+        UserError: the columns do not match any kind of row.
     """
     kind = kind_of(there, text_column)
     if kind is None:
@@ -637,11 +667,15 @@ READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parq
 
 
 def load_from_hub(dataset: str, config: str | None, **options):
-    """The splits that `datasets.load_dataset` finds; "wikitext" is the corpus that guides mean by
-    it.
+    """Load the splits of a dataset with `datasets.load_dataset`.
 
+    Args:
+        dataset: name on the hub; "wikitext" is WIKITEXT, by default with the configuration
+            wikitext-2-raw-v1.
+        config: configuration name of the dataset.
+        options: further arguments of `datasets.load_dataset`.
     Raises:
-        UserError: it cannot be loaded, or has no split to train on.
+        UserError: the dataset cannot be loaded, or has no split named train.
     """
     import datasets
 
@@ -651,12 +685,10 @@ def load_from_hub(dataset: str, config: str | None, **options):
         dataset, config = WIKITEXT, config or "wikitext-2-raw-v1"
     try:
         splits = datasets.load_dataset(dataset, config, **options)
-    except (
-        Exception
-    ) as error:  # the clients raise a dozen classes; the first line says what is wrong
-        why = _first_line(error)
+    except Exception as error:  # the clients raise a dozen classes; the first line has the reason
+        reason = _first_line(error)
         raise UserError(
-            f"--dataset {dataset} cannot be loaded from the hub, and no such file is here: {why}"
+            f"--dataset {dataset} cannot be loaded from the hub, and no such file is here: {reason}"
         ) from error
     if "train" not in splits:
         raise UserError(
@@ -666,7 +698,7 @@ def load_from_hub(dataset: str, config: str | None, **options):
 
 
 def commit_on_hub(dataset: str) -> str | None:
-    """The commit of a dataset on the hub; None if it does not say."""
+    """Return the commit hash of a dataset on the hub; None if it cannot be determined."""
     from huggingface_hub import HfApi
 
     try:
@@ -676,9 +708,9 @@ def commit_on_hub(dataset: str) -> str | None:
 
 
 def _open_hub(dataset: str, config: str | None, text_column: str | None) -> Source:
-    where = f"--dataset {dataset}"
+    flag = f"--dataset {dataset}"
     corpus = load_from_hub(dataset, config)
-    columns = columns_of_text(corpus["train"].column_names, text_column, where)
+    columns = columns_of_text(corpus["train"].column_names, text_column, flag)
     digest = hashlib.sha256(f"{columns}\0{config}\0{dataset == 'wikitext'}".encode())
     splits = {name: corpus[name] for name in ("train", "validation") if name in corpus}
     for split in splits.values():
@@ -688,30 +720,33 @@ def _open_hub(dataset: str, config: str | None, text_column: str | None) -> Sour
 
     def items(name: str) -> Iterator[Item]:
         rows = enumerate(splits[name].select_columns(columns), 1)
-        found = (
-            read_row(row, f"{where}, {name}, row {number}", text_column) for number, row in rows
+        contents = (
+            read_row(row, f"{flag}, {name}, row {number}", text_column) for number, row in rows
         )
-        with reading(where):
-            yield from join_articles(found) if dataset == "wikitext" else found
+        with reading(flag):
+            yield from join_articles(contents) if dataset == "wikitext" else contents
 
     return Source(dataset, digest.hexdigest(), {name: partial(items, name) for name in splits})
 
 
 def begins_article(line: str) -> bool:
-    """Whether a line of WikiText is a title, ` = Title = `; its sections have ` = = Section = = `."""
+    """Return whether a line of WikiText is the title of an article.
+
+    A title is ` = Title = `; the heading of a section is ` = = Section = = `.
+    """
     return not line.startswith(" = = ") and re.fullmatch(r" = [^=].* = \n?", line) is not None
 
 
 def join_articles(lines: Iterable[Item]) -> Iterator[Item]:
-    """WikiText's rows are lines, and an article is a document."""
-    where, article = "", []
+    """Join the rows of WikiText, which are lines, to one document per article."""
+    place, article = "", []
     for line in lines:
         if isinstance(line, BadRow):
             yield line
             continue
         if begins_article(line.pieces[0]) and article:
-            yield Document(where, article)
-            where, article = line.where, []
+            yield Document(place, article)
+            place, article = line.where, []
         article += line.pieces
     if article:
-        yield Document(where, article)
+        yield Document(place, article)

@@ -1,7 +1,8 @@
 """Limits on the time and memory of chat templates.
 
-A template comes with a downloaded model, and may loop without end or fill the memory. transformers renders templates in Jinja's sandbox, which prevents access to files and to Python, and
-limits `range`. It limits neither time nor memory.
+A template comes with a downloaded model, and may loop without end or fill the memory. transformers
+renders templates in Jinja's sandbox, which prevents access to files and to Python, and limits
+`range`. It limits neither time nor memory.
 """
 
 from __future__ import annotations
