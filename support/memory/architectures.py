@@ -135,7 +135,7 @@ class Architecture:
         }
 
     def is_matrix(self, numel: int) -> bool:
-        """Return whether a parameter of this size is a matrix (weight decay), not a bias or norm."""
+        """Return whether a parameter of this size is a matrix (weight decay), no bias or norm."""
         return numel > max(3 * self.hidden, self.intermediate, self.query)
 
 

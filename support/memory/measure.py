@@ -1,9 +1,8 @@
-"""What a run really holds: bytes on the device, in host memory and on NVMe, after each phase and by
-kind of state.
+"""Measured memory of a run: bytes on the device, in host memory and on NVMe, by phase and category.
 
-Tensors that Python can see are counted as they are. What autograd keeps for the backward pass it
-cannot see, and what comes and goes within a step it would miss; these are read off the allocator,
-see `StepMemory`.
+Tensors that Python can access are counted directly. Tensors that autograd saves for backward, and
+tensors that are freed within a step, are not accessible. They are derived from the allocator's
+statistics; see `StepMemory`.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ GB = 2**30
 
 
 def host_bytes() -> tuple[int, int]:
-    """Resident memory of this process now and at its peak, in bytes."""
+    """Return (current, peak) resident memory of this process in bytes."""
     now = psutil.Process().memory_info().rss
-    # VmHWM belongs to this program; ru_maxrss can be inherited from the process that started it
+    # VmHWM starts with this program; ru_maxrss can be inherited from the parent process.
     try:
         status = Path("/proc/self/status").read_text()
         peak = (
@@ -44,24 +43,27 @@ def host_bytes() -> tuple[int, int]:
 
 
 def memory_limit(device: torch.device) -> int:
-    """Bytes that this process may use of its device: a GPU's size, or the host's, a control group's
-    or ulimit's.
+    """Return the bytes that this process may use of its device.
+
+    On a GPU this is the size of its memory. On a CPU it is the smallest of host memory, the limits
+    of control groups (cgroups) and RLIMIT_AS (ulimit -v).
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     limits = [psutil.virtual_memory().total]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:  # it counts addresses, most of which hold nothing
+    if soft != resource.RLIM_INFINITY:  # it limits virtual memory, most of which is not resident
         usage = psutil.Process().memory_info()
         limits.append(soft - (usage.vms - usage.rss))
     return min(*limits, *control_group_limits())
 
 
 def control_group_limits() -> list[int]:
-    """Bytes that the control groups of this process allow, as a scheduler or a container sets them
-    (cgroup v2, or v1).
+    """Return the memory limits in bytes of this process's control groups (cgroup v2 or v1).
+
+    A scheduler or a container sets them.
     """
-    found = []
+    limits = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -72,30 +74,31 @@ def control_group_limits() -> list[int]:
                 continue
             folder = root / path.lstrip("/")
             for group in (folder, *folder.parents):
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                    found.append(int((group / name).read_text()))
-    return found
+                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+                    limits.append(int((group / name).read_text()))
+    return limits
 
 
 class DevicePeak:
-    """The most that PyTorch's allocator held on a GPU, in parts of the run and in all of it;
-    nothing on a CPU.
+    """Peak memory of PyTorch's allocator on a GPU; 0 on a CPU.
+
+    Attributes:
+        last: peak in bytes between the last two calls of `mark`.
+        highest: peak in bytes over all calls.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.highest, self.last = device, 0, 0
 
     def mark(self) -> None:
-        """What was the most since the last call is `last` from now on, and the most of all
-        `highest`.
-        """
+        """Set `last` to the peak since the previous call, and update `highest`."""
         if self.device.type == "cuda":
             self.last = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self.highest = max(self.highest, self.last)
 
 
-# What a run does after each phase that is noted. After backward comes the next micro-batch, or
+# What a run does after each recorded phase. After backward comes the next micro-batch, or
 # `Meter.after_backward`.
 AFTER = {
     "libraries_imported": "loading model and data",
@@ -110,7 +113,12 @@ AFTER = {
 
 
 class Phases:
-    """Memory of this process after each phase of a run, in bytes."""
+    """Memory of this process after each phase of a run, in bytes.
+
+    Attributes:
+        noted: memory by phase.
+        doing: what the run does at present, for messages.
+    """
 
     def __init__(self, device: torch.device):
         self.device, self.peak = device, DevicePeak(device)
@@ -119,10 +127,11 @@ class Phases:
         self.note("libraries_imported")
 
     def note(self, phase: str, mark: bool = True) -> None:
-        """Record what the device holds, its peak since the last phase, and host memory now and at
-        its peak so far.
+        """Record device memory, its peak since the last phase, and current and peak host memory.
 
-        With `mark` false the caller has marked the peak itself.
+        Args:
+            phase: name of the phase that has ended.
+            mark: mark the device's peak; False if the caller has just done so.
         """
         self.doing = AFTER.get(phase, self.doing)
         if mark:
@@ -138,22 +147,23 @@ class Phases:
         }
 
     def describe(self) -> list[str]:
-        """Where memory stood, for a run that ran out of it: lines."""
-        held = (
+        """Return lines on the memory in use, for a run that ran out of memory."""
+        used = (
             torch.cuda.memory_allocated(self.device)
             if self.device.type == "cuda"
             else host_bytes()[0]
         )
         limit = memory_limit(self.device)
         return [
-            f"It happened in: {self.doing}. This process held {held / GB:.2f} of {limit / GB:.1f} GB."
+            f"It happened in: {self.doing}. "
+            f"This process held {used / GB:.2f} of {limit / GB:.1f} GB."
         ]
 
     def device_bytes(self) -> dict[str, int | None]:
-        """Memory of the training device in bytes: {allocated, reserved, peak}.
+        """Return memory of the training device in bytes: {allocated, reserved, peak}.
 
-        On a GPU these are PyTorch's allocator's; on a CPU the process is all there is: its resident
-        memory and its peak, and nothing is reserved.
+        On a GPU these are the numbers of PyTorch's allocator. On a CPU they are current and peak
+        resident memory of the process, and `reserved` is None.
         """
         if self.device.type == "cuda":
             self.peak.mark()
@@ -167,13 +177,12 @@ class Phases:
 
 
 def unseen_bytes(device: torch.device) -> dict[str, int] | None:
-    """The device's own view, as nvidia-smi has it; None on a CPU.
+    """Return the memory in use according to the device, as nvidia-smi reports it; None on a CPU.
 
     Returns:
-        {"used": bytes in use on the GPU by all processes, "total": its size, "unseen": those in use
-        that PyTorch's allocator
-        knows nothing of: the CUDA context and libraries' workspaces, NCCL's buffers, other
-            processes}.
+        {"used": bytes in use on the GPU by all processes, "total": its size, "unseen": bytes in use
+        outside of PyTorch's allocator (the CUDA context, workspaces of libraries, NCCL's buffers,
+        other processes)}.
     """
     if device.type != "cuda":
         return None
@@ -186,7 +195,7 @@ def unseen_bytes(device: torch.device) -> dict[str, int] | None:
 
 
 def pinned_bytes() -> int:
-    """Host memory in tensors that are locked for transfers to a GPU."""
+    """Return the bytes of host memory in pinned (page-locked) tensors; 0 without CUDA."""
     if not torch.cuda.is_available():
         return 0
     return sum(_count(filter(_is_pinned, _all_tensors()), set()).values())
@@ -195,13 +204,14 @@ def pinned_bytes() -> int:
 def _is_pinned(tensor: torch.Tensor) -> bool:
     try:
         return tensor.device.type == "cpu" and tensor.is_pinned()
-    except (RuntimeError, NotImplementedError):  # some kinds of tensors have no such thing
+    except (RuntimeError, NotImplementedError):  # some tensor types do not support it
         return False
 
 
 def written_bytes() -> int:
-    """Bytes that this process has had written to disks so far; 0 where the system does not count
-    them.
+    """Return the bytes that this process has written to disks so far.
+
+    0 on systems that do not count them.
     """
     try:
         return psutil.Process().io_counters().write_bytes
@@ -210,7 +220,7 @@ def written_bytes() -> int:
 
 
 def folder_bytes(folder: str | None) -> int:
-    """Bytes of all files below a folder; 0 for None."""
+    """Return the bytes of all files in a folder and its subfolders; 0 for None."""
     if folder is None:
         return 0
     return sum(
@@ -221,17 +231,23 @@ def folder_bytes(folder: str | None) -> int:
 
 
 class StepMemory:
-    """Memory through one optimizer step: live at the end of each phase, and the most within it.
+    """Memory during one optimizer step: live bytes at the end of each phase, and its peak.
 
-    On a GPU PyTorch's allocator keeps these numbers anyway. On a CPU its profiler sees each
-    tensor's memory come and go; that slows the step down, so it is asked for only with `detailed`.
+    On a GPU PyTorch's allocator provides these numbers. On a CPU PyTorch's profiler records each
+    allocation. That slows down the step, so it is done only if `detailed`.
 
     Args:
         model: the unwrapped module.
-        optimizer: torch's optimizer, or DeepSpeed's wrapper around one.
-        peak: of the training device, which all of the run shares.
-        detailed: follow the phases of a step on a CPU, too.
-        kept_by_loss: tells the bytes that the loss of the last micro-batch kept for backward.
+        optimizer: PyTorch's optimizer, or DeepSpeed's wrapper around one.
+        peak: of the training device, shared by the whole run.
+        detailed: also record the phases of a step on a CPU.
+        kept_by_loss: returns the bytes that the loss of the last micro-batch kept for backward.
+    Attributes:
+        live: result of `live_bytes`, with activations and logits after `end`; None before
+            `after_backward`.
+        phases: {"live": bytes, "peak": bytes} by phase after `end`; None if not recorded.
+        slows_down: the measurement slows down the step.
+        written: bytes that this process wrote to disks during the step.
     """
 
     def __init__(
@@ -257,12 +273,12 @@ class StepMemory:
         self.written = 0
 
     def begin(self) -> None:
-        """The step that is to be measured starts."""
+        """Start the measurement at the beginning of a step."""
         self._written_before = written_bytes()
         if not self._follows:
             return
         if self.device.type == "cuda":
-            self._peak.mark()  # the steps before are over
+            self._peak.mark()  # excludes earlier steps
             self._start = torch.cuda.memory_allocated(self.device)
         else:
             self._start = sum(_count(_all_tensors(), set()).values())
@@ -272,9 +288,7 @@ class StepMemory:
         self.mark("data")
 
     def mark(self, phase: str) -> None:
-        """What came and went since the last mark belongs to `phase`; on a GPU the peak has just
-        been marked.
-        """
+        """Record the end of `phase`. On a GPU the caller has just marked the peak."""
         if not self._follows:
             return
         if phase == "forward":
@@ -286,48 +300,47 @@ class StepMemory:
                 pass
 
     def after_backward(self) -> None:
-        """Count live tensors: everything that a step needs is there now."""
+        """Count live tensors at the end of backward, when all tensors of a step exist."""
         self.live = live_bytes(self.model, self.optimizer, self.device)
 
     def describe(self) -> list[str]:
-        """What is held by kind of state at this moment: lines."""
-        found = live_bytes(self.model, self.optimizer, self.device)["categories"]
-        shown = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in found.items() if size)
+        """Return lines on the memory in use by category."""
+        categories = live_bytes(self.model, self.optimizer, self.device)["categories"]
+        shown = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in categories.items() if size)
         return [f"Held by kind, in GB: {shown}; activations are not among them."]
 
     def end(self) -> None:
-        """The measured step is over, its last mark made."""
+        """Finish the measurement after the last mark of the step."""
         self.written = written_bytes() - self._written_before
         if not self._follows:
             return
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
             self._marks, self._profiler = marks_of_profile(self._profiler, self._start), None
-        self.phases, before = {}, self._start
+        self.phases, previous = {}, self._start
         for phase, live, peak in self._marks:
-            found = self.phases.setdefault(phase, {"live": 0, "peak": 0})
-            found.update(live=live, peak=max(found["peak"], peak))
-            if (
-                phase == "forward"
-                # of the last micro-batch; on a GPU and on a CPU alike, what was gathered is not saved
-            ):
-                activations = live - before - self._gathered
-            before = live
+            phase_bytes = self.phases.setdefault(phase, {"live": 0, "peak": 0})
+            phase_bytes.update(live=live, peak=max(phase_bytes["peak"], peak))
+            # The last micro-batch determines the result. Gathered parameters are not activations.
+            if phase == "forward":
+                activations = live - previous - self._gathered
+            previous = live
         logits = self.kept_by_loss()
-        held = {"activations": max(0, activations - logits), "logits": logits}
-        self.live["categories"].update(held)
-        self.live["on_device"].update(held)
+        saved = {"activations": max(0, activations - logits), "logits": logits}
+        self.live["categories"].update(saved)
+        self.live["on_device"].update(saved)
 
 
 MARK = "memory after "
 
 
 def marks_of_profile(profiler, start: int) -> list[tuple[str, int, int]]:
-    """What a profiler saw between the marks: (phase, live bytes at its end, most bytes within it).
+    """Return (phase, live bytes at its end, peak bytes within it) for each mark in a profile.
 
     Args:
         profiler: torch.autograd.profiler.profile with profile_memory.
-        start: live bytes when it started. Releases of older tensors are not in its records.
+        start: live bytes at the start of the profile. The profile does not record the
+            release of tensors that existed before.
     """
     events = [
         (event.start_ns(), event.name(), event.nbytes())
@@ -335,53 +348,53 @@ def marks_of_profile(profiler, start: int) -> list[tuple[str, int, int]]:
         if event.name() == "[memory]" or event.name().startswith(MARK)
     ]
     live = peak = start
-    found = []
+    phases = []
     for _, name, size in sorted(events, key=lambda event: event[0]):
         if name.startswith(MARK):
-            found.append((name.removeprefix(MARK), live, peak))
+            phases.append((name.removeprefix(MARK), live, peak))
             peak = live
         else:
             live += size
             peak = max(peak, live)
-    return found
+    return phases
 
 
 def gathered_bytes(model: torch.nn.Module) -> int:
-    """Parameters that are whole on this rank for the moment, or on their way, under a strategy that
-    shards them.
+    """Return the bytes of parameters that are gathered at present, or being gathered, on this rank.
+
+    0 under strategies that do not shard parameters.
     """
     parameters = list(model.parameters())
     if any(hasattr(p, "ds_tensor") for p in parameters):
-        there = [
+        gathered = [
             p
             for p in parameters
             if not p.ds_persist and p.ds_status.name != "NOT_AVAILABLE" and not _is_its_shard(p)
         ]
-        return sum(p.ds_numel * p.element_size() for p in there)
+        return sum(p.ds_numel * p.element_size() for p in gathered)
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     return sum(p.nbytes for p in parameters if not hasattr(p, "to_local")) if sharded else 0
 
 
 def _is_its_shard(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO-3 has just shown this rank's shard in the parameter's place, as on a single
-    rank.
-    """
+    """Return whether the parameter's data is this rank's ZeRO-3 shard, as on a single rank."""
     return parameter.numel() > 0 and parameter.data_ptr() == parameter.ds_tensor.data_ptr()
 
 
 def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
-    """Count live tensors by what they are for. Call it at the end of backward, before the update.
+    """Count live tensors by category. Call it at the end of backward, before the update.
 
-    Every storage is counted once, in the first category that holds it. Works for plain, FSDP2
-    (DTensor) and DeepSpeed-partitioned models; "optimizer" is the fp32 master weights, where there
-    are any, and Adam's moments; "buffers" are the model's own and those that communication keeps.
+    Every storage is counted once, in the first category that contains it. The function supports
+    plain, FSDP2 (DTensor) and DeepSpeed-partitioned models. "optimizer" contains the fp32 master
+    weights, if any, and Adam's moments. "buffers" contains the model's own and the communication
+    buffers.
 
     Args:
         model: the unwrapped module.
-        optimizer: torch's optimizer, or DeepSpeed's wrapper around one.
+        optimizer: PyTorch's optimizer, or DeepSpeed's wrapper around one.
         device: the training device.
     Returns:
-        {"categories": bytes by category, wherever they lie, "on_device": those on the device,
+        {"categories": bytes by category, on any device, "on_device": bytes on the training device,
         "moments": bytes of Adam's moments alone (part of "optimizer"),
         "placement": "device", "host" or "nvme" for parameters, gradients and optimizer}.
     """
@@ -396,10 +409,9 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
         "other": _count(_all_tensors(), seen),
     }
     placement = _placement(optimizer)
-    on_device = {name: found[device.type] for name, found in counted.items()}
-    if (
-        device.type == "cpu"
-    ):  # the host is the device, and only the strategy tells what would lie on a GPU
+    on_device = {name: sizes[device.type] for name, sizes in counted.items()}
+    # On a CPU the device is the host. The strategy determines what would be on a GPU.
+    if device.type == "cpu":
         on_device.update(
             {name: 0 for name in ("gradients", "optimizer") if placement[name] != "device"}
         )
@@ -407,7 +419,7 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
             on_device["parameters"] = _count(_kept_beside_nvme(model), set())[device.type]
     return {
         "categories": {
-            **{name: sum(found.values()) for name, found in counted.items()},
+            **{name: sum(sizes.values()) for name, sizes in counted.items()},
             "activations": None,
             "logits": None,
         },
@@ -422,13 +434,13 @@ def _all_tensors() -> Iterator[torch.Tensor]:
 
 
 def _communication_buffers(optimizer) -> Iterator[torch.Tensor | None]:
-    """DeepSpeed's buckets; between backward and update only stage 3 keeps one."""
+    """Yield DeepSpeed's buckets; between backward and update only stage 3 has one."""
     for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values():
         yield from bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
 
 
 def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> Counter[str]:
-    """Bytes of the storages not seen before, by type of device."""
+    """Return the bytes of storages not in `seen` by type of device; add them to `seen`."""
     total: Counter[str] = Counter()
     for tensor in tensors:
         if tensor is None or tensor.device.type == "meta":
@@ -436,11 +448,8 @@ def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> Counter[st
         try:
             storage = local_part(tensor).untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()
-        except (
-            RuntimeError,
-            NotImplementedError,
-        ):  # sparse tensors and the compiler's fake ones have no storage
-            continue
+        except (RuntimeError, NotImplementedError):
+            continue  # sparse tensors and the compiler's fake tensors have no storage
         if size and address not in seen:
             seen.add(address)
             total[storage.device.type] += size
@@ -449,14 +458,15 @@ def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> Counter[st
 
 def _parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for parameter in model.parameters():
-        # ZeRO-3 leaves an empty placeholder and keeps this rank's shard beside it.
+        # ZeRO-3 replaces the data by an empty placeholder and keeps this rank's shard in ds_tensor.
         yield getattr(parameter, "ds_tensor", None)
         yield parameter.data
 
 
 def _kept_beside_nvme(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Of infinity's parameters those that never leave the device: the small ones, whole and as this
-    rank's shard.
+    """Yield those of infinity's parameters that stay on the device.
+
+    These are the small ones, as whole parameters and as this rank's shards.
     """
     for parameter in model.parameters():
         if parameter.ds_persist:
@@ -466,8 +476,8 @@ def _kept_beside_nvme(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 def _gradients(model: torch.nn.Module, optimizer, base) -> Iterator[torch.Tensor | None]:
     yield from (parameter.grad for parameter in model.parameters())
     yield from (parameter.grad for group in base.param_groups for parameter in group["params"])
-    # DeepSpeed's own lists: stages 1 and 2, stage 3, and the fp32 gradients of an offloaded
-    # optimizer.
+    # DeepSpeed's own lists: for stages 1 and 2, for stage 3, and for the fp32 gradients of an
+    # offloaded optimizer.
     for tensors in (getattr(optimizer, "averaged_gradients", None) or {}).values():
         yield from tensors or ()
     yield getattr(optimizer, "grad_partitions_flat_buffer", None)
@@ -486,19 +496,19 @@ def _optimizer_moments(base) -> Iterator[torch.Tensor]:
 
 
 def _placement(optimizer) -> dict[str, str]:
-    """Where parameters and optimizer states live between steps, as DeepSpeed's optimizer reports
-    it.
+    """Return where parameters, gradients and optimizer states are stored between steps.
+
+    The source is DeepSpeed's optimizer.
     """
     swaps = getattr(optimizer, "swap_optimizer", False)
     on_host = getattr(optimizer, "cpu_offload", False) or getattr(
         optimizer, "offload_optimizer", False
     )
     return {
-        # Shards too small for a file of their own stay in host memory.
+        # Shards that are too small for a separate file stay in host memory.
         "parameters": "nvme" if getattr(optimizer, "params_in_nvme_and_cpu", False) else "device",
-        "gradients": "host"
-        if on_host or swaps
-        else "device",  # they are reduced to where the update happens
+        # Gradients are reduced to the device that computes the update.
+        "gradients": "host" if on_host or swaps else "device",
         "optimizer": "nvme" if swaps else "host" if on_host else "device",
     }
 
@@ -509,7 +519,7 @@ def _placement(optimizer) -> dict[str, str]:
 def of_this_rank(
     footprint: Phases, step: StepMemory, nvme_folder: str | None, is_node_leader: bool
 ) -> dict:
-    """What this rank measured; see `over_ranks`."""
+    """Return this rank's measurements for `over_ranks`."""
     return {
         "device": footprint.device_bytes(),
         "host_peak": host_bytes()[1],
@@ -524,7 +534,11 @@ def of_this_rank(
 
 
 def over_ranks(ranks: list[dict]) -> dict:
-    """The "memory" of results.json; docs/REAL_MODELS_GUIDE.md explains each key."""
+    """Return the "memory" entry of results.json; docs/REAL_MODELS_GUIDE.md explains each key.
+
+    Args:
+        ranks: result of `of_this_rank` for each rank.
+    """
     live = [rank["live"] or {} for rank in ranks]
     return {
         **{
@@ -537,8 +551,8 @@ def over_ranks(ranks: list[dict]) -> dict:
         "nvme_written_bytes_per_step": sum(rank["nvme_written"] for rank in ranks),
         "device_used": [rank["unseen"] for rank in ranks],
         "categories_bytes": live[0].get("categories"),
-        "categories_bytes_by_rank": [found.get("categories") for found in live],
-        "device_categories_bytes_by_rank": [found.get("on_device") for found in live],
+        "categories_bytes_by_rank": [rank_bytes.get("categories") for rank_bytes in live],
+        "device_categories_bytes_by_rank": [rank_bytes.get("on_device") for rank_bytes in live],
         "moments_bytes": live[0].get("moments"),
         "placement": live[0].get("placement"),
         "phases_bytes": {

@@ -166,8 +166,8 @@ class ShardedState:
             if moments and (shard.key in self.base.state or write)
             else {}
         )
-        # PyTorch's AdamW has no state for a parameter that never got a gradient. DeepSpeed updates all
-        # masters together, so a missing state is an error.
+        # PyTorch's AdamW has no state for a parameter that never got a gradient. DeepSpeed updates
+        # all masters together, so a missing state is an error.
         if moments and not write and not state and self.wrapper is not None and self.adam_step > 0:
             raise TrainingError(
                 "A part of the optimizer's states lies where checkpoints do not find it: "
@@ -209,7 +209,7 @@ class ShardedState:
                     ):
                         part = tensors["weight"][piece.offset : piece.offset + piece.numel]
                         flat[piece.start : piece.start + piece.numel].copy_(part)
-                    dist.reduce(flat, dst=0)  # one rank has the element, the others add 0
+                    dist.reduce(flat, dst=0)  # one rank has each element; the others add 0
                     yield name, flat.view(self.shapes[name]) if is_main else None
 
     @property
