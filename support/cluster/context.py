@@ -497,8 +497,7 @@ def meet(
         timeout: time to wait for the last rank, in seconds.
         gpu: identity of this rank's GPU from `identify_gpu`.
     Returns:
-        The store for `dist.init_process_group`, and the attempt's name, the prefix of this run's
-        keys.
+        The store for `dist.init_process_group`, and the attempt's name, the prefix of keys.
     Raises:
         TrainingError: ranks have not arrived, differ in what must be the same, or share a GPU; the
             message names them and their hosts. Ranks other than 0 raise it only if rank 0 does not

@@ -60,11 +60,11 @@ class Launch:
 
 
 def detect_launch() -> Launch:
-    """Read the launcher's environment variables, and set those that are missing.
+    """Read the launcher's environment variables, and set those that torch and DeepSpeed read.
 
     torchrun, accelerate and deepspeed set RANK; srun sets SLURM_*. Without either the run has a
     single process. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are
-    set in the environment of this process.
+    set to the resulting values.
 
     Returns:
         The place of this process in the run.
