@@ -33,7 +33,7 @@ CUDA_CONTEXT, GPU_SLACK = 1 * GB, 1.05
 CPU_LIBRARIES, CPU_SLACK = GB // 2, 1.3
 
 
-# ----------------------------------------------------------------------------------------- the work
+# ----------------------------------------------------------------------------------------- workload
 
 
 # Default targets of adapters, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
@@ -300,9 +300,9 @@ def peak_of_loss(work: Work, strategy: str) -> int:
     """
     m, c = work.model, work.item
     chunks = -(-work.tokens * m.vocabulary // LOGITS_CHUNK[work.device])
-    rows = -(-work.tokens // chunks)
+    tokens = -(-work.tokens // chunks)
     # Of one chunk: the logits, a copy in fp32 and the logarithms of the probabilities.
-    chunk = rows * m.vocabulary * (8 if c == 4 else c + 8)
+    chunk = tokens * m.vocabulary * (8 if c == 4 else c + 8)
     weight = m.vocabulary * m.hidden
     # The sum over the chunks in fp32, and in 16 bit the product that is added to it.
     trained = 0 if work.lora else 4 * weight + (0 if c == 4 else c * weight)
@@ -311,7 +311,7 @@ def peak_of_loss(work: Work, strategy: str) -> int:
     return item * work.tokens * m.hidden + trained + copies + chunk
 
 
-# --------------------------------------------------------------------------------------- a strategy
+# -------------------------------------------------------------------- memory estimate of a strategy
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,12 @@ class _Held:
 
 
 def predict(work: Work, strategy: str) -> Need:
-    """Return the memory estimate of one strategy."""
+    """Return the memory estimate of one strategy.
+
+    Args:
+        work: the workload.
+        strategy: one of STRATEGIES.
+    """
     families = {"dp": _dp, "fsdp": _fsdp, "zero3": _stage3, "infinity": _stage3}
     states = families.get(strategy, _stages12)(work, strategy)
     activations, kept_gradients = activation_bytes(work, strategy), kept_by_loss(work, strategy)
@@ -652,7 +657,7 @@ def predict_all(work: Work) -> list[Need]:
     return [predict(work, strategy) for strategy in STRATEGIES]
 
 
-# ---------------------------------------------------------------------------------------- what fits
+# ----------------------------------------------------------------------- limits and recommendations
 
 
 ADVISED_SHARE = 0.9  # share of a GPU that advice may fill: peaks are predicted within 10 %
@@ -721,7 +726,10 @@ def _largest(fits, start: int, most: int) -> int:
 
 
 def largest_batch(work: Work, strategy: str, limits: Limits) -> int:
-    """Return the sequences in the largest micro-batch that fits; 0 if one does not fit."""
+    """Return the number of sequences in the largest micro-batch that fits; 0 if not even one fits.
+
+    Sizes up to 65,536 are tried.
+    """
     return _largest(
         lambda size: limits.hold(predict(replace(work, batch_size=size), strategy)), 1, 65536
     )
@@ -860,13 +868,13 @@ def describe_ways(work: Work, strategy: str, limits: Limits) -> list[str]:
             f"{planned}, which should have fitted: does another process use this memory, "
             "or did dropout or a long prompt?"
         ]
-    ways = ways_to_fit(work, strategy, limits)
-    if not ways:
+    remedies = ways_to_fit(work, strategy, limits)
+    if not remedies:
         return [
             f"{planned}. No single change gives room enough: "
             "see scripts/plan_memory.py --solve gpus, and --solve model."
         ]
     return [
         f"{planned}. It would fit with one of:",
-        *(f"  {w.flags}: {w.need.total / GB:.1f}{capacity} GB" for w in ways),
+        *(f"  {w.flags}: {w.need.total / GB:.1f}{capacity} GB" for w in remedies),
     ]

@@ -399,14 +399,14 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
         "placement": "device", "host" or "nvme" for parameters, gradients and optimizer}.
     """
     base = base_optimizer(optimizer)
-    seen: set[int] = set()
+    addresses: set[int] = set()
     moments = _count(_optimizer_moments(base), set())
     counted = {
-        "parameters": _count(_parameters(model), seen),
-        "gradients": _count(_gradients(model, optimizer, base), seen),
-        "optimizer": _count(_optimizer_states(optimizer, base), seen),
-        "buffers": _count((*model.buffers(), *_communication_buffers(optimizer)), seen),
-        "other": _count(_all_tensors(), seen),
+        "parameters": _count(_parameters(model), addresses),
+        "gradients": _count(_gradients(model, optimizer, base), addresses),
+        "optimizer": _count(_optimizer_states(optimizer, base), addresses),
+        "buffers": _count((*model.buffers(), *_communication_buffers(optimizer)), addresses),
+        "other": _count(_all_tensors(), addresses),
     }
     placement = _placement(optimizer)
     on_device = {name: sizes[device.type] for name, sizes in counted.items()}
@@ -440,7 +440,12 @@ def _communication_buffers(optimizer) -> Iterator[torch.Tensor | None]:
 
 
 def _count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> Counter[str]:
-    """Return the bytes of storages not in `seen` by type of device; add them to `seen`."""
+    """Return the bytes of the tensors' storages by type of device, without those in `seen`.
+
+    Args:
+        tensors: tensors to count; None is skipped.
+        seen: addresses of storages counted so far; the new ones are added.
+    """
     total: Counter[str] = Counter()
     for tensor in tensors:
         if tensor is None or tensor.device.type == "meta":
@@ -513,7 +518,7 @@ def _placement(optimizer) -> dict[str, str]:
     }
 
 
-# --------------------------------------------------------------------------------- for results.json
+# ------------------------------------------------------------------------------------- results.json
 
 
 def of_this_rank(

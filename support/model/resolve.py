@@ -217,7 +217,7 @@ def cache_folder(given: str | None) -> Path:
     return huggingface_home() / "distributed_training"
 
 
-# ------------------------------------------------------------------------------------------ finding
+# -------------------------------------------------------------------------------- resolving --model
 
 
 def find_model(args, run: Run) -> Blueprint:
@@ -465,7 +465,7 @@ def download(name: str, offline: bool, with_weights: bool) -> str:
         raise UserError(f"--model {name} cannot be downloaded: {first_line(error)}") from error
 
 
-# ------------------------------------------------------------------------------------------- making
+# ----------------------------------------------------------------------- new weights and tokenizers
 
 
 def gpt2_config(
@@ -579,7 +579,7 @@ def embedded_tokenizer(args, run: Run) -> str:
     return str(folder)
 
 
-# ------------------------------------------------------------------------------------ about a model
+# ----------------------------------------------------------------------------- properties of models
 
 
 def skip_packed_sequence_check() -> None:

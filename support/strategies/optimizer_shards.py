@@ -101,7 +101,7 @@ class ShardedState:
             base, "ds_opt_adam"
         )
 
-    # ------------------------------------------------------------------------------ what lies where
+    # ------------------------------------------------------------------------ layout of the masters
 
     def _plain_shards(self, model: nn.Module) -> Iterator[Shard]:
         for number, (name, parameter) in enumerate(model.named_parameters()):
