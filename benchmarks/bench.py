@@ -1,4 +1,4 @@
-"""Run commands for benchmarks/gpu_check.py, compare what they did, and report it."""
+"""Run commands for benchmarks/gpu_check.py, compare their results, and write the report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from support.report.compare import TOLERANCES
 
 SCRIPT = PROJECT / "real_model_example.py"
 GB = 2**30
-RUN_SECONDS = 240  # for one run; in the first ones DeepSpeed compiles CPU Adam and asynchronous I/O
+# Time limit of one run. In the first runs DeepSpeed compiles CPU Adam and asynchronous I/O.
+RUN_SECONDS = 240
 GRACE_SECONDS = 5  # from SIGTERM to SIGKILL
 LIBAIO = Path("/usr/include/libaio.h")
 
@@ -39,9 +40,9 @@ class Done:
     """A command that has ended.
 
     Attributes:
-        code: its exit code; None if it was stopped for lack of time.
-        seconds: how long it ran.
-        log: what it printed.
+        code: its exit code; None if it was stopped at its time limit.
+        seconds: its run time.
+        log: its standard output and error.
         folder: its --output_dir.
     """
 
@@ -58,7 +59,7 @@ class Done:
 
     @property
     def steps(self) -> list[int]:
-        """The steps in metrics.jsonl, in its order."""
+        """Optimizer steps in metrics.jsonl, in the order of the file."""
         return [record["step"] for record in self._records()]
 
     @property
@@ -69,12 +70,12 @@ class Done:
     def _records(self) -> list[dict]:
         path, records = self.folder / "metrics.jsonl", []
         for line in path.read_text().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):  # half a line of a run that was killed
+            with contextlib.suppress(ValueError):  # the incomplete last line of a killed run
                 records.append(json.loads(line))
         return [record for record in records if "loss" in record]
 
     def problem(self, code: int = 0, status: str = "completed") -> str:
-        """What differs from the expected end; "" for nothing."""
+        """Return how the exit code or the status differs from the expected one; "" if neither."""
         if self.code is None:
             return f"no end after {self.seconds:.0f} s"
         if self.code != code:
@@ -83,7 +84,10 @@ class Done:
         return "" if actual_status == status else f"status {actual_status} instead of {status}"
 
     def reason(self) -> str:
-        """The line of the log that says most about a failure."""
+        """Return the line of the log that says most about a failure, at most 300 characters.
+
+        That is the first line with ❌, or else the last with "Error", or else the last.
+        """
         lines = [line.strip() for line in self.log.splitlines() if line.strip()]
         marked = [line for line in lines if "❌" in line]
         errors = [line for line in lines if "Error" in line]
@@ -91,7 +95,12 @@ class Done:
 
 
 def losses_unlike(found: dict[int, float], expected: dict[int, float], tolerance: float) -> str:
-    """What differs between two loss curves; "" for nothing. The steps must be the same."""
+    """Return how two loss curves differ; "" if they agree.
+
+    Args:
+        found, expected: loss by step. Different steps count as a difference.
+        tolerance: largest relative difference that is accepted.
+    """
     if not expected or found.keys() != expected.keys():
         return f"losses of the steps {list(found)} instead of {list(expected)}"
     difference, step = largest_difference(found, expected)
@@ -100,7 +109,7 @@ def losses_unlike(found: dict[int, float], expected: dict[int, float], tolerance
 
 
 def largest_difference(found: dict[int, float], expected: dict[int, float]) -> tuple[float, int]:
-    """(relative difference, step) where two curves differ most; infinite for a loss of NaN."""
+    """Return (relative difference, step) where two curves differ most; infinite for a NaN loss."""
     differences = [(abs(found[step] - loss) / abs(loss), step) for step, loss in expected.items()]
     return max(
         (math.inf if math.isnan(difference) else difference, step)
@@ -109,10 +118,11 @@ def largest_difference(found: dict[int, float], expected: dict[int, float]) -> t
 
 
 def end_family(process: subprocess.Popen) -> None:
-    """End a command and all that it started: SIGTERM, then SIGKILL.
+    """End a command and all its descendants: SIGTERM, then SIGKILL.
 
-    A signal to its process group is not enough: torchrun's workers have sessions of their own. They
-    are collected first, because nothing says whose they were when the launcher has ended.
+    A signal to its process group is not enough, because torchrun starts each worker in a new
+    session. The descendants are listed first, because they cannot be found after the launcher has
+    exited.
     """
     processes = [psutil.Process(process.pid)]
     processes += processes[0].children(recursive=True)
@@ -132,7 +142,13 @@ def end_family(process: subprocess.Popen) -> None:
 
 @dataclass
 class Machine:
-    """What the checks depend on: number of GPUs, bytes of one (None without), and versions."""
+    """The machine that the checks run on.
+
+    Attributes:
+        gpus: number of GPUs.
+        gpu_memory: bytes of the first GPU; None without one.
+        facts: GPU names and versions, for the report.
+    """
 
     gpus: int
     gpu_memory: int | None
@@ -149,7 +165,7 @@ print(json.dumps([torch.__version__, torch.version.cuda, nccl, about]))
 
 
 def describe_machine() -> Machine:
-    """Ask torch, in a process of its own, and nvidia-smi."""
+    """Return the machine's facts from torch, in a separate process, and from nvidia-smi."""
     command = [sys.executable, "-c", ABOUT_TORCH]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     torch_version, cuda, nccl, gpus = json.loads(output.splitlines()[-1])
@@ -173,16 +189,16 @@ def _version(package: str) -> str:
 
 @dataclass
 class Bench:
-    """Runs commands, prints a line for each check, and writes the report.
+    """The runner of the checks: runs commands, prints a line per check, and writes the report.
 
     Attributes:
-        out: where logs and runs go.
-        file: of the report.
-        strategies: those to check, in this order.
-        command: that started all of it, for the report.
+        out: folder of logs and runs.
+        file: path of the report.
+        strategies: strategies to check, in this order.
+        command: command line of the whole check, for the report.
         lines: (verdict, name, text) of each check so far.
-        tables: markdown, by title.
-        ends_at: when the part that runs now must be over (time.monotonic).
+        tables: title -> lines of a Markdown table.
+        ends_at: time.monotonic() at which the current part must end.
     """
 
     machine: Machine
@@ -201,15 +217,17 @@ class Bench:
 
     @property
     def tolerance(self) -> float:
-        """Of fp32 losses, relative; matrix products on a GPU are in TF32."""
+        """Relative tolerance of fp32 losses; a GPU multiplies fp32 matrices in TF32."""
         return TOLERANCES["tf32" if self.on_gpu else "fp32"]
 
     def run(self, name: str, command: list, env: dict | None = None, meanwhile=None) -> Done:
-        """Run a command until it ends, or has no time left.
+        """Run a command until it ends or reaches its time limit.
+
+        The limit is RUN_SECONDS, or the rest of the current part if that is shorter.
 
         Args:
-            name: of its log and of its folder.
-            env: variables in addition to this process's own.
+            name: name of its log and its folder.
+            env: environment variables in addition to those of this process.
             meanwhile: called with the process and its folder while it runs.
         """
         folder, log = self.out / "runs" / name, self.out / f"{name}.log"
@@ -224,7 +242,15 @@ class Bench:
         return Done(code, time.monotonic() - started, text, folder)
 
     def execute(self, command: list, file, ends_at: float, env: dict, meanwhile, folder: Path):
-        """Run it in a session of its own; returns its exit code, None if it was killed in time."""
+        """Run a command in a new session and end it, with all its descendants, at `ends_at`.
+
+        Args:
+            file: open file for its standard output and error.
+            ends_at: a time of time.monotonic().
+            env, meanwhile, folder: see `run`.
+        Returns:
+            Its exit code; None if it was ended at the time limit.
+        """
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **env}
         process = subprocess.Popen(
             command, stdout=file, stderr=file, env=env, cwd=PROJECT, start_new_session=True
@@ -243,9 +269,10 @@ class Bench:
         """Run real_model_example.py, or a `program` that takes its flags, in runs/<name>.
 
         Args:
-            flags: strings, which are split at blanks, and paths.
-            keep: resume from what is in that folder.
-            how: as `run` has it.
+            flags: strings, which are split at white space, and paths.
+            program: the first words of the command.
+            keep: keep the content of that folder, to resume from it.
+            how: keyword arguments of `run`.
         """
         folder = self.out / "runs" / name
         if not keep:
@@ -257,27 +284,27 @@ class Bench:
         return self.run(name, command, **how)
 
     def fresh(self, name: str) -> Path:
-        """A file that a command is going to write; an older one is removed."""
+        """Return the path of a file that a command will write, and remove an older file."""
         (self.out / name).unlink(missing_ok=True)
         return self.out / name
 
     def report(self, name: str, problem: str, text: str = "") -> bool:
-        """Print FAIL with the problem, or PASS with the text; returns whether it passed."""
+        """Print FAIL with the problem, or PASS with the text; return whether the check passed."""
         self._line("FAIL" if problem else "PASS", name, problem or text)
         return not problem
 
     def skip(self, name: str, reason: str) -> None:
-        """Print why a check is left out."""
+        """Print SKIP with the reason why a check is left out."""
         self._line("SKIP", name, reason)
 
     def needs_gpu(self, name: str) -> bool:
-        """False, with a SKIP, where there is none."""
+        """Return whether there is a GPU, and print a SKIP if there is none."""
         if not self.on_gpu:
             self.skip(name, "needs a GPU")
         return self.on_gpu
 
     def runnable_strategies(self, what: str) -> list[str]:
-        """The strategies of a check, infinity only where libaio is."""
+        """Return the strategies to check, without infinity (with a SKIP) if libaio is missing."""
         if "infinity" in self.strategies and not LIBAIO.exists():
             self.skip(f"{what}: infinity", "needs libaio-dev")
             return [name for name in self.strategies if name != "infinity"]
@@ -289,7 +316,7 @@ class Bench:
         self.write()
 
     def write(self) -> None:
-        """Write the report."""
+        """Write the report with the checks and tables so far."""
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
         head = [f"`{self.command}`; {today}", "", "; ".join(self.machine.facts), ""]
         rows = ["| check | verdict | |", "|---|---|---|"]

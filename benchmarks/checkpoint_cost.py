@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What checkpoints and the export cost: seconds that training waits, bytes written, share of the
-time, host memory.
+"""Measure the cost of checkpoints and of the export under each strategy.
 
     python benchmarks/checkpoint_cost.py [--model gpt2] [--every 50] [arguments for the timed run]
 
-Runs each strategy on two processes (or --ranks N), from random weights on the embedded text: 6
-steps with a save after every second, for the times; then, on blocks of 64 tokens so that
-activations do not hide the rest, once without and once with --resume and export, for the peak of
-resident memory. The share is that of one save in --every steps.
+The costs are the seconds that training waits, the bytes written, the share of training time, and
+the peak of host memory. Each strategy runs on two processes (or --ranks N), from random weights on
+the embedded text. One run of 6 steps with a save after every second step gives the times. Two runs
+on sequences of 64 tokens, whose activations are small, give the peaks of resident memory: one
+without, and one with --resume and export. The share is that of one save in --every steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ SMALL = ["--batch_size", "1", "--seq_length", "64"]
 
 
 def train(strategy: str, args, out: Path, *more) -> dict:
-    """Run the script; returns its results."""
+    """Run the script under torchrun and return its results.json.
+
+    Raises:
+        subprocess.CalledProcessError: the run failed.
+    """
     subprocess.run(
         [
             sys.executable,
@@ -54,8 +58,13 @@ def train(strategy: str, args, out: Path, *more) -> dict:
 
 
 def measure(strategy: str, args, more: list[str]) -> dict:
-    """Seconds of a save, a step and the export, bytes of a checkpoint, and the highest peak of any
-    rank in bytes.
+    """Measure one strategy.
+
+    Args:
+        more: arguments for the timed run.
+    Returns:
+        Seconds of a "save" and a "step" (medians) and of the "export"; "bytes" of a checkpoint; and
+        the largest peak of resident memory of any rank in bytes: "plain", "resumed" and "exported".
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -97,7 +106,7 @@ def measure(strategy: str, args, more: list[str]) -> dict:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table of all strategies."""
     parser = argparse.ArgumentParser(
         description="What checkpoints and the export cost under each strategy."
     )
@@ -108,15 +117,18 @@ def main() -> None:
     )
     args, more = parser.parse_known_args()
     print(
-        f"| strategy | save, s | GB | step, s | share, saving every {args.every} steps | export, s | "
-        "peak MB of a rank: plain / after --resume / after export |"
+        f"| strategy | save, s | GB | step, s | share, saving every {args.every} steps | "
+        "export, s | peak MB of a rank: plain / after --resume / after export |"
     )
     print("|---|---|---|---|---|---|---|")
     for strategy in STRATEGIES:
         costs = measure(strategy, args, more)
         share = costs["save"] / (costs["save"] + args.every * costs["step"])
         peaks = " / ".join(f"{costs[key] / 2**20:,.0f}" for key in ("plain", "resumed", "exported"))
-        numbers = f"{costs['save']:.1f} | {costs['bytes'] / 2**30:.2f} | {costs['step']:.1f} | {100 * share:.1f} %"
+        numbers = (
+            f"{costs['save']:.1f} | {costs['bytes'] / 2**30:.2f} | {costs['step']:.1f} | "
+            f"{100 * share:.1f} %"
+        )
         print(f"| {strategy} | {numbers} | {costs['export']:.1f} | {peaks} |", flush=True)
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Seconds and peak host memory of scripts/convert_checkpoint.py for one checkpoint.
+"""Measure the seconds and the peak host memory of scripts/convert_checkpoint.py for one checkpoint.
 
     python benchmarks/conversion_memory.py RUN_OR_CHECKPOINT
 
-"Anonymous" is memory that the process fills and that counts against a limit; "resident" adds file
-pages that are only mapped. What importing torch and transformers takes is in both.
+"Anonymous" memory is filled by the process and counts against a memory limit; "resident" memory
+adds mapped pages of files. Both include the memory of importing torch and transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "convert_checkpoin
 
 
 def watch(*args) -> tuple[float, int, int]:
-    """Run the converter; returns seconds and the highest anonymous and resident bytes seen."""
+    """Run the converter and sample its memory every 10 ms; exit if the converter fails.
+
+    Returns:
+        (seconds, peak of anonymous bytes, peak of resident bytes)
+    """
     started, anonymous, resident = time.monotonic(), 0, 0
     process = psutil.Popen([sys.executable, SCRIPT, *map(str, args)], stdout=subprocess.DEVNULL)
     while process.poll() is None:
@@ -40,7 +44,7 @@ def watch(*args) -> tuple[float, int, int]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table for --inspect and for each target format."""
     source = sys.argv[1]
     print("| | seconds | peak MB: anonymous / resident |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:

@@ -50,9 +50,10 @@ from support.cli.flags import STRATEGIES
 from support.memory import architectures
 from support.memory import estimate as planner
 
-LOW_PRECISION_TOLERANCE = 0.01  # relative, of 16-bit losses against fp32
-PEAK_TOLERANCE = {"zero3": 0.15, "infinity": 0.15}  # of the planner; 0.1 for the others
-SMALL = "--seq_length 64 --dropout 0 --logging_steps 1"  # the embedded model
+LOW_PRECISION_TOLERANCE = 0.01  # relative difference of 16-bit losses from fp32 losses
+# Relative error of the memory estimate's peak; 0.1 for the other strategies.
+PEAK_TOLERANCE = {"zero3": 0.15, "infinity": 0.15}
+SMALL = "--seq_length 64 --dropout 0 --logging_steps 1"  # for the embedded model
 NO_FILES = "--no_eval --no_export --no_save"
 ADVICE = re.compile(r"(--batch_size \d+ --gradient_accumulation_steps \d+): ([\d.]+)")
 GPT2_BLOCKS = "4 blocks of 1,024 tokens"
@@ -62,7 +63,11 @@ GPT2_BLOCKS = "4 blocks of 1,024 tokens"
 
 
 def check_strategies(bench: Bench) -> None:
-    """Train under each strategy; resume its checkpoint of step 4 under the next. Losses as dp's."""
+    """Train under each strategy, and resume its checkpoint of step 4 under the next strategy.
+
+    All losses must equal those of the first strategy, which is dp unless --strategies leaves it
+    out.
+    """
     work = f"{SMALL} --batch_size 4 --precision fp32 --max_steps 8"
     more = "--save_every 4 --eval_samples 8 --generate The"
     strategies, runs = bench.runnable_strategies("strategy"), {}
@@ -87,17 +92,17 @@ def check_strategies(bench: Bench) -> None:
 
 
 def step_4_of(run: Done) -> Path:
-    """Where the checkpoint of step 4 should be."""
+    """Return the path where the checkpoint of step 4 should be."""
     return run.folder / "checkpoints" / "step-00000004"
 
 
 def after_step_4(losses: dict[int, float]) -> dict[int, float]:
-    """What a run that is resumed there should have."""
+    """Return the losses that a run resumed from step 4 should have."""
     return {step: loss for step, loss in losses.items() if step > 4}
 
 
 def summary_of(run: Done, expected: dict[int, float]) -> str:
-    """For a line that passes: time and the largest difference of a loss."""
+    """Return the text of a check that passed: run time and the largest loss difference."""
     if not expected or run.losses.keys() != expected.keys():
         return f"{run.seconds:.0f} s"
     difference, _ = largest_difference(run.losses, expected)
@@ -108,7 +113,7 @@ def summary_of(run: Done, expected: dict[int, float]) -> str:
 
 
 def check_precisions(bench: Bench) -> None:
-    """16-bit losses are within 1 % of fp32's: each strategy, and FSDP with CPU offload."""
+    """Check that 16-bit losses are within 1% of fp32: each strategy, and FSDP with CPU offload."""
     work = f"{SMALL} {NO_FILES} --batch_size 4 --max_steps 8"
     reference = bench.train("fp32-dp", f"{work} --precision fp32")
     if not bench.report("fp32 dp", reference.problem(), summary_of(reference, {})):
@@ -134,7 +139,7 @@ def check_precisions(bench: Bench) -> None:
 
 
 def check_behaviour(bench: Bench) -> None:
-    """What a run says beforehand, and how it ends and resumes."""
+    """Check --check, and how a run ends and resumes."""
     for strategy in bench.runnable_strategies("--check"):
         if strategy in ("dp", "offload", "infinity"):
             command = [sys.executable, SCRIPT, "--check", "--strategy", strategy]
@@ -148,7 +153,10 @@ def check_behaviour(bench: Bench) -> None:
 
 
 def check_signal(bench: Bench) -> None:
-    """SIGTERM saves and ends with 75; --resume makes three more steps and leaves out none."""
+    """Check that SIGTERM saves and exits with 75, and that --resume then makes three more steps.
+
+    The resumed run must neither repeat nor skip a step.
+    """
 
     def stop(process, folder: Path) -> None:
         log, give_up = folder / "metrics.jsonl", time.monotonic() + RUN_SECONDS / 2
@@ -171,7 +179,7 @@ def check_signal(bench: Bench) -> None:
 
 
 def check_determinism(bench: Bench) -> None:
-    """Two --deterministic runs, and one resumed in the middle, have the same losses exactly."""
+    """Check that two --deterministic runs, and one resumed at half, have exactly equal losses."""
     gpt2 = "--model gpt2 --from_scratch --dataset pydocs --seq_length 256"
     work = f"{gpt2 if bench.on_gpu else '--seq_length 64'} --batch_size 4 --logging_steps 1"
     work += " --no_eval --no_export --deterministic --dropout 0.1 --max_steps 8"
@@ -188,7 +196,7 @@ def check_determinism(bench: Bench) -> None:
 
 
 def check_out_of_memory(bench: Bench) -> None:
-    """A batch that cannot fit ends with 3 and advice, and the advised micro-batch then trains."""
+    """Check that a too large batch exits with 3 and advice, and that the advised batch trains."""
     if not bench.needs_gpu("out of memory"):
         return
     work, batch = [*gpt2_at_1024(bench), f"{NO_FILES} --max_steps 3"], too_large_batch(bench)
@@ -203,12 +211,15 @@ def check_out_of_memory(bench: Bench) -> None:
 
 
 def peak_of(run: Done) -> float:
-    """The most that PyTorch's allocator gave out, in GB; 0 if it is not known."""
+    """Return the peak of PyTorch's allocator, the largest of any rank, in GB; 0 if not known."""
     return max((run.results.get("memory") or {}).get("peak_bytes") or [0]) / GB
 
 
 def too_large_batch(bench: Bench) -> int:
-    """Blocks of 1,024 tokens, a power of two, whose activations alone are more than a GPU has."""
+    """Return a batch size for which the activations alone exceed the memory of a GPU.
+
+    It is the smallest power of two, for GPT-2 and sequences of 1,024 tokens.
+    """
     model, batch = architectures.find_architecture("gpt2"), 1
     memory = bench.machine.gpu_memory
     while planner.activation_bytes(planner.Work(model, 1, batch, 1024), "dp") <= memory:
@@ -217,7 +228,7 @@ def too_large_batch(bench: Bench) -> int:
 
 
 def gpt2_at_1024(bench: Bench, model: str = "gpt2") -> list:
-    """Flags: random weights, blocks of 1,024 tokens, the source of Python's standard library."""
+    """Return flags: random weights, and sequences of 1,024 tokens of Python's standard library."""
     corpus = bench.out / "corpus.txt"
     if not corpus.exists():
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -254,9 +265,10 @@ def check_synchronizing_calls(bench: Bench) -> None:
 
 
 def check_memory(bench: Bench) -> None:
-    """Peaks of a simulated rank, next to the planner's."""
+    """Compare the peaks of a simulated rank with the memory estimate."""
     name = "gpt2-medium on 4 simulated GPUs"
-    if not bench.on_gpu:  # what would be in host memory cannot be told from the rest there
+    # On a CPU, offloaded states cannot be told from the rest of host memory.
+    if not bench.on_gpu:
         on_device = [s for s in bench.strategies if s not in ("offload", "infinity")]
         for strategy in on_device:
             simulate(bench, [SMALL], strategy, 8, "tiny-gpt2, 4 blocks of 64 tokens")
@@ -273,7 +285,15 @@ def check_memory(bench: Bench) -> None:
 
 
 def simulate(bench: Bench, work: list, strategy: str, ranks: int, title: str) -> float:
-    """Compare the peak of a step of rank 0 with the planner's; returns it in GB, 0 if unknown."""
+    """Compare the peak memory of a step of simulated rank 0 with the memory estimate.
+
+    Args:
+        work: flags of the model and the data.
+        ranks: number of simulated GPUs.
+        title: the model, a comma, and the batch; names the table.
+    Returns:
+        The measured peak in GB; 0 if the run failed.
+    """
     model = title.split(",")[0]
     flags = f"--batch_size 4 --precision bf16 --strategy {strategy} --simulate_gpus {ranks}"
     run = bench.train(f"simulated-{ranks}-{model}-{strategy}", *work, flags)
@@ -289,7 +309,10 @@ def simulate(bench: Bench, work: list, strategy: str, ranks: int, title: str) ->
     table = bench.tables.setdefault(heading, list(MEMORY_HEAD))
     cells = [strategy, f"{predicted:.3f}", f"{peak:.3f}", f"{relative_error:+.1%}", *around(memory)]
     table.append(f"| {' | '.join(cells)} |")
-    text = f"predicted {predicted:.3f} GB, measured {peak:.3f}, {relative_error:+.1%} (limit {tolerance:.0%})"
+    text = (
+        f"predicted {predicted:.3f} GB, measured {peak:.3f}, {relative_error:+.1%} "
+        f"(limit {tolerance:.0%})"
+    )
     bench.report(name, text if abs(relative_error) > tolerance else "", text)
     return peak
 
@@ -302,7 +325,7 @@ MEMORY_HEAD = (
 
 
 def around(memory: dict) -> list[str]:
-    """What the planner has allowances for, or does not count: the last four columns."""
+    """Return the last four columns: memory that the estimate only allows for, or does not count."""
     used = (memory["device_used"][0] or {}).get("unseen")
     host = memory["predicted_bytes"]["host"], memory["host_peak_bytes"][0]
     sizes = (memory["reserved_bytes"][0], used, *host)
@@ -313,7 +336,7 @@ def around(memory: dict) -> list[str]:
 
 
 def check_speed(bench: Bench) -> None:
-    """Tokens a second of one GPU, next to transformers.Trainer on the same work."""
+    """Measure tokens per second on one GPU, and those of transformers.Trainer on the same work."""
     if not bench.needs_gpu("speed"):
         return
     model = architectures.find_architecture("gpt2")
@@ -329,9 +352,13 @@ def check_speed(bench: Bench) -> None:
 
 
 def compare_speed(bench: Bench, batch: int, how: str) -> None:
-    """This project and the Trainer: two lines, and a row of the table."""
+    """Run this project and the Trainer; add two lines, and a row of the table.
+
+    Args:
+        how: "eager" or "compiled".
+    """
     name, compile_it = f"batch {batch} {how}", " --compile" if how == "compiled" else ""
-    one_gpu = {"CUDA_VISIBLE_DEVICES": first_gpu()}  # the Trainer takes all that it sees
+    one_gpu = {"CUDA_VISIBLE_DEVICES": first_gpu()}  # the Trainer uses all visible GPUs
     flags = f"{NO_FILES} --batch_size {batch} --max_steps 40 --precision bf16{compile_it}"
     run = bench.train(f"speed-{batch}-{how}", *gpt2_at_1024(bench), flags, env=one_gpu)
     ours = run.results.get("tokens_per_second") or 0
@@ -361,12 +388,12 @@ def compare_speed(bench: Bench, batch: int, how: str) -> None:
 
 
 def percent(share: float | None) -> str:
-    """38.1%, or a dash."""
+    """Format a share as "38.1%", and None as a dash."""
     return "—" if share is None else f"{share:.1%}"
 
 
 def first_gpu() -> str:
-    """As CUDA_VISIBLE_DEVICES names it."""
+    """Return the first GPU's name in CUDA_VISIBLE_DEVICES, or "0"."""
     return (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
 
 
@@ -374,7 +401,7 @@ def first_gpu() -> str:
 
 
 def check_all_gpus(bench: Bench) -> None:
-    """All ranks together have the losses of one rank with the same global batch."""
+    """Check that several ranks have the losses of one rank with the same global batch."""
     ranks = bench.machine.gpus or 2
     if ranks == 1:
         bench.skip("several GPUs", "needs more than one GPU")
@@ -420,7 +447,7 @@ PARTS = dict(
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; `strategies` becomes a list."""
+    """Parse the command line; `strategies` becomes a list."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("gpu_check.sh", description=__doc__, formatter_class=raw)
     add = parser.add_argument
@@ -443,7 +470,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the parts that are asked for; returns the exit code."""
+    """Run the requested parts and return the exit code."""
     args = parse(argv)
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Throughput of transformers.Trainer on GPT-2 with random weights and random tokens.
+"""Measure the throughput of transformers.Trainer on GPT-2 with random weights and random tokens.
 
     python benchmarks/hf_trainer.py result.json --batch_size 32 --compile
 
-bf16 autocast, fused AdamW, clipping to 1, no dropout, no evaluation and no checkpoints, as
-real_model_example.py runs in benchmarks/gpu_check.py. Writes {"tokens_per_second", "peak_bytes",
-"step_seconds"} of the steps after --warmup_steps.
+The settings are those of real_model_example.py in benchmarks/gpu_check.py: bf16 autocast, fused
+AdamW, gradient clipping to 1, no dropout, no evaluation and no checkpoints. The result is a JSON
+object with "tokens_per_second" and "step_seconds", both of the steps after --warmup_steps, and
+"peak_bytes", of the whole run (null without a GPU).
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 
 class Clock(TrainerCallback):
-    """Notes the time at the end of two steps, when the GPU has finished them.
+    """A callback that records the time at the end of two steps, when the GPU has finished them.
 
     Args:
-        first, last: the steps.
+        first, last: numbers of the two steps, from 1.
+    Attributes:
+        times: step -> time.perf_counter() in seconds, None until then.
     """
 
     def __init__(self, first: int, last: int):
         self.times = dict.fromkeys((first, last))
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Called by the trainer."""
+        """Record the time; the trainer calls it after each optimizer step."""
         if state.global_step in self.times:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -51,7 +54,9 @@ def main() -> None:
     args = parser.parse_args()
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(n_layer=args.layers, use_cache=False, **no_dropout)
-    blocks = torch.randint(config.vocab_size, (args.max_steps * args.batch_size, args.seq_length))
+    sequences = torch.randint(
+        config.vocab_size, (args.max_steps * args.batch_size, args.seq_length)
+    )
     clock = Clock(args.warmup_steps, args.max_steps)
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
@@ -59,7 +64,7 @@ def main() -> None:
             per_device_train_batch_size=args.batch_size,
             max_steps=args.max_steps,
             bf16=True,
-            optim="adamw_torch_fused",  # transformers' default only from torch 2.8 on
+            optim="adamw_torch_fused",  # the default of transformers only with torch 2.8 or later
             report_to=[],
             save_strategy="no",
             logging_steps=10,
@@ -69,8 +74,8 @@ def main() -> None:
             use_cpu=not torch.cuda.is_available(),
             torch_compile=args.compile,
         )
-        rows = [{"input_ids": block, "labels": block} for block in blocks]
-        Trainer(GPT2LMHeadModel(config), settings, train_dataset=rows, callbacks=[clock]).train()
+        dataset = [{"input_ids": sequence, "labels": sequence} for sequence in sequences]
+        Trainer(GPT2LMHeadModel(config), settings, train_dataset=dataset, callbacks=[clock]).train()
     steps = args.max_steps - args.warmup_steps
     seconds = clock.times[args.max_steps] - clock.times[args.warmup_steps]
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None

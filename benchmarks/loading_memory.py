@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Peak host memory of each rank while a pretrained model loads, strategy by strategy.
 
-    python benchmarks/loading_memory.py [--model gpt2] [--ranks 2] [--from_scratch] [--strategies dp zero3 fsdp]
+    python benchmarks/loading_memory.py [--model gpt2] [--ranks 2] [--precision fp32]
+                                        [--from_scratch] [--strategies dp zero3 fsdp]
 
-Watches the ranks from outside, through /proc (Linux only), until the line "Model loaded". Two
-figures for each rank, in MB above the same run of the embedded model of 4M parameters (17 MB), so
-that the memory of the libraries is out:
+The ranks' memory is sampled from outside, through /proc (Linux only), until the line "Model
+loaded". The result is two figures per rank, in MB above the same run of the embedded model of 4M
+parameters (17 MB), so that the memory of the libraries is left out:
 
-    anonymous   memory that the process itself filled (RssAnon): what counts against a memory limit
-    resident    the same plus pages of the weights file that it has mapped (RSS); the kernel can drop those at any time
+    anonymous   memory that the process itself filled (RssAnon): counts against a memory limit
+    resident    the same plus mapped pages of the weights file (RSS); the kernel can drop those
+                pages at any time
 """
 
 import argparse
@@ -26,7 +28,12 @@ SCRIPT = Path(__file__).resolve().parent.parent / "real_model_example.py"
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """(anonymous, resident) bytes of a process."""
+    """Return the (anonymous, resident) bytes of a process.
+
+    Raises:
+        OSError: the process has ended.
+        KeyError: the process is ending and has no memory any more.
+    """
     status = dict(
         line.split(":", 1)
         for line in Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -36,7 +43,7 @@ def memory_of(pid: int) -> tuple[int, int]:
 
 
 def ranks_of(launcher: subprocess.Popen) -> dict[int, int]:
-    """Rank -> pid of the script's processes below the launcher."""
+    """Return {rank: pid} of the script's processes among the launcher's descendants."""
     pids = {}
     for child in psutil.Process(launcher.pid).children(recursive=True):
         try:
@@ -50,8 +57,13 @@ def ranks_of(launcher: subprocess.Popen) -> dict[int, int]:
 def watch(
     launcher: subprocess.Popen, started: threading.Event, loaded: threading.Event
 ) -> dict[int, tuple[int, int]]:
-    """Peaks (anonymous, resident) of each rank between the two events, above its memory at the
-    first.
+    """Sample the memory of each rank every 5 ms between two events.
+
+    Args:
+        started: set when all ranks have imported their libraries.
+        loaded: set when the model is loaded.
+    Returns:
+        {rank: peaks of (anonymous, resident) bytes}, above the rank's memory at `started`.
     """
     started.wait()
     initial = {rank: (pid, memory_of(pid)) for rank, pid in ranks_of(launcher).items()}
@@ -71,7 +83,10 @@ def watch(
 
 
 def measure(strategy: str, model: list[str], args) -> dict[int, tuple[int, int]]:
-    """One run with these model arguments; see `watch`."""
+    """Run a strategy with these model arguments and return the peaks of each rank; see `watch`.
+
+    The program exits if the run fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -106,7 +121,7 @@ def measure(strategy: str, model: list[str], args) -> dict[int, tuple[int, int]]
         watcher = threading.Thread(target=lambda: peaks.update(watch(launcher, started, loaded)))
         watcher.start()
         for line in launcher.stdout:
-            if "World Size" in line:  # every rank has imported its libraries and joined
+            if "World Size" in line:  # every rank has imported its libraries and joined the group
                 started.set()
             if "Model loaded" in line:
                 loaded.set()
@@ -131,7 +146,8 @@ def main():
     )
     args = parser.parse_args()
     print(
-        f"| strategy | {' | '.join(f'rank {r}: anonymous / resident MB' for r in range(args.ranks))} |"
+        "| strategy | "
+        f"{' | '.join(f'rank {r}: anonymous / resident MB' for r in range(args.ranks))} |"
     )
     print("|---" * (args.ranks + 1) + "|")
     for strategy in args.strategies:

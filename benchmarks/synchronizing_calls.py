@@ -3,10 +3,10 @@
 
     python benchmarks/synchronizing_calls.py calls.json --strategy dp --max_steps 20 …
 
-The arguments after the file are real_model_example.py's. The steps 6 to 15 are watched:
-torch.cuda.set_sync_debug_mode warns of calls inside of PyTorch's operations, and the explicit ones
-(torch.cuda.synchronize, Event.synchronize, Stream.synchronize) are wrapped. Calls that autograd
-makes in its own threads are reported by PyTorch at the line that called backward.
+The arguments after the file are those of real_model_example.py. Steps 6 to 15 are recorded:
+torch.cuda.set_sync_debug_mode warns of calls inside PyTorch's operations, and the explicit calls
+(torch.cuda.synchronize, Event.synchronize, Stream.synchronize) are wrapped. PyTorch reports calls
+that autograd makes in its own threads at the line that called backward.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FIRST, LAST = 6, 15  # optimizer steps, without accumulation
 
 
 class Watch:
-    """Counts synchronizing calls between two backward passes.
+    """A counter of synchronizing calls, from the backward pass of step FIRST to that of LAST + 1.
 
     Args:
-        file: where the result goes, as JSON:
+        file: path of the result, a JSON file:
             {"steps": n, "calls": [{"count": in all steps, "call": …, "project": …}]}.
     """
 
@@ -39,7 +39,7 @@ class Watch:
         self._filters = None
 
     def note(self) -> None:
-        """Count one call: its own line, and the innermost line of this project that led to it."""
+        """Count one call, by its own line and the innermost line of this project that led to it."""
         stack = [
             f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)
         ]
@@ -51,12 +51,12 @@ class Watch:
         self.seen[_place(stack[-1]), _place(inner[-1]) if inner else "—"] += 1
 
     def warn(self, message, *_rest, **_more) -> None:
-        """In place of warnings.showwarning."""
+        """Count the warnings about synchronizing calls; replaces warnings.showwarning."""
         if "synchronizing CUDA operation" in str(message):
             self.note()
 
     def before_backward(self, set_mode) -> None:
-        """Start and stop watching.
+        """Start to count at the backward pass of step FIRST, and stop after LAST.
 
         Args:
             set_mode: torch.cuda.set_sync_debug_mode.
@@ -76,11 +76,11 @@ class Watch:
 
     @property
     def watching(self) -> bool:
-        """Whether calls are counted now."""
+        """Whether calls are counted at present."""
         return self._filters is not None
 
     def write(self) -> None:
-        """Write what was counted, the most frequent first."""
+        """Write the counts as JSON, the most frequent call first."""
         calls = [
             {"count": n, "call": call, "project": line}
             for (call, line), n in self.seen.most_common()
@@ -89,7 +89,7 @@ class Watch:
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    """file:line, short enough for a table."""
+    """Return "file:line", without the folders of site-packages or of this project."""
     name = frame.filename.split("site-packages/")[-1]
     if Path(name).is_relative_to(PROJECT):
         name = str(Path(name).relative_to(PROJECT))
@@ -97,7 +97,7 @@ def _place(frame: traceback.FrameSummary) -> str:
 
 
 def noting(watch: Watch, function):
-    """`function`, whose calls are counted while the watch is on."""
+    """Wrap `function` so that its calls are counted while `watch` is counting."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
@@ -109,7 +109,7 @@ def noting(watch: Watch, function):
 
 
 def main() -> None:
-    """Wrap what synchronizes, then run the script with the remaining arguments."""
+    """Wrap the synchronizing functions, then run the script with the remaining arguments."""
     import torch
 
     watch, script = Watch(Path(sys.argv[1]).resolve()), PROJECT / "real_model_example.py"

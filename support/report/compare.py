@@ -20,8 +20,8 @@ GB, MB = 2**30, 2**20
 # matrices are multiplied in TF32, which keeps 10 bits of each factor's mantissa.
 # docs/MEMORY_COMPARISON.md lists the measurements; TF32 and fp16 were not measured.
 TOLERANCES = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 5e-3, "fp16": 5e-3}
-# In a precision below fp32 the losses of a single step may differ by percents, where an unusual
-# sequence makes the loss jump. A strategy that trains another model differs at every step. So in
+# In TF32, bf16 and fp16 the losses of a single step may differ by percents, where an unusual
+# sequence makes the loss jump. If a strategy trains another model, the difference lasts. So in
 # these precisions a difference is the median over this many steps.
 LASTING_STEPS = 5
 
@@ -602,9 +602,8 @@ def _measure_speed(row: Row) -> None:
         phase: median(result["step_phases_seconds"][phase] for result in results)
         for phase in results[0]["step_phases_seconds"]
     }
-    if (
-        len(row.attempts) == 1
-    ):  # the spread of the run's steps, without the slowest and the fastest tenth
+    # With one repeat: the spread of its steps, without the slowest and the fastest tenth.
+    if len(row.attempts) == 1:
         rates = sorted(row.completed[0].token_rates[results[0]["warmup_steps_excluded"] :])
         tenth = (len(rates) - 1) // 10
         speeds = [rate / results[0]["seq_length"] for rate in rates[tenth : len(rates) - tenth]]
