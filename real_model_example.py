@@ -272,7 +272,7 @@ def prepare_dataset(args, run: Run, tokenizer):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Returns two parameter groups: weight decay for matrices, no decay for biases and norms."""
+    """Return two parameter groups: weight decay for matrices, no decay for biases and norms."""
     # A parameter that ZeRO-3 has partitioned has an empty shape; its full shape is in ds_shape.
     is_matrix = {
         p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in model.parameters() if p.requires_grad
@@ -285,7 +285,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def adamw(model: nn.Module, args) -> torch.optim.AdamW:
-    """Returns the optimizer of dp and fsdp; the ds_config files configure DeepSpeed's the same."""
+    """Return the optimizer of dp and fsdp; the ds_config files configure DeepSpeed's the same."""
     return torch.optim.AdamW(
         parameter_groups(model, args.weight_decay),
         lr=args.lr,
@@ -393,7 +393,7 @@ def initialize_deepspeed(model: nn.Module, args, run: Run):
 
 
 def learning_rate(step: int, total_steps: int, args) -> float:
-    """Returns the learning rate of a step: linear warm-up to --lr, then --lr_scheduler.
+    """Return the learning rate of a step: linear warm-up to --lr, then --lr_scheduler.
 
     Args:
         step: the optimizer step, counted from 0.
@@ -460,7 +460,7 @@ def count_tokens(window: data.Window, run: Run) -> torch.Tensor:
 
 
 def autocast(model: nn.Module, run: Run):
-    """Returns the autocast context for 16-bit computation with fp32 weights.
+    """Return the autocast context for 16-bit computation with fp32 weights.
 
     It is disabled where the weights are converted anyway: by DeepSpeed's engine, and by FSDP2's
     mixed-precision policy in bf16.

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Turn the saved runs of a comparison into tables, a verdict, files and a figure.
+"""Report on the runs of a comparison of strategies: tables, a verdict, files and a figure.
 
     python scripts/compare_report.py comparison_runs/tiny-gpt2
 
-reads <DIR>/<strategy>/<repeat>/ (results.json, metrics.jsonl, outcome.txt, command.txt), prints the
-report, and writes comparison_results_<name>.txt, .json, .md and .png into the current folder
-(--output_dir), <name> being the folder's. The exit code is 1 if a loss curve departs beyond the
-tolerance, a strategy did not complete (unless it was skipped), or nothing could be read.
+The script reads results.json, metrics.jsonl, outcome.txt and command.txt in each folder
+DIR/<strategy>/<repeat>/. It prints the report and writes comparison_results_<name>.txt, .json, .md
+and .png to the current folder (or --output_dir), where <name> is the name of DIR.
+
+Exit codes: 0; 1 if a loss curve differs by more than the tolerance, a strategy did not complete
+(unless it was skipped), or no run completed; 2 for wrong usage, a folder without runs or files that
+cannot be written; with --status, 3 if the run did not complete.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ from support.report.compare import GB, MB, Attempt, Comparison, Row
 
 EXIT_NOT_COMPLETED = 3
 
-# Okabe and Ito's colours, which stay apart for the colour-blind; one for each kind of memory, one
-# for each strategy.
+# The palette of Okabe and Ito, whose colours can be told apart with colour-blindness: one colour
+# for each kind of memory, and one for each strategy.
 KIND_COLOURS = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
@@ -59,7 +62,7 @@ MARKERS = dict(zip(STRATEGY_COLOURS, "os^DvPX", strict=True))
 
 
 def main() -> None:
-    """Read the arguments, write the report."""
+    """Read the arguments, print the report and write its files."""
     parser = kinds.Parser(
         description="Report on the runs of compare_strategies.sh.", allow_abbrev=False
     )
@@ -97,7 +100,8 @@ def main() -> None:
     comparison = comparing.read_comparison(args.folder, args.tolerance)
     if not comparison.rows:
         fail(
-            f"{args.folder} holds no runs: compare_strategies.sh leaves them as DIR/<strategy>/<repeat>/results.json."
+            f"{args.folder} holds no runs: compare_strategies.sh leaves them as "
+            "DIR/<strategy>/<repeat>/results.json."
         )
     body = body_text(comparison)
     try:
@@ -111,13 +115,13 @@ def main() -> None:
 
 
 def fail(message: str) -> None:
-    """End with one line and exit code 2."""
+    """Print one line to stderr and exit with code 2."""
     print(f"❌ {message}", file=sys.stderr)
     sys.exit(EXIT_USAGE)
 
 
 def describe_attempt(attempt: Attempt) -> str:
-    """One line for the terminal while the comparison runs."""
+    """Describe the outcome of one run in one line, for the terminal."""
     if not attempt.completed:
         return f"{attempt.status}: {attempt.reason}"
     if attempt.results.get("simulated_world_size"):
@@ -127,15 +131,20 @@ def describe_attempt(attempt: Attempt) -> str:
         )
         return f"completed: {states / MB:,.1f} MB of model states"
     speed, loss = attempt.results["samples_per_second"], attempt.results["train_loss_last"]
-    return f"completed: {comparing.human_rate(speed)} samples/s, loss {attempt.results['train_loss_first']:.4f} to {loss:.4f}"
+    return (
+        f"completed: {comparing.human_rate(speed)} samples/s, "
+        f"loss {attempt.results['train_loss_first']:.4f} to {loss:.4f}"
+    )
 
 
 # -------------------------------------------------------------------------------------------- files
 
 
 def write_report(comparison: Comparison, body: str, folder: Path) -> list[Path]:
-    """Write the .txt, .json and .md files, and return their names.
+    """Write the .txt, .json and .md files.
 
+    Returns:
+        Their paths.
     Raises:
         OSError: the folder cannot be written.
     """
@@ -153,8 +162,12 @@ def write_report(comparison: Comparison, body: str, folder: Path) -> list[Path]:
 
 
 def draw_figure(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write the .png file and return its name; without a completed run there is none, and an older
-    one is removed.
+    """Write the .png file; without a completed run, remove an older one instead.
+
+    Returns:
+        [path], or [] if no figure was drawn.
+    Raises:
+        OSError: the folder cannot be written.
     """
     figure = folder / f"comparison_results_{comparison.name}.png"
     if comparison.reference is None:
@@ -165,7 +178,7 @@ def draw_figure(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def body_text(comparison: Comparison) -> str:
-    """What the terminal shows: both tables, the verdict, the explanation."""
+    """Return the text for the terminal: both tables, the verdict, and the explanation."""
     parts = [title(comparison)]
     parts.append(tabulate(*first_table(comparison), tablefmt="simple", disable_numparse=True))
     parts.append(wrapped(comparing.verdict(comparison)))
@@ -177,7 +190,7 @@ def body_text(comparison: Comparison) -> str:
 
 
 def wrapped(sentences: list[str]) -> str:
-    """Each sentence in lines of at most 110 characters, as wide as the table."""
+    """Wrap each sentence to lines of at most 110 characters, the width of the table."""
     return "\n".join(
         textwrap.fill(line, 110, subsequent_indent="   ", break_on_hyphens=False)
         for line in sentences
@@ -185,21 +198,21 @@ def wrapped(sentences: list[str]) -> str:
 
 
 def full_text(comparison: Comparison, body: str) -> str:
-    """The .txt file: the same, then hardware, versions, date and the exact commands."""
+    """Return the .txt file: the terminal's text, hardware, versions, date and the commands."""
     lines = [body, *provenance(comparison), "", "Commands:"]
     lines += [f"  {command}" for command in commands(comparison)]
     return "\n".join(lines) + "\n"
 
 
 def commands(comparison: Comparison) -> list[str]:
-    """The exact command of each run."""
+    """Return the command line of each run."""
     return [
         attempt.command for row in comparison.rows for attempt in row.attempts if attempt.command
     ]
 
 
 def as_markdown(comparison: Comparison) -> str:
-    """The .md file, for a README or a lab book."""
+    """Return the .md file, for a README or a lab notebook."""
     parts = [f"## {title(comparison)}", markdown_table(*first_table(comparison))]
     parts.append("\n".join(f"- {sentence}" for sentence in comparing.verdict(comparison)))
     if comparison.reference:
@@ -214,7 +227,7 @@ def as_markdown(comparison: Comparison) -> str:
 
 
 def markdown_table(rows: list[list[str]], headers: list[str]) -> str:
-    """A table whose headers are on one line."""
+    """Return a GitHub table, with each header on one line."""
     return tabulate(
         rows,
         [" ".join(header.split()) for header in headers],
@@ -224,7 +237,7 @@ def markdown_table(rows: list[list[str]], headers: list[str]) -> str:
 
 
 def as_json(comparison: Comparison) -> str:
-    """The .json file; keys are explained in docs/MEMORY_COMPARISON.md."""
+    """Return the .json file; docs/MEMORY_COMPARISON.md explains its keys."""
     facts = comparison.facts
     report = {
         "schema_version": 1,
@@ -249,7 +262,7 @@ def as_json(comparison: Comparison) -> str:
 
 
 def row_as_dict(row: Row) -> dict:
-    """One strategy's entry: its numbers, and what is worth knowing of each run."""
+    """Return a strategy's entry in the .json file: its numbers, and a summary of each run."""
     numbers = {
         field.name: getattr(row, field.name)
         for field in dataclasses.fields(row)
@@ -273,7 +286,7 @@ def row_as_dict(row: Row) -> dict:
 
 
 def title(comparison: Comparison) -> str:
-    """What was compared: model, ranks, batch, precision, steps."""
+    """Describe what was compared in one line: model, ranks, precision, batch, steps."""
     work = comparison.work
     if not work:
         return f"Comparison of strategies: {comparison.name}"
@@ -288,15 +301,18 @@ def title(comparison: Comparison) -> str:
     accumulated = f" × {micro_steps} micro-batches" if micro_steps > 1 else ""
     capped = " (the comparison's default cap)" if comparison.step_cap == work["steps"] else ""
     repeated = f", {repeats} repeats" if repeats > 1 else ""
-    blocks = f"{work['batch_size']} block{'s' * (work['batch_size'] > 1)} of {work['seq_length']} tokens each{accumulated}"
+    batch = (
+        f"{work['batch_size']} block{'s' * (work['batch_size'] > 1)} of "
+        f"{work['seq_length']} tokens each{accumulated}"
+    )
     return (
         f"{work['model']} ({work['parameters'] / 1e6:.1f}M parameters) on {ranks}, "
-        f"{work['precision']}, {blocks}, {work['steps']} steps{capped}{repeated}"
+        f"{work['precision']}, {batch}, {work['steps']} steps{capped}{repeated}"
     )
 
 
 def provenance(comparison: Comparison) -> list[str]:
-    """Hardware, versions and date of the measurements."""
+    """Return lines with the hardware, the versions and the date of the measurements."""
     facts = comparison.facts
     if not facts:
         return []
@@ -310,17 +326,22 @@ def provenance(comparison: Comparison) -> list[str]:
     return [
         f"Hardware: {gpu}{cores} of {machine['cpu']}, {machine['ram_bytes'] / GB:.1f} GB of memory",
         "Versions: " + ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
-        f"Measured: {facts['started_at'][:10]}; dataset {facts['dataset']['name']}, sha256 {facts['dataset']['sha256'][:12]}…",
+        f"Measured: {facts['started_at'][:10]}; dataset {facts['dataset']['name']}, "
+        f"sha256 {facts['dataset']['sha256'][:12]}…",
     ]
 
 
 def first_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
-    """Memory, speed and losses; of a simulation memory alone, kind by kind."""
+    """Return rows and headers of the first table; of a simulation it contains memory only."""
     return memory_table(comparison) if comparison.simulated else cost_table(comparison)
 
 
 def memory_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
-    """What rank 0 would hold, and what the planner says of it."""
+    """Return the table of a simulation: memory of rank 0 by kind, next to the memory estimate.
+
+    Returns:
+        Rows and headers; sizes are in MB (2^20 bytes).
+    """
     reference = comparison.reference.strategy if comparison.reference else "dp"
     headers = [
         "\nstrategy",
@@ -361,13 +382,15 @@ def memory_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
 
 
 def in_mb(size: float | None) -> str:
-    """MB, 2^20 bytes; a dash for what is not known."""
+    """Format bytes in MB (2^20 bytes); an unknown size as a dash."""
     return "—" if size is None else f"{size / MB:,.1f}"
 
 
 def cost_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
-    """The first table: what each strategy needs, how fast it is, and whether it trains the same
-    model.
+    """Return the table of measured runs: memory, speed and loss difference of each strategy.
+
+    Returns:
+        Rows and headers; the headers contain the units.
     """
     on_gpu = comparison.work.get("device") == "cuda"
     reference = comparison.reference.strategy if comparison.reference else "dp"
@@ -414,8 +437,12 @@ def cost_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
 
 
 def why_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
-    """The second table: communication beside the paper's volume, and the phases of a step in
-    milliseconds.
+    """Return the second table: communication, and the time of each phase of a step.
+
+    The volume is given next to that of the ZeRO paper, in units of the number of parameters P.
+
+    Returns:
+        Rows and headers; the headers contain the units.
     """
     headers = [
         "strategy",
@@ -451,8 +478,15 @@ def why_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Four panels: memory by category, throughput, loss curves, and their differences from the
-    reference.
+    """Draw the figure: memory by category, throughput, losses and their differences.
+
+    Of a simulation only memory is drawn.
+
+    Args:
+        comparison: with at least one completed row.
+        path: the .png file to write.
+    Raises:
+        OSError: the file cannot be written.
     """
     import matplotlib
 
@@ -476,7 +510,7 @@ def draw(comparison: Comparison, path: Path) -> None:
 
 
 def finish_figure(figure, comparison: Comparison, path: Path) -> None:
-    """Title, provenance, and the file."""
+    """Add the title and the provenance, and write the file."""
     import matplotlib.pyplot as plt
 
     figure.suptitle(title(comparison), fontsize=12)
@@ -486,8 +520,11 @@ def finish_figure(figure, comparison: Comparison, path: Path) -> None:
 
 
 def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
-    """Stacked bars of live bytes; on a GPU up to the allocator's peak, with the GPU's capacity as a
-    line.
+    """Draw the memory of each strategy as stacked bars.
+
+    On a GPU the bars reach the allocator's peak. On a CPU they show the tensors that a GPU would
+    hold, and above those the tensors in host memory, hatched. A line shows the GPU's capacity if it
+    is near the bars.
     """
     on_gpu = comparison.work["device"] == "cuda"
     unit, name = (GB, "GB") if on_gpu else (MB, "MB")
@@ -496,13 +533,13 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
 
     def stack(label: str, sizes: list[float], **style) -> None:
         if any(sizes):
-            drawn = [
+            bars = [
                 (position, size / unit, bottoms[position])
                 for position, size in enumerate(sizes)
                 if size
             ]
-            places, heights, lows = zip(*drawn, strict=True)
-            axes.bar(places, heights, 0.65, bottom=lows, label=label, **style)
+            xs, heights, lows = zip(*bars, strict=True)
+            axes.bar(xs, heights, 0.65, bottom=lows, label=label, **style)
             bottoms[:] = [bottom + size / unit for bottom, size in zip(bottoms, sizes, strict=True)]
 
     for kind in comparing.STATES:
@@ -546,7 +583,7 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
             color="black",
             label="planned",
         )
-    if not on_gpu:  # what a GPU would not hold, lighter and above the number
+    if not on_gpu:  # host memory of a real GPU run: hatched, above the number
         gap = 0.07 * max(bottoms)
         bottoms[:] = [
             bottom + gap * any(row.host_categories.values())
@@ -589,13 +626,13 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
 
 
 def draw_speed(axes, comparison: Comparison, rows: list[Row]) -> None:
-    """Bars with their spread."""
-    middle = [row.samples_per_second for row in rows]
+    """Draw the throughput of each strategy as bars, with the spread as error bars."""
+    rates = [row.samples_per_second for row in rows]
     below = [max(0.0, row.samples_per_second - row.samples_per_second_low) for row in rows]
     above = [max(0.0, row.samples_per_second_high - row.samples_per_second) for row in rows]
     axes.bar(
         range(len(rows)),
-        middle,
+        rates,
         0.65,
         yerr=[below, above],
         capsize=4,
@@ -617,7 +654,7 @@ def draw_speed(axes, comparison: Comparison, rows: list[Row]) -> None:
 
 
 def draw_losses(axes, rows: list[Row]) -> None:
-    """All curves over each other, each thinner than the one below, so that none hides another."""
+    """Draw all loss curves, each thinner than the one below it, so that none hides another."""
     for number, row in enumerate(rows):
         width = 1.5 + 1.7 * (len(rows) - 1 - number)
         for repeat, attempt in enumerate(row.completed):
@@ -637,11 +674,9 @@ def draw_losses(axes, rows: list[Row]) -> None:
 
 
 def draw_differences(axes, comparison: Comparison, rows: list[Row]) -> None:
-    """Relative difference from the reference over the steps, on a logarithmic axis, with the
-    tolerance as a line.
-    """
-    wanted = comparison.reference.completed[0]
-    floor = 1e-8  # two equal losses have no logarithm
+    """Draw the relative loss differences from the reference, and the tolerance, on a log axis."""
+    reference_run = comparison.reference.completed[0]
+    floor = 1e-8  # drawn for equal losses: 0 has no logarithm
     shown = rows + ([comparison.control] if comparison.control else [])
     for row in shown:
         style = {
@@ -650,22 +685,22 @@ def draw_differences(axes, comparison: Comparison, rows: list[Row]) -> None:
         }
         name = "control: higher lr" if row is comparison.control else row.strategy
         for attempt in row.completed:
-            if attempt is wanted:
+            if attempt is reference_run:
                 continue
-            off = [
+            clamped = [
                 max(floor, difference)
-                for difference in comparing.differences(attempt, wanted, comparison.lasting)
+                for difference in comparing.differences(attempt, reference_run, comparison.lasting)
             ]
             axes.plot(
                 steps_of(attempt),
-                off,
+                clamped,
                 label=name,
                 linewidth=1.3,
                 markersize=4,
                 markeredgecolor="#333333",
                 **style,
             )
-            name = None  # one entry for all repeats
+            name = None  # one legend entry for all repeats
     axes.axhline(
         comparison.tolerance,
         color="#D55E00",
@@ -685,12 +720,12 @@ def draw_differences(axes, comparison: Comparison, rows: list[Row]) -> None:
 
 
 def steps_of(attempt: Attempt) -> range:
-    """Numbers of the optimizer steps, from 1."""
+    """Return the numbers of the optimizer steps of a run, counted from 1."""
     return range(1, len(attempt.losses) + 1)
 
 
 def label_strategies(axes, rows: list[Row]) -> None:
-    """Names below the bars, also what a strategy put elsewhere."""
+    """Label the bars with the strategies, and with the bytes that a strategy keeps on NVMe."""
     names = [
         f"{row.strategy}\n{row.nvme_bytes / MB:.0f} MB NVMe" if row.nvme_bytes else row.strategy
         for row in rows
@@ -700,7 +735,7 @@ def label_strategies(axes, rows: list[Row]) -> None:
 
 
 def whole_steps(axes) -> None:
-    """Steps are whole numbers."""
+    """Mark only whole steps on the x axis, and draw a light grid."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

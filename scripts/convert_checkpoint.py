@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Look into a checkpoint, or turn it into another format. Needs no network, no GPU, and the memory
-of its largest tensor.
+"""Inspect a checkpoint, or convert it to another format, with one tensor in memory at a time.
 
     python scripts/convert_checkpoint.py runs/mine --inspect
     python scripts/convert_checkpoint.py runs/mine/checkpoints/step-00000100 --to hf my-model
@@ -8,8 +7,8 @@ of its largest tensor.
     python scripts/convert_checkpoint.py runs/mine --to deepspeed-universal universal
     python scripts/convert_checkpoint.py universal --to checkpoint start      # then --resume start
 
-A run's folder stands for its newest checkpoint. To start from a Hugging Face folder give it to the
-script itself: --model DIR.
+For a run's folder its newest checkpoint is used. No network and no GPU is needed. To train from a
+Hugging Face folder, no conversion is needed: pass it to real_model_example.py as --model DIR.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from support.errors import UserError, explain
 
 
 def main() -> None:
-    """Read the arguments, convert or inspect."""
+    """Read the arguments, and run the command; exit with the code of an error."""
     parser = kinds.Parser(
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
@@ -73,13 +72,21 @@ def main() -> None:
             )
         run(args)
     except Exception as error:
-        shown = explain(error)
-        print(f"❌ {shown}", file=sys.stderr)
-        sys.exit(shown.exit_code)
+        user_error = explain(error)
+        print(f"❌ {user_error}", file=sys.stderr)
+        sys.exit(user_error.exit_code)
 
 
 def run(args) -> None:
-    """Convert or inspect; imports torch, which takes seconds."""
+    """Inspect or convert the checkpoint.
+
+    The imports are here because torch takes seconds to import, and --help should not wait for it.
+
+    Raises:
+        UserError: the source is no such checkpoint or damaged, or the target exists.
+        TrainingError: a file of the source cannot be read.
+        OSError: the disk is full, or not writable.
+    """
     from support.checkpoints import convert as conversion
     from support.model import resolve as models
 

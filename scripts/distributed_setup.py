@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Write the files that a distributed run needs: a DeepSpeed or FSDP configuration, a launch script,
-a Slurm job.
+"""Generate a DeepSpeed or FSDP configuration, a launch script or a Slurm job.
 
-    python scripts/distributed_setup.py deepspeed --zero_stage 2 --offload_optimizer --bf16 --output config/ds_config.json
-    python scripts/distributed_setup.py fsdp --sharding_strategy FULL_SHARD --mixed_precision BFLOAT16
-    python scripts/distributed_setup.py launcher --config config.yaml --num_gpus_per_node 4 --use_deepspeed
-    python scripts/distributed_setup.py slurm --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --time_limit 48:00:00
+    python scripts/distributed_setup.py deepspeed --zero_stage 2 --offload_optimizer --bf16 \\
+        --output config/ds_config.json
+    python scripts/distributed_setup.py fsdp --sharding_strategy FULL_SHARD \\
+        --mixed_precision BFLOAT16
+    python scripts/distributed_setup.py launcher --config config.yaml --num_gpus_per_node 4 \\
+        --use_deepspeed
+    python scripts/distributed_setup.py slurm --config config.yaml --num_nodes 4 \\
+        --num_gpus_per_node 8 --time_limit 48:00:00
 
-Each file says which command made it. A file that was generated and not edited is replaced; any
-other needs --force. `SUBCOMMAND --help` lists the flags.
+Each file contains the command that generated it. A generated file that was not edited is replaced;
+any other existing file is replaced only with --force. `SUBCOMMAND --help` lists the flags.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ count = whole(1, 100_000)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every subcommand with its flags."""
+    """Build the parser: each subcommand with its flags."""
     parser = Parser(
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
@@ -88,7 +91,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--model",
         default="gpt2",
-        help="bucket sizes follow this model: tiny-gpt2, a GPT-2, or a folder with config.json (default: %(default)s)",
+        help="bucket sizes follow this model: tiny-gpt2, a GPT-2, or a folder with config.json "
+        "(default: %(default)s)",
     )
 
     add = subcommand("fsdp", "an FSDP configuration, for --fsdp_config", "config/fsdp_config.json")
@@ -112,11 +116,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="class of the layers that are sharded one by one (default: the model's blocks)",
     )
 
-    for name, what, output in (
+    for name, summary, output in (
         ("launcher", "a script that starts a run without a scheduler", "scripts/run_training.sh"),
         ("slurm", "a Slurm batch script", "scripts/slurm_job.sh"),
     ):
-        add = subcommand(name, what, output)
+        add = subcommand(name, summary, output)
         add(
             "--config",
             required=True,
@@ -180,28 +184,37 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_output(args) -> None:
-    """A file that somebody edited, or that is not this script's, stays; with --force, too, if it is
-    an input.
+    """Refuse to replace a file that was edited, is not from this script, or is an input.
+
+    With --force any regular file except an input may be replaced.
 
     Raises:
-        UserError: there is one.
+        UserError: --output is such a file, or no regular file.
         OSError: the file cannot be read.
     """
     path = args.output
     for flag in ("config", "hosts"):
-        given = getattr(args, flag, None)
-        if given and path.exists() and Path(given).exists() and path.samefile(given):
+        source = getattr(args, flag, None)
+        if source and path.exists() and Path(source).exists() and path.samefile(source):
             raise UserError(f"--output {path} is the file of --{flag}: name another one.")
     if path.exists() and not path.is_file():
         raise UserError(f"--output {path} is not a file: name another one.")
     if path.exists() and not args.force and not generators.is_unedited(path):
         raise UserError(
-            f"{path} was edited, or is not from this script: --force replaces it, --output names another file."
+            f"{path} was edited, or is not from this script: --force replaces it, "
+            "--output names another file."
         )
 
 
 def generate(args, made_by: str) -> str:
-    """The text of the file."""
+    """Return the text of the file.
+
+    Args:
+        args: the subcommand and its flags.
+        made_by: the command line that generates the file, which the file quotes.
+    Raises:
+        UserError: a value or a combination of values cannot be used.
+    """
     if args.command == "deepspeed":
         return generators.as_json(generators.deepspeed_config(args), made_by)
     if args.command == "fsdp":
@@ -212,7 +225,7 @@ def generate(args, made_by: str) -> str:
 
 
 def main() -> None:
-    """Read the arguments, write one file."""
+    """Read the arguments, write the file, and print what to do next."""
     try:
         args = build_parser().parse_args()
         generators.check_values(args)

@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""Which strategy fits: predict the memory of a run without weights, torch or a GPU, and print the
-command for it.
+"""Estimate the memory of a run under every strategy, without weights, torch or a GPU.
 
     python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16
-    python scripts/plan_memory.py --model path/to/config.json --gpus 8 --gpu_memory 80 --seq_length 4096
-    python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16 --solve batch      # the largest batch of each
-    python scripts/plan_memory.py --gpus 4 --gpu_memory 24 --solve model                      # the largest GPT-2
-    python scripts/plan_memory.py --model gpt2-xl --gpu_memory 16 --solve gpus                # the fewest GPUs
+    python scripts/plan_memory.py --model path/to/config.json --gpus 8 --gpu_memory 80 \\
+        --seq_length 4096
 
-The formulas and their sources are in support/memory/estimate.py, the measurements that they are
-held against in docs/MEMORY_COMPARISON.md. Exit code: 0, 1 if nothing fits, 2 for wrong usage.
+It prints which strategies fit, and the command to run the simplest of them. --solve answers another
+question for each strategy: the largest batch, the largest model of GPT-2's shape, the fewest GPUs.
+
+    python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16 --solve batch
+    python scripts/plan_memory.py --gpus 4 --gpu_memory 24 --solve model
+    python scripts/plan_memory.py --model gpt2-xl --gpu_memory 16 --solve gpus
+
+The formulas and their sources are in support/memory/estimate.py; docs/MEMORY_COMPARISON.md compares
+them with measurements. Exit codes: 0; 1 if nothing fits; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from support.memory.estimate import CUDA_CONTEXT, GB, GPU_SLACK, PREFERENCE, Lim
 
 
 def build_parser() -> kinds.Parser:
-    """The flags; those of the run have the names that real_model_example.py gives them."""
+    """Build the parser; flags of a run have the same names as in real_model_example.py."""
     about = "Predict the memory of a run under every strategy."
     parser = kinds.Parser(prog="plan_memory.py", description=about, allow_abbrev=False)
     add = parser.add_argument
@@ -116,20 +120,21 @@ def build_parser() -> kinds.Parser:
     add(
         "--solve",
         choices=("batch", "model", "gpus"),
-        help="find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, for each strategy",
+        help="find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, "
+        "for each strategy",
     )
     add("--json", action="store_true", help="print JSON instead (bytes)")
     return parser
 
 
 def main() -> None:
-    """Read the arguments, print the plan."""
+    """Read the arguments, print the memory estimates, and exit with the exit code."""
     try:
         args = build_parser().parse_args()
         model = architectures.find_architecture(args.model)
-        longest = 256 if args.model == EMBEDDED_MODEL else 512
+        default_length = 256 if args.model == EMBEDDED_MODEL else 512
         if args.seq_length is None:
-            args.seq_length = min(longest, model.limit or longest)
+            args.seq_length = min(default_length, model.limit or default_length)
         if args.gpus_per_node and args.gpus > 1 and args.gpus % min(args.gpus_per_node, args.gpus):
             raise UserError(
                 f"--gpus {args.gpus} is no multiple of --gpus_per_node {args.gpus_per_node}."
@@ -140,7 +145,8 @@ def main() -> None:
             )
         if model.limit and args.seq_length > model.limit:
             raise UserError(
-                f"--seq_length {args.seq_length} is more than the {model.limit} positions of {args.model}."
+                f"--seq_length {args.seq_length} is more than the {model.limit} positions of "
+                f"{args.model}."
             )
         if args.lora_targets and not args.lora_r:
             raise UserError("--lora_targets needs --lora_r.")
@@ -171,11 +177,19 @@ def main() -> None:
     sys.exit(answer(args, work, limits))
 
 
-# ----------------------------------------------------------------------------------------- one plan
+# ------------------------------------------------------------------------------ the memory estimate
 
 
 def plan(args, work: Work, limits: Limits) -> int:
-    """Print what every strategy needs, and the command of the one to take; returns the exit code."""
+    """Print the memory estimate of every strategy, and the command of the recommended one.
+
+    Args:
+        args: the command-line arguments.
+        work: the workload: model, ranks, batch.
+        limits: the memory of a GPU and of a node, in bytes.
+    Returns:
+        The exit code.
+    """
     needs = planner.predict_all(work)
     batches = {need.strategy: planner.largest_batch(work, need.strategy, limits) for need in needs}
     chosen, work = choose(work, limits)
@@ -212,29 +226,37 @@ def plan(args, work: Work, limits: Limits) -> int:
         "sent\n/step",
         "sent\nvs dp",
     ]
-    plain = needs[0].sent
-    rows = [row(need, limits, batches[need.strategy], plain) for need in needs]
+    sent_by_dp = needs[0].sent
+    rows = [row(need, limits, batches[need.strategy], sent_by_dp) for need in needs]
     print(tabulate(rows, headers, tablefmt="simple", disable_numparse=True))
     slack, context = 100 * GPU_SLACK - 100, CUDA_CONTEXT / GB
-    print(f"""
-GB (2^30 bytes) per GPU. A peak is the most at any moment; to fit, {slack:.0f} % and {context:.0f} GB more are set aside for
-the allocator's holes, the CUDA context and NCCL. Dropout is not counted. "Sent" is by a rank in a step: what
-a strategy costs in speed where the network is slow.""")
+    print(
+        f"\nGB (2^30 bytes) per GPU. A peak is the most at any moment; to fit, {slack:.0f} % and "
+        f"{context:.0f} GB more are set aside for\n"
+        "the allocator's holes, the CUDA context and NCCL. Dropout is not counted. "
+        '"Sent" is by a rank in a step: what\n'
+        "a strategy costs in speed where the network is slow."
+    )
     if chosen is None:
         print(
-            "❌ Nothing fits, not even one block at a time: more GPUs (--solve gpus), a smaller model (--solve model), a\n"
+            "❌ Nothing fits, not even one block at a time: more GPUs (--solve gpus), "
+            "a smaller model (--solve model), a\n"
             "   shorter --seq_length, or --gradient_checkpointing."
         )
         return EXIT_FAILED
     print(
-        f"Take {chosen.strategy}, the simplest that fits ({chosen.peak / GB:.1f} GB):\n\n    {command}"
+        f"Take {chosen.strategy}, the simplest that fits ({chosen.peak / GB:.1f} GB):\n\n"
+        f"    {command}"
     )
     return EXIT_COMPLETED
 
 
 def choose(work: Work, limits: Limits) -> tuple[Need | None, Work]:
-    """The strategy to take; where none holds the batch, the first that holds a part of it, with
-    accumulation.
+    """Choose the first strategy of PREFERENCE that fits, if necessary with smaller micro-batches.
+
+    Returns:
+        The memory estimate, or None if nothing fits; and the workload, in which gradient
+        accumulation makes up for smaller micro-batches.
     """
     if need := planner.recommend(work, limits):
         return need, work
@@ -245,7 +267,14 @@ def choose(work: Work, limits: Limits) -> tuple[Need | None, Work]:
 
 
 def row(need: Need, limits: Limits, batch: int, plain: int) -> list[str]:
-    """One line of the table; `plain` is what dp sends."""
+    """Return one row of the table.
+
+    Args:
+        need: the memory estimate of a strategy.
+        limits: the memory of a GPU and of a node, in bytes.
+        batch: the largest micro-batch that fits, in sequences; 0 if none does.
+        plain: bytes that a rank sends in a step of dp.
+    """
     if limits.hold(need):
         fits = "yes"
     else:
@@ -271,33 +300,32 @@ def row(need: Need, limits: Limits, batch: int, plain: int) -> list[str]:
 
 
 def in_gb(size: int) -> str:
-    """Two digits after the point; a dash for nothing."""
+    """Format bytes in GB (2^30 bytes) with two decimals; 0 as a dash."""
     return f"{size / GB:.2f}" if size else "—"
 
 
 def title(args, work: Work) -> str:
-    """What is planned."""
-    checkpointing = ", gradient checkpointing" if work.gradient_checkpointing else ""
+    """Describe the workload in one line."""
+    options = ", gradient checkpointing" if work.gradient_checkpointing else ""
     if work.lora:
-        checkpointing += f", LoRA of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
+        options += f", LoRA of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
     accumulated = (
         f" × {args.gradient_accumulation_steps} micro-batches"
         if args.gradient_accumulation_steps > 1
         else ""
     )
     return (
-        f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on {args.gpus} GPU{'s' * (args.gpus > 1)} of "
-        f"{args.gpu_memory:g} GB: {args.precision}, {args.batch_size} blocks of {args.seq_length} tokens each{accumulated}"
-        f"{checkpointing}"
+        f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on {args.gpus} "
+        f"GPU{'s' * (args.gpus > 1)} of {args.gpu_memory:g} GB: {args.precision}, "
+        f"{args.batch_size} blocks of {args.seq_length} tokens each{accumulated}{options}"
     )
 
 
 def run_command(args, work: Work, strategy: str) -> str:
-    """The command line that trains what was planned."""
+    """Return the command line that trains the workload with a strategy."""
     path = Path(args.model)
-    folder = (
-        path.parent if path.is_file() else path if path.is_dir() else None
-    )  # the script takes a folder
+    # real_model_example.py takes a folder, not a config.json.
+    folder = path.parent if path.is_file() else path if path.is_dir() else None
     flags = ["--model", folder or args.model]
     flags += ["--from_scratch"] if folder and not any(folder.glob("*.safetensors")) else []
     flags += [
@@ -335,7 +363,7 @@ def run_command(args, work: Work, strategy: str) -> str:
 
 
 def as_dict(need: Need, limits: Limits, batch: int) -> dict:
-    """One strategy for --json: bytes of one rank, and whether it fits."""
+    """Return a strategy's entry for --json: bytes of one rank, and whether it fits."""
     sizes = {
         f"{name}_bytes": value
         for name, value in dataclasses.asdict(need).items()
@@ -351,35 +379,42 @@ WHAT_IS_SOLVED = {"batch": "largest batch", "model": "largest model", "gpus": "f
 
 
 def solve(args, work: Work, limits: Limits) -> int:
-    """Print the largest batch or model, or the fewest GPUs, of each strategy; returns the exit
-    code.
+    """Print the largest batch, the largest model or the fewest GPUs of each strategy.
+
+    Args:
+        args: --solve, --json and the arguments of the run.
+        work: the workload: model, ranks, batch.
+        limits: the memory of a GPU and of a node, in bytes.
+    Returns:
+        The exit code.
     """
     if not args.json:
         print(
-            f"The {WHAT_IS_SOLVED[args.solve]} of each strategy, else as asked for: {title(args, work)}\n"
+            f"The {WHAT_IS_SOLVED[args.solve]} of each strategy, else as asked for: "
+            f"{title(args, work)}\n"
         )
-    found, name = {}, {"batch": "batch_size", "model": "parameters", "gpus": "gpus"}[args.solve]
+    answers, name = {}, {"batch": "batch_size", "model": "parameters", "gpus": "gpus"}[args.solve]
     for strategy in PREFERENCE:
         if args.solve == "batch":
-            found[strategy] = planner.largest_batch(work, strategy, limits)
-            text = f"--batch_size {found[strategy]}"
+            answers[strategy] = planner.largest_batch(work, strategy, limits)
+            text = f"--batch_size {answers[strategy]}"
         elif args.solve == "gpus":
             nodes = dataclasses.replace(limits, ranks_per_node=args.most_per_node)
-            found[strategy] = planner.fewest_gpus(work, strategy, nodes)
-            text = f"{found[strategy]} GPU{'s' * (found[strategy] != 1)}"
+            answers[strategy] = planner.fewest_gpus(work, strategy, nodes)
+            text = f"{answers[strategy]} GPU{'s' * (answers[strategy] != 1)}"
         else:
             model = planner.largest_gpt2(work, strategy, limits)
-            found[strategy] = model.total if model else 0
+            answers[strategy] = model.total if model else 0
             text = (
                 f"{model.total / 1e6:,.0f}M: {model.layers} layers, width {model.hidden}"
                 if model
                 else ""
             )
         if not args.json:
-            print(f"{strategy:9} {text if found[strategy] else 'nothing fits'}")
+            print(f"{strategy:9} {text if answers[strategy] else 'nothing fits'}")
     if args.json:
-        print(json.dumps({"solve": args.solve, name: found}, indent=2))
-    return EXIT_COMPLETED if any(found.values()) else EXIT_FAILED
+        print(json.dumps({"solve": args.solve, name: answers}, indent=2))
+    return EXIT_COMPLETED if any(answers.values()) else EXIT_FAILED
 
 
 if __name__ == "__main__":

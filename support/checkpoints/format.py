@@ -68,7 +68,7 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
 
 
 def with_defaults(manifest: dict) -> dict:
-    """Returns the manifest with defaults for the keys that older versions did not write.
+    """Return the manifest with defaults for the keys that older versions did not write.
 
     Raises:
         TypeError: `counters` or `identity` is not a JSON object.
@@ -217,7 +217,7 @@ def _check_pieces(manifest: dict) -> None:
 
 
 def is_inner_path(name: str) -> bool:
-    """Returns whether an untrusted relative path stays inside the folder that it is joined to.
+    """Return whether an untrusted relative path stays inside the folder that it is joined to.
 
     It must be printable, at most 1,000 characters long, and relative, without "..", "." or empty
     parts and without backslashes.

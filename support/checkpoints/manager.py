@@ -322,15 +322,12 @@ class Saver:
             return
         self.save(meter)
         if self.run.is_main:
-            previous, current = (
-                marked(self.folder, "best"),
-                step_folder(self.folder, meter.step).name,
-            )
-            write_text(self.folder / "best", current + "\n")
+            old, new = marked(self.folder, "best"), step_folder(self.folder, meter.step).name
+            write_text(self.folder / "best", new + "\n")
             # With regular saves --keep_last decides which checkpoints are removed.
             saves_regularly = self.args.save_every or self.args.save_epochs
-            if previous not in ("", current) and not saves_regularly:
-                shutil.rmtree(self.folder / previous, ignore_errors=True)
+            if old not in ("", new) and not saves_regularly:
+                shutil.rmtree(self.folder / old, ignore_errors=True)
 
     def load_best(self, best: int, now: int) -> None:
         """Load the weights of the best evaluation; call it on every rank, at the end of training.
@@ -378,7 +375,7 @@ class Saver:
             self.model.empty_partition_cache()
 
     def _asked(self, stop: torch.Tensor) -> bool:
-        """Returns whether a rank received a stop signal; on a GPU, one step later.
+        """Return whether a rank received a stop signal; on a GPU, one step later.
 
         To read this step's value, the host would have to wait for the GPU.
         """
@@ -441,7 +438,7 @@ class Saver:
         meter.restart_clock()
 
     def weights_kept(self, meter) -> Path | None:
-        """Returns a checkpoint with the model's present weights, and saves one if necessary.
+        """Return a checkpoint with the model's present weights, and save one if necessary.
 
         Every rank calls it.
 
@@ -472,40 +469,33 @@ class Saver:
             save_file(buffers, folder / Path(BUFFERS).name)
 
     def _scaling(self) -> dict:
-        """Returns the state of PyTorch's or DeepSpeed's loss scaler; {} for all but fp16."""
+        """Return the state of PyTorch's or DeepSpeed's loss scaler; {} for all but fp16."""
         if self.scaler.is_enabled():
             return self.scaler.state_dict()
-        deepspeed_scaler = self._deepspeed_scaler()
-        return (
-            {name: getattr(deepspeed_scaler, name) for name in SCALER_STATE}
-            if deepspeed_scaler
-            else {}
-        )
+        ds_scaler = self._deepspeed_scaler()
+        return {name: getattr(ds_scaler, name) for name in SCALER_STATE} if ds_scaler else {}
 
     def _set_scaling(self, saved: dict) -> None:
         """Restore the loss scaler; a state of the other library gives only its scale."""
-        scale, deepspeed_scaler = (
-            saved.get("scale", saved.get("cur_scale")),
-            self._deepspeed_scaler(),
-        )
+        scale, ds_scaler = saved.get("scale", saved.get("cur_scale")), self._deepspeed_scaler()
         if scale is None:
             return
         if self.scaler.is_enabled():
             state = saved if "scale" in saved else {"scale": scale}
             self.scaler.load_state_dict({**self.scaler.state_dict(), **state})
-        elif deepspeed_scaler:
+        elif ds_scaler:
             for name in SCALER_STATE if "cur_scale" in saved else ():
-                setattr(deepspeed_scaler, name, saved.get(name, getattr(deepspeed_scaler, name)))
-            deepspeed_scaler.cur_scale = scale
+                setattr(ds_scaler, name, saved.get(name, getattr(ds_scaler, name)))
+            ds_scaler.cur_scale = scale
 
     def _deepspeed_scaler(self):
-        """Returns DeepSpeed's dynamic loss scaler, or None."""
+        """Return DeepSpeed's dynamic loss scaler, or None."""
         scaler = getattr(self.state.wrapper, "loss_scaler", None)
         return scaler if hasattr(scaler, "last_overflow_iter") else None
 
 
 def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
-    """Returns the run signature, which a resumed run compares with that of its checkpoint.
+    """Return the run signature, which a resumed run compares with that of its checkpoint.
 
     Returns:
         {"hard": …, "soft": …, "told": …}. "hard" entries must match: otherwise the tensors are
@@ -560,12 +550,12 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
 
 
 def digest_of_text(text) -> str:
-    """Returns the first ten hexadecimal digits of the SHA-256 of a text or a dict of texts."""
+    """Return the first ten hexadecimal digits of the SHA-256 of a text or a dict of texts."""
     return hashlib.sha256(json.dumps(text).encode()).hexdigest()[:10]
 
 
 def digest_of_shapes(shapes: dict) -> str:
-    """Returns the SHA-256 of the names and shapes of parameters, independent of their order."""
+    """Return the SHA-256 of the names and shapes of parameters, independent of their order."""
     return hashlib.sha256(
         json.dumps(sorted((name, list(shape)) for name, shape in shapes.items())).encode()
     ).hexdigest()
@@ -575,7 +565,7 @@ def digest_of_shapes(shapes: dict) -> str:
 
 
 def saves_due(args, before: dict, steps: int, blocks: int) -> int:
-    """Returns how many checkpoints a run will save until its end, if no signal stops it.
+    """Return how many checkpoints a run will save until its end, if no signal stops it.
 
     Args:
         args: --save_every, --save_epochs, --load_best_at_end, --epochs, --no_save, --eval_only.
@@ -758,17 +748,17 @@ def facts_of(path: Path) -> dict:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Returns the folder of the checkpoint of a step."""
+    """Return the folder of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Returns the step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def marked(folder: Path, mark: str) -> str:
-    """Returns the checkpoint's name in the file `mark`, or "" if it is missing or invalid."""
+    """Return the checkpoint's name in the file `mark`, or "" if it is missing or invalid."""
     try:
         with open_regular(folder / mark) as file:
             name = file.read(100).decode("ascii").strip()
@@ -778,7 +768,7 @@ def marked(folder: Path, mark: str) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints of a folder by name, newest first, without checking them."""
+    """Return the checkpoints of a folder by name, newest first, without checking them."""
     return sorted(
         (path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)), reverse=True
     )
@@ -823,7 +813,7 @@ def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
 
 
 def candidates_in(path: Path) -> list[Path] | None:
-    """Returns the checkpoints that a path may mean, newest first, without checking them.
+    """Return the checkpoints that a path may mean, newest first, without checking them.
 
     Args:
         path: a checkpoint's folder, a run's folder, or a run's folder of checkpoints.
