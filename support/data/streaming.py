@@ -1,19 +1,19 @@
-"""--streaming: blocks of a corpus that is read and tokenised while it is trained on, and never
-whole anywhere.
+"""--streaming: sequences of a corpus that is read and tokenized during training.
 
-A step has G blocks, and lane g gives its g-th block. Of each G documents every lane takes one, in
-an order drawn from the seed; it tokenises them, and shuffles its blocks some at a time. A rank
-works for the lanes whose blocks it trains on, and for no others. So the same blocks come in the
-same steps on any number of ranks, and a lane's place in the corpus, a few numbers, is all that a
-checkpoint needs.
+The corpus is never complete in memory or on disk. A global batch has G sequences, and batch slot g
+(class `Lane`) provides the g-th. Every group of G documents is distributed over the slots, one
+document each, in an order drawn from the seed. A slot tokenizes its documents, cuts them into
+sequences and shuffles these in chunks. A rank processes only the slots whose sequences it trains
+on. Each step therefore has the same sequences for any number of ranks, and a checkpoint needs only
+the position of each slot in the corpus, which is a few numbers.
 
-A thread reads and tokenises some steps ahead of training (data.ReadAhead). Each step carries where
-the stream stands after it, so that a checkpoint, and what is said of bad rows, exclude rows that
-were only read ahead. The thread has its own copy of the tokenizer, which rank 0 saves with a
-checkpoint meanwhile.
+A thread reads and tokenizes some steps ahead of training (`batches.ReadAhead`). Each step carries
+the position of the stream after it, so that checkpoints and messages about bad rows exclude rows
+that were only read ahead. The thread has its own copy of the tokenizer, because rank 0 may save the
+original with a checkpoint at the same time.
 
-Rows are read through `datasets`' IterableDataset, whose `state_dict()` says how far it is. Every
-rank reads all rows, and tokenises its own.
+Rows are read through `datasets.IterableDataset`, whose `state_dict()` is the position in the
+corpus. Every rank reads all rows, and tokenizes only those of its slots.
 """
 
 from __future__ import annotations
@@ -74,23 +74,23 @@ from support.files.atomic import sha256_of
 from support.files.folders import advise_include, count_types, describe_twins, files_of
 from support.report.results import say_dataset
 
-STEPS_AHEAD = (
-    4  # in the queue of data.ReadAhead, which two more leave; lanes refill at different steps
-)
-COMPARED_BYTES = 1 << 16  # of a file's beginning and of its end
-# raise it when a corpus is read as other rows, so that a checkpoint's place in it is another one
+# Steps in the queue of `batches.ReadAhead`; two more are outside it, one in the thread and one in
+# `prefetch`. A few are enough, because the slots refill in different steps.
+STEPS_AHEAD = 4
+COMPARED_BYTES = 1 << 16  # read at the beginning and at the end of a file to compare it
+# Increase it when a corpus is divided into other rows, which invalidates positions in checkpoints.
 ROWS_VERSION = 2
 
 
 @dataclass
 class Item:
-    """A row that a lane has not tokenised yet.
+    """A row that is assigned to a batch slot and not tokenized yet.
 
     Attributes:
-        state: of the reader, just before it.
-        begins: whether an end-of-text token goes before it.
-        content: what it holds.
-        part: if it is a part of a text file, how that is to be tokenised.
+        state: state of the reader before this row.
+        begins: whether an end-of-text token precedes it.
+        content: the document or example.
+        part: for a part of a text file, the chunk with its seams; otherwise None.
     """
 
     state: dict
@@ -101,23 +101,23 @@ class Item:
 
 @dataclass(frozen=True)
 class TextFile(Document):
-    """A text file, which is dealt in parts."""
+    """A text file, whose parts are assigned to the batch slots."""
 
 
 class Reader:
-    """Reads rows and deals them to lanes, pass after pass.
+    """A reader that assigns the rows of a corpus to batch slots, pass after pass.
 
-    A row is dealt as a whole, an article of WikiText (whose rows are lines) too. A text file is
-    dealt in parts, so that all lanes have something of a single file. Where a lane continues in
-    another place of the file, an end-of-text token separates the two.
+    A slot gets a whole row, or a whole article of WikiText (whose rows are lines). A text file is
+    assigned in parts, so that all slots have a share of a single file. If the next part of a slot
+    does not directly follow its previous one, an end-of-text token separates the two.
 
     Args:
-        open_rows: returns a stateful iterable of rows, as `_open_rows` does.
-        parts: cuts a text, given in pieces, into parts that can be tokenised independently.
-        text_column: see `corpus.open_source`.
-        lanes: how many there are, over all ranks.
-        mine: the lanes that this rank works for.
-        seed: decides which lane gets which document.
+        open_rows: returns a stateful iterable of rows, see `_open_rows`.
+        parts: cuts a text, given in pieces, into parts that can be tokenized independently.
+        text_column: see `sources.open_source`.
+        lanes: number of batch slots of all ranks.
+        mine: {number: slot} of the slots that this rank processes.
+        seed: determines the order in which the slots get documents.
         refuse: called with each bad row of the first pass.
     """
 
@@ -147,12 +147,13 @@ class Reader:
         self.start({"row": 0, "pass": 0, "first": 0, "rows": None})
 
     def start(self, state: dict) -> None:
-        """Continue from a state that an Item carries.
+        """Continue from the state in an `Item`.
 
         Args:
-            state: {"row": good rows before it, counted through all passes, "pass": which this is,
-                "first": its first row, "rows": the iterable's own state, "part": parts of the text
-                file before it, if it is a part}.
+            state: {"row": number of good rows (or parts of text files) before it, in all passes;
+                "pass": number of the pass; "first": value of "row" at the beginning of the pass;
+                "rows": state of the iterable, or None for its beginning; "part": for a part of a
+                text file, the number of parts before it in the file}.
         """
         self.row, self.passes, self.first_of_pass = (state[key] for key in ("row", "pass", "first"))
         self.rows = self.open_rows()
@@ -161,11 +162,12 @@ class Reader:
         self.units = self._read(state.get("part", 0))
 
     def pull(self) -> None:
-        """Read one row, or a part of a text file, and deal it to its lane if this rank works for
-        that.
+        """Read one row or part of a text file, and assign it to its slot.
+
+        The row is dropped if another rank processes the slot, or if the slot is already past it.
 
         Raises:
-            UserError: there are too many bad rows, or nothing in the whole corpus can be used.
+            UserError: there are too many bad rows, or the corpus has no usable row.
         """
         place = {"row": self.row, "pass": self.passes, "first": self.first_of_pass}
         unit = next(self.units, None)
@@ -185,17 +187,18 @@ class Reader:
         self.row += 1
 
     def _lane_of(self, row: int) -> int:
-        group, place = divmod(
-            row + 1, self.lanes
-        )  # checkpoints hold places in this order, which counts from 1
+        # From 1: existing checkpoints have positions in an order that is counted in this way.
+        group, place = divmod(row + 1, self.lanes)
         return int(self.lane_of(group)[place])
 
     def _read(self, skip: int) -> Iterator[tuple[dict, int, Document | Example, Chunk | None]]:
-        """Each (the iterable's state before it, its number in its file, what it holds, how a part
-        is to be tokenised).
+        """Yield the good rows and the parts of text files.
 
         Args:
-            skip: parts of the first text file that are not needed.
+            skip: number of parts of the first text file to skip.
+        Yields:
+            (state of the iterable before it, number of the part in its file or 0, content, the
+            chunk of a part or None).
         """
         for state, content in self._joined():
             if isinstance(content, BadRow):
@@ -210,8 +213,10 @@ class Reader:
             skip = 0
 
     def _joined(self) -> Iterator[tuple[dict, Document | Example | TextFile | BadRow]]:
-        """(the iterable's state before it, what it holds) of each row; rows that do not begin a
-        document continue it.
+        """Yield the documents and other rows; a row that does not begin a document continues it.
+
+        Yields:
+            (state of the iterable before it, content).
         """
         rows, pending = iter(self.rows), None
         while True:
@@ -244,19 +249,19 @@ class Reader:
 
 
 class Lane:
-    """Makes the blocks of one place in every step.
+    """A batch slot, which provides one sequence at the same position of every global batch.
 
-    Its rows are tokenised until there are enough for a chunk of blocks, which is shuffled and
-    handed out; then comes the next. What remains to be known of it is where its chunk begins, and
-    how much of that was handed out.
+    Rows are tokenized until there are enough for a chunk of sequences, which is shuffled and then
+    used one by one; then the next chunk follows. The state of a slot is the position at which its
+    chunk begins, and the number of sequences of the chunk that were used.
 
     Args:
-        number: the place.
-        lanes: how many there are.
-        chunk: blocks that are shuffled together.
-        seq_length, seed: of the run.
-        encode: tokenises an Item: (token ids of a text, or (ids, labels) of an example, or None if
-            nothing of it can be used; "truncated" or "skipped" if it is to be counted as that).
+        number: index in the global batch.
+        lanes: number of batch slots.
+        chunk: number of sequences that are shuffled together.
+        seq_length, seed: tokens in a sequence, and the seed of the run.
+        encode: tokenizes an `Item`; returns (token ids of a text, or (ids, labels) of an example,
+            or None if it cannot be used; "truncated" or "skipped" if it counts as such, or None).
     """
 
     def __init__(
@@ -269,39 +274,39 @@ class Lane:
             seed,
             encode,
         )
-        self.early = (
-            1 + (chunk - 1) * (number + 1) // lanes
-        )  # the first chunks differ, so that not all lanes refill at once
+        # The first chunks differ in size, so that not all slots refill in the same step.
+        self.early = 1 + (chunk - 1) * (number + 1) // lanes
         self.waiting: deque[Item] = deque()
-        self.first = 0  # rows before it are behind this lane
+        self.first = 0  # number of the first row that is still needed
         self.begin, self.chunks, self.used = None, 0, 0
         self.blocks: list = []
-        self.rest: list[
-            tuple[Item, int, np.ndarray]
-        ] = []  # tokenised rows, and how much of each went into chunks before
+        # Tokenized rows, with the number of tokens of each that are in earlier chunks.
+        self.rest: list[tuple[Item, int, np.ndarray]] = []
         self.skip = 0
-        self.refused = 0  # rows in turn of which nothing could be used
-        self.counts = {
-            "counted": 0,
-            "truncated": 0,
-            "skipped": 0,
-        }  # rows before "counted" are, and are not counted again
+        self.refused = 0  # consecutive rows that could not be used
+        # "counted" is the number of rows that are included, so that no row is counted twice.
+        self.counts = {"counted": 0, "truncated": 0, "skipped": 0}
 
     def state(self) -> dict:
-        """Where it stands: {"reader", "offset", "chunk", "used", "counts"}."""
+        """Return the state for a checkpoint: {"reader", "offset", "chunk", "used", "counts"}.
+
+        "reader" is the state of the reader before the first row of the chunk, "offset" the number
+        of tokens of that row that are in earlier chunks, "chunk" the number of the chunk from 1,
+        and "used" the number of its sequences that were used.
+        """
         return {**self.begin, "chunk": self.chunks, "used": self.used, "counts": dict(self.counts)}
 
     def resume(self, state: dict) -> None:
-        """Be where `state` says; rows are dealt to it from there on."""
+        """Continue from `state`; the reader must assign rows again from `state["reader"]`."""
         self.first, self.skip = state["reader"]["row"], state["offset"]
         self.chunks, self.used = state["chunk"] - 1, state["used"]
         self.begin = {"reader": state["reader"], "offset": state["offset"]}
         self.counts = dict(state.get("counts", self.counts))
 
     def next_block(self, reader: Reader):
-        """The next (ids, labels), or ids where all are learned."""
+        """Return the next sequence: ids of a text, or (ids, labels) of an example."""
         while not self.blocks or self.used == len(self.blocks):
-            used = 0 if self.blocks else self.used  # more than 0 just after a resume
+            used = 0 if self.blocks else self.used  # may be greater than 0 after a resume
             self.chunks += 1
             size = self.early if self.chunks == 1 else self.size
             blocks = (
@@ -323,67 +328,66 @@ class Lane:
         return item.content.kind == "text"
 
     def _tokenise(self, reader: Reader) -> tuple[Item, int, object]:
-        """The next row of which something can be used: (it, tokens of it that are behind this lane,
-        what `encode` gives).
+        """Tokenize rows up to the next one that can be used.
 
+        Returns:
+            (row, number of its tokens that are in earlier chunks, the result of `encode`).
         Raises:
-            UserError: nothing can be used of as many rows in turn as the corpus has, and 100 at
-                least.
+            UserError: no row can be used, of as many consecutive rows as the corpus has and at
+                least 100.
         """
         while True:
             while not self.waiting:
                 reader.pull()
             item = self.waiting.popleft()
-            found, flaw = self.encode(item)
+            encoded, flaw = self.encode(item)
             if flaw and item.state["pass"] == 0 and item.state["row"] >= self.counts["counted"]:
                 self.counts[flaw] += 1
             self.counts["counted"] = max(self.counts["counted"], item.state["row"] + 1)
-            if found is not None:
-                offset, self.skip, self.refused = (
-                    self.skip,
-                    0,
-                    0,
-                )  # a resumed chunk begins within a row
-                return item, offset, found
+            if encoded is not None:
+                # After a resume, the chunk may begin within a row.
+                offset, self.skip, self.refused = self.skip, 0, 0
+                return item, offset, encoded
             self.refused += 1
             if self.refused > max(100, reader.rows_in_pass) and reader.passes:
                 raise UserError(
-                    "--streaming: nothing in the corpus can be used: the rows are empty, or what is learned of "
-                    "them lies behind --seq_length."
+                    "--streaming: nothing in the corpus can be used: the rows are empty, or what "
+                    "is learned of them lies behind --seq_length."
                 )
 
     def _text_chunk(self, size: int, reader: Reader) -> list[np.ndarray]:
         needed = size * self.seq_length
-        there = sum(len(ids) - offset for _, offset, ids in self.rest)
-        while there < needed:
+        available = sum(len(ids) - offset for _, offset, ids in self.rest)
+        while available < needed:
             self.rest.append(self._tokenise(reader))
-            there += len(self.rest[-1][2]) - self.rest[-1][1]
+            available += len(self.rest[-1][2]) - self.rest[-1][1]
         item, offset, _ = self.rest[0]
         self.begin = {"reader": item.state, "offset": offset}
         stream = np.concatenate([ids[offset:] for _, offset, ids in self.rest])
-        left, rest = len(stream) - needed, []
+        unused, rest = len(stream) - needed, []
         for item, offset, ids in reversed(self.rest):
-            if left > 0:
-                rest.append((item, max(offset, len(ids) - left), ids))
-            left -= len(ids) - offset
+            if unused > 0:
+                rest.append((item, max(offset, len(ids) - unused), ids))
+            unused -= len(ids) - offset
         self.rest = rest[::-1]
         return list(stream[:needed].reshape(size, self.seq_length))
 
     def _example_chunk(self, size: int, reader: Reader) -> list:
-        found = [self._tokenise(reader) for _ in range(size)]
-        self.begin = {"reader": found[0][0].state, "offset": 0}
-        return [row for _, _, row in found]
+        rows = [self._tokenise(reader) for _ in range(size)]
+        self.begin = {"reader": rows[0][0].state, "offset": 0}
+        return [encoded for _, _, encoded in rows]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stream stands after a step, on this rank.
+    """The position of the stream after a step, on this rank.
 
     Attributes:
-        lanes: state of each, {lane: state}.
-        bad: rows that were left out in this step, and whether this rank alone saw them.
-        rows, passes: read so far.
-        kind: of the rows: "text", "chat" or "pair"; None before the first.
+        lanes: {number of a slot: its state}, for the slots of this rank.
+        bad: (line about a row, whether only this rank has it) for each bad row of this step.
+        rows: number of good rows (or parts of text files) read so far, in all passes.
+        passes: number of complete passes.
+        kind: the kind of the rows, "text", "chat" or "pair"; None before the first row.
     """
 
     lanes: dict[str, dict]
@@ -394,29 +398,25 @@ class Place:
 
 
 class Stream:
-    """The training blocks of --streaming, in the place of a TokenFile.
+    """The training sequences of --streaming, used like a TokenFile.
 
     Attributes:
-        blocks: as many as the whole run needs; there is no epoch.
-        seq_length: tokens in a block.
-        place: where this rank stands after the step in progress.
-        facts: for results.json.
+        blocks: number of sequences of the whole run; there are no epochs.
+        seq_length: tokens in a sequence.
+        place: position on this rank after the step in progress.
+        facts: facts about the corpus for results.json.
     """
 
     def __init__(self, args, run: Run, tokenizer):
         self.args, self.run, self.tokenizer = args, run, tokenizer
         self.seq_length, self.place = args.seq_length, Place({}, [], 0, 0)
-        self.encoder, self.bad = (
-            None,
-            {},
-        )  # the rows that were left out, in their order, as the keys of a dict
-        self.found: list[tuple[str, bool]] = []  # those of the step that is being read
-        self.shown = 0  # of them that were said, or known before a resume
-        self.fresh, self.gathered = (
-            [],
-            set(),
-        )  # those that no other rank knows of, and those that all know
-        self.documents = DocumentTokenizer(copy.deepcopy(tokenizer))  # two threads must not use one
+        self.encoder, self.bad = None, {}  # `bad` is an ordered set of lines about bad rows
+        self.found: list[tuple[str, bool]] = []  # bad rows of the step that is being read
+        self.shown = 0  # number of bad rows that were printed, or known before a resume
+        # Bad rows that are not sent to the other ranks yet, and those that all ranks have.
+        self.fresh, self.gathered = [], set()
+        # A copy, because two threads must not use one tokenizer.
+        self.documents = DocumentTokenizer(copy.deepcopy(tokenizer))
         self.layout = [
             [
                 micro * args.batch_size * run.world_size + run.rank * args.batch_size + row
@@ -426,12 +426,12 @@ class Stream:
         ]
         lanes = global_batch(args, run.world_size)
         self.blocks, chunk = args.max_steps * lanes, max(1, args.shuffle_buffer // lanes)
-        mine = (number for numbers in self.layout for number in numbers)
+        rank_slots = (number for numbers in self.layout for number in numbers)
         self.lanes = {
             number: Lane(number, lanes, chunk, args.seq_length, args.seed, self._encode)
-            for number in mine
+            for number in rank_slots
         }
-        # Of a dataset that changes meanwhile every rank reads the same version.
+        # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
         remote = run.is_main and not is_local_dataset(args.dataset)
         commit = run.from_main(commit_on_hub(args.dataset) if remote else None)
         files, twins = _files_to_read(args) if is_local_dataset(args.dataset) else ([], {})
@@ -459,10 +459,13 @@ class Stream:
         self._live: Iterator[Window] | None = None
 
     def progress(self) -> dict:
-        """What a checkpoint needs, of all ranks: {"lanes": where each stands, "bad": rows that were
-        left out, "version"}.
+        """Return the state of all ranks for a checkpoint; every rank must call it.
 
-        Every rank calls it, and sends only the rows that it found since the call before.
+        Each rank sends only the bad rows that are new since the last call.
+
+        Returns:
+            {"lanes": {number of a slot: its state}, "bad": sorted lines about all bad rows,
+            "version": ROWS_VERSION}.
         """
         ranks = self.run.gather((self.place.lanes, self.fresh))
         lanes = {lane: state for states, _ in ranks for lane, state in states.items()}
@@ -471,39 +474,44 @@ class Stream:
         return {"lanes": lanes, "bad": sorted(self.gathered), "version": ROWS_VERSION}
 
     def summary(self) -> dict:
-        """Read no more. The facts for results.json; every rank calls it, and a line is said."""
+        """Stop reading, print the counts of rows, and return the facts for results.json.
+
+        Every rank must call it.
+        """
         self._ahead.close()
-        found, rows = self.progress(), max(self.run.gather(self.place.rows))
+        progress, rows = self.progress(), max(self.run.gather(self.place.rows))
         flaws = {
-            name: sum(lane["counts"][name] for lane in found["lanes"].values())
+            name: sum(lane["counts"][name] for lane in progress["lanes"].values())
             for name in ("truncated", "skipped")
         }
-        counts = {"rows": rows, **flaws, "bad_rows": found["bad"]}
-        said = ", ".join(
+        counts = {"rows": rows, **flaws, "bad_rows": progress["bad"]}
+        counts_text = ", ".join(
             f"{len(n) if isinstance(n, list) else n:,} {name.replace('_', ' ')}"
             for name, n in counts.items()
         )
-        self.run.say(f"📚 stream: {said}, in {self.place.passes + 1} passes")
+        self.run.say(f"📚 stream: {counts_text}, in {self.place.passes + 1} passes")
         return {**self.facts, "kind": self.reader.kind, **counts}
 
     def resume(self, state: dict | None) -> None:
-        """Go on where a checkpoint's lanes stood.
+        """Continue from the state in a checkpoint.
 
         Args:
-            state: see `progress`; None of a run that was not streamed.
+            state: what `progress` returned; None for a run without --streaming.
         Raises:
-            UserError: the checkpoint is of another global batch, or was not streamed, or its rows
-                cannot be found any more.
+            UserError: the checkpoint is from a run without --streaming or with another global batch
+                size, or an earlier version divided the corpus into other rows.
         """
         lanes = state["lanes"] if state else None
         if lanes is None or (lanes and set(map(int, lanes)) != set(range(self.reader.lanes))):
             raise UserError(
-                "--resume: the checkpoint was made without --streaming or with another global batch: use that."
+                "--resume: the checkpoint was made without --streaming or with another global "
+                "batch: use that."
             )
         if lanes and state.get("version", 1) < ROWS_VERSION and _was_cut_otherwise(self.args):
             raise UserError(
-                "--resume: the checkpoint was written by a version that read long text files (and WikiText) in other "
-                "pieces, so its place in the corpus cannot be found: train its weights in a new run (--export_hf)."
+                "--resume: the checkpoint was written by a version that read long text files (and "
+                "WikiText) in other pieces, so its place in the corpus cannot be found: train its "
+                "weights in a new run (--export_hf)."
             )
         self.bad, self.gathered = dict.fromkeys(state["bad"]), set(state["bad"])
         self.shown = len(self.bad)
@@ -516,14 +524,14 @@ class Stream:
         )
         self.run.say(f"⏩ Reading the stream again up to row {begin['row']:,}")
         self.reader.start(begin)
-        mine = {
+        rank_lanes = {
             str(number): {**lanes[str(number)], "counts": dict(lane.counts)}
             for number, lane in self.lanes.items()
         }
-        self.place = Place(mine, [], self.reader.row, self.reader.passes)
+        self.place = Place(rank_lanes, [], self.reader.row, self.reader.passes)
 
     def windows(self, device) -> Iterator[Window]:
-        """This rank's windows, in their order; continues where the previous caller stopped."""
+        """Yield the step batches of this rank, from where the last caller stopped."""
         if self._live is None:
             self._live = prefetch(self._ahead, device)
         for window in self._live:
@@ -531,15 +539,15 @@ class Stream:
             yield window
 
     def _arrive(self, place: Place) -> None:
-        """A step is trained on now: note where the stream stands after it; say what was left out."""
-        first = place.kind and not self.place.kind
-        if first and use_plain_template(self.tokenizer, place.kind):
+        """Record the position after the step that is trained on next, and print its bad rows."""
+        kind_is_new = place.kind and not self.place.kind
+        if kind_is_new and use_plain_template(self.tokenizer, place.kind):
             self.run.warn(PLAIN_NOTICE)
         self.place = place
-        for row, mine in place.bad:
+        for row, this_rank_only in place.bad:
             self.fresh.append(row)
             self.shown += 1
-            if self.shown <= SHOWN_BAD_ROWS and (mine or self.run.is_main):
+            if self.shown <= SHOWN_BAD_ROWS and (this_rank_only or self.run.is_main):
                 self.run.print(f"ℹ️  Left out: {row}")
             elif self.shown == SHOWN_BAD_ROWS + 1:
                 self.run.warn(
@@ -549,19 +557,19 @@ class Stream:
 
     def _windows(self) -> Iterator[Window]:
         while True:
-            rows = [
+            batches = [
                 [self.lanes[number].next_block(self.reader) for number in numbers]
                 for numbers in self.layout
             ]
             tokens = sum(
-                len(block if isinstance(block, np.ndarray) else block[0])
-                for batch in rows
-                for block in batch
+                len(sequence if isinstance(sequence, np.ndarray) else sequence[0])
+                for batch in batches
+                for sequence in batch
             )
             lanes = {str(number): lane.state() for number, lane in self.lanes.items()}
-            found, self.found = self.found, []
-            place = Place(lanes, found, self.reader.row, self.reader.passes, self.reader.kind)
-            yield Window([self._stack(batch) for batch in rows], tokens, place)
+            bad_rows, self.found = self.found, []
+            place = Place(lanes, bad_rows, self.reader.row, self.reader.passes, self.reader.kind)
+            yield Window([self._stack(batch) for batch in batches], tokens, place)
 
     def _stack(self, blocks: list) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(blocks[0], np.ndarray):
@@ -575,16 +583,16 @@ class Stream:
         if self.encoder is None:
             use_plain_template(self.documents.tokenizer, item.content.kind)
             self.encoder = Encoder(self.documents.tokenizer)
-        [found] = self.encoder.encode([item.content])
-        if isinstance(found, BadRow):
+        [encoded] = self.encoder.encode([item.content])
+        if isinstance(encoded, BadRow):
             if item.state["pass"] == 0:
-                self._refuse(found, mine=True)
+                self._refuse(encoded, mine=True)
             return None, None
-        ids, learned = (array[: self.seq_length].astype(np.int64) for array in found)
-        if not learned[1:].any():  # what is learned lies behind the block's end
+        ids, mask = (array[: self.seq_length].astype(np.int64) for array in encoded)
+        if not mask[1:].any():  # all valid tokens are beyond seq_length
             return None, "skipped"
-        return (ids, np.where(learned, ids, IGNORED)), "truncated" if len(
-            found[0]
+        return (ids, np.where(mask, ids, IGNORED)), "truncated" if len(
+            encoded[0]
         ) > self.seq_length else None
 
     def _encode_text(self, item: Item) -> tuple[np.ndarray | None, str | None]:
@@ -592,15 +600,18 @@ class Stream:
         if not text:
             return None, "skipped"
         eos = self.documents.tokenizer.eos_token_id
-        between = [eos] if item.begins and eos is not None else []
+        separator = [eos] if item.begins and eos is not None else []
         ids = self.documents.part_ids(item.part) if item.part else self.documents.ids(text)
-        return np.array(between + ids, dtype=np.int64), None
+        return np.array(separator + ids, dtype=np.int64), None
 
     def _refuse(self, row: BadRow, mine: bool = False) -> None:
-        """Note a bad row, unless that was done before a resume.
+        """Record a bad row, unless it is recorded already, for instance before a resume.
 
         Args:
-            mine: this rank alone sees it, because it could be read and not be encoded.
+            row: the bad row.
+            mine: whether only this rank has it, because the row was read but cannot be encoded.
+        Raises:
+            UserError: there are now more bad rows than --max_bad_rows.
         """
         if str(row) in self.bad:
             return
@@ -611,23 +622,26 @@ class Stream:
 
 
 def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleFile, dict]:
-    """The stream, the blocks of --validation_file (none without one), and the facts for
-    results.json.
+    """Open the training stream and --validation_file; every rank must call it.
 
+    Returns:
+        (stream, sequences of --validation_file or an empty TokenFile, facts for results.json).
     Raises:
-        UserError: nothing there, or nothing readable.
+        UserError: a corpus does not exist or cannot be read, or --validation_file is shorter than
+            one sequence.
+        TrainingError: the corpus differs between the nodes.
     """
     train, validation = Stream(args, run, tokenizer), nothing(args)
     if args.validation_file:
         prepared = tokenize_corpus(args, run, tokenizer, args.validation_file)
-        validation, found = open_split(prepared, "train", args)
-        train.facts["validation"] = {**found, "bad_rows": prepared["bad_rows"]}
+        validation, split_info = open_split(prepared, "train", args)
+        train.facts["validation"] = {**split_info, "bad_rows": prepared["bad_rows"]}
         say_dataset(run, args, {"validation": train.facts["validation"]}, tokenizer)
     return train, validation, train.facts
 
 
 def _was_cut_otherwise(args) -> bool:
-    """Whether a corpus was read as other rows before ROWS_VERSION 2."""
+    """Return whether the corpus was divided into other rows before ROWS_VERSION 2."""
     if not is_local_dataset(args.dataset):
         return args.dataset == "wikitext"
     files, _ = _files_to_read(args)
@@ -635,21 +649,23 @@ def _was_cut_otherwise(args) -> bool:
 
 
 def _files_to_read(args) -> tuple[list[Path], dict[Path, Path]]:
-    """The files of --dataset; and those that are left out because an earlier one has the same
-    content, each with that one.
+    """Return the files of --dataset, each content once.
 
-    Only files of the same size, beginning and end are read whole for it.
+    Only files with the same size, beginning and end are read completely for the comparison.
+
+    Returns:
+        (files to read, {file that is not used: the earlier file with the same content}).
     Raises:
-        UserError: there are none, or one cannot be read.
+        UserError: there are no files, or one cannot be read.
     """
     files = files_of(Path(args.dataset).expanduser(), f"--dataset {args.dataset}", args.include)
-    alike: dict[tuple, list[Path]] = {}
+    candidates: dict[tuple, list[Path]] = {}
     for file in files:
         size, edges = _edges(file)
-        alike.setdefault((size, hashlib.sha256(edges).digest()), []).append(file)
+        candidates.setdefault((size, hashlib.sha256(edges).digest()), []).append(file)
     first_with, twins = {}, {}
-    for several in (group for group in alike.values() if len(group) > 1):
-        for file in several:
+    for same_edges in (group for group in candidates.values() if len(group) > 1):
+        for file in same_edges:
             with reading(file):
                 first = first_with.setdefault(sha256_of(file), file)
             if first != file:
@@ -658,7 +674,7 @@ def _files_to_read(args) -> tuple[list[Path], dict[Path, Path]]:
 
 
 def _edges(file: Path) -> tuple[int, bytes]:
-    """A file's size, and its beginning and end."""
+    """Return a file's size in bytes, and its first and last COMPARED_BYTES joined."""
     with reading(file), open(file, "rb") as stream:
         size = file.stat().st_size
         begin = stream.read(COMPARED_BYTES)
@@ -667,10 +683,17 @@ def _edges(file: Path) -> tuple[int, bytes]:
 
 
 def fingerprint(args, commit: str | None, files: list[Path]) -> str:
-    """What ranks and a resumed run compare: names, sizes, beginnings and ends of the files, or the
-    hub's name and commit.
+    """Return the SHA-256 digest of a corpus that ranks and a resumed run compare.
 
-    The text itself is never read whole.
+    It covers --dataset_config, --text_column, and the names, sizes, beginnings and ends of the
+    files, or the name and commit on the hub. The text is never read completely.
+
+    Args:
+        args: --dataset, --dataset_config, --text_column.
+        commit: commit of a hub dataset, if known.
+        files: the files of a local corpus.
+    Raises:
+        UserError: a file cannot be read.
     """
     digest = hashlib.sha256(f"{args.dataset_config}\0{args.text_column}".encode())
     if not is_local_dataset(args.dataset):
@@ -683,14 +706,18 @@ def fingerprint(args, commit: str | None, files: list[Path]) -> str:
 
 
 def _open_rows(args, commit: str | None, files: list[Path]) -> Callable:
-    """A function that opens the corpus as a stateful iterable of rows; a dataset on the hub as of a
-    commit.
+    """Return a function that opens the corpus as a stateful iterable of rows.
 
-    A row is {"row": what read_row takes, "where": its place, "file": whether it is a whole text
-    file, named by "where", "begins": whether it begins a document and does not continue the one
-    before it, "bad": why it cannot be used, or None}.
+    A row is {"row": argument of `read_row`; "where": its place; "file": whether it is a whole text
+    file, whose path is "where"; "begins": whether it begins a document, or continues the previous
+    row; "bad": the reason why it cannot be used, or None}.
+
+    Args:
+        args: --dataset, --dataset_config, --text_column.
+        commit: the commit of a hub dataset to read; None for the newest.
+        files: the files of a local corpus.
     Raises:
-        UserError: nothing there, or nothing readable.
+        UserError: the hub dataset cannot be loaded, or its columns do not match any kind of row.
     """
     import datasets
 
@@ -698,15 +725,15 @@ def _open_rows(args, commit: str | None, files: list[Path]) -> Callable:
         options = {"files": [str(file) for file in files], "text_column": args.text_column}
         return partial(datasets.IterableDataset.from_generator, _rows_of_files, gen_kwargs=options)
     splits = load_from_hub(args.dataset, args.dataset_config, revision=commit, streaming=True)
-    where = f"--dataset {args.dataset}"
+    flag = f"--dataset {args.dataset}"
     columns = list(next(iter(splits["train"].take(1)), {}))
-    columns_of_text(columns, args.text_column, where)
+    columns_of_text(columns, args.text_column, flag)
 
     def wrap(row: dict, number: int) -> dict:
         begins = args.dataset != "wikitext" or begins_article(row["text"])  # its rows are lines
         return {
             "row": row,
-            "where": f"{where}, row {number + 1}",
+            "where": f"{flag}, row {number + 1}",
             "file": False,
             "begins": begins,
             "bad": None,
@@ -723,5 +750,5 @@ def _rows_of_files(files: list[str], text_column: str | None) -> Iterator[dict]:
             continue
         for row in rows_of_file(file, text_column):
             bad = str(row) if isinstance(row, BadRow) else None
-            found = {"row": None, "where": name} if bad else {"row": row[0], "where": row[1]}
-            yield {**found, "file": False, "begins": True, "bad": bad}
+            content = {"row": None, "where": name} if bad else {"row": row[0], "where": row[1]}
+            yield {**content, "file": False, "begins": True, "bad": bad}

@@ -53,8 +53,8 @@ def _power(base, exponent):
 
 
 # A single operation on huge numbers or texts cannot be interrupted, so it is refused. Jinja offers
-# this interception, which also keeps its compiler from evaluating constants. It is set on
-# the class, because transformers creates the environment itself.
+# this interception, which also keeps its compiler from evaluating constants. It is set on the
+# class, because transformers creates the environment itself.
 SandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
 SandboxedEnvironment.default_binop_table = {
     **SandboxedEnvironment.default_binop_table,
