@@ -174,10 +174,10 @@ def describe_machine() -> Machine:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     names = ", ".join(f"{name} ({size / GB:.0f} GB)" for name, size in gpus) or "none"
-    facts = [f"GPUs: {names}", f"driver {driver}", f"Python {platform.python_version()}"]
-    facts += [f"torch {torch_version}", f"CUDA {cuda or 'none'}", f"NCCL {nccl or 'none'}"]
-    facts += [f"{name} {_version(name)}" for name in ("deepspeed", "transformers")]
-    return Machine(len(gpus), gpus[0][1] if gpus else None, facts)
+    properties = [f"GPUs: {names}", f"driver {driver}", f"Python {platform.python_version()}"]
+    properties += [f"torch {torch_version}", f"CUDA {cuda or 'none'}", f"NCCL {nccl or 'none'}"]
+    properties += [f"{name} {_version(name)}" for name in ("deepspeed", "transformers")]
+    return Machine(len(gpus), gpus[0][1] if gpus else None, properties)
 
 
 def _version(package: str) -> str:

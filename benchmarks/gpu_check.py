@@ -407,8 +407,8 @@ def check_all_gpus(bench: Bench) -> None:
         bench.skip("several GPUs", "needs more than one GPU")
         return
     work = f"{SMALL} {NO_FILES} --precision fp32 --max_steps 8"
-    one = bench.train("one-rank", f"{work} --batch_size {2 * ranks}")
-    if not bench.report(f"one rank, batch {2 * ranks}", one.problem(), summary_of(one, {})):
+    single = bench.train("one-rank", f"{work} --batch_size {2 * ranks}")
+    if not bench.report(f"one rank, batch {2 * ranks}", single.problem(), summary_of(single, {})):
         return
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launchers = {"torchrun": [*torchrun, f"--nproc_per_node={ranks}", SCRIPT]}
@@ -421,11 +421,11 @@ def check_all_gpus(bench: Bench) -> None:
         for strategy in bench.runnable_strategies(launcher):
             flags = f"{work} --batch_size 2 --strategy {strategy}"
             run = bench.train(f"{launcher}-{strategy}", flags, program=program)
-            problem = run.problem() or losses_unlike(run.losses, one.losses, bench.tolerance)
+            problem = run.problem() or losses_unlike(run.losses, single.losses, bench.tolerance)
             if not problem and run.results["world_size"] != ranks:
                 problem = f"{run.results['world_size']} ranks instead of {ranks}"
             name = f"{launcher}, {ranks} ranks, {strategy}"
-            bench.report(name, problem, summary_of(run, one.losses))
+            bench.report(name, problem, summary_of(run, single.losses))
 
 
 # -------------------------------------------------------------------------------------------- parts

@@ -92,9 +92,8 @@ class Meter:
         step: optimizer steps done, those before a resume included.
         samples_done: sequences of these steps, over all ranks.
         best: {"loss", "step", "waited": evaluations since} of the best evaluation; None so far.
-        losses: loss of each step of this process that has been flushed.
-        samples: sequences of each step of this process, over all ranks.
-        tokens: tokens of each step of this process that has been flushed, over all ranks.
+        samples: sequences of each step since this process started, over all ranks.
+        losses, tokens: loss and tokens of the same steps, over all ranks; see `flush`.
     """
 
     def __init__(
@@ -108,7 +107,8 @@ class Meter:
         footprint,
         step_memory,
     ):
-        """
+        """Start from the counters of a checkpoint, or of a new run.
+
         Args:
             folder: of metrics.jsonl, which rank 0 writes.
             total_steps: optimizer steps of the whole run, unless it is stopped early.

@@ -144,7 +144,7 @@ def lock_folder(folder: Path):
 
 def open_results(args, run: Run, folder: Path) -> Results:
     """Return the run's `Results` with the facts that are known before anything is loaded."""
-    facts = {
+    settings = {
         "strategy": args.strategy,
         "model": args.model,
         "world_size": run.real_world_size,
@@ -158,7 +158,7 @@ def open_results(args, run: Run, folder: Path) -> Results:
         "global_batch_size": global_batch(args, run.world_size),
         "seed": args.seed,
     }
-    return Results(run, folder, facts, resuming=args.resume is not None)
+    return Results(run, folder, settings, resuming=args.resume is not None)
 
 
 class Results:
@@ -386,7 +386,7 @@ def summarize(
     traffic = meter.traffic.per_step(meter.warmup_steps)
     rank_facts["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
     ranks = run.gather(rank_facts)
-    facts = {
+    measured = {
         **progress(counters),
         "eval_loss": evaluation[0] if evaluation else None,
         "perplexity": evaluation[1] if evaluation else None,
@@ -406,8 +406,8 @@ def summarize(
         "mfu": None,
         **mean_over_ranks([rank["speed"] for rank in ranks]),
     }
-    if facts["tokens_per_second"]:
-        facts["tokens_per_second_per_gpu"] = facts["tokens_per_second"] / run.world_size
+    if measured["tokens_per_second"]:
+        measured["tokens_per_second_per_gpu"] = measured["tokens_per_second"] / run.world_size
         if peak := peak_flops(run.device, run.precision):
             text_config, weights = (
                 blueprint.text_config,
@@ -416,22 +416,22 @@ def summarize(
             flops = flops_per_token(
                 *weights, text_config.num_hidden_layers, text_config.hidden_size, args.seq_length
             )
-            facts["mfu"] = facts["tokens_per_second_per_gpu"] * flops / peak
+            measured["mfu"] = measured["tokens_per_second_per_gpu"] * flops / peak
     if steps and Traffic.complete(run.device, args.ds_config_dict is not None):
-        facts["communication_bytes_per_step"] = statistics.mean(rank["sent"] for rank in ranks)
-        facts["communication_per_step"] = traffic
-    facts["memory"] = memory.over_ranks([rank["memory"] for rank in ranks])
+        measured["communication_bytes_per_step"] = statistics.mean(rank["sent"] for rank in ranks)
+        measured["communication_per_step"] = traffic
+    measured["memory"] = memory.over_ranks([rank["memory"] for rank in ranks])
     if (
         run.simulated
-        and not facts["memory"]["moments_bytes"]
-        and facts["memory"]["placement"]["optimizer"] != "nvme"
+        and not measured["memory"]["moments_bytes"]
+        and measured["memory"]["placement"]["optimizer"] != "nvme"
     ):
         raise TrainingError(
             "The simulated steps updated nothing, so Adam's states are missing in what was "
             "measured."
         )
-    facts["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, run, blueprint)
-    return facts
+    measured["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, run, blueprint)
+    return measured
 
 
 def mean_over_ranks(values: list[dict]) -> dict:
