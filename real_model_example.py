@@ -253,17 +253,17 @@ def prepare_dataset(args, run: Run, tokenizer):
     prepared = tokens.tokenize_corpus(
         args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file
     )
-    train, validation, facts = data.split_blocks(prepared, args)
-    reporting.say_dataset(run, args, facts, tokenizer)
+    train, validation, split_facts = data.split_blocks(prepared, args)
+    reporting.say_dataset(run, args, split_facts, tokenizer)
     bad_rows = prepared["bad_rows"]
     return (
         train,
         validation,
         {
             "name": args.dataset,
-            **facts["train"],
+            **split_facts["train"],
             "bad_rows": bad_rows,
-            "validation": facts["validation"],
+            "validation": split_facts["validation"],
         },
     )
 
@@ -852,17 +852,17 @@ def hand_out(
         results.was_complete and not args.export_hf and target.folder.exists()
     )
     if not (args.no_export or args.eval_only or is_exported):
-        facts = {**results.facts, "merged": args.merge_lora}
+        card_facts = {**results.facts, "merged": args.merge_lora}
         if saver.best_is_loaded:
-            loss = facts["best_eval_loss"]
-            facts |= {
+            loss = card_facts["best_eval_loss"]
+            card_facts |= {
                 "eval_loss": loss,
                 "perplexity": math.exp(min(loss, 700)),
-                "steps": facts["best_step"],
+                "steps": card_facts["best_step"],
                 "train_loss_last": None,
                 "tokens": None,
             }
-        card = export.model_card(facts, saver.identity)
+        card = export.model_card(card_facts, saver.identity)
 
         def export_to(target: export.Target) -> dict:
             return export.export_model(model, saver.state, blueprint, target, args, run, card)

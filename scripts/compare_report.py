@@ -366,7 +366,7 @@ def memory_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
         kinds, states = row.categories, sum(row.categories[kind] for kind in comparing.STATES)
         planned = sum(row.planned[kind] for kind in comparing.STATES) if row.planned else None
         sizes = [*(kinds[kind] for kind in comparing.STATES), states, planned]
-        rest = [kinds["buffers"] + kinds["other"], row.activations, row.logits, row.step_peak_bytes]
+        more = [kinds["buffers"] + kinds["other"], row.activations, row.logits, row.step_peak_bytes]
         peak = row.planned.get("peak") if row.step_peak_bytes else None
         rows.append(
             [
@@ -374,7 +374,7 @@ def memory_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
                 row.status,
                 *map(in_mb, sizes),
                 "—" if row.saved is None else f"{100 * row.saved:.0f}%",
-                *map(in_mb, rest),
+                *map(in_mb, more),
                 in_mb(peak),
             ]
         )
@@ -558,8 +558,10 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
             [row.categories["buffers"] + row.categories["other"] for row in rows],
             color=KIND_COLOURS["buffers and other"],
         )
-        rest = [max(0.0, row.memory_bytes - sum(row.categories.values())) for row in rows]
-        stack("activations and temporary", rest, color=KIND_COLOURS["activations and temporary"])
+        remainders = [max(0.0, row.memory_bytes - sum(row.categories.values())) for row in rows]
+        stack(
+            "activations and temporary", remainders, color=KIND_COLOURS["activations and temporary"]
+        )
     for position, bottom in zip(positions, list(bottoms), strict=True):
         axes.annotate(
             f"{bottom:.2f}" if on_gpu else f"{bottom:.1f}",
@@ -583,7 +585,7 @@ def draw_memory(axes, comparison: Comparison, rows: list[Row]) -> None:
             color="black",
             label="planned",
         )
-    if not on_gpu:  # host memory of a real GPU run: hatched, above the number
+    if not on_gpu:  # what GPU runs keep in host memory: hatched, above the number
         gap = 0.07 * max(bottoms)
         bottoms[:] = [
             bottom + gap * any(row.host_categories.values())

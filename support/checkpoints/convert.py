@@ -176,13 +176,13 @@ def load_tensors(path: Path):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch's readers raise many types for a damaged file
         has_objects = "weights_only" in str(error)
-        reason = shown((str(error).splitlines() or [type(error).__name__])[0], 200)
-        why = (
+        first_line = shown((str(error).splitlines() or [type(error).__name__])[0], 200)
+        reason = (
             "it holds Python objects, and no code from a file is run here"
             if has_objects
-            else reason
+            else first_line
         )
-        raise UserError(f"{path} cannot be read: {why}.") from error
+        raise UserError(f"{path} cannot be read: {reason}.") from error
 
 
 # ---------------------------------------------------------------------------------------- exporting
@@ -202,6 +202,7 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
     Raises:
         UserError: the target exists, or the source cannot be converted to this format.
         TrainingError: a file of the source cannot be read.
+        ValueError: the names or shapes of the source do not make a valid manifest.
         OSError: the disk is full, or not writable.
     """
     if os.path.lexists(target):
@@ -317,7 +318,7 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
     files.check_complete()
     counters, identity = source.manifest["counters"], source.manifest["identity"]
     parameters = identity["hard"].get("parameters")
-    facts = {
+    card_facts = {
         "model": shown(identity["soft"].get("model", "unknown")),
         "steps": counters["step"],
         "parameters": parameters
@@ -328,7 +329,7 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
         "train_loss_first": counters["first_loss"],
         "train_loss_last": counters["last_loss"],
     }
-    write_text(folder / "README.md", model_card(facts, identity))
+    write_text(folder / "README.md", model_card(card_facts, identity))
 
 
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:

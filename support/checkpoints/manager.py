@@ -412,7 +412,7 @@ class Saver:
         started = time.monotonic()
         # None unless a user's DeepSpeed file configures a scheduler.
         scheduler = getattr(self.model, "lr_scheduler", None)
-        facts = {
+        manifest_entries = {
             "counters": meter.counters(),
             "scaling": self._scaling(),
             "identity": self.identity,
@@ -426,7 +426,7 @@ class Saver:
             path = save(
                 self.folder,
                 meter.step,
-                facts,
+                manifest_entries,
                 self.state,
                 self.run,
                 self.args.keep_last,
@@ -503,20 +503,20 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
         evaluated on. "told" entries are informational: a difference is only reported.
     """
     named = getattr(model, "module", model).named_parameters()
-    hard = {
+    must_match = {
         "parameters": blueprint.parameters,
         "shapes": digest_of_shapes({name: getattr(p, "ds_shape", p.shape) for name, p in named}),
         "tokenizer": tokenizer_fingerprint(blueprint.tokenizer),
     }
     if blueprint.lora:
-        hard |= {"lora_r": blueprint.lora.r, "lora_alpha": blueprint.lora.alpha}
+        must_match |= {"lora_r": blueprint.lora.r, "lora_alpha": blueprint.lora.alpha}
         # The frozen weights are not part of a checkpoint.
-        hard["frozen weights"] = (
+        must_match["frozen weights"] = (
             f"random, from seed {args.seed}" if blueprint.random else "as they came"
         )
     # Whether a stream contains conversations is not known in advance.
     may_be_chat = args.streaming or dataset["kind"] == "chat"
-    soft = {
+    should_match = {
         "model": os.path.normpath(args.model),
         "dataset": dataset["sha256"],
         "blocks": dataset["blocks"],
@@ -528,7 +528,7 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
         "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
         "global batch": global_batch(args, run.world_size),
     }
-    told = {
+    informational = {
         "strategy": args.strategy,
         "ranks": run.world_size,
         "precision": run.precision,
@@ -546,7 +546,7 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
         "lora_dropout": args.lora_dropout,
         "fused_gelu": args.fused_gelu,
     }
-    return {"hard": hard, "soft": soft, "told": told}
+    return {"hard": must_match, "soft": should_match, "told": informational}
 
 
 def digest_of_text(text) -> str:
