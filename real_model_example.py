@@ -162,7 +162,7 @@ def find_model(args, run: Run) -> models.Blueprint:
     Sets args.seq_length to its default if the user gave none.
 
     Raises:
-        UserError: --seq_length exceeds the positions of the model.
+        UserError: the model cannot be used, or --seq_length exceeds its positions.
     """
     if not args.hub_offline:
         run.say(f"⏳ Downloading {args.model}, where it is not in the cache")
@@ -508,6 +508,8 @@ def windows_of_epoch(train, epoch: int, done: int, args, run: Run):
 def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run):
     """Train one epoch in plain PyTorch, for dp and fsdp; end early if an evaluation is due."""
     model.train()
+    # True after the first loss or gradient that is not finite: the optimizer then skips its updates,
+    # and the run ends when the loss is next logged. The flag stays on the device to avoid a sync.
     found_inf = torch.zeros((), dtype=torch.bool, device=run.device)
 
     meter.start_epoch(epoch)
