@@ -1,12 +1,10 @@
-"""Files that are whole at any moment: written under another name, flushed to disk, and then
-renamed.
+"""Atomic writes: a file is written under a temporary name, flushed to disk, and then renamed.
 
-What a process writes under another name remains when the process is killed. A later run removes it
-once nobody can be writing to it any more. How that is known depends on the place:
+A file is therefore complete at any moment. If a process is killed, its temporary files remain. A
+later run removes them once no process can be writing to them, which is determined by a lock:
 
-    a run's output folder    its lock file: only one run at a time uses the folder, so no other run
-                             is writing there
-    anywhere else            a TemporaryFolder, which has a lock file of its own
+    output folder of a run   the folder's lock file: only one run at a time uses the folder
+    any other folder         a TemporaryFolder, which has its own lock file
 """
 
 from __future__ import annotations
@@ -29,47 +27,51 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-PARTIAL = ".partial-"  # how the names of unfinished files begin
-# What a killed run leaves in its output folder and in checkpoints/; the first two are names that
-# older versions gave.
+PARTIAL = ".partial-"  # prefix of the names of unfinished files
+# Names of unfinished files of a killed run in its output folder and in checkpoints/; the first two
+# patterns are for names that older versions used.
 LEFTOVERS = re.compile(
     r"\.(results|metrics|latest|best)\.\d+(\.jsonl?)?|\.step-\d+\.partial"
     r"|\.partial-([0-9a-f]{8}-.+|step-[0-9]{8})"
 )
-SMALL_FILE_BYTES = 256 << 20  # results.json names every row that was left out
-DEEPEST_JSON = (
-    50  # levels of nesting; what this project writes and DeepSpeed's files have less than 10
-)
+SMALL_FILE_BYTES = 256 << 20  # large enough for a results.json that lists every bad row
+DEEPEST_JSON = 50  # levels of nesting; the files of this project and of DeepSpeed have less than 10
 EMPTY_LOCK_SECONDS = 3600
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file next to `path`, which gets the name only when it is whole and on
-    disk.
+    """Write a file under a temporary name, and rename it when it is complete and on disk.
 
+    Args:
+        path: the file; an existing one is replaced.
+        write: writes the content to the path that it gets, in the same folder.
     Raises:
-        OSError: the disk is full, or not writable; `path` is as it was.
+        OSError: the disk is full or not writable; `path` is unchanged.
     """
-    beside = path.with_name(f"{PARTIAL}{secrets.token_hex(4)}-{path.name}")
+    partial = path.with_name(f"{PARTIAL}{secrets.token_hex(4)}-{path.name}")
     try:
         with naming(path):
-            write(beside)
-        with open(beside, "rb") as file:
+            write(partial)
+        with open(partial, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(partial, path)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
+    """Write a text file atomically, in UTF-8.
+
+    Raises:
+        OSError: the disk is full or not writable; `path` is unchanged.
+    """
     write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError: a write that finds no space does not name its file."""
+    """Add the file's name to an OSError that has none, for instance of a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -78,11 +80,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def overwrite(path: Path, text: str) -> None:
-    """Replace a file's content in its own blocks, which works on most file systems when the disk is
-    full.
+    """Replace a file's content in place, which works on most file systems when the disk is full.
+
+    The disk blocks of the file are used again. Unlike `write_text` this is not atomic.
 
     Raises:
-        OSError: the text needs more blocks, and there are none; the file is as it was.
+        OSError: the text needs more disk blocks than are free; the file is unchanged.
     """
     data = text.encode("utf-8")
     with open(path, "rb+") as file:
@@ -92,7 +95,7 @@ def overwrite(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
+    """Flush the directory entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,7 +104,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush a folder with everything in it to disk."""
+    """Flush a folder and everything in it to disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb+") as file:
@@ -112,13 +115,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file."""
+    """Return the SHA-256 hex digest of a file."""
     with open(path, "rb") as file:
         return digest_of(file)
 
 
 def digest_of(file: BinaryIO) -> str:
-    """Hex digest (SHA-256) of what is left to read of an open file."""
+    """Return the SHA-256 hex digest of an open file, from its current position to its end."""
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)
@@ -126,12 +129,12 @@ def digest_of(file: BinaryIO) -> str:
 
 
 def digest_of_json(value) -> str:
-    """Hex digest (SHA-256) of a JSON value, whatever the order of its keys."""
+    """Return the SHA-256 hex digest of a JSON value, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def only_finite(value):
-    """JSON has no word for infinity or not-a-number: null stands for them."""
+    """Replace infinity and NaN in a JSON value by None, because JSON cannot represent them."""
     if isinstance(value, dict):
         return {key: only_finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -143,11 +146,13 @@ def only_finite(value):
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; a pipe, which would wait for its other end, or a link to
-    another place is refused.
+    """Open a regular file for reading.
+
+    A pipe is refused because opening it would block until another process opens it for writing, and
+    a symbolic link because it may refer to a file elsewhere.
 
     Raises:
-        OSError: there is no such file, or it is not a regular one.
+        OSError: the file does not exist, cannot be opened, or is not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -162,15 +167,15 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path, most: int = SMALL_FILE_BYTES):
-    """The value in a JSON file.
+    """Return the value in a JSON file.
 
     Args:
         path: the file.
-        most: bytes; a larger file is not read.
+        most: maximum size in bytes.
     Raises:
-        OSError: there is no such file, or it is not a regular one.
-        ValueError: it holds no JSON, JSON that is nested too deeply to be passed on, or more than
-            `most` bytes.
+        OSError: the file does not exist, cannot be read, or is not a regular file.
+        ValueError: the file is empty, is not UTF-8 or not JSON, is nested in more than DEEPEST_JSON
+            levels, or is larger than `most`.
     """
     with open_regular(path) as file:
         content = file.read(most + 1)
@@ -193,7 +198,10 @@ def read_json(path: Path, most: int = SMALL_FILE_BYTES):
 
 
 def depth(value) -> int:
-    """Levels of nesting of a JSON value; not recursive, for values that are nested deeply."""
+    """Return the levels of nesting of a JSON value.
+
+    The function is not recursive, because the nesting may exceed Python's recursion limit.
+    """
     levels, level = 0, [value]
     while level:
         levels += 1
@@ -207,41 +215,47 @@ def depth(value) -> int:
 
 
 def set_aside(path: Path, name: str) -> Path:
-    """Rename a file or folder within its folder to `name`, or to `name`.2, `name`.3 … if that is
-    taken; returns the new path.
+    """Rename a file or folder within its folder, to a name that is not in use.
 
+    Args:
+        path: the file or folder.
+        name: the new name; if it is in use, `name`.2, `name`.3 and so on.
+    Returns:
+        The new path.
     Raises:
         OSError: the folder is not writable.
     """
     names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
-    aside = next(
+    new_path = next(
         path.with_name(free) for free in names if not os.path.lexists(path.with_name(free))
     )
-    os.rename(path, aside)
-    return aside
+    os.rename(path, new_path)
+    return new_path
 
 
 # ------------------------------------------------------------------------------ locks and leftovers
 
 
 def lock(path: Path, create: bool = True) -> BinaryIO | None:
-    """Take a lock that lasts until the returned file is closed, at the latest until this process
-    ends, however it ends.
+    """Acquire a lock file without waiting.
+
+    The lock lasts until the returned file is closed. The kernel also releases it when this process
+    ends in any way.
 
     Args:
         path: the lock file.
-        create: whether to make it if it is not there.
+        create: create the file if it does not exist.
     Returns:
         The open lock file; None on a file system without locks.
     Raises:
         BlockingIOError: another process has the lock.
-        OSError: the file cannot be opened for writing, or there is something else in its place.
+        OSError: the file cannot be opened for writing, or is not a regular file.
     """
-    # Neither follow a link to another file nor wait for a pipe's other end: others may write to the
-    # folder, too.
+    # Other users may write to the folder, too: do not follow a symbolic link to another file, and
+    # do not wait until a pipe is opened at its other end.
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     descriptor = os.open(path, flags, 0o666)
-    file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115 (it stays open)
+    file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115 (the caller closes it)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -255,8 +269,11 @@ def lock(path: Path, create: bool = True) -> BinaryIO | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove unfinished files and checkpoints of runs that were killed from a folder that only this
-    run may write to."""
+    """Remove the unfinished files and checkpoints of killed runs from a folder.
+
+    Args:
+        folder: a folder to which only this run writes.
+    """
     if folder.is_dir():
         for entry in os.scandir(folder):
             if LEFTOVERS.fullmatch(entry.name):
@@ -264,7 +281,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, as well as it can be removed."""
+    """Remove a file or a folder with everything in it; errors are ignored."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -272,25 +289,26 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-# Of this process's temporary folders: a lock lasts as long as its file is open.
+# The lock files of this process's temporary folders: a lock lasts as long as its file is open.
 _locks: dict[Path, BinaryIO] = {}
 
 
 class TemporaryFolder:
-    """A new folder whose contents are moved away or removed at the end; if this process is killed,
-    a later run removes it.
+    """A new folder that is moved or removed at the end.
 
-    `<prefix><random>.lock` next to the folder is locked while this process lives, and says on which
-    machine. The kernel releases the lock with the process. On some file systems other machines do
-    not see locks, so a lock file that another machine wrote counts as locked.
+    If this process is killed, a later run removes the folder. This process locks the file
+    `<prefix><random>.lock` next to the folder, and writes the name of the machine into it. The
+    kernel releases the lock when the process ends. On some file systems a lock is not visible on
+    other machines, so a lock file that another machine wrote counts as locked.
 
     Args:
         parent: an existing folder.
-        prefix: of its name. What earlier owners of this prefix left in `parent` is removed first.
-        mode: of the new folder, less the umask.
+        prefix: prefix of the new folder's name. Folders in `parent` with this prefix are removed
+            first if their processes have ended.
+        mode: permissions of the new folder, less the umask.
     Attributes:
         path: the folder.
-        paths: all that is to be removed at the end, for `Run.temporary`.
+        paths: the paths to remove at the end, for `Run.temporary`.
     Raises:
         OSError: `parent` is not writable.
     """
@@ -314,11 +332,11 @@ class TemporaryFolder:
         while True:
             try:
                 return lock(self._lock)
-            except BlockingIOError:  # another process looks at this moment whether it is abandoned
+            except BlockingIOError:  # another process checks now whether the folder is abandoned
                 time.sleep(0.001)
 
     def remove(self) -> None:
-        """Remove the folder with everything in it, and the lock file."""
+        """Remove the folder and everything in it, and the lock file; errors are ignored."""
         remove(self.path)
         remove(self._lock)
         if file := _locks.pop(self.path, None):
@@ -333,7 +351,12 @@ def _this_machine() -> dict:
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove temporary folders of this user whose owners are known to be dead."""
+    """Remove the temporary folders of this user whose processes have ended.
+
+    Args:
+        parent: the folder that contains them.
+        prefix: prefix of their names.
+    """
     try:
         names = [entry.name for entry in os.scandir(parent)]
     except OSError:
@@ -347,30 +370,31 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
         ):
             try:
                 _remove_if_abandoned(path)
-            # It is gone, in use, of another user, or not one of ours.
+            # The lock file was removed, is locked, is of another user, or has another content.
             except (OSError, ValueError, AttributeError, RecursionError):
                 continue
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    """
+    """Remove a temporary folder and its lock file, if the process that created it has ended.
+
     Raises:
-        OSError: the owner lives, or the lock file cannot be opened.
-        ValueError, AttributeError: the lock file does not say on which machine its owner ran.
+        OSError: the process is alive, or the lock file cannot be opened.
+        ValueError, AttributeError, RecursionError: the lock file does not name a machine.
     """
     file = lock(path, create=False)
     if file is None:
         return
     with file:
         content = file.read(1000)
-        if not content:  # of a process that has just made it, or that was killed there
+        if not content:  # the process has just created it, or was killed before it wrote
             if time.time() - os.fstat(file.fileno()).st_mtime > EMPTY_LOCK_SECONDS:
                 remove(path)
             return
-        owner, here = json.loads(content), _this_machine()
-        same = owner.get("host") == here["host"] or (
-            here["boot"] and owner.get("boot") == here["boot"]
+        owner, machine = json.loads(content), _this_machine()
+        same_machine = owner.get("host") == machine["host"] or (
+            machine["boot"] and owner.get("boot") == machine["boot"]
         )
-        if same and os.fstat(file.fileno()).st_uid == os.getuid():
+        if same_machine and os.fstat(file.fileno()).st_uid == os.getuid():
             remove(path.with_suffix(""))
             remove(path)

@@ -1,8 +1,8 @@
-"""Folders of prepared files that several runs, users and hosts may share: written once, verified at
-every use.
+"""A cache of folders that several runs, users and hosts may share.
 
-A folder has its files and `meta.json`, which holds their sizes and SHA-256 digests and what the
-writer says of them. A folder that does not match its `meta.json` is written again.
+A folder is written once and verified at every use. Its `meta.json` has the sizes and SHA-256
+digests of its files, and the facts that the writer stores about them. A folder that does not match
+its `meta.json` is written again.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ META = "meta.json"
 
 
 class Damaged(Exception):
-    """A folder of the cache does not hold what was written; the text says what is wrong."""
+    """An error of a cached folder whose files are not those that were written; has the reason."""
 
 
 class Cache:
-    """Folders of prepared files by name.
+    """A cache of folders of prepared files.
 
     Args:
-        root: the folder that holds them, shared by all runs with the same --cache_dir.
-        temporary: gets the folder that is written to, to be removed if the run ends meanwhile.
+        root: the folder that contains them, shared by all runs with the same --cache_dir.
+        temporary: paths that the run removes if it ends early; includes the folder in progress.
         say: prints a line for the user.
     """
 
@@ -35,14 +35,17 @@ class Cache:
         self.root, self.temporary, self.say = root, temporary, say
 
     def get(self, name: str, write: Callable[[Path], dict]) -> tuple[Path, dict]:
-        """The folder `name` and the facts about it: found and verified, or written now.
+        """Return a folder and the facts about it; it is written if it is missing or damaged.
 
         Args:
-            name: must change whenever the content would, so that all runs write the same files
-                under it.
-            write: fills an empty folder with files and returns the facts, as JSON.
+            name: must be different for different content, so that all runs write the same files
+                to a folder of this name.
+            write: writes files to an empty folder, and returns the facts as a JSON object.
+        Returns:
+            (path of the folder, facts).
         Raises:
-            UserError: the cache cannot be read or written; or what `write` raises.
+            UserError: the cache cannot be read or written. Errors of `write` are raised unchanged,
+                except an OSError, which counts as an error of the cache.
         """
         folder = self.root / name
         try:
@@ -53,24 +56,24 @@ class Cache:
         return folder, self._write(folder, write) if facts is None else facts
 
     def _read(self, folder: Path) -> dict | None:
-        """The facts of a folder that is whole; None if there is no such folder.
+        """Return the facts of a complete folder; None if it does not exist.
 
         Raises:
-            Damaged: it is there, and its files are not those that were written.
-            UserError: this user may not read it.
+            Damaged: the files of the folder are not those that were written.
+            UserError: this user may not read the folder.
         """
         try:
             folder.stat()
             facts, files = _read_meta(folder / META)
-            for name, wanted in files.items():
-                _verify(folder / name, **wanted)
+            for name, expected in files.items():
+                _verify(folder / name, **expected)
         except PermissionError as error:
             raise UserError(
                 f"The cache {error.filename} may not be read by this user: use --cache_dir."
             ) from error
         except OSError as error:
             if not os.path.lexists(folder):
-                return None  # or there can be none, which shows when it is written
+                return None  # if it cannot exist (a file in its path), writing raises the error
             raise Damaged(
                 f"{Path(error.filename or folder).name}: {error.strerror or error}"
             ) from error
@@ -79,8 +82,8 @@ class Cache:
     def _write(self, folder: Path, write: Callable[[Path], dict]) -> dict:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            # Not tempfile.mkdtemp: its mode is 0700 whatever the umask says, and other users could
-            # not read the folder.
+            # Not tempfile.mkdtemp: it ignores the umask and sets the mode 0700, and other users
+            # could not read the folder.
             temporary = TemporaryFolder(self.root, ".writing-")
         except OSError as error:
             raise self._not_writable(error) from error
@@ -97,14 +100,14 @@ class Cache:
         return facts
 
     def _publish(self, written: Path, folder: Path) -> None:
-        """Give a written folder its name, in the place of a damaged one if there is one."""
+        """Rename a written folder to its final name; a damaged folder there is replaced."""
         try:
             os.rename(written, folder)
         except OSError:
             if self._is_whole(folder):
-                return  # another run was faster
-            # Of a damaged folder each file is replaced by itself: a run that uses the folder
-            # meanwhile finds every file at every moment, and keeps what it has mapped.
+                return  # another run has written it meanwhile
+            # The files of a damaged folder are replaced one by one: another run that uses the
+            # folder can open every file at any time, and its memory maps stay valid.
             for file in sorted(written.iterdir(), key=lambda file: file.name == META):
                 os.replace(file, folder / file.name)
             sync_folder(folder)
@@ -123,7 +126,12 @@ class Cache:
 
 
 def _read_meta(path: Path) -> tuple[dict, dict]:
-    """The facts, and {name: {size, sha256}} of the files."""
+    """Return (the facts, {name: {size in bytes, sha256}} of the files).
+
+    Raises:
+        Damaged: the file is incomplete, or was changed.
+        OSError: the file does not exist, or cannot be read.
+    """
     try:
         meta = read_json(path)
         content = {"facts": meta["facts"], "files": meta["files"]}
@@ -136,20 +144,21 @@ def _read_meta(path: Path) -> tuple[dict, dict]:
 
 
 def _verify(path: Path, size: int, sha256: str) -> None:
-    """
+    """Check the size and the digest of a file.
+
     Raises:
-        Damaged: the file is not as it was written.
-        OSError: it is not there, or cannot be read.
+        Damaged: the file was changed since it was written.
+        OSError: the file does not exist, or cannot be read.
     """
-    found = path.stat().st_size
-    if not path.is_file() or found != size:
-        raise Damaged(f"{path.name} has {found:,} bytes instead of {size:,}")
+    actual_size = path.stat().st_size
+    if not path.is_file() or actual_size != size:
+        raise Damaged(f"{path.name} has {actual_size:,} bytes instead of {size:,}")
     if sha256_of(path) != sha256:
         raise Damaged(f"{path.name} was changed")
 
 
 def _write_meta(folder: Path, facts: dict) -> None:
-    """Flush a folder's files to disk, and write their sizes and digests."""
+    """Flush a folder's files to disk, and write `meta.json` with their sizes and digests."""
     files = {}
     for path in sorted(folder.iterdir()):
         with open(path, "rb+") as file:

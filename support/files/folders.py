@@ -1,5 +1,6 @@
-"""Which files of a folder are read: all that are not hidden or empty, or those that --include
-names.
+"""Select the files of a folder that are read.
+
+These are all files that are not hidden or empty and, with --include, match one of its patterns.
 """
 
 from __future__ import annotations
@@ -11,37 +12,41 @@ from pathlib import Path
 
 from support.errors import UserError
 
-SHOWN = 3  # files that a notice names
+SHOWN = 3  # notices about single files; the rest is counted
 
 
 def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:
-    """A file; or all of a folder's that are not hidden, not empty and match --include, in order.
+    """Return a folder's files that are not hidden, not empty and match --include, sorted by path.
 
     Args:
-        path: the file or folder. Links to files are followed, links to folders are not.
-        name: what the user called it.
-        include: patterns of names with commas between, None for all; see `is_included`.
+        path: the folder, or a file, which is returned as the only one. Links to files are followed,
+            links to folders are not.
+        name: the name that the user gave, for messages.
+        include: patterns of names, separated by commas; None for all files. See `is_included`.
     Raises:
-        UserError: there are none, or a part of the folder cannot be read.
+        UserError: there are no such files, or a part of the folder cannot be read.
     """
     try:
         if path.is_file():
             return [path]
         if not path.exists():
             raise UserError(f"{name}: no such file or folder.")
-    except OSError as error:  # a name that is too long, a folder that is closed to this user
+    except OSError as error:  # for instance a name that is too long, or no permission
         raise UserError(f"{name[:200]} cannot be read: {error.strerror}.") from error
     if not path.is_dir():
         raise UserError(f"{name} is a pipe or a device: save the data in a file first.")
-    there = [file for file in _walk(path, name) if _has_data(file)]
-    if not there:
+    candidates = [file for file in _walk(path, name) if _has_data(file)]
+    if not candidates:
         raise UserError(f"{name}: the folder holds no files, or empty ones only.")
     files = sorted(
-        file for file in there if include is None or is_included(file.relative_to(path), include)
+        file
+        for file in candidates
+        if include is None or is_included(file.relative_to(path), include)
     )
     if not files:
         raise UserError(
-            f"--include {include}: no file in {name} has such a name; there are {count_types(there)}."
+            f"--include {include}: no file in {name} has such a name; "
+            f"there are {count_types(candidates)}."
         )
     return files
 
@@ -50,13 +55,13 @@ def _walk(folder: Path, name: str):
     def refuse(error: OSError) -> None:
         raise UserError(f"{name}: {error.filename} cannot be read: {error.strerror}.") from error
 
-    for where, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [one for one in folders if not one.startswith(".")]
-        yield from (Path(where, file) for file in files if not file.startswith("."))
+    for parent, subfolders, files in os.walk(folder, onerror=refuse):
+        subfolders[:] = [subfolder for subfolder in subfolders if not subfolder.startswith(".")]
+        yield from (Path(parent, file) for file in files if not file.startswith("."))
 
 
 def _has_data(file: Path) -> bool:
-    """Whether it is a file, no pipe or device or broken link, and not empty."""
+    """Return whether a path is a regular file (or a link to one) that is not empty."""
     try:
         return file.is_file() and file.stat().st_size > 0
     except FileNotFoundError:  # removed since the folder was listed
@@ -64,8 +69,12 @@ def _has_data(file: Path) -> bool:
 
 
 def is_included(file: Path, include: str) -> bool:
-    """Whether one of the patterns fits: a pattern with a slash fits the path in the folder, any
-    other the file's name.
+    """Return whether a file matches one of the patterns of --include.
+
+    Args:
+        file: its path relative to the folder.
+        include: patterns as in `fnmatch`, separated by commas. A pattern with a slash is compared
+            with the path, any other with the name of the file.
     """
     patterns = [pattern.strip() for pattern in include.split(",")]
     return any(
@@ -75,24 +84,24 @@ def is_included(file: Path, include: str) -> bool:
 
 
 def count_types(files: list[Path]) -> str:
-    """How many files there are of each type: "12 .txt, 1 .json"."""
+    """Return the number of files of each type as a text: "12 .txt, 1 .json"."""
     counts = Counter(file.suffix.lower() or "without a suffix" for file in files)
     return ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())
 
 
 def advise_include(files: list[Path]) -> str:
-    """What helps if one type of files in a folder is not meant; empty if there is only one type."""
+    """Return the advice to read one type of files; empty if the files have only one type."""
     types = Counter(file.suffix for file in files).most_common()
     usual = next((suffix for suffix, _ in types if suffix), "")
     return f" Files of one type only: --include '*{usual}'." if len(types) > 1 else ""
 
 
 def describe_twins(twins: dict[Path, Path], what: str) -> list[str]:
-    """Lines about files that are left out because an earlier one has the same.
+    """Return lines about files that are not used because an earlier file is the same.
 
     Args:
-        twins: each file that is left out, and the earlier one.
-        what: they have in common: "content" or "text".
+        twins: {file that is not used: the earlier file}.
+        what: what is the same in both: "content" or "text".
     """
     lines = [
         f"{twin} has the same {what} as {first}: used once."

@@ -1,9 +1,9 @@
-"""Writing safetensors (https://huggingface.co/docs/safetensors): a header in JSON, then every
-tensor's bytes.
+"""Write safetensors files one tensor at a time (https://huggingface.co/docs/safetensors).
 
-The library's own `save_file` wants all tensors of a file in memory at once. Here they may come one
-by one, and while one is written other threads go on, such as the one that tells the other ranks
-that this one is alive.
+A file has a header in JSON, followed by the bytes of every tensor. The `save_file` of the library
+needs all tensors of a file in memory at once. Here they can be written one by one, and other
+threads run during a write, for instance the one that signals to the other ranks that this rank is
+alive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from support.files.atomic import write_text
 
-FILE_BYTES = "5GB"  # of one weights file at most, as transformers has it
+FILE_BYTES = "5GB"  # maximum size of one file of weights, as in transformers
 NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -30,10 +30,16 @@ NAMES = {
 
 
 def start_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Write a file's header, and leave room for the tensors, which are only looked at.
+    """Write the header of a file, and extend the file to its final size.
 
+    Args:
+        path: the file.
+        tensors: the tensors by name; only their shapes and types are used.
     Returns:
-        Where in the file each tensor's bytes belong.
+        The offset in bytes of each tensor in the file.
+    Raises:
+        KeyError: the type of a tensor is not in NAMES.
+        OSError: the file cannot be written.
     """
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
@@ -52,7 +58,7 @@ def start_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def write_at(file, offset: int, tensor: torch.Tensor) -> None:
-    """Put a tensor's bytes into an open file."""
+    """Write the bytes of a tensor to an open file at `offset` (in bytes)."""
     file.seek(offset)
     file.write(
         memoryview(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy())
@@ -63,7 +69,8 @@ def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write a file of tensors that are in memory.
 
     Raises:
-        OSError: the disk is full, or not writable.
+        KeyError: the type of a tensor is not in NAMES.
+        OSError: the disk is full or not writable.
     """
     offsets = start_file(path, tensors)
     with open(path, "rb+") as file:
@@ -72,16 +79,18 @@ def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 class WeightFiles:
-    """A model's weights in as many files as they need, with an index if there are several.
+    """The weight files of a model: one, or several with an index.
 
     Args:
         folder: an existing, empty folder.
-        tensors: tensors of the right shapes and types by name; only looked at, so that they may be
-            on the meta device.
-        file_bytes: the most that one file holds, such as "5GB".
-        stem: of the file's name, if one is enough.
+        tensors: tensors by name, of which only the shapes and types are used; they can be on the
+            meta device.
+        file_bytes: maximum size of one file, such as "5GB".
+        stem: file name without the suffix, for instance "model" for model.safetensors.
     Raises:
-        ValueError: `file_bytes` is no such text.
+        ValueError: `file_bytes` is not a size.
+        KeyError: the type of a tensor is not in NAMES.
+        OSError: the disk is full or not writable.
     """
 
     def __init__(
@@ -111,13 +120,22 @@ class WeightFiles:
             )
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor into its place; it is converted to the type that was announced."""
+        """Write a tensor, converted to the type that it has in `tensors`.
+
+        Raises:
+            KeyError: there is no tensor of this name, or it is written already.
+            OSError: the disk is full or not writable.
+        """
         path, offset = self._places[name]
         with open(path, "rb+") as file:
             write_at(file, offset, tensor.to(self._missing.pop(name)))
 
     def check_complete(self) -> None:
-        """Raises ValueError if a tensor that was announced has not come."""
+        """Check that all tensors are written.
+
+        Raises:
+            ValueError: a tensor is missing.
+        """
         if self._missing:
             raise ValueError(
                 f"{len(self._missing)} weights are missing, {next(iter(self._missing))} among them."

@@ -1,7 +1,7 @@
 """Read the small YAML and JSON files that a user writes.
 
-A file that cannot be used gives one line that names it, whatever is wrong with it: size, nesting,
-numbers, keys given twice.
+A file that cannot be used results in a message of one line that names the file, for any problem:
+its size, its nesting, its numbers, duplicate keys.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from support.errors import UserError
 from support.files.atomic import DEEPEST_JSON, depth
 
 MOST_CHARACTERS = 1 << 20
-MOST_NODES = 20_000  # of a YAML file, each use of an alias counted
+MOST_NODES = 20_000  # values in a YAML file, where each use of an alias counts
 
 
 def printable(text: str) -> str:
-    """A text on one line, with escapes for what a terminal would not show."""
+    """Return a text on one line, with escape sequences for characters that are not printable."""
     return "".join(
         character if character.isprintable() else repr(character)[1:-1] for character in text
     )
 
 
 def shown(value, most: int = 100) -> str:
-    """A value of a user or of a file as a message quotes it: on one line, and shortened in its
-    middle.
+    """Return a value of a user or of a file for a message: on one line, shortened in its middle.
+
+    Args:
+        value: the value.
+        most: length in characters beyond which it is shortened.
     """
     text = printable(str(value))
     if not text.strip():
@@ -36,20 +39,23 @@ def shown(value, most: int = 100) -> str:
 
 
 def read_text(flag: str, path: str, most: int = MOST_CHARACTERS) -> str:
-    """The text of a small file.
+    """Return the text of a small file.
 
     Args:
-        flag: names the file in messages ("--config").
-        path: of the file; also a pipe of the shell, `<(...)`.
-        most: characters that are accepted.
+        flag: the flag that names the file, for messages ("--config").
+        path: path of the file, or of a pipe from the shell, `<(...)`.
+        most: maximum number of characters.
     Raises:
-        UserError: it cannot be read, is not UTF-8, is longer than `most`, or is a device.
+        UserError: the file cannot be read, is not UTF-8, is longer than `most`, or is a device or
+            another pipe.
     """
     place = Path(path).expanduser()
     try:
         kind = place.stat().st_mode
         pipe = stat.S_ISFIFO(kind) and str(place).startswith(("/dev/fd/", "/proc/self/fd/"))
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind) or pipe):  # others may never end
+        if not (
+            stat.S_ISREG(kind) or stat.S_ISDIR(kind) or pipe
+        ):  # a device or named pipe may never end
             raise UserError(f"{flag} {shown(path)} is not an ordinary file.")
         with open(place, encoding="utf-8-sig") as file:
             text = file.read(most + 1)
@@ -74,22 +80,23 @@ def parse_json(text: str, path: str, loads=json.loads, unique: bool = True):
 
     Args:
         text: the file's content.
-        path: of the file, for messages.
-        loads: json.loads, or another parser with its arguments (hjson's).
-        unique: refuse an object that gives a key twice.
+        path: path of the file, for messages.
+        loads: json.loads, or another parser with the same arguments (hjson.loads).
+        unique: refuse an object with a duplicate key.
     Raises:
-        UserError: a key is given twice, a number or the nesting is too large.
-        ValueError: it is not JSON (json.JSONDecodeError, hjson.HjsonDecodeError).
+        UserError: a key is duplicate, a number is too long, or the nesting is too deep.
+        ValueError: the text is not JSON (json.JSONDecodeError, hjson.HjsonDecodeError).
     """
 
     def as_dict(pairs: list) -> dict:
-        found = dict(pairs)
-        if unique and len(found) < len(pairs):
-            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        mapping = dict(pairs)
+        if unique and len(mapping) < len(pairs):
+            duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise UserError(
-                f"{shown(path)} gives the key {shown(twice)} twice in one object: leave one out."
+                f"{shown(path)} gives the key {shown(duplicate)} twice in one object: "
+                "leave one out."
             )
-        return found
+        return mapping
 
     try:
         value = loads(text, object_pairs_hook=as_dict)
@@ -105,10 +112,14 @@ def parse_json(text: str, path: str, loads=json.loads, unique: bool = True):
 
 
 def read_json(flag: str, path: str, unique: bool = True, most: int = MOST_CHARACTERS) -> dict:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
+    Args:
+        flag, path, most: see `read_text`.
+        unique: see `parse_json`.
     Raises:
-        UserError: it cannot be read, is not JSON (with line and column), or is no object.
+        UserError: the file cannot be read, or is not a JSON object; the message has the line and
+            column of a syntax error.
     """
     try:
         value = parse_json(read_text(flag, path, most), path, unique=unique)
@@ -129,15 +140,16 @@ def _too_deep(path: str) -> UserError:
 
 
 def read_yaml(flag: str, path: str) -> dict:
-    """The mapping in a YAML file, its values as written: text, True and False, None, or lists and
-    mappings of these.
+    """Return the mapping in a YAML file.
 
-    YAML's own reading of numbers and dates is left out (it takes 010 for 8 and 1:30 for 90): the
-    flags parse their values.
+    Values are text as written, True, False, None, or lists and mappings of these. Numbers and dates
+    are not converted, because YAML reads 010 as 8 and 1:30 as 90; the flags parse their values.
 
+    Args:
+        flag, path: see `read_text`.
     Raises:
-        UserError: it cannot be read, is not YAML (with line and column), or is no mapping; a key is
-            given twice or is not text.
+        UserError: the file cannot be read, is not YAML (the message has the line and column), or is
+            not a mapping; a key is duplicate or not text.
     """
     import yaml
 
@@ -146,11 +158,11 @@ def read_yaml(flag: str, path: str) -> dict:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML"
         if problem.startswith("but "):
             problem = f"{error.context}, {problem}"
-        raise UserError(f"{flag} {shown(path)}{where}: {shown(problem)}.") from error
+        raise UserError(f"{flag} {shown(path)}{position}: {shown(problem)}.") from error
     except RecursionError as error:
         raise _too_deep(path) from error
     if not isinstance(root, yaml.MappingNode):
@@ -159,8 +171,9 @@ def read_yaml(flag: str, path: str) -> dict:
 
 
 class _YamlReader:
-    """Turns YAML's nodes into values, and counts them: aliases can make a short file as large as
-    they like.
+    """A converter of YAML nodes to values, which counts them.
+
+    With aliases, a short file can expand to any number of values.
     """
 
     def __init__(self, path: str):
@@ -172,7 +185,8 @@ class _YamlReader:
             raise _too_deep(self.path)
         if self.nodes > MOST_NODES:
             raise UserError(
-                f"{shown(self.path)}: its aliases (*name) expand to more than {MOST_NODES:,} values."
+                f"{shown(self.path)}: its aliases (*name) expand to more than {MOST_NODES:,} "
+                "values."
             )
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind == "seq":
@@ -188,16 +202,16 @@ class _YamlReader:
         raise self._refuse(node, f"the tag {shown(node.tag)} has no meaning here")
 
     def _mapping(self, node, level: int) -> dict:
-        found = {}
+        mapping = {}
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
                 raise self._refuse(
                     key, f"the key {shown(str(key.value))} is not text, as the name of a flag is"
                 )
-            if key.value in found:
+            if key.value in mapping:
                 raise self._refuse(key, f"{shown(key.value)} is given twice, leave one out")
-            found[key.value] = self.value_of(value, level + 1)
-        return found
+            mapping[key.value] = self.value_of(value, level + 1)
+        return mapping
 
     def _refuse(self, node, problem: str) -> UserError:
         mark = node.start_mark
