@@ -508,8 +508,8 @@ def windows_of_epoch(train, epoch: int, done: int, args, run: Run):
 def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run):
     """Train one epoch in plain PyTorch, for dp and fsdp; end early if an evaluation is due."""
     model.train()
-    # True after the first loss or gradient that is not finite: the optimizer then skips its updates,
-    # and the run ends when the loss is next logged. The flag stays on the device to avoid a sync.
+    # Set once a loss, or without loss scaling a gradient, is not finite: later updates are skipped,
+    # and the run ends when the loss is next logged. On the device, so that no step waits for it.
     found_inf = torch.zeros((), dtype=torch.bool, device=run.device)
 
     meter.start_epoch(epoch)
