@@ -205,7 +205,10 @@ def _no_text(text_column: str | None, keys: Iterable) -> str:
 
 
 def shorten(keys: Iterable) -> str:
-    """Join keys with commas: the first SHOWN_KEYS of what may be millions, 40 characters each."""
+    """Join keys with commas for a message: the first SHOWN_KEYS, with up to 40 characters each.
+
+    A broken file may have millions of keys.
+    """
     first = [str(key)[:40] for key in itertools.islice(keys, SHOWN_KEYS + 1)]
     return ", ".join(first[:SHOWN_KEYS]) + (", …" if len(first) > SHOWN_KEYS else "")
 
