@@ -1,5 +1,6 @@
 # make demo   set up, then compare all strategies on the embedded model and text
 # make test   set up, then lint and run every test once (about 45 minutes on 2 cores)
+# make unit   the tests that start no process (seconds)
 # make soak   the full products and repeats, and every attack (hours)
 #
 # TORCH=...   what pip installs for torch, for example TORCH="torch==2.6.0"
@@ -14,7 +15,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 TORCH_PIN := $(shell grep -E '^torch==' constraints.txt)
 CPU_ONLY  := $(shell test -e /dev/nvidiactl || test -e /dev/dxg || echo yes)
 
-.PHONY: setup setup-dev demo test lint soak clean
+.PHONY: setup setup-dev demo unit test lint soak clean
 
 setup: $(VENV)/installed
 setup-dev: $(VENV)/installed-dev
@@ -52,6 +53,9 @@ lint: setup-dev
 test: setup-dev lint
 	@echo "== Running the tests (skips are listed with their reasons at the end)"
 	$(BIN)/python -m pytest -m "not soak" $(PARALLEL)
+
+unit: setup-dev
+	$(BIN)/python -m pytest -q -m "not soak" tests/unit
 
 soak: setup-dev
 	$(BIN)/python -m pytest -m "soak or attack" $(PARALLEL)

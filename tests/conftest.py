@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from preloaded import Preloaded
 
 PROJECT = Path(__file__).resolve().parent.parent
 SCRIPT = PROJECT / "real_model_example.py"
@@ -103,6 +104,8 @@ def environment(tmp_path_factory):
         if n.startswith(("HF_", "SLURM_", "OMP_")) or n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     ]:
         del os.environ[name]
+    # To compile the project again takes half a second of each run.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ.update(
         HF_HOME=str(home / "hf"), TMPDIR=str(tmp_path_factory.mktemp("tmp")), NO_PROXY="127.0.0.1"
     )
@@ -218,8 +221,26 @@ def finish(process: subprocess.Popen, timeout: float) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="session")
-def script(tmp_path_factory):
-    """script(*args, launcher=, ranks=, env=, ok=) runs real_model_example.py and returns a `Run`."""
+def preloaded(environment):
+    """An interpreter that starts in milliseconds (see preloaded.py), or None.
+
+    With PRELOADED=0 in the environment, and where there is a GPU, which a process must not use after
+    a fork, every start is a real one.
+    """
+    if os.environ.get("PRELOADED") == "0" or Path("/dev/nvidiactl").exists():
+        yield None
+        return
+    interpreter = Preloaded()
+    yield interpreter
+    interpreter.stop()
+
+
+@pytest.fixture(scope="session")
+def script(tmp_path_factory, preloaded):
+    """script(*args, launcher=, ranks=, env=, ok=) runs real_model_example.py and returns a `Run`.
+
+    Under python and torchrun a fork of a preloaded interpreter runs it, unless `real` is true.
+    """
 
     def run(
         *args,
@@ -231,6 +252,7 @@ def script(tmp_path_factory):
         program=SCRIPT,
         folder=None,
         cwd=None,
+        real=False,
     ) -> Run:
         if (
             "infinity" in args
@@ -240,6 +262,9 @@ def script(tmp_path_factory):
             skip("infinity needs libaio: apt install libaio-dev")
         folder = folder or tmp_path_factory.mktemp("run") / "out"
         command = [*launcher_command(launcher, ranks), program, *args]
+        if preloaded and not real:
+            command = preloaded.replace(command)
+            env = {**(env or {}), "PYTHON_EXEC": preloaded.python}
         if "--output_dir" not in args and "--help" not in args:
             command += ["--output_dir", folder]
         begun = time.monotonic()
