@@ -1,0 +1,18 @@
+"""The modules behind real_model_example.py, in packages by concern.
+
+cli          flags, DeepSpeed and FSDP configurations, run files, checks before the model is loaded
+cluster      launchers, ranks, rendezvous, failures of ranks, Slurm
+commands     --check and --prefetch
+data         from --dataset to batches of token ids
+model        model and tokenizer, loss, LoRA, export, generation
+strategies   DeepSpeed's set-up and ops, sharded optimizer states, gradients
+checkpoints  saving, resuming, the format, conversion
+memory       measured and estimated memory
+report       metrics, results, trackers, the comparison of strategies
+files        checks of the user's files, atomic writes, caches
+errors       exceptions that end a run, and exit codes
+advice       what library errors mean, and what the user can do
+process      output that cannot fail, signal handlers before the run has its own
+progress     progress bars
+redaction    removal of secrets from messages and files
+"""
