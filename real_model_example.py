@@ -91,6 +91,8 @@ from support.report import profiling as tracing
 from support.report import results as reporting
 from support.strategies import gradients
 from support.strategies.deepspeed import OneByOne, configure_deepspeed, quiet
+from support.strategy import STRATEGIES
+from support.units import human_count
 
 NOTHING_TO_EVALUATE = (
     "There is nothing to evaluate on: a corpus of one block, or a stream without --validation_file"
@@ -182,7 +184,7 @@ def find_model(args, run: Run) -> models.Blueprint:
         else "Fine-tuning"
     )
     base = blueprint.parameters - (blueprint.trainable if blueprint.lora else 0)
-    run.say(f"🚀 {action} {args.model} ({reporting.human_count(base)} parameters)")
+    run.say(f"🚀 {action} {args.model} ({human_count(base)} parameters)")
     run.say(f"📋 Strategy: {args.strategy.upper()}")
     if blueprint.own_settings:
         run.say(
@@ -212,7 +214,7 @@ def load_model_and_tokenizer(args, run: Run, blueprint: models.Blueprint):
         configure_deepspeed(args, run, blueprint)
     if args.strategy == "fsdp":
         model = shard_with_fsdp(blueprint, run, args)
-    elif args.strategy in ("zero3", "infinity"):
+    elif STRATEGIES[args.strategy].shards_parameters:
         model = shard_with_zero3(blueprint, run, args)
     else:
         model = blueprint.load(run)
@@ -641,7 +643,7 @@ def wrap(model, args, run: Run):
         The wrapped model (for DeepSpeed the engine) and the optimizer. With --eval_only the
         optimizer is None where the model stays unwrapped.
     """
-    replicated = args.strategy in ("dp", "zero1", "zero2", "offload")
+    replicated = not STRATEGIES[args.strategy].shards_parameters
     # Without optimizer and gradients ZeRO stages 1 and 2 have nothing to shard.
     if args.eval_only and replicated:
         return model.to(run.device), None

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support.cli.flags import PROJECT
 from support.report.compare import TOLERANCES
+from support.units import GB
 
 SCRIPT = PROJECT / "real_model_example.py"
-GB = 2**30
 # Time limit of one run. In the first runs DeepSpeed compiles CPU Adam and asynchronous I/O.
 RUN_SECONDS = 240
 GRACE_SECONDS = 5  # from SIGTERM to SIGKILL

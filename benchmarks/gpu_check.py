@@ -46,9 +46,9 @@ from benchmarks.bench import (
     largest_difference,
     losses_unlike,
 )
-from support.cli.flags import STRATEGIES
 from support.memory import architectures
 from support.memory import estimate as planner
+from support.strategy import STRATEGIES
 
 LOW_PRECISION_TOLERANCE = 0.01  # relative difference of 16-bit losses from fp32 losses
 # Relative error of the memory estimate's peak; 0.1 for the other strategies.
@@ -269,7 +269,7 @@ def check_memory(bench: Bench) -> None:
     name = "gpt2-medium on 4 simulated GPUs"
     # On a CPU, offloaded states cannot be told from the rest of host memory.
     if not bench.on_gpu:
-        on_device = [s for s in bench.strategies if s not in ("offload", "infinity")]
+        on_device = [s for s in bench.strategies if not STRATEGIES[s].offloads]
         for strategy in on_device:
             simulate(bench, [SMALL], strategy, 8, "tiny-gpt2, 4 blocks of 64 tokens")
         bench.skip(name, "needs a GPU")

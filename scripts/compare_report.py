@@ -34,7 +34,8 @@ from support.cli import argument_types as kinds
 from support.errors import EXIT_COMPLETED, EXIT_USAGE, UserError
 from support.files.atomic import write_atomically, write_text
 from support.report import compare as comparing
-from support.report.compare import GB, MB, Attempt, Comparison, Row
+from support.report.compare import Attempt, Comparison, Row
+from support.units import GB, MB, human_rate
 
 EXIT_NOT_COMPLETED = 3
 
@@ -132,7 +133,7 @@ def describe_attempt(attempt: Attempt) -> str:
         return f"completed: {states / MB:,.1f} MB of model states"
     speed, loss = attempt.results["samples_per_second"], attempt.results["train_loss_last"]
     return (
-        f"completed: {comparing.human_rate(speed)} samples/s, "
+        f"completed: {human_rate(speed)} samples/s, "
         f"loss {attempt.results['train_loss_first']:.4f} to {loss:.4f}"
     )
 
@@ -424,7 +425,7 @@ def cost_table(comparison: Comparison) -> tuple[list[list[str]], list[str]]:
                 "—" if row.saved is None else f"{100 * row.saved:.0f}%",
                 f"{row.host_bytes / GB:.2f}",
                 f"{row.nvme_bytes / MB:.0f}" if row.nvme_bytes else "—",
-                comparing.human_rate(row.samples_per_second),
+                human_rate(row.samples_per_second),
                 f"{row.tokens_per_second_per_gpu:,.0f}",
                 f"{row.speed:.2f}× ({row.speed_low:.2f}–{row.speed_high:.2f})",
                 f"{row.final_loss:.4f}",
@@ -643,7 +644,7 @@ def draw_speed(axes, comparison: Comparison, rows: list[Row]) -> None:
     )
     for position, row in enumerate(rows):
         top = row.samples_per_second + above[position]
-        text = comparing.human_rate(row.samples_per_second)
+        text = human_rate(row.samples_per_second)
         axes.annotate(
             text, (position, top), (0, 4), textcoords="offset points", ha="center", fontsize=9
         )

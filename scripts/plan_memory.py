@@ -38,7 +38,8 @@ from support.cli.flags import EMBEDDED_MODEL
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.memory import architectures
 from support.memory import estimate as planner
-from support.memory.estimate import CUDA_CONTEXT, GB, GPU_SLACK, PREFERENCE, Limits, Need, Work
+from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, PREFERENCE, Limits, Need, Work
+from support.units import GB
 
 
 def build_parser() -> kinds.Parser:

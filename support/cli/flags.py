@@ -17,6 +17,7 @@ from support.cli.fsdp_config import FsdpOptions, read_fsdp_config
 from support.cli.run_file import OTHER_NAMES, SWITCHES, read_run_file
 from support.errors import UserError
 from support.files.user_files import parse_json, read_text, shown
+from support.strategy import STRATEGIES
 
 VERSION = "0.8"
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -43,16 +44,6 @@ NEWEST = True
 # Hugging Face's convention for "as on the command line"; DeepSpeed itself does not know it.
 AUTO = "auto"
 
-# Strategy -> DeepSpeed configuration file, or None for a strategy of PyTorch itself.
-STRATEGIES = {
-    "dp": None,
-    "zero1": "ds_config_stage1.json",
-    "zero2": "ds_config_stage2.json",
-    "zero3": "ds_config_stage3.json",
-    "offload": "ds_config_offload.json",
-    "infinity": "ds_config_infinity.json",
-    "fsdp": None,
-}
 # Loss scaling in fp16, the same for torch's GradScaler and DeepSpeed: an overflow skips the update
 # and halves the scale; GROWTH_INTERVAL steps without an overflow double it.
 INITIAL_SCALE_POWER, GROWTH_INTERVAL = 16, 2000
@@ -63,7 +54,6 @@ DEEPSPEED_LOSS_SCALING = {
     "loss_scale_window": GROWTH_INTERVAL - 1,
     "hysteresis": 1,  # DeepSpeed's default of 2 does not reduce the scale at the first overflow
 }
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3}
 
 # Keys of DeepSpeed's files by the type of their values. A key has the same type in all sections.
 OBJECTS_OF_DEEPSPEED = frozenset(
@@ -751,8 +741,8 @@ def _settle_strategy(args) -> None:
     if args.fsdp_config is not None and args.strategy == "fsdp":
         args.fsdp = read_fsdp_config(args.fsdp_config)
         _follow_fsdp_config(args)
-    if STRATEGIES[args.strategy]:
-        file = args.ds_config or str(PROJECT / STRATEGIES[args.strategy])
+    if STRATEGIES[args.strategy].uses_deepspeed:
+        file = args.ds_config or str(PROJECT / STRATEGIES[args.strategy].config_file)
         args.ds_config_dict = reconcile(args, config or read_ds_config(file), file)
 
 
@@ -763,7 +753,7 @@ def _follow_switches(args) -> None:
     del args.use_deepspeed, args.use_fsdp
     if deepspeed and fsdp:
         raise UserError("--deepspeed and --use_fsdp cannot both hold: leave one out.")
-    if deepspeed and given and not STRATEGIES[given]:
+    if deepspeed and given and not STRATEGIES[given].uses_deepspeed:
         raise UserError(
             f"--deepspeed contradicts --strategy {given}, which runs without DeepSpeed: "
             "leave one out."
@@ -948,7 +938,7 @@ def ignored_flags(args: argparse.Namespace) -> list[str]:
         lines.append(
             f"--ds_config is used by the DeepSpeed strategies only: ignored under {args.strategy}"
         )
-    if "nvme_path" in args.given and args.strategy != "infinity":
+    if "nvme_path" in args.given and not STRATEGIES[args.strategy].uses_nvme:
         lines.append(f"--nvme_path is used by infinity only: ignored under {args.strategy}")
     if "fsdp_config" in args.given and args.strategy != "fsdp" and not args.fsdp.no_shard:
         lines.append(f"--fsdp_config is used by fsdp only: ignored under {args.strategy}")
@@ -1101,10 +1091,10 @@ def reconcile(args, config: dict, file: str) -> dict:
             supported.
     """
     stage = lookup(config, "zero_optimization.stage")
-    if stage != STAGES[args.strategy]:
+    if stage != STRATEGIES[args.strategy].stage:
         raise UserError(
             f"{file} has zero_optimization.stage {stage}, but --strategy {args.strategy} is stage "
-            f"{STAGES[args.strategy]}: change one of them."
+            f"{STRATEGIES[args.strategy].stage}: change one of them."
         )
     if stage == 1 and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
         raise UserError(

@@ -33,6 +33,8 @@ from support.files.user_files import read_text
 from support.memory import architectures
 from support.memory import estimate as planner
 from support.redaction import redact
+from support.strategy import STRATEGIES
+from support.units import GB
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
 NVME_PREFIX = "distributed_training_nvme_"  # of the names of folders with infinity's files
@@ -333,7 +335,7 @@ def check_nvme_path(args) -> None:
         UserError: there is no such folder.
     """
     if (
-        args.strategy == "infinity"
+        STRATEGIES[args.strategy].uses_nvme
         and args.nvme_path is not None
         and not Path(args.nvme_path).is_dir()
     ):
@@ -712,8 +714,8 @@ def needed_ops(strategy: str, device) -> dict[str, list[Path]]:
     from torch.utils.cpp_extension import get_default_build_root
 
     needed = ["deepspeed_shm_comm"] if device.type == "cpu" else []
-    needed += ["cpu_adam"] if strategy in ("offload", "infinity") else []
-    if strategy == "infinity":
+    needed += ["cpu_adam"] if STRATEGIES[strategy].offloads else []
+    if STRATEGIES[strategy].uses_nvme:
         needed += ["async_io", "pin_memory"] if _has_pin_memory_op() else ["async_io"]
     if own := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return {op: [Path(own) / op] for op in needed}
@@ -766,9 +768,7 @@ def check_compiler(strategy: str, device) -> None:
         MissingRequirement: there is no C++ compiler.
     """
     compiler = os.environ.get("CXX", "c++")
-    if (device.type == "cpu" or strategy in ("offload", "infinity")) and shutil.which(
-        compiler
-    ) is None:
+    if (device.type == "cpu" or STRATEGIES[strategy].offloads) and shutil.which(compiler) is None:
         raise MissingRequirement(
             f"--strategy {strategy} compiles parts of DeepSpeed at its first use, but there is no "
             f"C++ compiler ({compiler}): apt install build-essential, "
@@ -837,8 +837,8 @@ def make_nvme_folder(
         free = shutil.disk_usage(parent).free
         if free < needed:
             raise MissingRequirement(
-                f"--nvme_path {parent} has {free / 2**30:.2f} GB free, and infinity needs "
-                f"{needed / 2**30:.2f} GB there: free some space, or name another folder."
+                f"--nvme_path {parent} has {free / GB:.2f} GB free, and infinity needs "
+                f"{needed / GB:.2f} GB there: free some space, or name another folder."
             )
         check_direct_io(str(temporary.path))
     except MissingRequirement:

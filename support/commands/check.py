@@ -35,8 +35,9 @@ from support.memory import architectures
 from support.memory import estimate as planner
 from support.model import resolve as models
 from support.redaction import redact
+from support.strategy import STRATEGIES
+from support.units import GB, MB
 
-GB, MB = 2**30, 2**20
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 MARKS = {OK: "✅", WARNING: "⚠️ ", PROBLEM: "❌"}
 IMPORTED = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "deepspeed")
@@ -271,7 +272,9 @@ def _compiler(args, run: Run) -> Iterator[Line]:
                 if release_match
                 else "not found"
             )
-            yield Line(PROBLEM if args.strategy == "infinity" else WARNING, "nvcc", text, remedy)
+            yield Line(
+                PROBLEM if STRATEGIES[args.strategy].uses_nvme else WARNING, "nvcc", text, remedy
+            )
 
 
 def _passes(check, *args) -> bool:
@@ -386,7 +389,7 @@ def _limits(args, run: Run) -> Iterator[Line]:
         )
     else:
         yield Line(OK, "open files", f"{files} (ulimit -n)")
-    if run.device.type == "cuda" and args.strategy in ("offload", "infinity"):
+    if run.device.type == "cuda" and STRATEGIES[args.strategy].offloads:
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if locked == resource.RLIM_INFINITY:
             yield Line(OK, "locked memory", "unlimited")

@@ -17,11 +17,12 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from support.cli.flags import LOGITS_CHUNK, NORM_CHUNK, STRATEGIES, bucket_sizes
+from support.cli.flags import LOGITS_CHUNK, NORM_CHUNK, bucket_sizes
 from support.errors import UserError
 from support.memory.architectures import Architecture, gpt2
+from support.strategy import STRATEGIES
+from support.units import GB
 
-GB = 2**30
 MASTER_AND_MOMENTS = 12  # bytes per parameter: fp32 weight, exp_avg, exp_avg_sq (ZeRO's K)
 # Allowances, not measured: for memory outside of tensors (the CUDA context, cuBLAS workspaces,
 # NCCL), and for fragmentation.
@@ -133,7 +134,7 @@ class Work:
         torch.nn.Linear by a version that always saves its input; GPT-2 has no such layer except its
         output layer.
         """
-        own_linear = strategy in ("zero3", "infinity") and (
+        own_linear = STRATEGIES[strategy].stage == 3 and (
             self.model.family != "gpt2" or layer == "head"
         )
         return self.lora is None or layer in self.lora.layers or own_linear
@@ -442,7 +443,7 @@ def _stages12(work: Work, strategy: str) -> _Held:
     m, c = work.model, work.item
     total, trained = sum(work.sizes), sum(work.trained)
     largest, share = max(work.trained), _partition(work)
-    offload = strategy == "offload"
+    offload = STRATEGIES[strategy].offloads
     parameters, optimizer = c * total, 0 if offload else MASTER_AND_MOMENTS * share
     gradients = 0 if offload else c * _kept_gradients(work)
     # Gradients of earlier micro-batches. Stage 1 keeps them whole until it reduces the last one's.
@@ -514,7 +515,7 @@ def _stage3(work: Work, strategy: str) -> _Held:
     shards, trained = _parts(sizes, n), _parts(work.trained, n)
     buckets = bucket_sizes(work.model.hidden, total, False)
     bucket, persistent = buckets["reduce_bucket_size"], _persistent(sizes, buckets)
-    swaps = strategy == "infinity"
+    swaps = STRATEGIES[strategy].uses_nvme
     # Infinity keeps only the persistent parameters on the GPU, which every rank has whole. A single
     # rank has them once, as its shard.
     parameters = c * (_parts(persistent, n) if swaps else shards) + (

@@ -21,8 +21,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from support.strategies.optimizer_shards import base_optimizer, local_part
-
-GB = 2**30
+from support.units import GB
 
 
 def host_bytes() -> tuple[int, int]:

@@ -33,6 +33,7 @@ from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory import measure as memory
 from support.model import lora
 from support.model import resolve as models
+from support.units import GB
 
 
 class ExportFailed(TrainingError):
@@ -315,7 +316,7 @@ def check_room(args, run, target: Target, output_dir: Path, blueprint, saves: in
         usage = shutil.disk_usage(disk)
         if usage.total == 0:  # the file system does not report its size
             continue
-        text = f"{disk} has {usage.free / 2**30:.2f} GB free, and "
+        text = f"{disk} has {usage.free / GB:.2f} GB free, and "
         if size > usage.free:
             written = (
                 "the export"
@@ -323,13 +324,13 @@ def check_room(args, run, target: Target, output_dir: Path, blueprint, saves: in
                 else "a checkpoint with the export"
             )
             raise UserError(
-                f"{text}{written} of this run needs {size / 2**30:.2f} GB there: free some space, "
+                f"{text}{written} of this run needs {size / GB:.2f} GB there: free some space, "
                 "or name another folder with --output_dir or --export_hf "
                 "(--no_export leaves the export out)."
             )
         if total[disk] > usage.free:
             run.warn(
-                f"{text}all that this run keeps there needs {total[disk] / 2**30:.2f} GB: "
+                f"{text}all that this run keeps there needs {total[disk] / GB:.2f} GB: "
                 "--keep_last 2 keeps only the newest checkpoints."
             )
 

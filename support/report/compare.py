@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from support.cli.flags import STRATEGIES, lookup
+from support.cli.flags import lookup
 from support.files.user_files import shown
-
-GB, MB = 2**30, 2**20
+from support.strategy import STRATEGIES
+from support.units import human_bytes, human_rate
 
 # Largest relative difference between losses that rounding explains, by precision. On a GPU fp32
 # matrices are multiplied in TF32, which keeps 10 bits of each factor's mantissa.
@@ -587,7 +587,7 @@ def _add_plan_and_step(row: Row, memory: dict, on_gpu: bool) -> None:
             max(rank[kind] for rank in ranks) for kind in ("activations", "logits")
         )
     steps = memory.get("step_bytes_by_rank") or [None]
-    if steps[0] and (on_gpu or row.strategy not in ("offload", "infinity")):
+    if steps[0] and (on_gpu or not STRATEGIES[row.strategy].offloads):
         row.step_peak_bytes = max(phase["peak"] for step in steps for phase in step.values())
 
 
@@ -646,7 +646,7 @@ def _compare(row: Row, reference: Row, tolerance: float, lasting: int) -> None:
     """Fill in the fields that are relative to the reference."""
     if not row.completed:
         return
-    shards_only = row.strategy not in ("offload", "infinity")
+    shards_only = not STRATEGIES[row.strategy].offloads
     results = row.completed[0].results
     if row is not reference and not (
         shards_only and (results.get("simulated_world_size") or results["world_size"]) == 1
@@ -834,8 +834,8 @@ def _say_smallest(comparison: Comparison, done: list[Row]) -> str:
     other_memory += [f"{human_bytes(least.nvme_bytes)} on NVMe in all"] * bool(least.nvme_bytes)
     if other_memory:
         text += f"; it keeps {' and '.join(other_memory)} instead"
-    without_offload = [row for row in by_memory if row.strategy not in ("offload", "infinity")]
-    if least.strategy in ("offload", "infinity") and without_offload:
+    without_offload = [row for row in by_memory if not STRATEGIES[row.strategy].offloads]
+    if STRATEGIES[least.strategy].offloads and without_offload:
         text += (
             f". Without offloading: {without_offload[0].strategy}, "
             f"{human_bytes(without_offload[0].memory_bytes)}"
@@ -848,7 +848,9 @@ def _say_limits(comparison: Comparison, done: list[Row]) -> list[str]:
     single_rank, on_cpu = comparison.work["world_size"] == 1, comparison.work["device"] == "cpu"
     if single_rank:
         sharded = [
-            row.strategy for row in done if row.strategy not in ("dp", "offload", "infinity")
+            row.strategy
+            for row in done
+            if STRATEGIES[row.strategy].sharded and not STRATEGIES[row.strategy].offloads
         ]
         sharded_text = (
             f": {', '.join(sharded)} split over one rank, which saves nothing" if sharded else ""
@@ -924,17 +926,17 @@ def _explain_row(row: Row, parameters: int, micro_steps: int) -> str:
     if gathered > 0.005:
         text += f", parameters {gathered:.2f}P by all-gather in {_types(row, 'gather')}"
     reasons = []
-    if row.strategy in ("zero1", "zero2", "offload") and collective == "all-reduce":
+    if STRATEGIES[row.strategy].stage in (1, 2) and collective == "all-reduce":
         reasons.append(
             "the paper reduces each part of the gradients to its owner only, 1P; DeepSpeed "
             "all-reduces buckets"
         )
-    if micro_steps > 1 and row.strategy in ("zero2", "offload", "zero3", "infinity"):
+    if micro_steps > 1 and STRATEGIES[row.strategy].stage >= 2:
         reasons.append(
             f"no rank keeps whole gradients, so they are reduced after each of the {micro_steps} "
             "micro-batches"
         )
-    if row.strategy in ("zero3", "infinity", "fsdp"):
+    if STRATEGIES[row.strategy].shards_parameters:
         per_micro_step = gathered / micro_steps
         repeat_text = f", in each of the {micro_steps} micro-batches" if micro_steps > 1 else ""
         exception_text = ""
@@ -975,13 +977,3 @@ def _types(row: Row, verb: str) -> str:
 def _names(rows: list[Row]) -> str:
     names = [row.strategy for row in rows]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def human_rate(rate: float) -> str:
-    """Format a rate with three digits or more: 0.714, 46.0, 1,204.5."""
-    return f"{rate:,.1f}" if rate >= 10 else f"{rate:.3g}"
-
-
-def human_bytes(size: float) -> str:
-    """Format a number of bytes: 12345678 -> "11.8 MB"; GB and MB are 2^30 and 2^20 bytes."""
-    return f"{size / GB:.2f} GB" if size >= GB else f"{size / MB:.1f} MB"

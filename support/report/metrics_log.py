@@ -22,9 +22,9 @@ from support.errors import explain
 from support.files.atomic import naming, only_finite, open_regular, set_aside, write_text
 from support.memory import measure as memory
 from support.report import profiling as tracing
-from support.report.compare import human_bytes
 from support.report.trackers import Trackers
 from support.strategies import gradients
+from support.units import human_bytes
 
 PHASES = ("data", "forward", "backward", "update")
 LONGEST_LINE_BYTES = 1 << 16  # of metrics.jsonl; a record has a few hundred bytes

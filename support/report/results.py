@@ -36,19 +36,11 @@ from support.files.atomic import (
 )
 from support.memory import measure as memory
 from support.redaction import redact
-from support.report.compare import human_bytes
 from support.report.metrics_log import Meter
 from support.report.peak_flops import peak_flops
+from support.units import GB, human_bytes
 
 PROCESS_STARTED = psutil.Process().create_time()
-GB = 2**30  # as nvidia-smi and DeepSpeed count
-
-
-def human_count(number: int) -> str:
-    """Format a count: 124439808 -> "124M"; one decimal below 10 million, in B from 1 billion on."""
-    if number >= 1e9:
-        return f"{number / 1e9:.1f}B"
-    return f"{number / 1e6:.0f}M" if number >= 1e7 else f"{number / 1e6:.1f}M"
 
 
 def flops_per_token(

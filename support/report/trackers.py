@@ -12,6 +12,7 @@ from support.cluster.context import Run
 from support.errors import UserError, explain
 from support.files.atomic import open_regular, set_aside, write_text
 from support.redaction import redact
+from support.units import GB
 
 # Name of a curve -> key of a record in metrics.jsonl.
 CURVES = {
@@ -189,9 +190,7 @@ class Trackers:
         Args:
             held: bytes by rank.
         """
-        self._curves(
-            step, {f"memory_gb/rank{rank}": size / 2**30 for rank, size in enumerate(held)}
-        )
+        self._curves(step, {f"memory_gb/rank{rank}": size / GB for rank, size in enumerate(held)})
 
     def sample(self, step: int, text: str) -> None:
         """Log the text that --generate produced."""

@@ -1,0 +1,24 @@
+"""Units, and numbers as people read them."""
+
+from __future__ import annotations
+
+# As nvidia-smi and DeepSpeed count.
+MB = 2**20
+GB = 2**30
+
+
+def human_bytes(size: float) -> str:
+    """12345678 -> "11.8 MB"; GB and MB are 2^30 and 2^20 bytes."""
+    return f"{size / GB:.2f} GB" if size >= GB else f"{size / MB:.1f} MB"
+
+
+def human_count(number: int) -> str:
+    """124439808 -> "124M"; below ten millions with one decimal, from a billion on in B."""
+    if number >= 1e9:
+        return f"{number / 1e9:.1f}B"
+    return f"{number / 1e6:.0f}M" if number >= 1e7 else f"{number / 1e6:.1f}M"
+
+
+def human_rate(rate: float) -> str:
+    """Three digits or more: 0.714, 46.0, 1,204.5."""
+    return f"{rate:,.1f}" if rate >= 10 else f"{rate:.3g}"
