@@ -1,13 +1,9 @@
 """The same script under every launcher."""
 
 import os
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 from conftest import STRATEGIES, finish, skip, start
-
-from support.errors import UserError
 
 WORK = ["--seq_length", "32", "--num_samples", "8", "--batch_size", "2", "--eval_samples", "3"]
 LAUNCHERS = ["python", "torchrun", "deepspeed", "accelerate", "srun"]
@@ -89,47 +85,3 @@ def test_a_batch_scripts_own_shell_is_one_process(slurm, tmp_path):
     finish(process, 120)
     assert process.returncode == 0, (tmp_path / "log").read_text()
     assert "✅ Training Complete!" in (tmp_path / "log").read_text()
-
-
-@pytest.mark.parametrize(
-    "gpu, given, found",
-    [
-        (True, {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-        (
-            True,
-            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"},
-            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"},
-        ),
-        (True, {"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
-        (False, {}, {}),
-    ],
-)
-def test_the_allocator_of_a_gpu_grows_its_segments(monkeypatch, gpu, given, found):
-    """Unless the user has configured it, under any of its names."""
-    from support.cluster import launch
-
-    monkeypatch.setattr(launch, "has_nvidia_gpu", lambda: gpu)
-    monkeypatch.setattr(launch, "return_freed_memory", lambda: None)
-    monkeypatch.setattr(launch.os, "environ", {"PATH": "", **given})
-    args = SimpleNamespace(deterministic=False, verbose=True, quiet=False)
-    launch.tune_process(args, launch.Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", 29500))
-    assert {name: value for name, value in launch.os.environ.items() if "ALLOC" in name} == found
-
-
-@pytest.mark.parametrize(
-    "gpu, workspace, refused",
-    [
-        (True, ":0:0", True),
-        (False, ":0:0", False),
-        (True, ":16:8", False),
-        (True, ":4096:8", False),
-    ],
-)
-def test_deterministic_needs_a_workspace_of_cublas_where_there_is_a_gpu(
-    monkeypatch, gpu, workspace, refused
-):
-    from support.cluster import launch
-
-    monkeypatch.setattr(launch, "has_nvidia_gpu", lambda: gpu)
-    with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG") if refused else nullcontext():
-        launch.check_workspace(workspace)

@@ -1,18 +1,13 @@
 """--streaming: every row once a pass, the same blocks on any number of ranks, and exact resumes."""
 
 import json
-import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from conftest import assert_close
 from tokenizer_zoo import tokenizer_of
-
-from support.errors import UserError
 
 WORK = [
     "--streaming",
@@ -292,166 +287,6 @@ def test_resume_within_a_text_file(long_texts):
             )
         )
         assert resumed.blocks(15) == [blocks for blocks, _ in steps[step + 1 : step + 16]]
-
-
-def wait_until(condition) -> None:
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def read_ahead(depth=3, items=10, error_at=None):
-    """(a ReadAhead over the numbers from 0, how many its thread has read)."""
-    from support.data.batches import ReadAhead
-
-    read = []
-
-    def numbers():
-        for number in range(items):
-            read.append(threading.current_thread())
-            if number == error_at:
-                raise UserError(f"row {number}")
-            yield number
-
-    return ReadAhead(numbers(), depth), read
-
-
-def test_steps_are_read_ahead_in_their_order():
-    ahead, read = read_ahead()
-    assert not read  # before anything is wanted, it may be resumed
-    assert next(ahead) == 0
-    wait_until(lambda: len(read) == 5)  # 3 wait, and the next one has no room
-    time.sleep(0.3)
-    assert len(read) == 5 and threading.current_thread() not in read
-    assert list(ahead) == list(range(1, 10)) and next(ahead, "the end") == "the end"
-
-
-def test_an_error_comes_where_its_step_would():
-    ahead, read = read_ahead(error_at=2)
-    wait = iter(ahead)
-    assert next(wait) == 0
-    wait_until(lambda: len(read) == 3)  # the thread has failed
-    assert next(wait) == 1
-    with pytest.raises(UserError, match="row 2"):
-        next(wait)
-    assert next(wait, "the end") == "the end"
-
-
-def test_nothing_is_read_after_the_end():
-    ahead, read = read_ahead(items=10**9)
-    assert next(ahead) == 0
-    ahead.close()
-    count = len(read)
-    assert not read[0].is_alive() and next(ahead, "the end") == "the end" and len(read) == count
-
-
-def test_a_thread_that_has_ended_is_not_waited_for():
-    """As after a fork: the child has the queue, and no thread."""
-    ahead, _ = read_ahead()
-    ahead._put = lambda item, error: False
-    with pytest.raises(RuntimeError, match="has ended"):
-        next(ahead)
-
-
-def stream_of(file, tokenizer, **flags):
-    """A Stream of one rank, without a script around it, and the lines that it says."""
-    from support.data.streaming import Stream
-
-    said = []
-    args = SimpleNamespace(
-        **{
-            "dataset": str(file),
-            "seq_length": 16,
-            "batch_size": 2,
-            "gradient_accumulation_steps": 1,
-            "max_steps": 50,
-            "shuffle_buffer": 4,
-            "seed": 0,
-            "text_column": None,
-            "dataset_config": None,
-            "include": None,
-            "max_bad_rows": 9,
-            "compile": False,
-            "simulate_gpus": None,
-        }
-        | flags
-    )
-    run = SimpleNamespace(
-        is_main=True,
-        rank=0,
-        world_size=1,
-        gather=lambda value: [value],
-        from_main=lambda value: value,
-        print=said.append,
-        say=said.append,
-        warn=said.append,
-    )
-    return Stream(args, run, tokenizer), said
-
-
-def test_the_thread_has_a_tokenizer_of_its_own(tmp_path, monkeypatch):
-    """Conversations without a template: the run's tokenizer gets one, and says so, where it is
-    trained.
-    """
-    messages = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
-    tokenizer, used, threads = tokenizer_of("gpt2"), [], []
-    encode = type(tokenizer)._encode_plus
-    monkeypatch.setattr(
-        type(tokenizer),
-        "_encode_plus",
-        lambda self, *a, **k: used.append(self) or encode(self, *a, **k),
-    )
-    stream, _ = stream_of(tmp_path / "chat.jsonl", tokenizer, seq_length=64)
-    stream.run.warn = lambda text: threads.append(threading.current_thread())
-    windows = stream.windows(torch.device("cpu"))
-    next(windows), next(windows)
-    assert used and all(one is not tokenizer for one in used)
-    assert tokenizer.chat_template and threads == [threading.current_thread()]
-    stream._ahead.close()
-
-
-def test_what_was_only_read_is_not_in_a_checkpoint(tmp_path):
-    """A row that cannot be used is read ahead: it is said, and saved, where it is trained past."""
-    rows = [json.dumps({"text": f"number {n} " * 12}) for n in range(60)]
-    rows[20] = "{"
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    tokenizer, cpu = tokenizer_of("gpt2"), torch.device("cpu")
-    stream, said = stream_of(tmp_path / "rows.jsonl", tokenizer)
-    blocks, places = [], []
-    for window in stream.windows(cpu):
-        blocks.append(window.batches[0][0].tolist())
-        saved = json.loads(json.dumps(stream.progress()))
-        wait_until(stream._ahead._items.full)
-        assert json.loads(json.dumps(stream.progress())) == saved
-        places.append(saved)
-        if len(blocks) == 50:
-            break
-    first = next(step for step, place in enumerate(places) if place["bad"])
-    assert (
-        5 < first < 45
-        and len(places[-1]["bad"]) == 1
-        and sum("Left out" in line for line in said) == 1
-    )
-    for step in (0, first - 1, first):
-        resumed, said = stream_of(tmp_path / "rows.jsonl", tokenizer)
-        resumed.resume(places[step])
-        following = [next(resumed.windows(cpu)).batches[0][0].tolist() for _ in range(4)]
-        assert following == blocks[step + 1 : step + 5]
-        assert sum("Left out" in line for line in said) == (step == first - 1)
-        resumed.summary()
-    assert (
-        stream.summary()["bad_rows"] == places[-1]["bad"] and not stream._ahead._thread.is_alive()
-    )
-
-
-def test_too_many_bad_rows_end_the_run_from_the_thread(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "word " * 200}) + "\n{\n" * 9)
-    stream, _ = stream_of(tmp_path / "rows.jsonl", tokenizer_of("gpt2"), max_bad_rows=3)
-    with pytest.raises(UserError, match="--max_bad_rows"):
-        for _ in stream.windows(torch.device("cpu")):
-            pass
 
 
 def lines_of_articles(lines):

@@ -1,0 +1,97 @@
+"""An error of a library gets the advice that fits."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+
+# What cannot happen here, in the words of the libraries that say it.
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        (
+            "DistBackendError",
+            "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error, NCCL version 2.21.5",
+            "NCCL_DEBUG",
+        ),
+        (
+            "DistBackendError",
+            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+            "--ddp_timeout",
+        ),
+        (
+            "RuntimeError",
+            "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4711",
+            "dmesg",
+        ),
+        (
+            "RuntimeError",
+            "The NVIDIA driver: CUDA driver version is insufficient for CUDA runtime version",
+            "nvidia-smi",
+        ),
+        (
+            "MissingCUDAException",
+            "CUDA_HOME does not exist, unable to compile CUDA op(s)",
+            "CUDA_HOME",
+        ),
+        ("OSError", "[Errno 122] Disk quota exceeded: 'file'", "quota -s"),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", "Out of memory"),
+        (
+            "RuntimeError",
+            "[../gloo/transport/tcp/pair.cc] Timed out waiting 4000ms for recv operation",
+            "--ddp_timeout",
+        ),
+        ("RuntimeError", "NCCL Error 2: /dev/shm/nccl-x: No space left on device", "--shm-size"),
+        ("RuntimeError", "TCPStore: connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
+        ("ModuleNotFoundError", "No module named 'deepspeed'", "pip install deepspeed"),
+        (
+            "RuntimeError",
+            "_histc_cuda does not have a deterministic implementation, but you set 'torch.use_deterministic_algo"
+            "rithms(True)'. You can turn off determinism just for this operation, or you can use",
+            "needs _histc_cuda",
+        ),
+    ],
+)
+def test_library_error_gets_advice(name, text, said):
+    from support.errors import explain
+
+    shown = str(explain(type(name, (Exception,), {})(text)))
+    assert said in shown and "\n" not in shown
+
+
+@pytest.mark.parametrize(
+    "text, on_host",
+    [
+        ("CUDA error: out of memory", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),
+    ],
+)
+def test_whose_memory_is_out(text, on_host):
+    from support.errors import explain
+
+    assert explain(RuntimeError(text)).on_host == on_host
+
+
+# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+NCCLS_OWN = {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"}
+
+
+def test_variables_that_are_advised_exist():
+    """torch's libraries hold each name; NCCL's are in its documentation."""
+    import torch
+
+    from support.advice import TABLE
+
+    named = {
+        name
+        for entry in TABLE
+        for name in re.findall(r"\b(?:TORCH|NCCL|GLOO)_[A-Z0-9_]+", entry.advice)
+    }
+    folder = Path(torch.__file__).parent / "lib"
+    held = b"".join(
+        (folder / f"lib{name}.so").read_bytes() for name in ("torch_cpu", "torch_python")
+    )
+    assert {name for name in named if name.startswith("NCCL_")} <= NCCLS_OWN
+    assert all(name.encode() in held for name in named if not name.startswith("NCCL_")), named

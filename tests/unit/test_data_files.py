@@ -1,0 +1,126 @@
+"""Which files of a folder are data, where the cache is, and bad rows of a stream."""
+
+import errno
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from support.data.sources import BadRow
+from support.data.streaming import Place, Stream
+from support.errors import UserError
+from support.files.cache import Cache
+from support.files.folders import files_of
+
+
+def test_ranks_of_a_stream_send_each_bad_row_once():
+    sent, lines = [], []
+    run = SimpleNamespace(
+        gather=lambda value: sent.append(value) or [value, ({"1": {}}, ["seen by the other rank"])],
+        is_main=True,
+        print=lines.append,
+        warn=lines.append,
+    )
+    stream = Stream.__new__(Stream)
+    stream.run, stream.args, stream.advice, stream.shown = (
+        run,
+        SimpleNamespace(max_bad_rows=200_000),
+        "",
+        0,
+    )
+    stream.bad, stream.found, stream.fresh, stream.gathered = {}, [], [], set()
+
+    def arrive():
+        stream._arrive(Place({"0": {}}, stream.found, 0, 0))
+        stream.found = []
+
+    begin = time.monotonic()
+    for number in range(120_000):
+        for _ in range(2):  # again after a resume
+            stream._refuse(BadRow(f"line {number}"))
+    arrive()
+    assert time.monotonic() - begin < 20
+    assert len(stream.progress()["bad"]) == 120_001 and stream.progress()["lanes"] == {
+        "0": {},
+        "1": {},
+    }
+    stream._refuse(BadRow("line 120000"))
+    arrive()
+    assert "line 7" in stream.progress()["bad"] and len(stream.progress()["bad"]) == 120_002
+    assert [len(fresh) for _, fresh in sent] == [120_000, 0, 1, 0] and len(lines) < 20
+
+
+PLACES = {
+    "a file": lambda path: path.write_text("x"),
+    "a link to nothing": lambda path: path.symlink_to("no/such"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "/proc": lambda path: path.symlink_to("/proc"),
+    "a name that is too long": lambda path: path.with_name("x" * 300),
+}
+
+
+@pytest.mark.parametrize("make", PLACES.values(), ids=PLACES)
+def test_a_place_where_no_cache_can_be(tmp_path, make):
+    said, place = [], tmp_path / "place"
+    place = made if isinstance(made := make(place), Path) else place
+    with pytest.raises(UserError, match=r"cannot be written.*use --cache_dir"):
+        Cache(place, [], said.append).get("name", lambda folder: {})
+    assert not said
+
+
+def test_a_folder_in_a_folder_that_may_not_be_read(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("fine")
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("sub"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=r"sub cannot be read: Permission denied"):
+        files_of(tmp_path, "--dataset x")
+
+
+# patterns, and what they choose of a.txt, b.md, config.json, sub/a.txt, sub/deep/c.TXT
+INCLUDED = [
+    ("*.txt", ["a.txt", "sub/a.txt"]),
+    ("*.md,*.txt", ["a.txt", "b.md", "sub/a.txt"]),
+    ("a.*", ["a.txt", "sub/a.txt"]),
+    ("sub/*.txt", ["sub/a.txt"]),
+    ("sub/*", ["sub/a.txt", "sub/deep/c.TXT"]),
+    ("*.[tT][xX][tT]", ["a.txt", "sub/a.txt", "sub/deep/c.TXT"]),
+    (" *.md , *.json ", ["b.md", "config.json"]),
+    ("[!a]*", ["b.md", "config.json", "sub/deep/c.TXT"]),
+]
+
+
+@pytest.mark.parametrize("patterns, chosen", INCLUDED)
+def test_include_chooses_files(tmp_path, patterns, chosen):
+    for name in ("a.txt", "b.md", "config.json", "sub/a.txt", "sub/deep/c.TXT"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert [str(file.relative_to(tmp_path)) for file in files_of(tmp_path, "x", patterns)] == chosen
+
+
+def test_include_that_fits_nothing_says_what_there_is(tmp_path):
+    for name in ("a.txt", "b.txt", "c.md", "README"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(UserError, match=r"--include \*.json.* 2 .txt, 1 (.md|without a suffix), 1"):
+        files_of(tmp_path, "x", "*.json")
+
+
+@pytest.mark.parametrize("line", ["include: '*.txt,*.md'", "include: ['*.txt', '*.md']"])
+def test_include_in_a_run_file(tmp_path, line):
+    from support.cli.flags import build_parser, parse_arguments
+    from support.cli.run_file import as_yaml
+
+    (tmp_path / "run.yaml").write_text(line)
+    args = parse_arguments(["--config", str(tmp_path / "run.yaml")])
+    assert args.include == "*.txt,*.md" and "include: '*.txt,*.md'" in as_yaml(args)
+    for wrong in ("", " ", "*.txt,,*.md"):
+        with pytest.raises(UserError, match="--include"):
+            build_parser().parse_args(["--include", wrong])

@@ -1,0 +1,141 @@
+"""Loss scale, overlap and devices of a run on GPUs, on a machine without one."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support.cli.flags import GROWTH_INTERVAL, complete_ds_config, parse_arguments
+from support.cluster import context as distributed
+from support.strategies import gradients
+
+
+def completed(strategy: str, precision: str, world_size: int, **sections) -> dict:
+    """The project's DeepSpeed configuration of a strategy, with other values in some sections."""
+    config = parse_arguments(["--strategy", strategy]).ds_config_dict
+    for name, values in sections.items():
+        config[name] = {**config.get(name, {}), **values}
+    return complete_ds_config(
+        config,
+        precision=precision,
+        hidden_size=256,
+        parameters=10**6,
+        largest_parameter=10**5,
+        tied=True,
+        world_size=world_size,
+        nvme_folder="folder",
+    )
+
+
+def scales_of_deepspeed(overflows: list[bool], strategy: str, monkeypatch) -> list[float]:
+    """The loss scale after each step, of the scaler that the engine makes from our configuration."""
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+    from deepspeed.runtime.precision_config import get_float16_config
+
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)  # it wants to know who logs
+    settings = get_float16_config(completed(strategy, "fp16", 2))
+    scaler = CreateLossScaler(
+        torch.half, settings.loss_scale, True, settings.dynamic_loss_scale_args()
+    )
+    scales = []
+    for overflow in overflows:
+        scaler.update_scale(overflow)
+        scales.append(scaler.loss_scale)
+    return scales
+
+
+def scales_of_torch(overflows: list[bool]) -> list[float]:
+    cpu_run = SimpleNamespace(simulated=False, device=torch.device("cpu"))
+    scaler = gradients.loss_scaler(cpu_run, enabled=True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler.scale(weight.detach())  # sets the scale
+    scales = []
+    for overflow in overflows:
+        weight.grad = torch.full((1,), math.inf if overflow else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_loss_scale_is_that_of_torch_at_every_step(strategy, monkeypatch):
+    """fp16: overflows at the start, in a row and apart, and at the step after the scale has grown."""
+    grows, calm = [False] * GROWTH_INTERVAL, [False] * 3
+    overflows = [True, True, *calm, True, *grows, True, *grows, *calm]
+    scales = scales_of_torch(overflows)
+    assert scales[0] == 2.0**15 and scales[-1] == 2.0**14  # 16 - 3 + 1 - 1 + 1
+    assert scales_of_deepspeed(overflows, strategy, monkeypatch) == scales
+
+
+def test_loss_scale_grows_after_as_many_steps_as_with_torch(monkeypatch):
+    overflows = [False] * (GROWTH_INTERVAL + 1)
+    assert scales_of_deepspeed(overflows, "zero1", monkeypatch) == scales_of_torch(overflows)
+
+
+def test_loss_scaling_of_a_users_file_is_kept():
+    own = {"hysteresis": 4, "loss_scale_window": 100, "initial_scale_power": 8}
+    kept = completed("zero2", "fp16", 2, fp16=own)["fp16"]
+    assert kept == {"enabled": True, **own}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "overlaps"),
+    [
+        ("zero1", 1, False),
+        ("zero1", 2, True),
+        ("zero2", 1, False),
+        ("zero2", 2, True),
+        ("zero3", 1, True),
+        ("offload", 1, True),
+    ],
+)
+def test_reductions_overlap_where_there_is_something_to_overlap(strategy, ranks, overlaps):
+    """Stage 3 and offload also overlap copies, on one rank too."""
+    assert completed(strategy, "bf16", ranks)["zero_optimization"]["overlap_comm"] is overlaps
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_overlap_of_a_users_file_is_kept(overlaps):
+    own = {"overlap_comm": overlaps}
+    for ranks in (1, 2):
+        zero = completed("zero2", "bf16", ranks, zero_optimization=own)["zero_optimization"]
+        assert zero["overlap_comm"] is overlaps
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "offload"])
+def test_bf16_gradients_are_not_searched_for_infinities(strategy):
+    """Stage 3 has no such setting: it searches in fp16 only (stage3.py)."""
+    assert completed(strategy, "bf16", 2)["bf16"] == {"enabled": True, "check_grad_overflow": False}
+
+
+def arrived(*places: tuple[str, str | None]) -> dict:
+    """What rank 0 reads of each rank: its host and its GPU."""
+    return {rank: {"host": host, "gpu": gpu} for rank, (host, gpu) in enumerate(places)}
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        arrived(("node1", None), ("node1", None)),  # CPU processes
+        arrived(("node1", "GPU-a"), ("node1", "GPU-b")),
+        arrived(("node1", "GPU-a"), ("node2", "GPU-a")),  # NCCL looks within a host, too
+    ],
+)
+def test_ranks_with_a_gpu_each(seen):
+    assert distributed._who_shares_a_gpu(seen) == ""
+
+
+def test_every_host_whose_ranks_share_a_gpu_is_named():
+    seen = arrived(
+        ("node1", "a"),
+        ("node1", "a"),
+        ("node2", "b"),
+        ("node2", "c"),
+        ("node3", "d"),
+        ("node3", "d"),
+    )
+    said = distributed._who_shares_a_gpu(seen)
+    assert "ranks 0, 1 on node1" in said and "ranks 4, 5 on node3" in said and "node2" not in said

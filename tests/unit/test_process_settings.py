@@ -1,0 +1,52 @@
+"""Settings of the allocator and of cuBLAS before torch is imported."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from support.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "gpu, given, found",
+    [
+        (True, {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            True,
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"},
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"},
+        ),
+        (True, {"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+        (False, {}, {}),
+    ],
+)
+def test_the_allocator_of_a_gpu_grows_its_segments(monkeypatch, gpu, given, found):
+    """Unless the user has configured it, under any of its names."""
+    from support.cluster import launch
+
+    monkeypatch.setattr(launch, "has_nvidia_gpu", lambda: gpu)
+    monkeypatch.setattr(launch, "return_freed_memory", lambda: None)
+    monkeypatch.setattr(launch.os, "environ", {"PATH": "", **given})
+    args = SimpleNamespace(deterministic=False, verbose=True, quiet=False)
+    launch.tune_process(args, launch.Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", 29500))
+    assert {name: value for name, value in launch.os.environ.items() if "ALLOC" in name} == found
+
+
+@pytest.mark.parametrize(
+    "gpu, workspace, refused",
+    [
+        (True, ":0:0", True),
+        (False, ":0:0", False),
+        (True, ":16:8", False),
+        (True, ":4096:8", False),
+    ],
+)
+def test_deterministic_needs_a_workspace_of_cublas_where_there_is_a_gpu(
+    monkeypatch, gpu, workspace, refused
+):
+    from support.cluster import launch
+
+    monkeypatch.setattr(launch, "has_nvidia_gpu", lambda: gpu)
+    with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG") if refused else nullcontext():
+        launch.check_workspace(workspace)

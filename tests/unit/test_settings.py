@@ -1,0 +1,95 @@
+"""Settings, advice and names of files that follow from the flags."""
+
+import platform
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.cli.flags import bucket_sizes, parse_arguments
+
+
+def test_printed_settings_are_read_back(tmp_path):
+    from support.cli.run_file import as_yaml
+
+    args = [
+        "--lr",
+        "2e-5",
+        "--resume",
+        "--output_dir",
+        "0x10",
+        "--no_eval",
+        "--report_to",
+        "tensorboard,wandb",
+        "--seed",
+        "7",
+    ]
+    first = parse_arguments(args)
+    (tmp_path / "run.yaml").write_text(as_yaml(first))
+    again = parse_arguments(["--config", str(tmp_path / "run.yaml")])
+    assert vars(again) | {"given": first.given, "config": None} == vars(first)
+    assert again.output_dir == "0x10" and again.resume == "" and again.seed == 7
+
+
+def test_advice_for_any_batch_is_there_at_once():
+    """After an out-of-memory error, where a signal can no longer end the process."""
+    from support.memory import estimate as planner
+    from support.memory.architectures import find_architecture
+
+    begun = time.monotonic()
+    work = planner.Work(find_architecture("gpt2"), world_size=1, batch_size=10**12, seq_length=512)
+    ways = planner.ways_to_fit(work, "dp", planner.Limits(16 * planner.GB))
+    assert time.monotonic() - begun < 2
+    assert any(way.flags.startswith("--batch_size ") for way in ways)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 12, 36, 97, 360])
+def test_the_split_that_fits_is_the_largest(batch_size):
+    from support.memory import estimate as planner
+    from support.memory.architectures import find_architecture
+
+    work = planner.Work(
+        find_architecture("gpt2"), world_size=2, batch_size=batch_size, seq_length=256
+    )
+    for memory in (3, 6, 9, 20, 60):
+        limits = planner.Limits(memory * planner.GB)
+        splits = [
+            replace(work, batch_size=size, accumulation=batch_size // size)
+            for size in range(batch_size, 0, -1)
+            if batch_size % size == 0
+        ]
+        wanted = next(
+            (split for split in splits if limits.hold(planner.predict(split, "zero2"))), None
+        )
+        assert planner.fitting_split(work, "zero2", limits) == wanted
+
+
+@pytest.mark.parametrize("nodes, host_is_named", [(1, False), (2, True)])
+def test_results_of_several_machines_name_their_host(nodes, host_is_named):
+    from types import SimpleNamespace
+
+    from support.report.results import place_of
+
+    shown = place_of(Path("runs/x/results.json"), SimpleNamespace(nodes=nodes))
+    assert shown.startswith("runs/x/results.json") and (platform.node() in shown) == host_is_named
+
+
+def test_tensorboard_replaces_only_its_own_files(tmp_path):
+    from support.report.trackers import TensorBoard
+
+    for name in ("events.out.tfevents.1.x", "mine.txt"):
+        (tmp_path / name).write_text("mine")
+    board = TensorBoard(tmp_path, 0, {})
+    board.curves(1, {"train/loss": 1.0})
+    board.close()
+    assert (tmp_path / "mine.txt").read_text() == "mine" and not (
+        tmp_path / "events.out.tfevents.1.x"
+    ).exists()
+    assert (
+        len(list(tmp_path.glob("events.out.tfevents.*"))) == 1 and not (tmp_path / "out").exists()
+    )
+
+
+def test_bucket_sizes_of_any_model():
+    assert all(isinstance(size, int) for size in bucket_sizes(10**8, 10**20, False).values())
