@@ -64,11 +64,9 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     """
     values = _flatten(read_yaml("--config", path), path)
     flags = {action.dest: action for action in reversed(parser._actions) if action.option_strings}
-    flags |= {
-        "no_eval": next(
-            action for action in parser._actions if action.option_strings == ["--no_eval"]
-        )
-    }
+    for action in parser._actions:
+        if action.option_strings in (["--no_eval"], ["--no_fused_gelu"]):
+            flags[action.option_strings[0][2:]] = action
     for name in NOT_IN_FILES:
         del flags[name]
     settings: dict[str, object] = {}
@@ -175,9 +173,13 @@ def as_yaml(args: argparse.Namespace) -> str:
     import yaml
 
     flags = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SHOWN}
-    # Flags that are off or unset need no line (0 is a value). `eval` does: it is on by default.
+    # Flags that are off or unset need no line (0 is a value), except those that are on by default.
     unset = {
         name for name, value in flags.items() if value is None or value is False or value == []
     }
-    settings = {name: value for name, value in flags.items() if name == "eval" or name not in unset}
+    settings = {
+        name: value
+        for name, value in flags.items()
+        if name in ("eval", "fused_gelu") or name not in unset
+    }
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)

@@ -647,9 +647,10 @@ def _who_differs(seen: dict) -> str:
     first = seen[0]
     for number, rank in seen.items():
         differences = [
-            f"{key} {value} there and {first['facts'].get(key)} on {first['host']}"
-            for key, value in rank["facts"].items()
-            if value != first["facts"].get(key)
+            f"{key} {value or 'missing'} there and {first['facts'].get(key, 'missing')} on "
+            f"{first['host']}"
+            for key in sorted({*rank["facts"], *first["facts"]})
+            if (value := rank["facts"].get(key)) != first["facts"].get(key)
         ]
         if differences:
             return (

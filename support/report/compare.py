@@ -697,14 +697,14 @@ def verdict(comparison: Comparison) -> list[str]:
     matching_rows = [row for row in comparison.rows if row.completed and row.departs_at is None]
     if comparison.simulated:
         return [*_say_simulated(comparison), *_say_incomplete(comparison)]
-    return [
-        *_say_same_model(comparison),
-        *_say_control(comparison),
-        _say_fastest(comparison, matching_rows),
-        _say_smallest(comparison, matching_rows),
-        *_say_limits(comparison, matching_rows),
-        *_say_incomplete(comparison),
-    ]
+    sentences = [*_say_same_model(comparison), *_say_control(comparison)]
+    if matching_rows:
+        sentences += [
+            _say_fastest(comparison, matching_rows),
+            _say_smallest(comparison, matching_rows),
+            *_say_limits(comparison, matching_rows),
+        ]
+    return sentences + _say_incomplete(comparison)
 
 
 def _say_simulated(comparison: Comparison) -> list[str]:
@@ -745,6 +745,13 @@ def _say_same_model(comparison: Comparison) -> list[str]:
     )
     median_text = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
     for row in comparison.departing:
+        if row is reference:
+            sentences.append(
+                f"❌ {row.strategy}'s own repeats differ by {row.difference:.1e}{median_text} at "
+                f"step {row.difference_step}; {tolerance_text}. The same command must give the "
+                "same losses: look for what changed between them."
+            )
+            continue
         expected = reference.completed[0].losses[row.departs_at - 1]
         sentences.append(
             f"❌ {row.strategy} does not train the same model: it departs from "
@@ -765,7 +772,7 @@ def _say_same_model(comparison: Comparison) -> list[str]:
         )
     elif not comparison.departing:
         sentences.append(f"ℹ️  Only {reference.strategy} completed, so no losses could be compared.")
-    if reference.difference:
+    if reference.difference and reference not in comparison.departing:
         sentences.append(
             f"ℹ️  {reference.strategy}'s own repeats are off by up to {reference.difference:.1e} "
             "from its first."

@@ -334,6 +334,21 @@ def test_repeats_give_medians_and_spread(all_seven, tmp_path):
     )
 
 
+def test_repeats_of_the_reference_that_differ(all_seven, tmp_path):
+    """No strategy is left that could be recommended."""
+    runs = all_seven[0] / "comparison_runs" / "tiny-gpt2"
+    copy = tmp_path / "tiny-gpt2"
+    for repeat in ("1", "2"):
+        shutil.copytree(runs / "dp" / "1", copy / "dp" / repeat)
+    file = copy / "dp" / "2" / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.dumps(r | ({"loss": 1.5 * r["loss"]} if "loss" in r else {})) for r in records]
+    file.write_text("\n".join(lines) + "\n")
+    code, out, found = report(copy, tmp_path)
+    assert code == 1 and found["departing"] == ["dp"], out
+    assert "own repeats differ" in flat(out) and "Fastest" not in out
+
+
 def test_a_repeat_that_fails_shows_and_the_others_count(all_seven, tmp_path):
     copy = tmp_path / "tiny-gpt2"
     for repeat in (1, 2):

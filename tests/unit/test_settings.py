@@ -20,6 +20,7 @@ def test_printed_settings_are_read_back(tmp_path):
         "--output_dir",
         "0x10",
         "--no_eval",
+        "--no_fused_gelu",
         "--report_to",
         "tensorboard,wandb",
         "--seed",
