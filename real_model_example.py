@@ -70,8 +70,8 @@ from support.cluster.context import (
     Run,
     group_options,
     identify_gpu,
-    meet,
     open_store,
+    rendezvous,
     simulate_process_group,
 )
 from support.cluster.launch import exit_before_start, keep_freed_memory
@@ -133,7 +133,7 @@ def setup_distributed(args, launch) -> Run:
         simulate_process_group(launch.world_size, limit)
     else:
         rendezvous_seconds = min(args.ddp_timeout, ARRIVAL_SECONDS)
-        store, attempt = meet(launch, backend, rendezvous_seconds, identify_gpu(device))
+        store, attempt = rendezvous(launch, backend, rendezvous_seconds, identify_gpu(device))
         run = Run(launch, device, backend, args.verbose, args.quiet, attempt)
         # Before NCCL connects the ranks: it would wait for a rank that has already failed.
         if launch.world_size > 1:
@@ -143,7 +143,7 @@ def setup_distributed(args, launch) -> Run:
         dist.init_process_group(
             store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit, **options
         )
-        run.nodes = sum(run.gather(launch.is_node_leader))
+        run.nodes = sum(run.all_gather(launch.is_node_leader))
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if device.type == "cuda":
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed uses it as the GPU's index
@@ -158,7 +158,7 @@ def setup_distributed(args, launch) -> Run:
 # =================================================================================== model and data
 
 
-def find_model(args, run: Run) -> models.Blueprint:
+def find_model(args, run: Run) -> models.ModelSpec:
     """Resolve --model to a configuration, its sizes and its tokenizer, without loading weights.
 
     Sets args.seq_length to its default if the user gave none.
@@ -167,9 +167,9 @@ def find_model(args, run: Run) -> models.Blueprint:
         UserError: the model cannot be used, or --seq_length exceeds its positions.
     """
     if not args.hub_offline:
-        run.say(f"⏳ Downloading {args.model}, where it is not in the cache")
-    blueprint = models.find_model(args, run)
-    limit = models.max_positions(blueprint.config)
+        run.print0(f"⏳ Downloading {args.model}, where it is not in the cache")
+    spec = models.find_model(args, run)
+    limit = models.max_positions(spec.config)
     if args.seq_length is None:
         args.seq_length = min(256 if args.model == EMBEDDED_MODEL else 512, limit or 512)
     if limit and args.seq_length > limit:
@@ -183,23 +183,23 @@ def find_model(args, run: Run) -> models.Blueprint:
         if args.eval_only
         else "Fine-tuning"
     )
-    base = blueprint.parameters - (blueprint.trainable if blueprint.lora else 0)
-    run.say(f"🚀 {action} {args.model} ({human_count(base)} parameters)")
-    run.say(f"📋 Strategy: {args.strategy.upper()}")
-    if blueprint.own_settings:
-        run.say(
+    base = spec.parameters - (spec.trainable if spec.lora else 0)
+    run.print0(f"🚀 {action} {args.model} ({human_count(base)} parameters)")
+    run.print0(f"📋 Strategy: {args.strategy.upper()}")
+    if spec.own_settings:
+        run.print0(
             "🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel "
             "(--no_fused_gelu keeps it)"
         )
-    if not blueprint.chunked_loss:
-        run.say(
+    if not spec.chunked_loss:
+        run.print0(
             "🔧 All logits of a batch are computed at once: this model changes them, or has "
             "adapters on its output layer"
         )
-    return blueprint
+    return spec
 
 
-def load_model_and_tokenizer(args, run: Run, blueprint: models.Blueprint):
+def load_model_and_tokenizer(args, run: Run, spec: models.ModelSpec):
     """Load the weights: a full copy per rank, or shards for zero3, infinity and fsdp.
 
     Returns:
@@ -209,35 +209,33 @@ def load_model_and_tokenizer(args, run: Run, blueprint: models.Blueprint):
     """
     if args.generate:
         # Fail on an unusable prompt before the training, not after it.
-        sampling.tokens_of(args.generate, blueprint.tokenizer)
+        sampling.tokens_of(args.generate, spec.tokenizer)
     if args.ds_config_dict:
-        configure_deepspeed(args, run, blueprint)
+        configure_deepspeed(args, run, spec)
     if args.strategy == "fsdp":
-        model = shard_with_fsdp(blueprint, run, args)
+        model = shard_with_fsdp(spec, run, args)
     elif STRATEGIES[args.strategy].shards_parameters:
-        model = shard_with_zero3(blueprint, run, args)
+        model = shard_with_zero3(spec, run, args)
     else:
-        model = blueprint.load(run)
+        model = spec.load(run)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dist.barrier()
     if not args.merge_lora:  # --merge_lora reads the weights again at the end
-        run.clean_up(blueprint.weights)
-    run.say(
-        f"✅ Model loaded: {blueprint.parameters:,} parameters ({blueprint.parameters / 1e6:.1f}M)"
-    )
-    if blueprint.lora:
-        share = blueprint.trainable / blueprint.parameters
-        run.say(
-            f"🔧 LoRA: {blueprint.trainable:,} of {blueprint.parameters:,} parameters are trained "
+        run.clean_up(spec.weights)
+    run.print0(f"✅ Model loaded: {spec.parameters:,} parameters ({spec.parameters / 1e6:.1f}M)")
+    if spec.lora:
+        share = spec.trainable / spec.parameters
+        run.print0(
+            f"🔧 LoRA: {spec.trainable:,} of {spec.parameters:,} parameters are trained "
             f"({share:.2%})"
         )
-        if blueprint.random and not (args.merge_lora or args.no_export):
+        if spec.random and not (args.merge_lora or args.no_export):
             run.warn(
                 "The frozen weights are random, and adapters are worth nothing without them: "
                 "--merge_lora exports both."
             )
-    return model, blueprint.tokenizer
+    return model, spec.tokenizer
 
 
 def prepare_dataset(args, run: Run, tokenizer):
@@ -315,14 +313,14 @@ def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
     return wrapped
 
 
-def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
+def shard_with_fsdp(spec: models.ModelSpec, run: Run, args) -> nn.Module:
     """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
     The sharded model is built on the meta device, without memory. Then rank 0's weights are
     broadcast tensor by tensor, and each rank keeps its shard.
     """
-    full_model = blueprint.load(run) if run.is_main else None
-    sharded = blueprint.on_meta_device()
+    full_model = spec.load(run) if run.is_main else None
+    sharded = spec.on_meta_device()
     # bf16: compute in bf16, but keep the shards and reduce the gradients in fp32. fp16 is left to
     # autocast(), below.
     policy = MixedPrecisionPolicy(
@@ -353,7 +351,7 @@ def shard_with_fsdp(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
     return sharded
 
 
-def shard_with_zero3(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
+def shard_with_zero3(spec: models.ModelSpec, run: Run, args) -> nn.Module:
     """Shard each parameter over the ranks as it is read; infinity writes its shard to NVMe.
 
     Loading maps the weight file into memory without reading it. Each parameter is then copied and
@@ -362,7 +360,7 @@ def shard_with_zero3(blueprint: models.Blueprint, run: Run, args) -> nn.Module:
     import deepspeed
 
     # "auto" is the file's own dtype: a conversion here would copy the whole model.
-    model = blueprint.load(run, dtype="auto")
+    model = spec.load(run, dtype="auto")
     with quiet(args.verbose):
         deepspeed.zero.Init(
             module=OneByOne(model, models.DTYPES[run.precision]),
@@ -446,7 +444,7 @@ def next_token_loss(
     )
 
 
-def count_tokens(window: data.Window, run: Run) -> torch.Tensor:
+def count_tokens(step_batch: data.StepBatch, run: Run) -> torch.Tensor:
     """Count the tokens of one optimizer step over all micro-batches and ranks, in one all-reduce.
 
     Returns:
@@ -454,8 +452,8 @@ def count_tokens(window: data.Window, run: Run) -> torch.Tensor:
         the number of ranks that received a stop signal.
     """
     counts = torch.zeros(3, device=run.device)
-    counts[0] = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in window.batches)
-    counts[1].fill_(window.tokens)
+    counts[0] = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in step_batch.batches)
+    counts[1].fill_(step_batch.tokens)
     counts[2].fill_(bool(run.stop.requested))
     dist.all_reduce(counts)
     return counts
@@ -489,8 +487,8 @@ def gradient_sync(model: nn.Module, needed: bool):
         yield
 
 
-def windows_of_epoch(train, epoch: int, done: int, args, run: Run):
-    """Iterate over this rank's step batches of one epoch, on the device; see data.windows.
+def step_batches_of_epoch(train, epoch: int, done: int, args, run: Run):
+    """Iterate over this rank's step batches of one epoch, on the device; see data.step_batches.
 
     Args:
         train: the training sequences.
@@ -499,15 +497,15 @@ def windows_of_epoch(train, epoch: int, done: int, args, run: Run):
             resume or an evaluation.
     """
     if args.streaming:
-        return train.windows(run.device)
+        return train.step_batches(run.device)
     order = data.epoch_order(train.blocks, args.seed, epoch)[done:]
-    windows = data.windows(
+    step_batches = data.step_batches(
         train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size
     )
-    return data.prefetch(windows, run.device)
+    return data.prefetch(step_batches, run.device)
 
 
-def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run):
+def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, manager, args, run):
     """Train one epoch in plain PyTorch, for dp and fsdp; end early if an evaluation is due."""
     model.train()
     # Set once a loss, or without loss scaling a gradient, is not finite: later updates are skipped,
@@ -515,7 +513,7 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
     found_inf = torch.zeros((), dtype=torch.bool, device=run.device)
 
     meter.start_epoch(epoch)
-    for step_batch in windows_of_epoch(train, epoch, meter.position, args, run):
+    for step_batch in step_batches_of_epoch(train, epoch, meter.position, args, run):
         lr = learning_rate(meter.step, meter.total_steps, args)
         set_learning_rate(optimizer, lr)
         valid_tokens, total_tokens, stop = count_tokens(step_batch, run)
@@ -540,7 +538,7 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
         grad_norm = gradients.norm(model)
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        gradients.hold_back_if_not_finite(
+        gradients.skip_update_if_not_finite(
             optimizer, loss_of_step, found_inf, run, scaler, grad_norm
         )
         scaler.step(optimizer)  # in fp32 and bf16 the scaler is disabled: just optimizer.step()
@@ -549,12 +547,12 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, 
         meter.mark("update")
 
         meter.end_step(loss_of_step, lr, grad_norm, total_tokens)
-        saver.after_step(meter, stop)
+        manager.after_step(meter, stop)
         if meter.evaluation_is_due or meter.finished:
             break
 
 
-def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
+def train_epoch_deepspeed(engine, train, epoch, meter, manager, args, run):
     """Train one epoch with DeepSpeed; end early if an evaluation is due.
 
     The engine scales the loss (fp16), clips the gradients, updates the weights and clears the
@@ -564,7 +562,7 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
     found_inf = torch.zeros((), dtype=torch.bool, device=run.device)
 
     meter.start_epoch(epoch)
-    for step_batch in windows_of_epoch(train, epoch, meter.position, args, run):
+    for step_batch in step_batches_of_epoch(train, epoch, meter.position, args, run):
         if engine.lr_scheduler is None:  # else the user's DeepSpeed file defines the schedule
             set_learning_rate(engine.optimizer, learning_rate(meter.step, meter.total_steps, args))
         lr = engine.optimizer.param_groups[0]["lr"]
@@ -587,13 +585,13 @@ def train_epoch_deepspeed(engine, train, epoch, meter, saver, args, run):
 
         dist.all_reduce(loss_of_step)
         meter.after_backward()
-        gradients.hold_back_if_not_finite(engine.optimizer, loss_of_step, found_inf, run)
+        gradients.skip_update_if_not_finite(engine.optimizer, loss_of_step, found_inf, run)
         engine.step()
         grad_norm = engine.get_global_grad_norm()
         meter.mark("update")
 
         meter.end_step(loss_of_step, lr, grad_norm, total_tokens)
-        saver.after_step(meter, stop)
+        manager.after_step(meter, stop)
         if meter.evaluation_is_due or meter.finished:
             break
 
@@ -616,7 +614,7 @@ def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
     order = range(min(limit, validation.blocks))
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     divisor = torch.ones((), device=run.device)
-    batches = data.windows(validation, order, args.batch_size, 1, run.rank, run.world_size)
+    batches = data.step_batches(validation, order, args.batch_size, 1, run.rank, run.world_size)
     with run.bar(
         "Evaluation", -(-len(order) // (args.batch_size * run.world_size)), "batch"
     ) as bar:
@@ -658,7 +656,7 @@ def wrap(model, args, run: Run):
 
 
 def train_and_evaluate(
-    model, optimizer, scaler, train, validation, args, run: Run, meter, saver
+    model, optimizer, scaler, train, validation, args, run: Run, meter, manager
 ) -> tuple | None:
     """Train all epochs, or until early stopping, and evaluate whenever an evaluation is due.
 
@@ -674,14 +672,14 @@ def train_and_evaluate(
         if not validation.blocks:
             run.warn(f"{NOTHING_TO_EVALUATE}.")
             return None
-        meter.footprint.doing = "evaluation"
+        meter.memory_by_phase.doing = "evaluation"
         evaluation = evaluate(model, validation, args, run)
         if evaluation is None:
-            saver.save_and_stop(meter)
+            manager.save_and_stop(meter)
         loss, perplexity = evaluation
-        run.say(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
+        run.print0(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
         meter.log_evaluation(loss, perplexity)
-        saver.after_evaluation(meter)
+        manager.after_evaluation(meter)
         return loss, perplexity
 
     # A checkpoint at the end of an epoch or of the run is saved before the evaluation, so a resumed
@@ -691,9 +689,9 @@ def train_and_evaluate(
     while not meter.finished and not args.eval_only:
         epoch = meter.samples_done // train.blocks + 1
         if args.ds_config_dict:
-            train_epoch_deepspeed(model, train, epoch, meter, saver, args, run)
+            train_epoch_deepspeed(model, train, epoch, meter, manager, args, run)
         else:
-            train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, saver, args, run)
+            train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, manager, args, run)
         if meter.evaluation_is_due:
             last_evaluation = evaluate_now()
     return last_evaluation
@@ -736,8 +734,8 @@ def train_one_model(args, run: Run):
     folder = reporting.new_output_dir(args, run)
     results = reporting.open_results(args, run, folder)
     target = export.target_of(args, folder, results.before)
-    footprint = memory.Phases(run.device)
-    run.memory_facts.append(footprint.describe)
+    memory_by_phase = memory.MemoryByPhase(run.device)
+    run.memory_facts.append(memory_by_phase.describe)
     if args.memory_snapshot:
         tracing.record_memory(args.memory_snapshot, run)
     if args.ds_config_dict:
@@ -745,105 +743,109 @@ def train_one_model(args, run: Run):
 
     # The data is prepared before the weights are loaded: errors in it show within seconds, however
     # large the model is.
-    blueprint = find_model(args, run)
-    run.ways_to_fit = lambda: preflight.ways_to_fit(args, run, blueprint)
-    run.say(f"⏳ Preparing the dataset {args.dataset}")
-    train, validation, dataset = prepare_dataset(args, run, blueprint.tokenizer)
+    spec = find_model(args, run)
+    run.ways_to_fit = lambda: preflight.ways_to_fit(args, run, spec)
+    run.print0(f"⏳ Preparing the dataset {args.dataset}")
+    train, validation, dataset = prepare_dataset(args, run, spec.tokenizer)
     if not validation.blocks and (
         needed := [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]
     ):
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
-    run.say("⏳ Loading the model")
-    model, _tokenizer = load_model_and_tokenizer(args, run, blueprint)
-    footprint.note("model_loaded")
-    run.say("✅ Dataset ready: " + ("a stream" if args.streaming else f"{train.blocks:,} samples"))
+    run.print0("⏳ Loading the model")
+    model, _tokenizer = load_model_and_tokenizer(args, run, spec)
+    memory_by_phase.note("model_loaded")
+    run.print0(
+        "✅ Dataset ready: " + ("a stream" if args.streaming else f"{train.blocks:,} samples")
+    )
     results.update(
-        parameters=blueprint.parameters,
-        trainable_parameters=blueprint.trainable,
+        parameters=spec.parameters,
+        trainable_parameters=spec.trainable,
         seq_length=args.seq_length,
         dataset=dataset,
     )
     model, optimizer = wrap(model, args, run)
-    footprint.note("wrapped")
+    memory_by_phase.note("wrapped")
     if run.device.type == "cpu":
         keep_freed_memory()
 
     scaler = gradients.loss_scaler(run, run.precision == "fp16" and not args.ds_config_dict)
-    identity = checkpoint.identify(args, run, blueprint, dataset, model)
-    saver = checkpoint.Saver(
-        args, run, folder, model, optimizer, scaler, identity, blueprint, train
+    identity = checkpoint.run_signature(args, run, spec, dataset, model)
+    manager = checkpoint.CheckpointManager(
+        args, run, folder, model, optimizer, scaler, identity, spec, train
     )
-    nothing_left_to_do = results.over(data.total_steps(args, run.world_size, train.blocks), args)
-    counters = saver.resume()  # of the checkpoint, or of a new run
+    nothing_left_to_do = results.nothing_left_to_do(
+        data.total_steps(args, run.world_size, train.blocks), args
+    )
+    counters = manager.resume()  # of the checkpoint, or of a new run
     steps = data.total_steps(
         args, run.world_size, train.blocks, counters["step"], counters["samples"]
     )
     if nothing_left_to_do or (results.was_complete and counters["step"] >= steps):
-        finish_again(model, saver, results, counters["step"], target, args, run, blueprint)
+        finalize_completed_run(model, manager, results, counters["step"], target, args, run, spec)
         return model
     saves = checkpoint.saves_due(args, counters, steps, train.blocks)
-    export.check_room(args, run, target, folder, blueprint, saves)
+    export.check_room(args, run, target, folder, spec, saves)
     meter = metering.open_meter(
-        args, run, folder, model, optimizer, blueprint, steps, counters, footprint, train.blocks
+        args, run, folder, model, optimizer, spec, steps, counters, memory_by_phase, train.blocks
     )
     # All checks have passed: only now may files of an earlier run be changed.
-    saver.take_over(counters["best"])
+    manager.take_over(counters["best"])
     results.begin()
     meter.start_log()
-    run.say(
+    run.print0(
         "⏳ Evaluating"
         if args.eval_only
         else f"⏳ Training: steps {meter.step + 1} to {meter.total_steps}"
     )
     try:
         evaluation = train_and_evaluate(
-            model, optimizer, scaler, train, validation, args, run, meter, saver
+            model, optimizer, scaler, train, validation, args, run, meter, manager
         )
     except Preempted:
         results.preempted(meter.counters())
-        run.say(
+        run.print0(
             f"⏸️  Stopped by a signal after step {meter.step} of {meter.total_steps}: "
             "go on with --resume"
         )
         meter.close()
         raise
-    footprint.note("trained")
+    memory_by_phase.note("trained")
     if args.streaming:
         results.update(dataset=train.summary())
     if args.load_best_at_end and meter.best:
-        saver.load_best(meter.best["step"], meter.step)
+        manager.load_best(meter.best["step"], meter.step)
     elif args.load_best_at_end:
         run.warn(
             "--load_best_at_end: no evaluation gave a finite loss, so these are the last weights."
         )
 
-    results.update(checkpoint_seconds=saver.seconds)
-    results.update(**reporting.summarize(run, meter, footprint, evaluation, args, blueprint))
+    results.update(checkpoint_seconds=manager.seconds)
+    results.update(**reporting.summarize(run, meter, memory_by_phase, evaluation, args, spec))
     reporting.say_results(run, results.facts, args)
-    hand_out(model, saver, results, target, args, run, blueprint, meter)
+    finalize(model, manager, results, target, args, run, spec, meter)
     meter.close(results.facts.get("sample"))
-    run.say(f"📁 {reporting.place_of(results.path, run)}")
+    run.print0(f"📁 {reporting.place_of(results.path, run)}")
     return model
 
 
-def finish_again(
-    model, saver, results, step: int, target, args, run: Run, blueprint: models.Blueprint
+def finalize_completed_run(
+    model, manager, results, step: int, target, args, run: Run, spec: models.ModelSpec
 ) -> None:
     """Finish a resumed run that was already complete: only export and generate what is missing."""
-    run.say("✅ This run was complete already.")
+    run.print0("✅ This run was complete already.")
     results.continue_complete_run()
     if args.load_best_at_end and results.facts.get("best_step"):
-        saver.load_best(results.facts["best_step"], step)
+        manager.load_best(results.facts["best_step"], step)
     elif step < results.facts["steps"]:
         run.warn(
             "Its last weights are in no checkpoint, so nothing is exported or generated again."
         )
         return
-    hand_out(model, saver, results, target, args, run, blueprint)
+    finalize(model, manager, results, target, args, run, spec)
 
 
-def hand_out(
-    model, saver, results, target, args, run: Run, blueprint: models.Blueprint, meter=None
+def finalize(
+    model, manager, results, target, args, run: Run, spec: models.ModelSpec, meter=None
 ) -> None:
     """Export the model and print a sample, if requested and missing, and complete the results.
 
@@ -852,12 +854,12 @@ def hand_out(
     Raises:
         TrainingError: the export failed; the message says where the trained weights are.
     """
-    is_exported = run.from_main(
+    is_exported = run.broadcast_from_rank0(
         results.was_complete and not args.export_hf and target.folder.exists()
     )
     if not (args.no_export or args.eval_only or is_exported):
         card_facts = {**results.facts, "merged": args.merge_lora}
-        if saver.best_is_loaded:
+        if manager.best_is_loaded:
             loss = card_facts["best_eval_loss"]
             card_facts |= {
                 "eval_loss": loss,
@@ -866,17 +868,19 @@ def hand_out(
                 "train_loss_last": None,
                 "tokens": None,
             }
-        card = export.model_card(card_facts, saver.identity)
+        card = export.model_card(card_facts, manager.identity)
 
         def export_to(target: export.Target) -> dict:
-            return export.export_model(model, saver.state, blueprint, target, args, run, card)
+            return export.export_model(model, manager.state, spec, target, args, run, card)
 
         try:
             results.update(export=export_to(target))
         except export.ExportFailed as error:
-            raise export.rescue_weights(error, saver.weights_kept(meter), export_to, run) from error
+            raise export.rescue_weights(
+                error, manager.weights_kept(meter), export_to, run
+            ) from error
     if args.generate:
-        results.update(sample=sampling.generate(model, autocast(model, run), blueprint, args, run))
+        results.update(sample=sampling.generate(model, autocast(model, run), spec, args, run))
     run.stop.ignore()  # a stop signal has nothing left to stop
     results.complete()
 

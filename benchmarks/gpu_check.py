@@ -222,7 +222,7 @@ def too_large_batch(bench: Bench) -> int:
     """
     model, batch = architectures.find_architecture("gpt2"), 1
     memory = bench.machine.gpu_memory
-    while planner.activation_bytes(planner.Work(model, 1, batch, 1024), "dp") <= memory:
+    while planner.activation_bytes(planner.Workload(model, 1, batch, 1024), "dp") <= memory:
         batch *= 2
     return batch
 
@@ -341,7 +341,7 @@ def check_speed(bench: Bench) -> None:
         return
     model = architectures.find_architecture("gpt2")
     for batch in (4, 32):
-        needed_bytes = planner.predict(planner.Work(model, 1, batch, 1024), "dp").total
+        needed_bytes = planner.predict(planner.Workload(model, 1, batch, 1024), "dp").total
         if needed_bytes > bench.machine.gpu_memory:
             bench.skip(
                 f"speed, batch {batch}", f"planned {needed_bytes / GB:.0f} GB, more than there is"

@@ -38,7 +38,14 @@ from support.cli.flags import EMBEDDED_MODEL
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.memory import architectures
 from support.memory import estimate as planner
-from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, PREFERENCE, Limits, Need, Work
+from support.memory.estimate import (
+    CUDA_CONTEXT,
+    GPU_SLACK,
+    PREFERENCE,
+    Limits,
+    MemoryEstimate,
+    Workload,
+)
 from support.units import GB
 
 
@@ -151,7 +158,7 @@ def main() -> None:
             )
         if args.lora_targets and not args.lora_r:
             raise UserError("--lora_targets needs --lora_r.")
-        work = Work(
+        work = Workload(
             model,
             args.gpus,
             args.batch_size,
@@ -181,7 +188,7 @@ def main() -> None:
 # ------------------------------------------------------------------------------ the memory estimate
 
 
-def plan(args, work: Work, limits: Limits) -> int:
+def plan(args, work: Workload, limits: Limits) -> int:
     """Print the memory estimate of every strategy, and the command of the recommended one.
 
     Args:
@@ -252,7 +259,7 @@ def plan(args, work: Work, limits: Limits) -> int:
     return EXIT_COMPLETED
 
 
-def choose(work: Work, limits: Limits) -> tuple[Need | None, Work]:
+def choose(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Workload]:
     """Choose the first strategy of PREFERENCE that fits, if necessary with smaller micro-batches.
 
     Returns:
@@ -267,7 +274,7 @@ def choose(work: Work, limits: Limits) -> tuple[Need | None, Work]:
     return None, work
 
 
-def row(need: Need, limits: Limits, batch: int, plain: int) -> list[str]:
+def row(need: MemoryEstimate, limits: Limits, batch: int, plain: int) -> list[str]:
     """Return one row of the table.
 
     Args:
@@ -305,7 +312,7 @@ def in_gb(size: int) -> str:
     return f"{size / GB:.2f}" if size else "—"
 
 
-def title(args, work: Work) -> str:
+def title(args, work: Workload) -> str:
     """Describe the workload in one line."""
     options = ", gradient checkpointing" if work.gradient_checkpointing else ""
     if work.lora:
@@ -322,7 +329,7 @@ def title(args, work: Work) -> str:
     )
 
 
-def run_command(args, work: Work, strategy: str) -> str:
+def run_command(args, work: Workload, strategy: str) -> str:
     """Return the command line that trains the workload with a strategy."""
     path = Path(args.model)
     # real_model_example.py takes a folder, not a config.json.
@@ -363,7 +370,7 @@ def run_command(args, work: Work, strategy: str) -> str:
     return shlex.join(map(str, [*launcher, "real_model_example.py", *flags]))
 
 
-def as_dict(need: Need, limits: Limits, batch: int) -> dict:
+def as_dict(need: MemoryEstimate, limits: Limits, batch: int) -> dict:
     """Return a strategy's entry for --json: bytes of one rank, and whether it fits."""
     sizes = {
         f"{name}_bytes": value
@@ -379,7 +386,7 @@ def as_dict(need: Need, limits: Limits, batch: int) -> dict:
 WHAT_IS_SOLVED = {"batch": "largest batch", "model": "largest model", "gpus": "fewest GPUs"}
 
 
-def solve(args, work: Work, limits: Limits) -> int:
+def solve(args, work: Workload, limits: Limits) -> int:
     """Print the largest batch, the largest model or the fewest GPUs of each strategy.
 
     Args:

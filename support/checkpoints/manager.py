@@ -81,7 +81,7 @@ BUFFERS = "model/buffers.safetensors"
 MARKS = ("latest", "best")  # files that contain the name of a checkpoint
 
 
-class Saver:
+class CheckpointManager:
     """Checkpoint manager of a run: resumes it, and saves checkpoints when they are due.
 
     Args:
@@ -91,8 +91,8 @@ class Saver:
         folder: the run's output folder.
         model, optimizer: as wrapped by the strategy; for DeepSpeed the engine and its optimizer.
         scaler: torch's GradScaler.
-        identity: the run signature, see `identify`.
-        blueprint: the model's description.
+        identity: the run signature, see `run_signature`.
+        spec: the model's description.
         train: the training sequences; of a stream the position is saved, too.
     Attributes:
         may_save: whether this run can write checkpoints.
@@ -104,16 +104,7 @@ class Saver:
     """
 
     def __init__(
-        self,
-        args,
-        run: Run,
-        folder: Path,
-        model,
-        optimizer,
-        scaler,
-        identity: dict,
-        blueprint,
-        train,
+        self, args, run: Run, folder: Path, model, optimizer, scaler, identity: dict, spec, train
     ):
         self.args, self.run, self.folder, self.model, self.scaler = (
             args,
@@ -122,7 +113,7 @@ class Saver:
             model,
             scaler,
         )
-        self.identity, self.blueprint, self.train = identity, blueprint, train
+        self.identity, self.spec, self.train = identity, spec, train
         self.state = (
             None
             if args.eval_only
@@ -181,7 +172,7 @@ class Saver:
         check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.run)
         self._load(path, manifest)
         self._loaded_from = path
-        self.run.say(f"▶️  Resumed from {path}")
+        self.run.print0(f"▶️  Resumed from {path}")
         counters = manifest["counters"]
         if path.resolve() == step_folder(self.folder, counters["step"]).resolve():
             self._saved_at = self._resumed_at = counters["step"]
@@ -189,7 +180,7 @@ class Saver:
         if (
             best
             and self.args.load_best_at_end
-            and not self.run.from_main(step_folder(self.folder, best["step"]).is_dir())
+            and not self.run.broadcast_from_rank0(step_folder(self.folder, best["step"]).is_dir())
         ):
             self.run.warn(
                 f"--load_best_at_end: the checkpoint of the best evaluation so far "
@@ -361,7 +352,7 @@ class Saver:
         for buffer, values in buffers:
             buffer.copy_(values)
         self._loaded_from = path
-        self.run.say(f"🏅 Back to the weights of step {best}, the best evaluation")
+        self.run.print0(f"🏅 Back to the weights of step {best}, the best evaluation")
 
     def _let_go_of_gathered_weights(self) -> None:
         """Free the full weights that FSDP and ZeRO-3 keep after an evaluation.
@@ -434,7 +425,7 @@ class Saver:
             )
         self._saved_at = meter.step
         self.seconds.append(time.monotonic() - started)
-        self.run.say(f"💾 {path} ({self.seconds[-1]:.1f} s)")
+        self.run.print0(f"💾 {path} ({self.seconds[-1]:.1f} s)")
         meter.restart_clock()
 
     def weights_kept(self, meter) -> Path | None:
@@ -459,10 +450,10 @@ class Saver:
         return step_folder(self.folder, meter.step)
 
     def _write_model(self, folder: Path) -> None:
-        export.describe(self.blueprint, folder)
+        export.describe(self.spec, folder)
         buffers = (
             {}
-            if self.blueprint.lora
+            if self.spec.lora
             else models.persistent_buffers(getattr(self.model, "module", self.model))
         )
         if buffers:
@@ -494,7 +485,7 @@ class Saver:
         return scaler if hasattr(scaler, "last_overflow_iter") else None
 
 
-def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
+def run_signature(args, run: Run, spec, dataset: dict, model) -> dict:
     """Return the run signature, which a resumed run compares with that of its checkpoint.
 
     Returns:
@@ -504,15 +495,15 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
     """
     named = getattr(model, "module", model).named_parameters()
     must_match = {
-        "parameters": blueprint.parameters,
+        "parameters": spec.parameters,
         "shapes": digest_of_shapes({name: getattr(p, "ds_shape", p.shape) for name, p in named}),
-        "tokenizer": tokenizer_fingerprint(blueprint.tokenizer),
+        "tokenizer": tokenizer_fingerprint(spec.tokenizer),
     }
-    if blueprint.lora:
-        must_match |= {"lora_r": blueprint.lora.r, "lora_alpha": blueprint.lora.alpha}
+    if spec.lora:
+        must_match |= {"lora_r": spec.lora.r, "lora_alpha": spec.lora.alpha}
         # The frozen weights are not part of a checkpoint.
         must_match["frozen weights"] = (
-            f"random, from seed {args.seed}" if blueprint.random else "as they came"
+            f"random, from seed {args.seed}" if spec.random else "as they came"
         )
     # Whether a stream contains conversations is not known in advance.
     may_be_chat = args.streaming or dataset["kind"] == "chat"
@@ -524,7 +515,7 @@ def identify(args, run: Run, blueprint, dataset: dict, model) -> dict:
         "seed": args.seed,
         "validation_split": args.validation_split,
         "validation": (dataset.get("validation") or {}).get("sha256"),
-        "template": digest_of_text(blueprint.tokenizer.chat_template) if may_be_chat else None,
+        "template": digest_of_text(spec.tokenizer.chat_template) if may_be_chat else None,
         "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
         "global batch": global_batch(args, run.world_size),
     }
@@ -611,7 +602,7 @@ def save(
         errors.attempt(_start_checkpoint, unfinished)
         run.temporary.append(str(unfinished))  # removed if this run fails during the save
     dist.barrier()
-    ranks = run.gather(_write_tensors(unfinished, state, run, errors))
+    ranks = run.all_gather(_write_tensors(unfinished, state, run, errors))
     failed = next(
         (f"{rank['error']} [rank {number}]" for number, rank in enumerate(ranks) if rank["error"]),
         "",
@@ -629,7 +620,7 @@ def save(
     if run.is_main:
         remove(unfinished)
         run.temporary.remove(str(unfinished))
-    if failed := run.from_main(failed or str(errors)):
+    if failed := run.broadcast_from_rank0(failed or str(errors)):
         raise TrainingError(f"The checkpoint {final} could not be written: {failed}")
     return final
 
@@ -792,13 +783,17 @@ def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
     candidates = None
     if run.is_main:  # rank 0 decides: other nodes may see new names in a shared folder later
         candidates = candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
-    candidates = run.from_main(candidates)
+    candidates = run.broadcast_from_rank0(candidates)
     if candidates is None:
         raise UserError(f"{wanted}: no such folder.")
     for candidate in candidates:
-        manifest, problem = run.from_main(read_manifest(candidate) if run.is_main else None)
+        manifest, problem = run.broadcast_from_rank0(
+            read_manifest(candidate) if run.is_main else None
+        )
         problem = problem or what_is_broken(candidate, manifest, run.rank, run.world_size)
-        problem = next((rank_problem for rank_problem in run.gather(problem) if rank_problem), "")
+        problem = next(
+            (rank_problem for rank_problem in run.all_gather(problem) if rank_problem), ""
+        )
         if not problem:
             return candidate, manifest
         if wanted and candidate == Path(wanted):
@@ -978,7 +973,7 @@ def check_same_run(saved: dict, now: dict, forced: bool, run: Run) -> None:
 
     Args:
         saved: the run signature in the checkpoint. Entries that it lacks are not compared.
-        now: the run signature of this run, see `identify`.
+        now: the run signature of this run, see `run_signature`.
         forced: --resume_force, with which "soft" differences only cause a warning.
         run: the ranks.
     Raises:

@@ -639,7 +639,7 @@ def cpu_computes_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def planned_work(args, run, model: architectures.Architecture) -> planner.Work:
+def planned_work(args, run, model: architectures.Architecture) -> planner.Workload:
     """Describe this run for the memory estimate (support/memory/estimate.py).
 
     Raises:
@@ -650,7 +650,7 @@ def planned_work(args, run, model: architectures.Architecture) -> planner.Work:
         raise UserError(
             "The planner knows this project's own DeepSpeed files, FSDP's defaults, and training."
         )
-    return planner.Work(
+    return planner.Workload(
         model,
         run.world_size,
         args.batch_size,
@@ -677,7 +677,7 @@ def memory_limits(run) -> planner.Limits:
     return planner.Limits(memory_limit(run.device) // ranks)  # the ranks share the host's memory
 
 
-def predicted_bytes(args, run, blueprint) -> dict[str, int] | None:
+def predicted_bytes(args, run, spec) -> dict[str, int] | None:
     """Return the memory estimate of this run.
 
     Returns:
@@ -685,20 +685,20 @@ def predicted_bytes(args, run, blueprint) -> dict[str, int] | None:
         configuration.
     """
     try:
-        model = architectures.read_architecture(blueprint.config.to_dict(), args.model)
+        model = architectures.read_architecture(spec.config.to_dict(), args.model)
         estimate = asdict(planner.predict(planned_work(args, run, model), args.strategy))
     except UserError:
         return None
     return {name: size for name, size in estimate.items() if isinstance(size, int)}
 
 
-def ways_to_fit(args, run, blueprint) -> list[str]:
+def ways_to_fit(args, run, spec) -> list[str]:
     """Return lines of advice with estimated memory, for a run that ran out of memory.
 
     Raises:
         UserError: the estimate does not support the architecture or the configuration.
     """
-    model = architectures.read_architecture(blueprint.config.to_dict(), args.model)
+    model = architectures.read_architecture(spec.config.to_dict(), args.model)
     return planner.describe_ways(planned_work(args, run, model), args.strategy, memory_limits(run))
 
 

@@ -179,7 +179,7 @@ class Run:
         """Number of processes that exist: 1 in a simulation, otherwise the world size."""
         return 1 if self.simulated else self.world_size
 
-    def say(self, text: str) -> None:
+    def print0(self, text: str) -> None:
         """Print on rank 0 only, unless --quiet is set."""
         if self.is_main and not self.quiet:
             self.print(text)
@@ -261,7 +261,7 @@ class Run:
         dist.all_reduce(requests)
         return requests.item() > 0
 
-    def from_main(self, value: Any) -> Any:
+    def broadcast_from_rank0(self, value: Any) -> Any:
         """Broadcast an object from rank 0; return it on every rank."""
         values = [value]
         if self.simulated:
@@ -269,7 +269,7 @@ class Run:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """All-gather an object; return the objects of all ranks in the order of the ranks.
 
         In a simulation the list has one item, that of this process.
@@ -481,7 +481,7 @@ CONNECT_SECONDS = 5  # time limit of one connection attempt
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 
 
-def meet(
+def rendezvous(
     launch: Launch, backend: str, timeout: float, gpu: str | None = None
 ) -> tuple[dist.Store, str]:
     """Rendezvous: wait for all ranks, and check that their versions, backend and GPUs fit together.
@@ -520,9 +520,9 @@ def meet(
         store.set(f"{place}/here/{launch.rank}", json.dumps(own_entry))
         deadline = time.monotonic() + timeout
         if launch.is_main:
-            attempt, error_text = _call_the_roll(store, place, launch, deadline)
+            attempt, error_text = _announce_ranks(store, place, launch, deadline)
         else:
-            attempt, error_text = _answer_the_roll(
+            attempt, error_text = _answer_announcements(
                 store, place, launch, deadline, own_entry["number"]
             )
     if error_text and not launch.is_main:
@@ -567,7 +567,7 @@ def connect(launch: Launch, timeout: float) -> dist.Store:
     )
 
 
-def _call_the_roll(store: dist.Store, place: str, launch: Launch, until: float) -> tuple[str, str]:
+def _announce_ranks(store: dist.Store, place: str, launch: Launch, until: float) -> tuple[str, str]:
     """Rank 0's side of the rendezvous: publish the present ranks until all have confirmed.
 
     Returns:
@@ -589,14 +589,14 @@ def _call_the_roll(store: dist.Store, place: str, launch: Launch, until: float) 
         ]
         time.sleep(0.05 if unconfirmed else 0)
     if unconfirmed:
-        error_text = _who_is_missing(unconfirmed, announced, launch)
+        error_text = _describe_missing_ranks(unconfirmed, announced, launch)
     else:
-        error_text = _who_differs(announced) or _who_shares_a_gpu(announced)
+        error_text = _describe_differing_rank(announced) or _describe_shared_gpus(announced)
     store.set(f"{attempt}/verdict", error_text)
     return attempt, error_text
 
 
-def _answer_the_roll(
+def _answer_announcements(
     store: dist.Store, place: str, launch: Launch, until: float, number: str
 ) -> tuple[str, str]:
     """Other ranks' side: confirm each attempt that includes `number`, until rank 0's verdict.
@@ -628,7 +628,7 @@ def _answer_the_roll(
     )
 
 
-def _who_is_missing(missing: list[int], seen: dict, launch: Launch) -> str:
+def _describe_missing_ranks(missing: list[int], seen: dict, launch: Launch) -> str:
     nodes = ", ".join(
         str(node) for node in sorted({rank // launch.local_world_size for rank in missing})
     )
@@ -643,7 +643,7 @@ def _who_is_missing(missing: list[int], seen: dict, launch: Launch) -> str:
     )
 
 
-def _who_differs(seen: dict) -> str:
+def _describe_differing_rank(seen: dict) -> str:
     first = seen[0]
     for number, rank in seen.items():
         differences = [
@@ -689,7 +689,7 @@ def group_options(args, device: torch.device, world_size: int) -> dict[str, Any]
     return {"backend": "nccl"}
 
 
-def _who_shares_a_gpu(seen: dict) -> str:
+def _describe_shared_gpus(seen: dict) -> str:
     """Return an error message if several ranks use the same GPU, otherwise "".
 
     Slurm may give each task all GPUs of its node, only its own GPU, or the same GPU as the other
@@ -770,7 +770,7 @@ def open_store(launch: Launch, attempt: str, timeout: float = 60) -> dist.Store:
 
     Args:
         launch: the place of this process in the run.
-        attempt: prefix of the keys, from `meet`.
+        attempt: prefix of the keys, from `rendezvous`.
         timeout: time limit of each call, in seconds.
     """
     store = dist.TCPStore(

@@ -83,7 +83,7 @@ def check(args, run: Run) -> int:
     for line in own_lines if run.is_main else ():
         run.print(str(line))
     communication = _communication(run)
-    ranks = run.gather((socket.gethostname(), own_lines))
+    ranks = run.all_gather((socket.gethostname(), own_lines))
     others = _what_differs(ranks)
     more = [communication, *others, *_cluster(run)]
     for line in more if run.is_main else ():
@@ -480,7 +480,7 @@ def _communication(run: Run) -> Line:
             torch.cuda.synchronize()
         seconds[name] = (time.perf_counter() - start) / 5
     bandwidth = 2 * (run.world_size - 1) / run.world_size * 64 * MB / seconds["large"]
-    hosts = sorted(set(run.gather(socket.gethostname())))
+    hosts = sorted(set(run.all_gather(socket.gethostname())))
     interface = os.environ.get(
         "NCCL_SOCKET_IFNAME" if run.backend == "nccl" else "GLOO_SOCKET_IFNAME", "chosen by itself"
     )

@@ -29,7 +29,7 @@ def prefetch(args, launch: Launch) -> None:
     # The "fake" backend of simulations: this process is the only one.
     run = Run(launch, torch.device("cpu"), "fake", args.verbose, args.quiet)
     try:
-        run.say(f"⏳ Downloading {args.model}, where it is not in the cache")
+        run.print0(f"⏳ Downloading {args.model}, where it is not in the cache")
         tokenizer = models.prefetch(args, run)
         if args.streaming:
             if not is_local_dataset(args.dataset):
@@ -38,12 +38,12 @@ def prefetch(args, launch: Launch) -> None:
                     "so it is not in the cache."
                 )
         else:
-            run.say(f"⏳ Preparing the dataset {args.dataset}")
+            run.print0(f"⏳ Preparing the dataset {args.dataset}")
             tokens.tokenize_corpus(
                 args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file
             )
         run.clean_up()
-        run.say(
+        run.print0(
             f"✅ Prefetched into {huggingface_home()}: "
             "with HF_HUB_OFFLINE=1 a run with these flags needs no network."
         )

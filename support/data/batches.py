@@ -326,7 +326,7 @@ def total_steps(args, world_size: int, blocks: int, step: int = 0, samples: int 
 
 
 @dataclass
-class Window:
+class StepBatch:
     """The step batch of one rank: its micro-batches of one optimizer step.
 
     Attributes:
@@ -341,9 +341,9 @@ class Window:
     state: Any = None
 
 
-def windows(
+def step_batches(
     file, order: np.ndarray, batch_size: int, accumulation: int, rank: int, world_size: int
-) -> Iterator[Window]:
+) -> Iterator[StepBatch]:
     """Yield the step batch of one rank for each optimizer step.
 
     The order is cut into global batches of batch_size × world_size × accumulation sequences. The
@@ -366,7 +366,7 @@ def windows(
             np.array_split(step_order[offset : offset + all_ranks_batch], world_size)[rank]
             for offset in range(0, len(step_order), all_ranks_batch)
         ]
-        yield Window(
+        yield StepBatch(
             [fill_up(file, indices, batch_size) for indices in rank_shares],
             sum(map(file.tokens, rank_shares)),
         )
@@ -403,15 +403,15 @@ def prefetch(steps: Iterator, device: torch.device) -> Iterator:
     Reading and copying therefore overlap with computation on the GPU.
     """
     ahead = None
-    for window in steps:
+    for step_batch in steps:
         if device.type == "cuda":
-            window.batches = [
+            step_batch.batches = [
                 tuple(t.pin_memory().to(device, non_blocking=True) for t in micro)
-                for micro in window.batches
+                for micro in step_batch.batches
             ]
         if ahead is not None:
             yield ahead
-        ahead = window
+        ahead = step_batch
     if ahead is not None:
         yield ahead
 

@@ -1,7 +1,7 @@
 """--streaming: sequences of a corpus that is read and tokenized during training.
 
 The corpus is never complete in memory or on disk. A global batch has G sequences, and batch slot g
-(class `Lane`) provides the g-th. Every group of G documents is distributed over the slots, one
+(class `BatchSlot`) provides the g-th. Every group of G documents is distributed over the slots, one
 document each, in an order drawn from the seed. A slot tokenizes its documents, cuts them into
 sequences and shuffles these in chunks. A rank processes only the slots whose sequences it trains
 on. Each step therefore has the same sequences for any number of ranks, and a checkpoint needs only
@@ -38,8 +38,8 @@ from support.data.batches import (
     IGNORED,
     ExampleFile,
     ReadAhead,
+    StepBatch,
     TokenFile,
-    Window,
     nothing,
     one_length,
     open_split,
@@ -115,7 +115,7 @@ class Reader:
         open_rows: returns a stateful iterable of rows, see `_open_rows`.
         parts: cuts a text, given in pieces, into parts that can be tokenized independently.
         text_column: see `sources.open_source`.
-        lanes: number of batch slots of all ranks.
+        slots: number of batch slots of all ranks.
         mine: {number: slot} of the slots that this rank processes.
         seed: determines the order in which the slots get documents.
         refuse: called with each bad row of the first pass.
@@ -126,22 +126,22 @@ class Reader:
         open_rows: Callable,
         parts: Callable,
         text_column: str | None,
-        lanes: int,
-        mine: dict[int, Lane],
+        slots: int,
+        mine: dict[int, BatchSlot],
         seed: int,
         refuse: Callable,
     ):
-        self.open_rows, self.parts, self.text_column, self.lanes, self.mine = (
+        self.open_rows, self.parts, self.text_column, self.slots, self.mine = (
             open_rows,
             parts,
             text_column,
-            lanes,
+            slots,
             mine,
         )
         self.refuse = refuse
         self.kind: str | None = None
         self.lane_of = functools.lru_cache(2)(
-            lambda group: np.random.default_rng([seed, group]).permutation(lanes)
+            lambda group: np.random.default_rng([seed, group]).permutation(slots)
         )
         self.rows_in_pass = 0
         self.start({"row": 0, "pass": 0, "first": 0, "rows": None})
@@ -178,17 +178,17 @@ class Reader:
             self.start({**place, "pass": self.passes + 1, "first": self.row, "rows": None})
             return
         rows, number, content, part = unit
-        lane = self._lane_of(self.row)
-        begins = self.row > 0 and not (number and lane == self._lane_of(self.row - 1))
-        if lane in self.mine and self.row >= self.mine[lane].first:
-            self.mine[lane].waiting.append(
+        slot = self._lane_of(self.row)
+        begins = self.row > 0 and not (number and slot == self._lane_of(self.row - 1))
+        if slot in self.mine and self.row >= self.mine[slot].first:
+            self.mine[slot].waiting.append(
                 Item({**place, "rows": rows, "part": number}, begins, content, part)
             )
         self.row += 1
 
     def _lane_of(self, row: int) -> int:
         # From 1: existing checkpoints have positions in an order that is counted in this way.
-        group, place = divmod(row + 1, self.lanes)
+        group, place = divmod(row + 1, self.slots)
         return int(self.lane_of(group)[place])
 
     def _read(self, skip: int) -> Iterator[tuple[dict, int, Document | Example, Chunk | None]]:
@@ -248,7 +248,7 @@ class Reader:
         return content if content.kind == self.kind else of_another_kind(content, self.kind)
 
 
-class Lane:
+class BatchSlot:
     """A batch slot, which provides one sequence at the same position of every global batch.
 
     Rows are tokenized until there are enough for a chunk of sequences, which is shuffled and then
@@ -257,7 +257,7 @@ class Lane:
 
     Args:
         number: index in the global batch.
-        lanes: number of batch slots.
+        slots: number of batch slots.
         chunk: number of sequences that are shuffled together.
         seq_length, seed: tokens in a sequence, and the seed of the run.
         encode: tokenizes an `Item`; returns (token ids of a text, or (ids, labels) of an example,
@@ -265,7 +265,7 @@ class Lane:
     """
 
     def __init__(
-        self, number: int, lanes: int, chunk: int, seq_length: int, seed: int, encode: Callable
+        self, number: int, slots: int, chunk: int, seq_length: int, seed: int, encode: Callable
     ):
         self.number, self.size, self.seq_length, self.seed, self.encode = (
             number,
@@ -275,7 +275,7 @@ class Lane:
             encode,
         )
         # The first chunks differ in size, so that not all slots refill in the same step.
-        self.early = 1 + (chunk - 1) * (number + 1) // lanes
+        self.early = 1 + (chunk - 1) * (number + 1) // slots
         self.waiting: deque[Item] = deque()
         self.first = 0  # number of the first row that is still needed
         self.begin, self.chunks, self.used = None, 0, 0
@@ -383,14 +383,14 @@ class Place:
     """The position of the stream after a step, on this rank.
 
     Attributes:
-        lanes: {number of a slot: its state}, for the slots of this rank.
+        slots: {number of a slot: its state}, for the slots of this rank.
         bad: (line about a row, whether only this rank has it) for each bad row of this step.
         rows: number of good rows (or parts of text files) read so far, in all passes.
         passes: number of complete passes.
         kind: the kind of the rows, "text", "chat" or "pair"; None before the first row.
     """
 
-    lanes: dict[str, dict]
+    slots: dict[str, dict]
     bad: list[tuple[str, bool]]
     rows: int
     passes: int
@@ -424,16 +424,16 @@ class Stream:
             ]
             for micro in range(args.gradient_accumulation_steps)
         ]
-        lanes = global_batch(args, run.world_size)
-        self.blocks, chunk = args.max_steps * lanes, max(1, args.shuffle_buffer // lanes)
+        slots = global_batch(args, run.world_size)
+        self.blocks, chunk = args.max_steps * slots, max(1, args.shuffle_buffer // slots)
         rank_slots = (number for numbers in self.layout for number in numbers)
-        self.lanes = {
-            number: Lane(number, lanes, chunk, args.seq_length, args.seed, self._encode)
+        self.slots = {
+            number: BatchSlot(number, slots, chunk, args.seq_length, args.seed, self._encode)
             for number in rank_slots
         }
         # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
         remote = run.is_main and not is_local_dataset(args.dataset)
-        commit = run.from_main(commit_on_hub(args.dataset) if remote else None)
+        commit = run.broadcast_from_rank0(commit_on_hub(args.dataset) if remote else None)
         files, twins = _files_to_read(args) if is_local_dataset(args.dataset) else ([], {})
         if Path(args.dataset).expanduser().is_dir():
             say_files(
@@ -444,10 +444,10 @@ class Stream:
         self.advice = advise_include(files)
         rows = _open_rows(args, commit, files)
         self.reader = Reader(
-            rows, self.documents.parts, args.text_column, lanes, self.lanes, args.seed, self._refuse
+            rows, self.documents.parts, args.text_column, slots, self.slots, args.seed, self._refuse
         )
         digest = fingerprint(args, commit, files)
-        describe_difference(run.gather(digest), "The corpus")
+        describe_difference(run.all_gather(digest), "The corpus")
         self.facts = {
             "name": args.dataset,
             "sha256": digest,
@@ -456,7 +456,7 @@ class Stream:
             "streaming": True,
         }
         self._ahead = ReadAhead(self._windows(), STEPS_AHEAD)
-        self._live: Iterator[Window] | None = None
+        self._live: Iterator[StepBatch] | None = None
 
     def progress(self) -> dict:
         """Return the state of all ranks for a checkpoint; every rank must call it.
@@ -467,11 +467,11 @@ class Stream:
             {"lanes": {number of a slot: its state}, "bad": sorted lines about all bad rows,
             "version": ROWS_VERSION}.
         """
-        ranks = self.run.gather((self.place.lanes, self.fresh))
-        lanes = {lane: state for states, _ in ranks for lane, state in states.items()}
+        ranks = self.run.all_gather((self.place.slots, self.fresh))
+        slots = {slot: state for states, _ in ranks for slot, state in states.items()}
         self.gathered.update(row for _, fresh in ranks for row in fresh)
         self.fresh = []
-        return {"lanes": lanes, "bad": sorted(self.gathered), "version": ROWS_VERSION}
+        return {"lanes": slots, "bad": sorted(self.gathered), "version": ROWS_VERSION}
 
     def summary(self) -> dict:
         """Stop reading, print the counts of rows, and return the facts for results.json.
@@ -479,9 +479,9 @@ class Stream:
         Every rank must call it.
         """
         self._ahead.close()
-        progress, rows = self.progress(), max(self.run.gather(self.place.rows))
+        progress, rows = self.progress(), max(self.run.all_gather(self.place.rows))
         flaws = {
-            name: sum(lane["counts"][name] for lane in progress["lanes"].values())
+            name: sum(slot["counts"][name] for slot in progress["lanes"].values())
             for name in ("truncated", "skipped")
         }
         counts = {"rows": rows, **flaws, "bad_rows": progress["bad"]}
@@ -489,7 +489,7 @@ class Stream:
             f"{len(n) if isinstance(n, list) else n:,} {name.replace('_', ' ')}"
             for name, n in counts.items()
         )
-        self.run.say(f"📚 stream: {counts_text}, in {self.place.passes + 1} passes")
+        self.run.print0(f"📚 stream: {counts_text}, in {self.place.passes + 1} passes")
         return {**self.facts, "kind": self.reader.kind, **counts}
 
     def resume(self, state: dict | None) -> None:
@@ -501,13 +501,13 @@ class Stream:
             UserError: the checkpoint is from a run without --streaming or with another global batch
                 size, or an earlier version divided the corpus into other rows.
         """
-        lanes = state["lanes"] if state else None
-        if lanes is None or (lanes and set(map(int, lanes)) != set(range(self.reader.lanes))):
+        slots = state["lanes"] if state else None
+        if slots is None or (slots and set(map(int, slots)) != set(range(self.reader.slots))):
             raise UserError(
                 "--resume: the checkpoint was made without --streaming or with another global "
                 "batch: use that."
             )
-        if lanes and state.get("version", 1) < ROWS_VERSION and _was_cut_otherwise(self.args):
+        if slots and state.get("version", 1) < ROWS_VERSION and _was_cut_otherwise(self.args):
             raise UserError(
                 "--resume: the checkpoint was written by a version that read long text files (and "
                 "WikiText) in other pieces, so its place in the corpus cannot be found: train its "
@@ -515,28 +515,28 @@ class Stream:
             )
         self.bad, self.gathered = dict.fromkeys(state["bad"]), set(state["bad"])
         self.shown = len(self.bad)
-        if not lanes:  # before the first step
+        if not slots:  # before the first step
             return
-        for number, lane in self.lanes.items():
-            lane.resume(lanes[str(number)])
+        for number, slot in self.slots.items():
+            slot.resume(slots[str(number)])
         begin = min(
-            (lane.begin["reader"] for lane in self.lanes.values()), key=lambda reader: reader["row"]
+            (slot.begin["reader"] for slot in self.slots.values()), key=lambda reader: reader["row"]
         )
-        self.run.say(f"⏩ Reading the stream again up to row {begin['row']:,}")
+        self.run.print0(f"⏩ Reading the stream again up to row {begin['row']:,}")
         self.reader.start(begin)
         rank_lanes = {
-            str(number): {**lanes[str(number)], "counts": dict(lane.counts)}
-            for number, lane in self.lanes.items()
+            str(number): {**slots[str(number)], "counts": dict(slot.counts)}
+            for number, slot in self.slots.items()
         }
         self.place = Place(rank_lanes, [], self.reader.row, self.reader.passes)
 
-    def windows(self, device) -> Iterator[Window]:
+    def step_batches(self, device) -> Iterator[StepBatch]:
         """Yield the step batches of this rank, from where the last caller stopped."""
         if self._live is None:
             self._live = prefetch(self._ahead, device)
-        for window in self._live:
-            self._arrive(window.state)
-            yield window
+        for step_batch in self._live:
+            self._arrive(step_batch.state)
+            yield step_batch
 
     def _arrive(self, place: Place) -> None:
         """Record the position after the step that is trained on next, and print its bad rows."""
@@ -555,10 +555,10 @@ class Stream:
                     "dataset.bad_rows."
                 )
 
-    def _windows(self) -> Iterator[Window]:
+    def _windows(self) -> Iterator[StepBatch]:
         while True:
             batches = [
-                [self.lanes[number].next_block(self.reader) for number in numbers]
+                [self.slots[number].next_block(self.reader) for number in numbers]
                 for numbers in self.layout
             ]
             tokens = sum(
@@ -566,10 +566,10 @@ class Stream:
                 for batch in batches
                 for sequence in batch
             )
-            lanes = {str(number): lane.state() for number, lane in self.lanes.items()}
+            slots = {str(number): slot.state() for number, slot in self.slots.items()}
             bad_rows, self.found = self.found, []
-            place = Place(lanes, bad_rows, self.reader.row, self.reader.passes, self.reader.kind)
-            yield Window([self._stack(batch) for batch in batches], tokens, place)
+            place = Place(slots, bad_rows, self.reader.row, self.reader.passes, self.reader.kind)
+            yield StepBatch([self._stack(batch) for batch in batches], tokens, place)
 
     def _stack(self, blocks: list) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(blocks[0], np.ndarray):

@@ -60,7 +60,7 @@ def tokenize_corpus(
 
     prepared = run.once_per_node("dataset", tokenize)
     say_files([], prepared["notices"], run)
-    describe_difference(run.gather(prepared["splits"]), "The text of the dataset")
+    describe_difference(run.all_gather(prepared["splits"]), "The text of the dataset")
     prepared["bad_rows"] = bad_rows_in(prepared["folder"]) if run.is_main else []
     say_bad_rows(prepared["bad_rows"], run)
     return prepared
@@ -69,7 +69,7 @@ def tokenize_corpus(
 def say_files(counts: list[str], notices: list[str], run: Run) -> None:
     """Print how many files there are of each type, and which files are not used."""
     for line in counts:
-        run.say(f"📂 {line}")
+        run.print0(f"📂 {line}")
     for line in notices:
         run.warn(line)
 

@@ -31,8 +31,8 @@ class Cache:
         say: prints a line for the user.
     """
 
-    def __init__(self, root: Path, temporary: list[str], say: Callable[[str], None]):
-        self.root, self.temporary, self.say = root, temporary, say
+    def __init__(self, root: Path, temporary: list[str], print0: Callable[[str], None]):
+        self.root, self.temporary, self.print0 = root, temporary, print0
 
     def get(self, name: str, write: Callable[[Path], dict]) -> tuple[Path, dict]:
         """Return a folder and the facts about it; it is written if it is missing or damaged.
@@ -51,7 +51,7 @@ class Cache:
         try:
             facts = self._read(folder)
         except Damaged as damage:
-            self.say(f"The cached folder {folder} is damaged ({damage}): writing it again.")
+            self.print0(f"The cached folder {folder} is damaged ({damage}): writing it again.")
             facts = None
         return folder, self._write(folder, write) if facts is None else facts
 

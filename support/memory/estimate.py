@@ -85,7 +85,7 @@ def adapters(model: Architecture, r: int | None, targets: str | None) -> Adapter
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """Workload of a run: the model, its batches and the number of ranks.
 
     Attributes:
@@ -159,7 +159,7 @@ class Work:
         )
 
 
-def saved_by_block(work: Work, strategy: str) -> int:
+def saved_by_block(work: Workload, strategy: str) -> int:
     """Return the bytes that autograd saves of one transformer block, with fused attention (SDPA).
 
     Each term is a tensor that some operation saves. A tensor that two operations save is counted
@@ -203,7 +203,7 @@ FIRST_OF_ATTENTION = ("c_attn", "query_key_value", "q_proj", "k_proj", "v_proj")
 FIRST_OF_MLP = ("c_fc", "dense_h_to_4h", "gate_proj", "up_proj")
 
 
-def _saved_by_mlp(work: Work, strategy: str) -> int:
+def _saved_by_mlp(work: Workload, strategy: str) -> int:
     """Return the bytes per token that the MLP saves after its first linear layers.
 
     Llama saves gate, its activation and up. The other families save the activation's input, and
@@ -217,7 +217,7 @@ def _saved_by_mlp(work: Work, strategy: str) -> int:
     return c * m.intermediate + product + _saved_by_activation(work, work.autocast(strategy))
 
 
-def _saved_by_activation(work: Work, autocast: bool) -> int:
+def _saved_by_activation(work: Workload, autocast: bool) -> int:
     """Return the bytes per token that the activation saves in addition to its input and output.
 
     transformers computes GPT-2's gelu_new in eight operations.
@@ -230,7 +230,7 @@ def _saved_by_activation(work: Work, autocast: bool) -> int:
     return 3 * work.item * work.model.intermediate
 
 
-def activation_bytes(work: Work, strategy: str) -> int:
+def activation_bytes(work: Workload, strategy: str) -> int:
     """Return the bytes that autograd holds at the end of forward, without the logits.
 
     Dropout is not counted. Under autocast the 16-bit copies of the weights are included.
@@ -260,7 +260,7 @@ def activation_bytes(work: Work, strategy: str) -> int:
     return blocks + work.tokens * final_norm * m.hidden + copies
 
 
-def _before_adapters(work: Work, strategy: str) -> int:
+def _before_adapters(work: Workload, strategy: str) -> int:
     """Return the bytes that the first transformer block does not save.
 
     No gradient is needed before the first adapter: not for the first norm, nor for the MLP if it is
@@ -276,7 +276,7 @@ def _before_adapters(work: Work, strategy: str) -> int:
     return saved
 
 
-def kept_by_loss(work: Work, strategy: str) -> int:
+def kept_by_loss(work: Workload, strategy: str) -> int:
     """Return the bytes that the loss keeps until backward.
 
     These are the gradients of the output layer's input, and of its weight if it is trained. In fp16
@@ -285,7 +285,7 @@ def kept_by_loss(work: Work, strategy: str) -> int:
     return 0 if work.precision == "fp16" else gradients_of_head(work, strategy)
 
 
-def gradients_of_head(work: Work, strategy: str) -> int:
+def gradients_of_head(work: Workload, strategy: str) -> int:
     """Return the bytes of the output layer's gradients: of its input, and of its weight if trained.
 
     They are in memory while backward runs.
@@ -294,7 +294,7 @@ def gradients_of_head(work: Work, strategy: str) -> int:
     return item * work.model.hidden * (work.tokens + (0 if work.lora else work.model.vocabulary))
 
 
-def peak_of_loss(work: Work, strategy: str) -> int:
+def peak_of_loss(work: Workload, strategy: str) -> int:
     """Return the peak bytes while model/loss.py computes loss and gradients in chunks.
 
     They include `kept_by_loss`.
@@ -316,7 +316,7 @@ def peak_of_loss(work: Work, strategy: str) -> int:
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryEstimate:
     """Memory estimate of one strategy, in bytes of one rank.
 
     Attributes:
@@ -384,7 +384,7 @@ class _Held:
     nvme: int = 0
 
 
-def predict(work: Work, strategy: str) -> Need:
+def predict(work: Workload, strategy: str) -> MemoryEstimate:
     """Return the memory estimate of one strategy.
 
     Args:
@@ -402,7 +402,7 @@ def predict(work: Work, strategy: str) -> Need:
         states.steady + states.gathered + working, states.at_end, states.steady + states.update
     )
     sent = states.sent * (work.world_size - 1) // work.world_size
-    return Need(
+    return MemoryEstimate(
         strategy,
         states.parameters,
         states.gradients,
@@ -418,7 +418,7 @@ def predict(work: Work, strategy: str) -> Need:
     )
 
 
-def _dp(work: Work, _strategy: str) -> _Held:
+def _dp(work: Workload, _strategy: str) -> _Held:
     """Estimate DDP: all states whole, in fp32. Gradient buckets persist between steps."""
     trained, parameters = sum(work.trained), 4 * sum(work.sizes)
     largest = max(work.trained)
@@ -438,7 +438,7 @@ def _dp(work: Work, _strategy: str) -> _Held:
     )
 
 
-def _stages12(work: Work, strategy: str) -> _Held:
+def _stages12(work: Workload, strategy: str) -> _Held:
     """Estimate zero1, zero2 and offload: a flat working copy, this rank's masters and moments."""
     m, c = work.model, work.item
     total, trained = sum(work.sizes), sum(work.trained)
@@ -479,7 +479,7 @@ def _stages12(work: Work, strategy: str) -> _Held:
     )
 
 
-def _host_of_offload(work: Work) -> int:
+def _host_of_offload(work: Workload) -> int:
     """Return the bytes of host memory that DeepSpeed's stage 2 uses for its CPU optimizer.
 
     They follow stage_1_and_2.py (cpu_offload). With "pin_memory", as in ds_config_offload.json, all
@@ -497,7 +497,7 @@ def _host_of_offload(work: Work) -> int:
     return host
 
 
-def _page_locked(work: Work, sizes: list[int]) -> int:
+def _page_locked(work: Workload, sizes: list[int]) -> int:
     """Return the bytes of host memory that page-locked tensors of these sizes (in bytes) use.
 
     With CUDA, PyTorch rounds each of them up to a power of two and returns no memory to the system
@@ -508,7 +508,7 @@ def _page_locked(work: Work, sizes: list[int]) -> int:
     return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
 
-def _stage3(work: Work, strategy: str) -> _Held:
+def _stage3(work: Workload, strategy: str) -> _Held:
     """Estimate zero3 and infinity: a shard of every parameter, gathered while it is used."""
     c, n, sizes = work.item, work.world_size, work.sizes
     total, largest = sum(sizes), max(sizes)
@@ -553,7 +553,7 @@ def _stage3(work: Work, strategy: str) -> _Held:
     )
 
 
-def _fsdp(work: Work, strategy: str) -> _Held:
+def _fsdp(work: Workload, strategy: str) -> _Held:
     """Estimate FSDP2: fp32 shards of all states.
 
     Transformer blocks are gathered one by one. Parameters outside of them are gathered for a whole
@@ -591,7 +591,7 @@ def _fsdp(work: Work, strategy: str) -> _Held:
     )
 
 
-def _norm(work: Work, largest: int) -> int:
+def _norm(work: Workload, largest: int) -> int:
     """Return the bytes for the norm of the gradients: on a CPU fp64 copies of NORM_CHUNK elements.
 
     Args:
@@ -611,7 +611,7 @@ def _persistent(sizes: list[int], buckets: dict[str, int]) -> list[int]:
     return [size for size in sizes if size <= buckets["stage3_param_persistence_threshold"]]
 
 
-def _groups(work: Work) -> list[list[int]]:
+def _groups(work: Workload) -> list[list[int]]:
     """Return the sizes of the trained matrices and of the other trained parameters.
 
     DeepSpeed flattens each parameter group separately. Adapters are matrices.
@@ -629,12 +629,12 @@ def _share(group: list[int], n: int) -> int:
     return math.ceil(sum(group) / (2 * n)) * 2
 
 
-def _partition(work: Work) -> int:
+def _partition(work: Workload) -> int:
     """Return the elements of a rank's part of all groups."""
     return sum(_share(group, work.world_size) for group in _groups(work))
 
 
-def _kept_gradients(work: Work) -> int:
+def _kept_gradients(work: Workload) -> int:
     """Return the elements of the gradients that a rank keeps under stages 1 and 2.
 
     A gradient is kept whole if the rank's part contains any of its elements.
@@ -653,7 +653,7 @@ def _kept_gradients(work: Work) -> int:
     return max(kept.values())
 
 
-def predict_all(work: Work) -> list[Need]:
+def predict_all(work: Workload) -> list[MemoryEstimate]:
     """Return the memory estimates of all strategies."""
     return [predict(work, strategy) for strategy in STRATEGIES]
 
@@ -683,7 +683,7 @@ class Limits:
         """Return the limits for advice, which leave a margin on the GPU."""
         return replace(self, gpu=None if self.gpu is None else int(ADVISED_SHARE * self.gpu))
 
-    def hold(self, need: Need) -> bool:
+    def hold(self, need: MemoryEstimate) -> bool:
         """Return whether a strategy's memory estimate fits."""
         share = {"host": need.host * self.ranks_per_node, "nvme": need.nvme * self.ranks_per_node}
         on_gpu = self.gpu is None or need.total <= self.gpu
@@ -697,7 +697,7 @@ class Limits:
 PREFERENCE = ("dp", "zero1", "zero2", "fsdp", "zero3", "offload", "infinity")
 
 
-def recommend(work: Work, limits: Limits) -> Need | None:
+def recommend(work: Workload, limits: Limits) -> MemoryEstimate | None:
     """Return the estimate of the first strategy of PREFERENCE that fits; None if none fits."""
     return next(
         (
@@ -726,7 +726,7 @@ def _largest(fits, start: int, most: int) -> int:
     return low
 
 
-def largest_batch(work: Work, strategy: str, limits: Limits) -> int:
+def largest_batch(work: Workload, strategy: str, limits: Limits) -> int:
     """Return the number of sequences in the largest micro-batch that fits; 0 if not even one fits.
 
     Sizes up to 65,536 are tried.
@@ -736,7 +736,7 @@ def largest_batch(work: Work, strategy: str, limits: Limits) -> int:
     )
 
 
-def fewest_gpus(work: Work, strategy: str, limits: Limits) -> int | None:
+def fewest_gpus(work: Workload, strategy: str, limits: Limits) -> int | None:
     """Return the number of GPUs that the model needs at this batch per GPU.
 
     Tried are all numbers up to 64, then powers of two. None if 4,096 are not enough.
@@ -774,7 +774,7 @@ def gpt2_of_width(hidden: int, like: Architecture) -> Architecture:
     )
 
 
-def largest_gpt2(work: Work, strategy: str, limits: Limits) -> Architecture | None:
+def largest_gpt2(work: Workload, strategy: str, limits: Limits) -> Architecture | None:
     """Return the largest model of GPT-2's shape that fits, with a width that is a multiple of 64.
 
     With adapters, a model of another family is replaced by a GPT-2 with GPT-2's default targets.
@@ -793,21 +793,21 @@ def largest_gpt2(work: Work, strategy: str, limits: Limits) -> Architecture | No
 
 
 @dataclass(frozen=True)
-class Way:
+class Remedy:
     """A change of flags that would make a run fit, with the changed run's memory estimate."""
 
     flags: str
-    need: Need
+    need: MemoryEstimate
 
 
-def fitting_split(work: Work, strategy: str, limits: Limits) -> Work | None:
+def fitting_split(work: Workload, strategy: str, limits: Limits) -> Workload | None:
     """Return the same step in the largest micro-batches that fit.
 
     None if not even micro-batches of one sequence fit.
     """
     sizes = divisors(work.batch_size)
 
-    def split(size: int) -> Work:
+    def split(size: int) -> Workload:
         return replace(
             work, batch_size=size, accumulation=work.accumulation * work.batch_size // size
         )
@@ -827,7 +827,7 @@ def divisors(number: int) -> list[int]:
     return small + [number // size for size in reversed(small) if size * size != number]
 
 
-def ways_to_fit(work: Work, strategy: str, limits: Limits) -> list[Way]:
+def ways_to_fit(work: Workload, strategy: str, limits: Limits) -> list[Remedy]:
     """Return the changes that make a run fit with a margin, the smallest change first.
 
     The candidates are: another strategy with the same batch; a smaller micro-batch with more
@@ -838,16 +838,16 @@ def ways_to_fit(work: Work, strategy: str, limits: Limits) -> list[Way]:
     for other in PREFERENCE:
         need = predict(work, other)
         if other != strategy and need.total < 0.98 * present:
-            candidates.append(Way(f"--strategy {other}", need))
+            candidates.append(Remedy(f"--strategy {other}", need))
     split = fitting_split(work, strategy, limits)
     if split and split.batch_size < work.batch_size:
         flags = (
             f"--batch_size {split.batch_size} --gradient_accumulation_steps {split.accumulation}"
         )
-        candidates.append(Way(flags, predict(split, strategy)))
+        candidates.append(Remedy(flags, predict(split, strategy)))
     if not work.gradient_checkpointing:
         candidates.append(
-            Way(
+            Remedy(
                 "--gradient_checkpointing",
                 predict(replace(work, gradient_checkpointing=True), strategy),
             )
@@ -855,12 +855,12 @@ def ways_to_fit(work: Work, strategy: str, limits: Limits) -> list[Way]:
     if work.seq_length >= 64:
         half = work.seq_length // 2
         candidates.append(
-            Way(f"--seq_length {half}", predict(replace(work, seq_length=half), strategy))
+            Remedy(f"--seq_length {half}", predict(replace(work, seq_length=half), strategy))
         )
     return [way for way in candidates if limits.hold(way.need)]
 
 
-def describe_ways(work: Work, strategy: str, limits: Limits) -> list[str]:
+def describe_ways(work: Workload, strategy: str, limits: Limits) -> list[str]:
     """Return lines of advice with memory estimates, for a run that did not fit."""
     need, capacity = predict(work, strategy), f" of {limits.gpu / GB:.1f}" if limits.gpu else ""
     planned = f"Planned for {strategy}: {need.total / GB:.1f}{capacity} GB"

@@ -111,7 +111,7 @@ AFTER = {
 }
 
 
-class Phases:
+class MemoryByPhase:
     """Memory of this process after each phase of a run, in bytes.
 
     Attributes:
@@ -521,17 +521,17 @@ def _placement(optimizer) -> dict[str, str]:
 
 
 def of_this_rank(
-    footprint: Phases, step: StepMemory, nvme_folder: str | None, is_node_leader: bool
+    memory_by_phase: MemoryByPhase, step: StepMemory, nvme_folder: str | None, is_node_leader: bool
 ) -> dict:
     """Return this rank's measurements for `over_ranks`."""
     return {
-        "device": footprint.device_bytes(),
+        "device": memory_by_phase.device_bytes(),
         "host_peak": host_bytes()[1],
         "pinned": pinned_bytes(),
         "nvme": folder_bytes(nvme_folder) if is_node_leader else 0,
         "nvme_written": step.written if nvme_folder else 0,
-        "unseen": unseen_bytes(footprint.device),
-        "phases": footprint.noted,
+        "unseen": unseen_bytes(memory_by_phase.device),
+        "phases": memory_by_phase.noted,
         "step": step.phases,
         "live": step.live,
     }

@@ -87,13 +87,13 @@ def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite, own)
 
 
-def export_model(model, state, blueprint, target: Target, args, run, card: str) -> dict:
+def export_model(model, state, spec, target: Target, args, run, card: str) -> dict:
     """Write the model that a run has trained. Every rank calls this function.
 
     Args:
         model: as wrapped by the strategy.
         state: the run's ShardedState.
-        blueprint: the model's description.
+        spec: the model's description.
         target: the destination folder.
         args: --export_dtype, --merge_lora.
         run: the ranks.
@@ -109,18 +109,18 @@ def export_model(model, state, blueprint, target: Target, args, run, card: str) 
     folder = temporary.path / "new" if temporary else None
     if temporary:
         run.temporary += temporary.paths
-        errors.attempt(describe, blueprint, folder, dtype, args.merge_lora)
-    if blueprint.lora and args.merge_lora:
+        errors.attempt(describe, spec, folder, dtype, args.merge_lora)
+    if spec.lora and args.merge_lora:
         adapters = {
             name: weight.clone() if folder else None for name, weight in state.whole_weights()
         }
         if folder:
-            errors.attempt(_write_merged, adapters, blueprint, folder, dtype, run)
+            errors.attempt(_write_merged, adapters, spec, folder, dtype, run)
     else:
         _write_trained(
             state,
             models.persistent_buffers(getattr(model, "module", model)),
-            blueprint,
+            spec,
             folder,
             dtype,
             errors,
@@ -130,7 +130,7 @@ def export_model(model, state, blueprint, target: Target, args, run, card: str) 
         errors.attempt(write_text, folder / "README.md", card)
         final = errors.attempt(finish_folder, temporary, target.folder, target.may_be_replaced)
         temporary.remove()
-    failed, final = run.from_main((str(errors), final))
+    failed, final = run.broadcast_from_rank0((str(errors), final))
     if failed:
         raise ExportFailed(f"The export to {target.named} failed: {failed}")
     export_path = target.named
@@ -140,8 +140,8 @@ def export_model(model, state, blueprint, target: Target, args, run, card: str) 
             f"{target.named} holds another run's export, which is kept: "
             "use --overwrite to replace it."
         )
-    run.say(f"🤗 {export_path}")
-    peaks = run.gather(memory.host_bytes()[1])
+    run.print0(f"🤗 {export_path}")
+    peaks = run.all_gather(memory.host_bytes()[1])
     return {
         "folder": str(export_path),
         "seconds": time.monotonic() - start,
@@ -174,7 +174,7 @@ def rescue_weights(
         folder = FirstError().attempt(
             lambda: Path(tempfile.mkdtemp(prefix="distributed_training_export_"))
         )
-    folder = run.from_main(folder)
+    folder = run.broadcast_from_rank0(folder)
     if folder:
         try:
             export_to(Target(folder, overwrite=False, own=False))
@@ -187,13 +187,13 @@ def rescue_weights(
 
 
 def _write_trained(
-    state, buffers: dict, blueprint, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    state, buffers: dict, spec, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the trained weights: the model's, or its adapters'.
 
     Every rank calls this function. A rank whose `folder` is None only contributes its shards.
     """
-    rename, buffers = (lora.peft_name, {}) if blueprint.lora else (str, buffers)
+    rename, buffers = (lora.peft_name, {}) if spec.lora else (str, buffers)
     files = None
     if folder:
         announced = {
@@ -201,7 +201,7 @@ def _write_trained(
             for name, shape in state.shapes.items()
         }
         announced |= {name: buffer.to("meta") for name, buffer in buffers.items()}
-        stem = "adapter_model" if blueprint.lora else "model"
+        stem = "adapter_model" if spec.lora else "model"
         files = errors.attempt(WeightFiles, folder, announced, FILE_BYTES, stem)
     for name, weight in state.whole_weights():
         if files:
@@ -212,12 +212,12 @@ def _write_trained(
         errors.attempt(files.check_complete)
 
 
-def _write_merged(adapters: dict, blueprint, folder: Path, dtype: torch.dtype, run) -> None:
+def _write_merged(adapters: dict, spec, folder: Path, dtype: torch.dtype, run) -> None:
     """Write the whole model with the adapters added, on rank 0.
 
     The base weights are loaded again from the model's original files.
     """
-    model = blueprint.load(run, dtype="auto")  # memory-mapped, not copied
+    model = spec.load(run, dtype="auto")  # memory-mapped, not copied
     whole = {
         lora.base_name(name): weight
         for name, weight in model.named_parameters()
@@ -285,14 +285,14 @@ def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Pa
     raise FileExistsError(errno.EEXIST, "exists, and so do 1,000 numbered ones", str(folder))
 
 
-def check_room(args, run, target: Target, output_dir: Path, blueprint, saves: int) -> None:
+def check_room(args, run, target: Target, output_dir: Path, spec, saves: int) -> None:
     """Check before training that the disks have room for the files that the run will write.
 
     Args:
         args: --no_export, --eval_only, --export_dtype, --merge_lora, --keep_last.
         run: the ranks; all call this function.
         target, output_dir: destinations of the export and of the checkpoints.
-        blueprint: the model's description.
+        spec: the model's description.
         saves: checkpoints that this run will write.
     Raises:
         UserError: the export, or one checkpoint together with the export, does not fit on its disk.
@@ -301,13 +301,11 @@ def check_room(args, run, target: Target, output_dir: Path, blueprint, saves: in
         return
     required, total = Counter(), Counter()  # bytes on each disk
     if not (args.no_export or args.eval_only):
-        exported = (
-            blueprint.trainable if blueprint.lora and not args.merge_lora else blueprint.parameters
-        )
+        exported = spec.trainable if spec.lora and not args.merge_lora else spec.parameters
         required[_disk(target.folder)] += exported * models.DTYPES[args.export_dtype].itemsize
     total |= required
     if saves:
-        checkpoint = 12 * blueprint.trainable
+        checkpoint = 12 * spec.trainable
         required[_disk(output_dir)] += checkpoint
         total[_disk(output_dir)] += checkpoint * min(
             saves, args.keep_last + 1 if args.keep_last else saves
@@ -347,28 +345,26 @@ def _disk(folder: Path) -> Path:
     )
 
 
-def describe(
-    blueprint, folder: Path, dtype: torch.dtype | None = None, whole: bool = False
-) -> None:
+def describe(spec, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
     """Write everything of a model except its weights: configurations and tokenizer.
 
     For a model with adapters, write the tokenizer and the adapters' configuration.
 
     Args:
-        blueprint: the model's description.
+        spec: the model's description.
         folder: created if it does not exist.
         dtype: the type of the weights, recorded in the configuration; None leaves it unchanged.
         whole: describe the model itself although it has adapters, because they have been added to
             its weights.
     """
     folder.mkdir(exist_ok=True)
-    blueprint.tokenizer.save_pretrained(folder)
-    if blueprint.lora and not whole:
-        blueprint.lora.describe(folder)
+    spec.tokenizer.save_pretrained(folder)
+    if spec.lora and not whole:
+        spec.lora.describe(folder)
         return
-    config = copy.deepcopy(blueprint.config)
+    config = copy.deepcopy(spec.config)
     config.use_cache = True  # disabled for training only
-    for name, value in blueprint.own_settings.items():
+    for name, value in spec.own_settings.items():
         setattr(config.get_text_config(), name, value)
     config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     if dtype is not None:
@@ -376,10 +372,10 @@ def describe(
             setattr(config, name, value)
     config.save_pretrained(folder)
     try:
-        blueprint.generation.save_pretrained(folder)
+        spec.generation.save_pretrained(folder)
     except ValueError:
         # Older versions of transformers reject the generation configuration of some models.
-        write_text(folder / "generation_config.json", blueprint.generation.to_json_string())
+        write_text(folder / "generation_config.json", spec.generation.to_json_string())
 
 
 def model_card(facts: dict, identity: dict) -> str:
@@ -387,7 +383,7 @@ def model_card(facts: dict, identity: dict) -> str:
 
     Args:
         facts: the available keys of results.json.
-        identity: the run signature, see `checkpoint.identify`.
+        identity: the run signature, see `checkpoint.run_signature`.
     """
     base, dataset = facts["model"], (facts.get("dataset") or {}).get("name")
     scratch = identity["told"].get("from_scratch") or base == EMBEDDED_MODEL

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from support.cluster.context import Run
 from support.errors import UserError
-from support.model.resolve import Blueprint, max_positions
+from support.model.resolve import ModelSpec, max_positions
 
 NEW_TOKENS = 100
 TEMPERATURE, TOP_K = 0.8, 50
@@ -27,13 +27,13 @@ def tokens_of(prompt: str, tokenizer) -> list[int]:
     return ids
 
 
-def generate(model, casting, blueprint: Blueprint, args, run: Run) -> str:
+def generate(model, casting, spec: ModelSpec, args, run: Run) -> str:
     """Print and return a continuation of --generate. Every rank calls this function.
 
     Args:
         model: as wrapped by the strategy.
         casting: the context manager that training uses for the forward pass.
-        blueprint: the model's description.
+        spec: the model's description.
         args: --generate, --seed.
         run: the ranks.
     """
@@ -43,13 +43,11 @@ def generate(model, casting, blueprint: Blueprint, args, run: Run) -> str:
         with casting:
             return model(**inputs)
 
-    limit = max_positions(blueprint.config)
+    limit = max_positions(spec.config)
     # The compiled graph is for sequences of one length.
     with torch.compiler.set_stance("force_eager"):
-        text = sample_text(
-            forward, blueprint.tokenizer, args.generate, run.device, limit, args.seed
-        )
-    run.say(f"💬 {text}")
+        text = sample_text(forward, spec.tokenizer, args.generate, run.device, limit, args.seed)
+    run.print0(f"💬 {text}")
     return text
 
 

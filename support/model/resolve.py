@@ -45,7 +45,7 @@ NO_REMOTE_CODE = {"trust_remote_code": False}
 
 
 @dataclass
-class Blueprint:
+class ModelSpec:
     """Description of a model: everything except its weights in memory.
 
     Attributes:
@@ -220,8 +220,8 @@ def cache_folder(given: str | None) -> Path:
 # -------------------------------------------------------------------------------- resolving --model
 
 
-def find_model(args, run: Run) -> Blueprint:
-    """Resolve --model to a `Blueprint`.
+def find_model(args, run: Run) -> ModelSpec:
+    """Resolve --model to a `ModelSpec`.
 
     Weights are downloaded, or drawn from the seed, once per node.
 
@@ -243,7 +243,7 @@ def find_model(args, run: Run) -> Blueprint:
         set_dropout(config, args.dropout, run)
     generation = _read_generation(prepared["weights"], config, args.model)
     try:
-        return Blueprint(
+        return ModelSpec(
             config,
             tokenizer,
             generation,
@@ -263,7 +263,7 @@ def find_model(args, run: Run) -> Blueprint:
 
 
 def prefetch(args, run: Run) -> PreTrainedTokenizerBase:
-    """Download or build everything in the cache that `find_model` and `Blueprint.load` will need.
+    """Download or build everything in the cache that `find_model` and `ModelSpec.load` will need.
 
     Weight files are downloaded, but no weights are loaded or drawn.
 

@@ -45,7 +45,7 @@ class StepTimer:
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self._marks: list[tuple[str | None, object]] = []
-        # Phases and last mark of the step that has not ended.
+        # MemoryByPhase and last mark of the step that has not ended.
         self._step, self._before = dict.fromkeys(PHASES, 0.0), None
         self.steps: list[dict[str, float]] = []
 
@@ -104,7 +104,7 @@ class Meter:
         total_steps: int,
         blocks: int,
         before: dict,
-        footprint,
+        memory_by_phase,
         step_memory,
     ):
         """Start from the counters of a checkpoint, or of a new run.
@@ -114,7 +114,7 @@ class Meter:
             total_steps: optimizer steps of the whole run, unless it is stopped early.
             blocks: sequences in an epoch.
             before: the counters to continue from, of a checkpoint (see `counters`) or a new run.
-            footprint: memory.Phases, which records the phases of the first step.
+            memory_by_phase: memory.MemoryByPhase, which records the phases of the first step.
             step_memory: memory.StepMemory, which measures one step: the last one; with early
                 stopping, where the last one is not known in advance, an early one.
         """
@@ -122,7 +122,7 @@ class Meter:
         self.measured_step = total_steps
         if args.early_stopping_patience:
             self.measured_step = min(total_steps, before["step"] + EARLY_MEASURED_STEP)
-        self.footprint, self.step_memory = footprint, step_memory
+        self.memory_by_phase, self.step_memory = memory_by_phase, step_memory
         self.trace = None  # --profile
         self.trackers = None  # --report_to
         self._bar = None
@@ -234,12 +234,12 @@ class Meter:
         """
         self.timer.mark(phase)
         name = "optimizer_step" if phase == "update" else phase
-        self.footprint.doing = memory.AFTER[name]
+        self.memory_by_phase.doing = memory.AFTER[name]
         first = self.step == self.before["step"] and phase != "data"
         if first or self._in_measured_step:
-            self.footprint.peak.mark()
+            self.memory_by_phase.peak.mark()
         if first:
-            self.footprint.note(name, mark=False)
+            self.memory_by_phase.note(name, mark=False)
         if not self._in_measured_step:
             return
         if phase == "data":
@@ -254,7 +254,7 @@ class Meter:
 
         In the measured step this counts the live tensors, because all model states exist now.
         """
-        self.footprint.doing = "the update"
+        self.memory_by_phase.doing = "the update"
         if self._in_measured_step:
             self.step_memory.after_backward()
             self.timer.mark(None)
@@ -326,9 +326,9 @@ class Meter:
         if is_logged or self.run.device.type == "cpu":
             self.flush()
         if self.run.simulated:
-            self.run.say(f"Step {self.step}/{self.total_steps} of the memory simulation")
+            self.run.print0(f"Step {self.step}/{self.total_steps} of the memory simulation")
         elif is_logged:
-            self.run.say(
+            self.run.print0(
                 f"Epoch {self._epoch} | Batch {batch}/{batches} | "
                 f"Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}"
             )
@@ -344,10 +344,10 @@ class Meter:
         Called only where lines are logged: the allocator builds a table of all its counters each
         time.
         """
-        allocated = self.footprint.device_bytes()["allocated"]
+        allocated = self.memory_by_phase.device_bytes()["allocated"]
         self._held = human_bytes(allocated)
         if self.trackers and self.trackers.active:
-            self.trackers.memory(self.step, self.run.gather(allocated))
+            self.trackers.memory(self.step, self.run.all_gather(allocated))
             self.traffic.discard()  # the bytes of this gather
 
     def _say_epoch(self) -> None:
@@ -361,7 +361,7 @@ class Meter:
         epochs = self._epoch + data.steps_of(
             self.total_steps - self.step, data.steps_of(self._blocks, self._global_batch)
         )
-        self.run.say(
+        self.run.print0(
             f"Epoch {self._epoch}/{epochs} | "
             f"Average Loss: {statistics.fmean(self.losses[-steps:]):.4f}"
         )
@@ -425,7 +425,7 @@ class Meter:
         patience = self.args.early_stopping_patience
         if patience and self.best and self.best["waited"] >= patience and not self.finished:
             self.stopped_early = True
-            self.run.say(
+            self.run.print0(
                 f"🛑 Stopped early: {patience} evaluations in a row no better than "
                 f"that of step {self.best['step']}."
             )
@@ -539,34 +539,41 @@ def open_meter(
     folder: Path,
     model,
     optimizer,
-    blueprint,
+    spec,
     steps: int,
     before: dict,
-    footprint,
+    memory_by_phase,
     blocks: int,
 ) -> Meter:
     """Return a `Meter` with what --profile_memory, --profile and --report_to add to it.
 
     Args:
         steps: optimizer steps of the whole run; with --eval_only none are made.
-        before, footprint, blocks: see `Meter`.
+        before, memory_by_phase, blocks: see `Meter`.
     Raises:
         UserError: the trace's folder cannot be created, or wandb could not start.
     """
     detailed = args.profile_memory or run.simulated
     unwrapped = getattr(model, "module", model)
     # A loss that is computed from all logits at once keeps their log-probabilities in fp32.
-    all_logits = 4 * args.batch_size * args.seq_length * blueprint.text_config.vocab_size
+    all_logits = 4 * args.batch_size * args.seq_length * spec.text_config.vocab_size
 
     def kept_by_loss() -> int:
-        return (
-            unwrapped.get_output_embeddings().kept_bytes if blueprint.chunked_loss else all_logits
-        )
+        return unwrapped.get_output_embeddings().kept_bytes if spec.chunked_loss else all_logits
 
-    step_memory = memory.StepMemory(unwrapped, optimizer, footprint.peak, detailed, kept_by_loss)
+    step_memory = memory.StepMemory(
+        unwrapped, optimizer, memory_by_phase.peak, detailed, kept_by_loss
+    )
     run.memory_facts.append(step_memory.describe)
     meter = Meter(
-        args, run, folder, 0 if args.eval_only else steps, blocks, before, footprint, step_memory
+        args,
+        run,
+        folder,
+        0 if args.eval_only else steps,
+        blocks,
+        before,
+        memory_by_phase,
+        step_memory,
     )
     meter.trackers = Trackers(args, run, folder, before["step"])
     if args.profile:

@@ -50,7 +50,7 @@ class Trace:
         """Stop the profiler and print the folder; writes the trace of a run that ended early."""
         self._profiler.stop()
         if self.written:
-            self.run.say(
+            self.run.print0(
                 f"📁 {self.path.parent} (trace of the steps from {SKIPPED + 1} on, "
                 "for ui.perfetto.dev)"
             )
@@ -95,4 +95,4 @@ def record_memory(file: str, run: Run) -> None:
         return [f"📁 {path} (for pytorch.org/memory_viz)"]
 
     run.memory_facts.append(write)
-    run.at_end.append(lambda: run.say(write()[0]))
+    run.at_end.append(lambda: run.print0(write()[0]))

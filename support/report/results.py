@@ -82,7 +82,7 @@ def new_output_dir(args, run: Run) -> Path:
         except OSError as error:
             raise UserError(f"--output_dir {name} cannot be created: {error.strerror}.") from error
         run.lock = lock_folder(Path(name))
-    folder = Path(run.from_main(name))
+    folder = Path(run.broadcast_from_rank0(name))
     if run.nodes > 1 and not (args.no_save and args.no_export):
         check_all_see(folder, run)
     return folder
@@ -102,7 +102,7 @@ def check_all_see(folder: Path, run: Run) -> None:
     hosts_without_folder = sorted(
         {
             host
-            for host in run.gather("" if (folder / ".lock").exists() else platform.node())
+            for host in run.all_gather("" if (folder / ".lock").exists() else platform.node())
             if host
         }
     )
@@ -185,7 +185,7 @@ class Results:
             # Before the other ranks continue: if one fails, the file must be this run's.
             self.begin()
         started = self.facts["started_at"]  # all ranks take rank 0's time
-        self.before, self.kept, self.facts["started_at"] = run.from_main(
+        self.before, self.kept, self.facts["started_at"] = run.broadcast_from_rank0(
             (self.before, self.kept, started)
         )
         self.was_complete = (
@@ -222,7 +222,7 @@ class Results:
         if self.run.is_main:
             self._write()
 
-    def over(self, steps: int, args) -> bool:
+    def nothing_left_to_do(self, steps: int, args) -> bool:
         """Whether --resume has nothing left to do, even if the newest checkpoint is an older one.
 
         This is so if the earlier run stopped early with the same --early_stopping_patience, or made
@@ -355,29 +355,34 @@ def cpu_name() -> str:
 
 
 def summarize(
-    run: Run, meter: Meter, footprint: memory.Phases, evaluation: tuple | None, args, blueprint
+    run: Run,
+    meter: Meter,
+    memory_by_phase: memory.MemoryByPhase,
+    evaluation: tuple | None,
+    args,
+    spec,
 ) -> dict:
     """Return the measured part of results.json; all ranks call it together.
 
     Throughput and times are means over the ranks, memory is listed by rank.
 
     Args:
-        footprint: memory after each phase of the run.
+        memory_by_phase: memory after each phase of the run.
         evaluation: (loss, perplexity) of the last evaluation, or None.
-        blueprint: the model.
+        spec: the model.
     Raises:
         TrainingError: a memory simulation updated no weights, so Adam's states were not measured.
     """
     counters, steps = meter.counters(), meter.step - meter.before["step"]
     rank_facts = {
         "memory": memory.of_this_rank(
-            footprint, meter.step_memory, args.nvme_folder, run.launch.is_node_leader
+            memory_by_phase, meter.step_memory, args.nvme_folder, run.launch.is_node_leader
         ),
         "speed": meter.speed(),
     }
     traffic = meter.traffic.per_step(meter.warmup_steps)
     rank_facts["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
-    ranks = run.gather(rank_facts)
+    ranks = run.all_gather(rank_facts)
     measured = {
         **progress(counters),
         "eval_loss": evaluation[0] if evaluation else None,
@@ -402,8 +407,8 @@ def summarize(
         measured["tokens_per_second_per_gpu"] = measured["tokens_per_second"] / run.world_size
         if peak := peak_flops(run.device, run.precision):
             text_config, weights = (
-                blueprint.text_config,
-                (blueprint.matmul_parameters, blueprint.trainable_matmul),
+                spec.text_config,
+                (spec.matmul_parameters, spec.trainable_matmul),
             )
             flops = flops_per_token(
                 *weights, text_config.num_hidden_layers, text_config.hidden_size, args.seq_length
@@ -422,7 +427,7 @@ def summarize(
             "The simulated steps updated nothing, so Adam's states are missing in what was "
             "measured."
         )
-    measured["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, run, blueprint)
+    measured["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, run, spec)
     return measured
 
 
@@ -449,7 +454,7 @@ def say_dataset(run: Run, args, facts: dict[str, dict], tokenizer) -> None:
     ):
         run.warn(PLAIN_NOTICE)
     for name, split_facts in facts.items():
-        run.say(f"📚 {data.describe_split(name, split_facts, args.seq_length)}")
+        run.print0(f"📚 {data.describe_split(name, split_facts, args.seq_length)}")
         if name == "train" and args.num_samples and split_facts["blocks"] < args.num_samples:
             run.warn(
                 f"--num_samples {args.num_samples:,} is more than the corpus has: using all "
@@ -462,7 +467,7 @@ def say_setup(run: Run) -> None:
     if run.world_size == 1:
         return
     gpu = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "none (CPU)"
-    run.say(
+    run.print0(
         "=== Distributed Setup ===\n"
         f"Rank: {run.rank}/{run.world_size - 1}\n"
         f"Local Rank: {run.launch.local_rank}\n"
@@ -488,9 +493,11 @@ def say_results(run: Run, facts: dict, args) -> None:
     if args.profile_memory or run.simulated:
         say_memory_profile(run, facts["memory"])
     if run.simulated:
-        run.say(f"✅ Memory simulation complete: rank 0 of {run.world_size}. Nothing was trained.")
+        run.print0(
+            f"✅ Memory simulation complete: rank 0 of {run.world_size}. Nothing was trained."
+        )
         return
-    run.say("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
+    run.print0("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
     say_memory(run, facts["memory"])
     say_throughput(run, facts)
 
@@ -507,12 +514,12 @@ def say_memory(run: Run, memory_by_rank: dict) -> None:
     )
     if run.device.type == "cuda":
         reserved = max(memory_by_rank["reserved_bytes"]) / GB
-        run.say(
+        run.print0(
             f"GPU Memory: {allocated:.2f} GB allocated | {reserved:.2f} GB reserved | "
             f"{peak:.2f} GB peak"
         )
     else:
-        run.say(f"Process Memory: {allocated:.2f} GB resident | {peak:.2f} GB peak")
+        run.print0(f"Process Memory: {allocated:.2f} GB resident | {peak:.2f} GB peak")
 
 
 def say_memory_profile(run: Run, found: dict) -> None:
@@ -526,28 +533,28 @@ def say_memory_profile(run: Run, found: dict) -> None:
     kind = "GPU" if run.device.type == "cuda" else "Process"
     names = (("Allocated", "allocated"), ("Reserved", "reserved"), ("Peak", "peak"))
     for rank in range(len(found["peak_bytes"])):
-        run.say(f"{kind} {rank} Memory:")
+        run.print0(f"{kind} {rank} Memory:")
         for name, key in names:
             value = found[f"{key}_bytes"][rank]
-            run.say(f"  {name}: " + (f"{value / GB:.2f} GB" if value is not None else "—"))
-    run.say(
+            run.print0(f"  {name}: " + (f"{value / GB:.2f} GB" if value is not None else "—"))
+    run.print0(
         "Memory after each phase "
         "(of the rank that holds most, and of the one that holds least in brackets):"
     )
     for phase, values in found["phases_bytes"].items():
         shown_columns = PHASE_COLUMNS if run.device.type == "cuda" else PHASE_COLUMNS[-1:]
         columns = [f"{name} {most_and_least(values[key])}" for name, key in shown_columns]
-        run.say(f"  {phase:20}" + " | ".join(columns))
+        run.print0(f"  {phase:20}" + " | ".join(columns))
     if found["step_bytes_by_rank"][0]:
-        run.say("Live tensors in the last step:")
+        run.print0("Live tensors in the last step:")
         for phase in found["step_bytes_by_rank"][0]:
             steps = [step[phase] for step in found["step_bytes_by_rank"]]
             live, peak = ([step[key] for step in steps] for key in ("live", "peak"))
-            run.say(
+            run.print0(
                 f"  {phase:20}at its end {most_and_least(live)} | "
                 f"at its peak {most_and_least(peak)}"
             )
-    run.say(
+    run.print0(
         "Live tensors by kind in the last step "
         "(end of backward; activations and logits: end of forward):"
     )
@@ -560,17 +567,17 @@ def say_memory_profile(run: Run, found: dict) -> None:
             device_text = (
                 "" if total == on_device else f" | of it on the device {most_and_least(on_device)}"
             )
-            run.say(f"  {name:20}{most_and_least(total)}{device_text}")
+            run.print0(f"  {name:20}{most_and_least(total)}{device_text}")
     host, pinned = (most_and_least(found[key]) for key in ("host_peak_bytes", "pinned_bytes"))
-    run.say(f"Host: {host} at its peak, {pinned} pinned")
+    run.print0(f"Host: {host} at its peak, {pinned} pinned")
     if found["nvme_bytes"]:
         stored, written = (
             human_bytes(found[key]) for key in ("nvme_bytes", "nvme_written_bytes_per_step")
         )
-        run.say(f"NVMe: {stored} held, {written} written in a step, by all ranks")
+        run.print0(f"NVMe: {stored} held, {written} written in a step, by all ranks")
     if found["device_used"][0]:
         used, unseen = ([rank[key] for rank in found["device_used"]] for key in ("used", "unseen"))
-        run.say(
+        run.print0(
             f"The device itself: {most_and_least(used)} in use, of it {most_and_least(unseen)} "
             "that PyTorch does not see (CUDA context, libraries, NCCL, other processes)"
         )
@@ -601,7 +608,7 @@ def say_throughput(run: Run, facts: dict) -> None:
         return
     mfu = "N/A" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f}%"
     per_gpu = "tokens/sec/GPU" if run.device.type == "cuda" else "tokens/sec/process"
-    run.say(
+    run.print0(
         f"Throughput: {facts['samples_per_second']:,.1f} samples/sec | "
         f"{facts['tokens_per_second']:,.0f} tokens/sec | "
         f"{facts['tokens_per_second_per_gpu']:,.0f} {per_gpu} | MFU {mfu} "

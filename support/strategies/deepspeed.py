@@ -20,7 +20,7 @@ from support.cluster.context import Run
 from support.strategies import op_builds as compilation
 
 
-def configure_deepspeed(args, run: Run, blueprint) -> None:
+def configure_deepspeed(args, run: Run, spec) -> None:
     """Complete DeepSpeed's configuration for this model and device, and initialise DeepSpeed.
 
     Every rank calls this function. It changes args.ds_config_dict and sets args.nvme_folder.
@@ -28,7 +28,7 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
     Args:
         args: parsed flags with `ds_config_dict`.
         run: the ranks.
-        blueprint: the model's description.
+        spec: the model's description.
     Raises:
         UserError: the folder of --nvme_path is missing or not writable, or the configuration has an
             "auto" that cannot be filled in.
@@ -45,7 +45,7 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
         def make_folder() -> str:
             folder = preflight.make_nvme_folder(
                 args.nvme_path,
-                blueprint.parameters,
+                spec.parameters,
                 1 if run.simulated else run.launch.local_world_size,
                 run.world_size,
             )
@@ -59,11 +59,11 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
     # make the compilation fail.
     cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
 
-    def say(text: str) -> None:
+    def print0(text: str) -> None:
         if run.launch.is_node_leader and not run.quiet:
             run.print(f"ℹ️  {text}")
 
-    compilation.guard_compilations(run.attempt or f"simulation {os.getpid()}", say)
+    compilation.guard_compilations(run.attempt or f"simulation {os.getpid()}", print0)
     if ops := preflight.ops_to_compile(args.strategy, run.device):
         run.warn(f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine.")
     # Under its own launcher DeepSpeed reduces through this file of 69 MB in shared memory on a CPU,
@@ -82,10 +82,10 @@ def configure_deepspeed(args, run: Run, blueprint) -> None:
     complete_ds_config(
         args.ds_config_dict,
         precision=run.precision,
-        hidden_size=blueprint.text_config.hidden_size,
-        parameters=blueprint.parameters,
-        largest_parameter=blueprint.largest_parameter,
-        tied=blueprint.tied,
+        hidden_size=spec.text_config.hidden_size,
+        parameters=spec.parameters,
+        largest_parameter=spec.largest_parameter,
+        tied=spec.tied,
         world_size=run.world_size,
         nvme_folder=args.nvme_folder,
     )

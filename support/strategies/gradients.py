@@ -55,10 +55,10 @@ def _square_in_fp64(gradients: list[torch.Tensor]) -> torch.Tensor:
     return (norms**2).sum()
 
 
-def hold_back_if_not_finite(
+def skip_update_if_not_finite(
     optimizer,
     loss: torch.Tensor,
-    held_back: torch.Tensor,
+    found_inf: torch.Tensor,
     run: Run,
     scaler=None,
     grad_norm: torch.Tensor | None = None,
@@ -72,7 +72,7 @@ def hold_back_if_not_finite(
     Args:
         optimizer: PyTorch's, or DeepSpeed's wrapper around one.
         loss: of this step; the same on all ranks.
-        held_back: a bool tensor on the device that stays true after the first non-finite loss or
+        found_inf: a bool tensor on the device that stays true after the first non-finite loss or
             gradient norm.
         run: the ranks; a simulated run is not checked.
         scaler: GradScaler of fp16, after `unscale_`. With it, only the loss is checked: gradients
@@ -84,22 +84,22 @@ def hold_back_if_not_finite(
     if run.simulated:  # the loss lacks the contributions of the other ranks
         return
     scaling = scaler is not None and scaler.is_enabled()
-    held_back.logical_or_(~torch.isfinite(loss))
+    found_inf.logical_or_(~torch.isfinite(loss))
     if grad_norm is not None and not scaling:
-        held_back.logical_or_(~torch.isfinite(grad_norm).to(held_back.device))
+        found_inf.logical_or_(~torch.isfinite(grad_norm).to(found_inf.device))
     base = base_optimizer(optimizer)
     # DeepSpeed's stage 3 has no parameters in its groups at this point.
-    first = next((p for group in base.param_groups for p in group["params"]), held_back)
-    same_device = first.device == held_back.device
+    first = next((p for group in base.param_groups for p in group["params"]), found_inf)
+    same_device = first.device == found_inf.device
     if not (isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and same_device):
-        if held_back.item():  # an optimizer on the CPU waits for the GPU at every step anyway
+        if found_inf.item():  # an optimizer on the CPU waits for the GPU at every step anyway
             raise not_finite(loss.item())
     elif scaling:
         # The optimizer gets the sum of these flags.
         for found_inf in scaler._found_inf_per_device(base).values():
-            found_inf += held_back
+            found_inf += found_inf
     else:
-        base.found_inf = held_back.float()
+        base.found_inf = found_inf.float()
 
 
 def not_finite(loss: float, step: int | None = None) -> TrainingError:

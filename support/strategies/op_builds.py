@@ -38,7 +38,7 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def guard_compilations(run_id: str, say: Callable[[str], None]) -> None:
+def guard_compilations(run_id: str, print0: Callable[[str], None]) -> None:
     """Make all later compilations of ops in this process take the op's lock.
 
     DeepSpeed compiles an op when it first needs it.
@@ -51,7 +51,7 @@ def guard_compilations(run_id: str, say: Callable[[str], None]) -> None:
 
     def locked_load(name, *args, build_directory=None, **options):
         folder = Path(build_directory or cpp_extension._get_build_directory(name, False))
-        with build_lock(name, folder, run_id, say):
+        with build_lock(name, folder, run_id, print0):
             return load(name, *args, build_directory=str(folder), **options)
 
     cpp_extension.load = locked_load
@@ -59,7 +59,7 @@ def guard_compilations(run_id: str, say: Callable[[str], None]) -> None:
 
 
 @contextlib.contextmanager
-def build_lock(op: str, folder: Path, run_id: str, say: Callable[[str], None]) -> Iterator[None]:
+def build_lock(op: str, folder: Path, run_id: str, print0: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of `op`; wait until no other process compiles it, and print the reason once.
 
     Args:
@@ -70,12 +70,12 @@ def build_lock(op: str, folder: Path, run_id: str, say: Callable[[str], None]) -
         OSError: the folder is not writable.
     """
     with open(folder / ".building", "a+", encoding="utf-8") as file:
-        locked = _wait_for_lock(op, file, run_id, say)
+        locked = _wait_for_lock(op, file, run_id, print0)
         # An owner recorded here was killed, or it compiles on a machine with which this file system
         # does not share locks.
         owner = _owner(file)
         elsewhere = owner is not None and owner["host"] != platform.node()
-        _remove_abandoned(op, folder / "lock", locked and not elsewhere, say)
+        _remove_abandoned(op, folder / "lock", locked and not elsewhere, print0)
         if locked:
             owner = {"process": os.getpid(), "host": platform.node(), "run": run_id}
             _write(file, json.dumps(owner))
@@ -87,7 +87,7 @@ def build_lock(op: str, folder: Path, run_id: str, say: Callable[[str], None]) -
                 fcntl.flock(file, fcntl.LOCK_UN)  # a forked process may also have the file open
 
 
-def _wait_for_lock(op: str, file, run_id: str, say: Callable[[str], None]) -> bool:
+def _wait_for_lock(op: str, file, run_id: str, print0: Callable[[str], None]) -> bool:
     """Wait for the lock and return True; return False if the file system does not support locks."""
     announced = False
     while True:
@@ -98,7 +98,7 @@ def _wait_for_lock(op: str, file, run_id: str, say: Callable[[str], None]) -> bo
             owner = _owner(file)
             if not announced and owner and owner["run"] != run_id:
                 announced = True
-                say(
+                print0(
                     f"Waiting until process {owner['process']} on {owner['host']}, "
                     f"of another run, has compiled {op}."
                 )
@@ -125,7 +125,7 @@ def _write(file, text: str) -> None:
         file.flush()
 
 
-def _remove_abandoned(op: str, lock: Path, locked: bool, say: Callable[[str], None]) -> None:
+def _remove_abandoned(op: str, lock: Path, locked: bool, print0: Callable[[str], None]) -> None:
     """Remove PyTorch's file `lock` if its process was killed.
 
     If a program that does not use our lock is compiling, wait until it has removed the file.
@@ -136,11 +136,11 @@ def _remove_abandoned(op: str, lock: Path, locked: bool, say: Callable[[str], No
         # Between two commands of a compilation no process runs in the folder for a short time.
         if idle * POLL_SECONDS > 1 and (locked or _age(lock) > UNLOCKED_SECONDS):
             lock.unlink(missing_ok=True)
-            say(f"An earlier compilation of {op} was killed: its lock is removed.")
+            print0(f"An earlier compilation of {op} was killed: its lock is removed.")
             return
         if not announced and not (locked and idle):
             announced = True
-            say(f"Waiting until another program has compiled {op} (its lock is {lock}).")
+            print0(f"Waiting until another program has compiled {op} (its lock is {lock}).")
         time.sleep(POLL_SECONDS)
 
 

@@ -56,13 +56,13 @@ def main(strategy: str) -> dict:
         model=model, model_parameters=model.parameters(), config=config
     )
     searches = count_calls(type(engine.optimizer), "has_overflow")
-    held_back, changed = torch.zeros((), dtype=torch.bool), []
+    found_inf, changed = torch.zeros((), dtype=torch.bool), []
     run = SimpleNamespace(simulated=False)
     for factor in (1.0, float("nan")):
         before = weights(model)
         loss = engine(torch.ones(4, 8, dtype=torch.bfloat16)).float().square().mean() * factor
         engine.backward(loss)
-        gradients.hold_back_if_not_finite(engine.optimizer, loss.detach(), held_back, run)
+        gradients.skip_update_if_not_finite(engine.optimizer, loss.detach(), found_inf, run)
         engine.step()
         changed.append(not torch.equal(before, weights(model)))
     finite = bool(weights(model).isfinite().all())

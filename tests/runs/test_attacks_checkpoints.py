@@ -72,8 +72,8 @@ def alone():
         is_main=True,
         said=said,
         warn=said.append,
-        from_main=lambda value: value,
-        gather=lambda value: [value],
+        broadcast_from_rank0=lambda value: value,
+        all_gather=lambda value: [value],
         lock=True,
     )
 
@@ -479,11 +479,11 @@ def test_a_mark_names_a_checkpoint_or_nothing(copy, name, mark):
 
 
 @pytest.fixture
-def saver(copy, alone):
-    """A Saver of a run in the copy, without a model."""
-    from support.checkpoints.manager import Saver
+def manager(copy, alone):
+    """A CheckpointManager of a run in the copy, without a model."""
+    from support.checkpoints.manager import CheckpointManager
 
-    found = object.__new__(Saver)
+    found = object.__new__(CheckpointManager)
     found.run, found.folder, found.args = (
         alone,
         copy / "checkpoints",
@@ -505,11 +505,11 @@ def test_a_damaged_name_of_the_wandb_run(tmp_path, damage):
     assert again != first_run and path.read_text() == f"{again}\n" and not path.is_symlink()
 
 
-def test_what_is_set_aside_replaces_nothing(copy, saver):
+def test_what_is_set_aside_replaces_nothing(copy, manager):
     """Also not what was set aside before, as often as it happens; and everything is still there."""
     before = contents(step(copy, 4))
     for number in range(3):
-        saver.take_over(None)
+        manager.take_over(None)
         aside = (
             copy / "checkpoints" / ("aside-step-00000004" + (f".{number + 1}" if number else ""))
         )
@@ -519,29 +519,29 @@ def test_what_is_set_aside_replaces_nothing(copy, saver):
 
 @damaged
 @pytest.mark.parametrize("mark", ["best", "latest"])
-def test_damaged_marks_are_set_aside_and_made_again(copy, saver, damage, mark):
+def test_damaged_marks_are_set_aside_and_made_again(copy, manager, damage, mark):
     path = copy / "checkpoints" / mark
     path.write_text("step-00000002\n")
     damage(path)
-    saver.take_over({"loss": 1.0, "step": 2, "waited": 0})
+    manager.take_over({"loss": 1.0, "step": 2, "waited": 0})
     assert os.path.lexists(f"{path}.damaged")
-    assert len(saver.run.said) == 1 and mark in saver.run.said[0]
+    assert len(manager.run.said) == 1 and mark in manager.run.said[0]
     assert (copy / "checkpoints" / "best").read_text() == "step-00000002\n"
 
 
 @pytest.mark.parametrize(
     "content", [".", "..", "/", "../../victim", "step-00000002/../../../victim"]
 )
-def test_the_best_before_is_removed_only_if_it_is_a_checkpoint(copy, saver, content):
+def test_the_best_before_is_removed_only_if_it_is_a_checkpoint(copy, manager, content):
     victim = copy.parent / "victim"
     victim.mkdir()
     (victim / "thesis.txt").write_text("years of work")
     (copy / "checkpoints" / "best").write_text(content.replace("../../victim", str(victim)))
-    saver.save = lambda meter: None
-    saver.after_evaluation(SimpleNamespace(best={"step": 4}, step=4))
+    manager.save = lambda meter: None
+    manager.after_evaluation(SimpleNamespace(best={"step": 4}, step=4))
     assert (victim / "thesis.txt").exists() and step(copy, 2).exists() and step(copy, 4).exists()
     (copy / "checkpoints" / "best").write_text("step-00000002\n")
-    saver.after_evaluation(SimpleNamespace(best={"step": 4}, step=4))
+    manager.after_evaluation(SimpleNamespace(best={"step": 4}, step=4))
     assert not step(copy, 2).exists() and step(copy, 4).exists()
 
 
@@ -958,20 +958,20 @@ def test_resume_on_four_ranks_of_a_checkpoint_of_two(script, work, strategy):
 @pytest.mark.parametrize(
     "how", [lambda p: p.write_text("x"), lambda p: p.symlink_to("nowhere"), os.mkfifo]
 )
-def test_the_checkpoints_folder_is_none(copy, saver, how):
+def test_the_checkpoints_folder_is_none(copy, manager, how):
     """Found before training, and not by the first save."""
     from support.errors import UserError
 
     shutil.rmtree(copy / "checkpoints")
     how(copy / "checkpoints")
     with pytest.raises(UserError, match="checkpoints"):
-        saver.take_over(None)
+        manager.take_over(None)
 
 
 # -------------------------------------------------------------------------------------------- links
 
 
-def test_a_checkpoint_may_be_a_link_to_another_disk(copy, alone, saver):
+def test_a_checkpoint_may_be_a_link_to_another_disk(copy, alone, manager):
     """The user moved it there. Its files are read through the link, and only the link is renamed."""
     from support.checkpoints import manager as checkpoint
 
@@ -980,7 +980,7 @@ def test_a_checkpoint_may_be_a_link_to_another_disk(copy, alone, saver):
     step(copy, 4).rename(copy / "moved too")
     step(copy, 4).symlink_to(copy / "moved too")
     assert checkpoint.find("", copy / "checkpoints", alone)[0] == step(copy, 4)
-    saver.take_over(None)
+    manager.take_over(None)
     assert (copy / "checkpoints" / "aside-step-00000004").is_symlink() and step(
         copy, 2
     ).is_symlink()
@@ -988,12 +988,12 @@ def test_a_checkpoint_may_be_a_link_to_another_disk(copy, alone, saver):
     assert (copy / "moved" / RANK_FILE).exists() and (copy / "moved too" / RANK_FILE).exists()
 
 
-def test_hard_links_share_nothing_that_is_written(trained, copy, saver):
+def test_hard_links_share_nothing_that_is_written(trained, copy, manager):
     """A copy made of hard links can be resumed and damaged without an effect on the original."""
     shutil.rmtree(copy)
     shutil.copytree(trained, copy, copy_function=os.link)
     before = contents(trained)
-    saver.take_over({"loss": 1.0, "step": 2, "waited": 0})
+    manager.take_over({"loss": 1.0, "step": 2, "waited": 0})
     from support.files.atomic import write_text
 
     write_text(copy / "results.json", "{}")

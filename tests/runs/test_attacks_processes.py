@@ -153,7 +153,7 @@ def results_of(folder, main=True):
 
     run = SimpleNamespace(
         is_main=main,
-        from_main=lambda value: value,
+        broadcast_from_rank0=lambda value: value,
         device=torch.device("cpu"),
         on_failure=[],
         lock=None,

@@ -418,14 +418,14 @@ def test_random_kills(script, uninterrupted, under, tmp_path, number):
 
 
 @pytest.fixture
-def saver():
-    """A Saver of which only the loss scaler is looked at."""
-    from support.checkpoints.manager import Saver
+def manager():
+    """A CheckpointManager of which only the loss scaler is looked at."""
+    from support.checkpoints.manager import CheckpointManager
 
-    return object.__new__(Saver)
+    return object.__new__(CheckpointManager)
 
 
-def test_loss_scaler_of_pytorch(saver):
+def test_loss_scaler_of_pytorch(manager):
     """fp16 needs a GPU; that its state survives does not."""
     import torch
 
@@ -434,22 +434,22 @@ def test_loss_scaler_of_pytorch(saver):
 
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    saver.scaler = scaler()
+    manager.scaler = scaler()
     for factor in (1.0, float("inf"), 1.0, 1.0):  # one step overflows
-        saver.scaler.scale(weight.sum() * factor).backward()
-        saver.scaler.step(optimizer)
-        saver.scaler.update()
+        manager.scaler.scale(weight.sum() * factor).backward()
+        manager.scaler.step(optimizer)
+        manager.scaler.update()
         optimizer.zero_grad()
-    saved = json.loads(json.dumps(saver._scaling()))
+    saved = json.loads(json.dumps(manager._scaling()))
     assert saved["scale"] == 512.0 and saved["_growth_tracker"] == 2
-    saver.scaler, saver.state = scaler(), SimpleNamespace(wrapper=None)
-    saver._set_scaling(saved)
-    assert saver.scaler.state_dict() == saved
-    saver._set_scaling({"cur_scale": 64.0})  # of DeepSpeed's
-    assert saver.scaler.get_scale() == 64.0
+    manager.scaler, manager.state = scaler(), SimpleNamespace(wrapper=None)
+    manager._set_scaling(saved)
+    assert manager.scaler.state_dict() == saved
+    manager._set_scaling({"cur_scale": 64.0})  # of DeepSpeed's
+    assert manager.scaler.get_scale() == 64.0
 
 
-def test_loss_scaler_of_deepspeed(saver, monkeypatch):
+def test_loss_scaler_of_deepspeed(manager, monkeypatch):
     import torch
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
@@ -459,20 +459,20 @@ def test_loss_scaler_of_deepspeed(saver, monkeypatch):
         )
 
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)  # it wants to know who logs
-    saver.scaler = torch.amp.GradScaler("cpu", enabled=False)
-    saver.state = SimpleNamespace(wrapper=SimpleNamespace(loss_scaler=scaler()))
-    first = saver.state.wrapper.loss_scaler
+    manager.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    manager.state = SimpleNamespace(wrapper=SimpleNamespace(loss_scaler=scaler()))
+    first = manager.state.wrapper.loss_scaler
     for overflow in (True, False, True, False):
         first.update_scale(overflow)
-    saved = json.loads(json.dumps(saver._scaling()))
-    saver.state.wrapper.loss_scaler = second = scaler()
-    saver._set_scaling(saved)
+    saved = json.loads(json.dumps(manager._scaling()))
+    manager.state.wrapper.loss_scaler = second = scaler()
+    manager._set_scaling(saved)
     for overflow in (False, False, False, True, False, True):  # both go the same way from here
         first.update_scale(overflow)
         second.update_scale(overflow)
         assert first.cur_scale == second.cur_scale
     assert vars(first) == vars(second)
-    saver._set_scaling({"scale": 64.0})  # of PyTorch's
+    manager._set_scaling({"scale": 64.0})  # of PyTorch's
     assert second.cur_scale == 64.0
 
 

@@ -289,7 +289,7 @@ def test_batch_that_is_too_large_is_one_that_the_planner_can_split(tmp_path, gpu
 
     machine = bench.Machine(1, gpu * GB, [])
     batch = gpu_check.too_large_batch(bench.Bench(machine, tmp_path, tmp_path / "r", ["dp"], ""))
-    work = planner.Work(architectures.find_architecture("gpt2"), 1, batch, 1024)
+    work = planner.Workload(architectures.find_architecture("gpt2"), 1, batch, 1024)
     advice = "\n".join(planner.describe_ways(work, "dp", planner.Limits(gpu * GB)))
     flags = gpu_check.ADVICE.search(advice)[1].split()
     assert int(flags[1]) * int(flags[3]) == batch

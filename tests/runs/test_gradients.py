@@ -11,13 +11,13 @@ from support.strategies import gradients
 RUN = SimpleNamespace(simulated=False)
 
 
-def fp16_step(model, optimizer, scaler, held_back, loss_is, gradient_is) -> None:
+def fp16_step(model, optimizer, scaler, found_inf, loss_is, gradient_is) -> None:
     """The update of train_epoch_ddp with gradients that are given."""
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, gradient_is) * scaler.get_scale()
     scaler.scale(torch.zeros(()))  # what creates the scale
     scaler.unscale_(optimizer)
-    gradients.hold_back_if_not_finite(optimizer, torch.tensor(loss_is), held_back, RUN, scaler)
+    gradients.skip_update_if_not_finite(optimizer, torch.tensor(loss_is), found_inf, RUN, scaler)
     scaler.step(optimizer)
     scaler.update()
 
@@ -31,10 +31,10 @@ def fp16_parts(fused=True):
 
 
 def weights_after(*steps, fused=True) -> list[torch.Tensor]:
-    model, optimizer, scaler, held_back = fp16_parts(fused)
+    model, optimizer, scaler, found_inf = fp16_parts(fused)
     weights = [model.weight.detach().clone()]
     for loss, gradient in steps:
-        fp16_step(model, optimizer, scaler, held_back, loss, gradient)
+        fp16_step(model, optimizer, scaler, found_inf, loss, gradient)
         weights.append(model.weight.detach().clone())
     return weights
 
@@ -52,7 +52,7 @@ def test_fp16_updates_nothing_after_a_loss_that_is_not_finite(loss):
 
 
 def test_fp16_asks_the_device_nothing(monkeypatch):
-    model, optimizer, scaler, held_back = fp16_parts()
+    model, optimizer, scaler, found_inf = fp16_parts()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
 
@@ -62,7 +62,7 @@ def test_fp16_asks_the_device_nothing(monkeypatch):
     for name in ("item", "__bool__", "__float__", "tolist"):
         monkeypatch.setattr(torch.Tensor, name, asked)
     scaler.unscale_(optimizer)
-    gradients.hold_back_if_not_finite(optimizer, torch.ones(()), held_back, RUN, scaler)
+    gradients.skip_update_if_not_finite(optimizer, torch.ones(()), found_inf, RUN, scaler)
     scaler.step(optimizer)
     scaler.update()
 

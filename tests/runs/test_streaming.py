@@ -201,23 +201,23 @@ def test_one_lane_reads_what_the_cache_holds(script, llama, tmp_path):
 class OneRank:
     """All lanes of a corpus that is streamed, without a script around them."""
 
-    def __init__(self, dataset, tokenizer, lanes, chunk=256, rows=None):
+    def __init__(self, dataset, tokenizer, slots, chunk=256, rows=None):
         from support.data.json_documents import DocumentTokenizer
-        from support.data.streaming import Lane, Reader, Stream, _files_to_read, _open_rows
+        from support.data.streaming import BatchSlot, Reader, Stream, _files_to_read, _open_rows
 
         documents = DocumentTokenizer(tokenizer, chunk, overlap=256)
         encode = partial(Stream._encode_text, SimpleNamespace(documents=documents))
-        self.lanes = {number: Lane(number, lanes, 1, 16, 0, encode) for number in range(lanes)}
+        self.slots = {number: BatchSlot(number, slots, 1, 16, 0, encode) for number in range(slots)}
         args = SimpleNamespace(
             dataset=str(dataset), text_column=None, dataset_config=None, include=None
         )
         rows = rows or _open_rows(args, None, _files_to_read(args)[0])
-        self.reader = Reader(rows, documents.parts, None, lanes, self.lanes, 0, pytest.fail)
+        self.reader = Reader(rows, documents.parts, None, slots, self.slots, 0, pytest.fail)
 
     def blocks(self, steps):
         """What each lane gives in so many steps."""
         return [
-            [lane.next_block(self.reader).tolist() for lane in self.lanes.values()]
+            [slot.next_block(self.reader).tolist() for slot in self.slots.values()]
             for _ in range(steps)
         ]
 
@@ -248,15 +248,15 @@ def test_the_tokens_are_those_of_the_whole_texts(long_texts, kind):
     for text in texts:
         stream += [end] * bool(stream) + tokenizer(text, add_special_tokens=False)["input_ids"]
     steps = len(stream) // 16
-    one = OneRank(folder, tokenizer, lanes=1).blocks(steps)
+    one = OneRank(folder, tokenizer, slots=1).blocks(steps)
     assert [block for [block] in one] == np.reshape(stream[: steps * 16], (steps, 16)).tolist()
-    several = OneRank(folder, tokenizer, lanes=3)
+    several = OneRank(folder, tokenizer, slots=3)
     while several.reader.passes == 0:
         several.reader.pull()
-    items = [item for lane in several.lanes.values() for item in lane.waiting]
-    assert len(items) > 20 and all(len(lane.waiting) > 5 for lane in several.lanes.values())
+    items = [item for slot in several.slots.values() for item in slot.waiting]
+    assert len(items) > 20 and all(len(slot.waiting) > 5 for slot in several.slots.values())
     items.sort(key=lambda item: item.state["row"])
-    joined = [id for item in items for id in several.lanes[0].encode(item)[0] if id != end]
+    joined = [id for item in items for id in several.slots[0].encode(item)[0] if id != end]
     assert joined == [id for id in stream if id != end]
 
 
@@ -266,23 +266,23 @@ def test_resume_within_a_text_file(long_texts):
     """
     folder, _ = long_texts
     tokenizer = tokenizer_of("gpt2")
-    whole = OneRank(folder, tokenizer, lanes=3)
+    whole = OneRank(folder, tokenizer, slots=3)
     steps = []
     for _ in range(250):
         steps.append(
             (
                 whole.blocks(1)[0],
-                {n: json.loads(json.dumps(lane.state())) for n, lane in whole.lanes.items()},
+                {n: json.loads(json.dumps(slot.state())) for n, slot in whole.slots.items()},
             )
         )
     assert whole.reader.passes >= 1
     for step in [*range(0, 60, 7), 199, 230]:
-        resumed = OneRank(folder, tokenizer, lanes=3)
-        for number, lane in resumed.lanes.items():
-            lane.resume(steps[step][1][number])
+        resumed = OneRank(folder, tokenizer, slots=3)
+        for number, slot in resumed.slots.items():
+            slot.resume(steps[step][1][number])
         resumed.reader.start(
             min(
-                (lane.begin["reader"] for lane in resumed.lanes.values()),
+                (slot.begin["reader"] for slot in resumed.slots.values()),
                 key=lambda reader: reader["row"],
             )
         )
@@ -326,12 +326,12 @@ def test_articles_are_tokenized_whole():
         stream += [tokenizer.eos_token_id] * bool(stream) + ids
     steps = len(stream) // 16
     one = OneRank(None, tokenizer, 1, rows=rows)
-    found = [(one.blocks(1)[0][0], one.lanes[0].state()) for _ in range(steps)]
+    found = [(one.blocks(1)[0][0], one.slots[0].state()) for _ in range(steps)]
     assert [block for block, _ in found] == np.reshape(stream[: steps * 16], (steps, 16)).tolist()
     for step in range(0, steps - 1, 5):
         resumed = OneRank(None, tokenizer, 1, rows=rows)
-        resumed.lanes[0].resume(found[step][1])
-        resumed.reader.start(resumed.lanes[0].begin["reader"])
+        resumed.slots[0].resume(found[step][1])
+        resumed.reader.start(resumed.slots[0].begin["reader"])
         assert [block for [block] in resumed.blocks(steps - step - 1)] == [
             block for block, _ in found[step + 1 :]
         ]
@@ -365,8 +365,8 @@ def test_a_checkpoint_of_before(script, tmp_path, llama, name, refused):
     found = json.loads(manifest.read_text())
     del found["sha256"]
     assert found["stream"].pop("version") == 2
-    for lane in found["stream"]["lanes"].values():
-        assert lane["reader"].pop("part") == 0
+    for slot in found["stream"]["lanes"].values():
+        assert slot["reader"].pop("part") == 0
     manifest.write_text(json.dumps({**found, "sha256": digest_of_json(found)}))
     resumed = script(*work, "--resume", manifest.parent, ok=not refused)
     if refused:

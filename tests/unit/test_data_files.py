@@ -18,7 +18,9 @@ from support.files.folders import files_of
 def test_ranks_of_a_stream_send_each_bad_row_once():
     sent, lines = [], []
     run = SimpleNamespace(
-        gather=lambda value: sent.append(value) or [value, ({"1": {}}, ["seen by the other rank"])],
+        all_gather=lambda value: (
+            sent.append(value) or [value, ({"1": {}}, ["seen by the other rank"])]
+        ),
         is_main=True,
         print=lines.append,
         warn=lines.append,

@@ -51,7 +51,7 @@ def gpu_memory(monkeypatch):
 
 
 def test_peak_of_a_part_and_of_the_run(gpu_memory):
-    phases = memory.Phases(GPU)
+    phases = memory.MemoryByPhase(GPU)
     gpu_memory.take(50, temporary=500)
     phases.note("model_loaded")
     gpu_memory.take(30, temporary=20)
@@ -160,13 +160,15 @@ def test_stop_is_answered_one_step_later_from_host_memory(event, monkeypatch):
         locked.append(pin_memory)
         return empty(*args, **kwargs)
 
-    saver = SimpleNamespace(_stop_before=None)
+    manager = SimpleNamespace(_stop_before=None)
     monkeypatch.setattr(torch, "empty", on_host)
     answers = []
     for asked in (0.0, 2.0, 0.0):
-        answers.append(checkpoint.Saver._asked(saver, torch.tensor(asked).as_subclass(OnGpu)))
+        answers.append(
+            checkpoint.CheckpointManager._asked(manager, torch.tensor(asked).as_subclass(OnGpu))
+        )
         assert not hasattr(
-            saver._stop_before[1], "has_waited"
+            manager._stop_before[1], "has_waited"
         )  # this step's copy is still on its way
     assert answers == [False, False, True]
     assert locked == [True] * 3 and event.waited == 2
@@ -184,9 +186,9 @@ def test_batches_are_locked_and_sent_without_waiting_one_ahead():
             sent.append((device, self.locked, non_blocking))
             return self
 
-    windows = [SimpleNamespace(batches=[(Batch(), Batch())]) for _ in range(3)]
-    for number, window in enumerate(data.prefetch(iter(windows), GPU), 1):
-        assert window is windows[number - 1]
+    step_batches = [SimpleNamespace(batches=[(Batch(), Batch())]) for _ in range(3)]
+    for number, step_batch in enumerate(data.prefetch(iter(step_batches), GPU), 1):
+        assert step_batch is step_batches[number - 1]
         assert len(sent) == 2 * min(number + 1, 3)
     assert set(sent) == {(GPU, True, True)}
 

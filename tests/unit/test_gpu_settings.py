@@ -125,7 +125,7 @@ def arrived(*places: tuple[str, str | None]) -> dict:
     ],
 )
 def test_ranks_with_a_gpu_each(seen):
-    assert distributed._who_shares_a_gpu(seen) == ""
+    assert distributed._describe_shared_gpus(seen) == ""
 
 
 def test_every_host_whose_ranks_share_a_gpu_is_named():
@@ -137,5 +137,5 @@ def test_every_host_whose_ranks_share_a_gpu_is_named():
         ("node3", "d"),
         ("node3", "d"),
     )
-    said = distributed._who_shares_a_gpu(seen)
+    said = distributed._describe_shared_gpus(seen)
     assert "ranks 0, 1 on node1" in said and "ranks 4, 5 on node3" in said and "node2" not in said

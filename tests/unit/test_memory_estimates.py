@@ -70,7 +70,7 @@ def test_cuda_locks_host_memory_in_powers_of_two(strategy, accumulation, on_cpu,
 
     def host(device):
         model = architectures.find_architecture("gpt2")
-        work = planner.Work(model, 1, 4, 512, accumulation=accumulation, device=device)
+        work = planner.Workload(model, 1, 4, 512, accumulation=accumulation, device=device)
         return planner.predict(work, strategy).host
 
     assert (host("cpu"), host("cuda")) == (on_cpu, with_cuda)
@@ -83,7 +83,7 @@ def test_every_way_that_is_advised_fits(model):
 
     advised = 0
     for gpu, ranks, batch, strategy in itertools.product((3, 8, 24), (1, 4), (2, 6), STRATEGIES):
-        work = planner.Work(architectures.find_architecture(model), ranks, batch, 512)
+        work = planner.Workload(architectures.find_architecture(model), ranks, batch, 512)
         limits = planner.Limits(gpu << 30, 16 << 30, None, ranks)
         ways = planner.ways_to_fit(work, strategy, limits)
         assert all(limits.hold(way.need) and way.need.total <= 0.9 * limits.gpu for way in ways)

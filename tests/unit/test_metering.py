@@ -53,8 +53,8 @@ def open_meter(tmp_path, clock, bar=False, **flags) -> metering.Meter:
         is_main=True,
         simulated=False,
         world_size=1,
-        say=lambda text: None,
-        gather=lambda value: [value],
+        print0=lambda text: None,
+        all_gather=lambda value: [value],
         bar=lambda *a, **k: MagicMock(active=bar),
     )
     before = {"step": 0, "samples": 0, "tokens": 0, "training_seconds": 0.0}
@@ -62,9 +62,11 @@ def open_meter(tmp_path, clock, bar=False, **flags) -> metering.Meter:
     step_memory = MagicMock(slows_down=False)
     for name in ("begin", "mark", "after_backward", "end"):
         getattr(step_memory, name).side_effect = lambda *_: clock.work(PAUSE)
-    footprint = MagicMock()
-    footprint.device_bytes.return_value = {"allocated": 2**30}
-    meter = metering.Meter(args, run, tmp_path, STEPS, 2 * STEPS, before, footprint, step_memory)
+    memory_by_phase = MagicMock()
+    memory_by_phase.device_bytes.return_value = {"allocated": 2**30}
+    meter = metering.Meter(
+        args, run, tmp_path, STEPS, 2 * STEPS, before, memory_by_phase, step_memory
+    )
     meter.trackers = MagicMock(active=False)
     meter.trackers.log.side_effect = lambda record: clock.work(LOG)
     return meter
@@ -119,7 +121,9 @@ def test_memory_is_read_where_a_line_is_logged(tmp_path, clock):
     meter.args.logging_steps = 5
     meter.start_epoch(1)
     train(meter, clock, STEPS)
-    assert meter.footprint.device_bytes.call_count == 4  # after the steps 1, 6, 11, and the last
+    assert (
+        meter.memory_by_phase.device_bytes.call_count == 4
+    )  # after the steps 1, 6, 11, and the last
     shown = [call.args[0] for call in meter._bar.show.call_args_list]
     assert len(shown) == STEPS and all("1.00 GB" in text for text in shown)
 

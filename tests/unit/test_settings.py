@@ -39,7 +39,9 @@ def test_advice_for_any_batch_is_there_at_once():
     from support.memory.architectures import find_architecture
 
     begun = time.monotonic()
-    work = planner.Work(find_architecture("gpt2"), world_size=1, batch_size=10**12, seq_length=512)
+    work = planner.Workload(
+        find_architecture("gpt2"), world_size=1, batch_size=10**12, seq_length=512
+    )
     ways = planner.ways_to_fit(work, "dp", planner.Limits(16 * planner.GB))
     assert time.monotonic() - begun < 2
     assert any(way.flags.startswith("--batch_size ") for way in ways)
@@ -50,7 +52,7 @@ def test_the_split_that_fits_is_the_largest(batch_size):
     from support.memory import estimate as planner
     from support.memory.architectures import find_architecture
 
-    work = planner.Work(
+    work = planner.Workload(
         find_architecture("gpt2"), world_size=2, batch_size=batch_size, seq_length=256
     )
     for memory in (3, 6, 9, 20, 60):

@@ -99,10 +99,10 @@ def stream_of(file, tokenizer, **flags):
         is_main=True,
         rank=0,
         world_size=1,
-        gather=lambda value: [value],
-        from_main=lambda value: value,
+        all_gather=lambda value: [value],
+        broadcast_from_rank0=lambda value: value,
         print=said.append,
-        say=said.append,
+        print0=said.append,
         warn=said.append,
     )
     return Stream(args, run, tokenizer), said
@@ -123,8 +123,8 @@ def test_the_thread_has_a_tokenizer_of_its_own(tmp_path, monkeypatch):
     )
     stream, _ = stream_of(tmp_path / "chat.jsonl", tokenizer, seq_length=64)
     stream.run.warn = lambda text: threads.append(threading.current_thread())
-    windows = stream.windows(torch.device("cpu"))
-    next(windows), next(windows)
+    step_batches = stream.step_batches(torch.device("cpu"))
+    next(step_batches), next(step_batches)
     assert used and all(one is not tokenizer for one in used)
     assert tokenizer.chat_template and threads == [threading.current_thread()]
     stream._ahead.close()
@@ -138,8 +138,8 @@ def test_what_was_only_read_is_not_in_a_checkpoint(tmp_path):
     tokenizer, cpu = tokenizer_of("gpt2"), torch.device("cpu")
     stream, said = stream_of(tmp_path / "rows.jsonl", tokenizer)
     blocks, places = [], []
-    for window in stream.windows(cpu):
-        blocks.append(window.batches[0][0].tolist())
+    for step_batch in stream.step_batches(cpu):
+        blocks.append(step_batch.batches[0][0].tolist())
         saved = json.loads(json.dumps(stream.progress()))
         wait_until(stream._ahead._items.full)
         assert json.loads(json.dumps(stream.progress())) == saved
@@ -155,7 +155,7 @@ def test_what_was_only_read_is_not_in_a_checkpoint(tmp_path):
     for step in (0, first - 1, first):
         resumed, said = stream_of(tmp_path / "rows.jsonl", tokenizer)
         resumed.resume(places[step])
-        following = [next(resumed.windows(cpu)).batches[0][0].tolist() for _ in range(4)]
+        following = [next(resumed.step_batches(cpu)).batches[0][0].tolist() for _ in range(4)]
         assert following == blocks[step + 1 : step + 5]
         assert sum("Left out" in line for line in said) == (step == first - 1)
         resumed.summary()
@@ -168,5 +168,5 @@ def test_too_many_bad_rows_end_the_run_from_the_thread(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "word " * 200}) + "\n{\n" * 9)
     stream, _ = stream_of(tmp_path / "rows.jsonl", tokenizer_of("gpt2"), max_bad_rows=3)
     with pytest.raises(UserError, match="--max_bad_rows"):
-        for _ in stream.windows(torch.device("cpu")):
+        for _ in stream.step_batches(torch.device("cpu")):
             pass
