@@ -95,4 +95,4 @@ class Preloaded:
             server.stdin.close()
         for server in self.servers:
             server.wait()
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)  # a server may have removed it

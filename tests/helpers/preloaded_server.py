@@ -12,6 +12,7 @@ import marshal
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -362,7 +363,8 @@ def main() -> None:
     Path(f"{path}.place").write_bytes(marshal.dumps(inherited))
     gc.freeze()
     request = Server(path).serve()
-    if request is None:
+    if request is None:  # the tests have ended, and may have been killed
+        shutil.rmtree(Path(path).parent, ignore_errors=True)
         os._exit(0)
     take_over(request)
     if "numpy" in importer.packages:
