@@ -13,7 +13,7 @@ from statistics import median
 
 from support.cli.flags import lookup
 from support.files.user_files import shown
-from support.strategy import STRATEGIES
+from support.strategy import STRATEGIES, Strategy
 from support.units import human_bytes, human_rate
 
 # Largest relative difference between losses that rounding explains, by precision. On a GPU fp32
@@ -380,6 +380,11 @@ class Row:
         return [attempt for attempt in self.attempts if attempt.completed]
 
     @property
+    def definition(self) -> Strategy:
+        """What the strategy shards and offloads; the control is dp with another learning rate."""
+        return STRATEGIES["dp" if self.strategy == "control" else self.strategy]
+
+    @property
     def failed(self) -> bool:
         """Whether the strategy neither completed nor was skipped; a skip is not a failure."""
         return self.status not in ("completed", "skipped")
@@ -587,7 +592,7 @@ def _add_plan_and_step(row: Row, memory: dict, on_gpu: bool) -> None:
             max(rank[kind] for rank in ranks) for kind in ("activations", "logits")
         )
     steps = memory.get("step_bytes_by_rank") or [None]
-    if steps[0] and (on_gpu or not STRATEGIES[row.strategy].offloads):
+    if steps[0] and (on_gpu or not row.definition.offloads):
         row.step_peak_bytes = max(phase["peak"] for step in steps for phase in step.values())
 
 
@@ -646,7 +651,7 @@ def _compare(row: Row, reference: Row, tolerance: float, lasting: int) -> None:
     """Fill in the fields that are relative to the reference."""
     if not row.completed:
         return
-    shards_only = not STRATEGIES[row.strategy].offloads
+    shards_only = not row.definition.offloads
     results = row.completed[0].results
     if row is not reference and not (
         shards_only and (results.get("simulated_world_size") or results["world_size"]) == 1
@@ -841,8 +846,8 @@ def _say_smallest(comparison: Comparison, done: list[Row]) -> str:
     other_memory += [f"{human_bytes(least.nvme_bytes)} on NVMe in all"] * bool(least.nvme_bytes)
     if other_memory:
         text += f"; it keeps {' and '.join(other_memory)} instead"
-    without_offload = [row for row in by_memory if not STRATEGIES[row.strategy].offloads]
-    if STRATEGIES[least.strategy].offloads and without_offload:
+    without_offload = [row for row in by_memory if not row.definition.offloads]
+    if least.definition.offloads and without_offload:
         text += (
             f". Without offloading: {without_offload[0].strategy}, "
             f"{human_bytes(without_offload[0].memory_bytes)}"
@@ -855,9 +860,7 @@ def _say_limits(comparison: Comparison, done: list[Row]) -> list[str]:
     single_rank, on_cpu = comparison.work["world_size"] == 1, comparison.work["device"] == "cpu"
     if single_rank:
         sharded = [
-            row.strategy
-            for row in done
-            if STRATEGIES[row.strategy].sharded and not STRATEGIES[row.strategy].offloads
+            row.strategy for row in done if row.definition.sharded and not row.definition.offloads
         ]
         sharded_text = (
             f": {', '.join(sharded)} split over one rank, which saves nothing" if sharded else ""
@@ -933,17 +936,17 @@ def _explain_row(row: Row, parameters: int, micro_steps: int) -> str:
     if gathered > 0.005:
         text += f", parameters {gathered:.2f}P by all-gather in {_types(row, 'gather')}"
     reasons = []
-    if STRATEGIES[row.strategy].stage in (1, 2) and collective == "all-reduce":
+    if row.definition.stage in (1, 2) and collective == "all-reduce":
         reasons.append(
             "the paper reduces each part of the gradients to its owner only, 1P; DeepSpeed "
             "all-reduces buckets"
         )
-    if micro_steps > 1 and STRATEGIES[row.strategy].stage >= 2:
+    if micro_steps > 1 and row.definition.stage >= 2:
         reasons.append(
             f"no rank keeps whole gradients, so they are reduced after each of the {micro_steps} "
             "micro-batches"
         )
-    if STRATEGIES[row.strategy].shards_parameters:
+    if row.definition.shards_parameters:
         per_micro_step = gathered / micro_steps
         repeat_text = f", in each of the {micro_steps} micro-batches" if micro_steps > 1 else ""
         exception_text = ""
