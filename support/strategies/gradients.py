@@ -96,8 +96,8 @@ def skip_update_if_not_finite(
             raise not_finite(loss.item())
     elif scaling:
         # The optimizer gets the sum of these flags.
-        for found_inf in scaler._found_inf_per_device(base).values():
-            found_inf += found_inf
+        for overflow in scaler._found_inf_per_device(base).values():
+            overflow += found_inf
     else:
         base.found_inf = found_inf.float()
 

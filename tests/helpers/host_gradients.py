@@ -29,7 +29,7 @@ class Sharded(FSDPModule, nn.Module):
     """What `gradients.norm` asks of a model that fully_shard has split."""
 
     def __new__(cls, *args):
-        return super().__new__(cls)
+        return object.__new__(cls)  # FSDPModule's own makes an instance of the class after it
 
     def __init__(self, mesh):
         super().__init__()
