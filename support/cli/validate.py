@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from support import process
-from support.cli.flags import EMBEDDED_MODEL, ignored_flags, parse_arguments, uses_nvme
+from support.cli.flags import EMBEDDED_MODEL, GPT2_SHAPES, ignored_flags, parse_arguments, uses_nvme
 from support.cli.run_file import as_yaml
 from support.cluster import launch as launching
 from support.cluster.launch import Launch
@@ -40,7 +40,6 @@ PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 2
 NVME_PREFIX = "distributed_training_nvme_"  # of the names of folders with infinity's files
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
-GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 # ------------------------------------------------------------------------- before torch is imported
@@ -454,7 +453,7 @@ def _ways_without_hub(args, model: str | None, dataset: str | None) -> str:
     local_paths = ["a local folder to --model"] * bool(model) + [
         "a file or folder to --dataset"
     ] * bool(dataset)
-    hubless_flags = ["--from_scratch"] * bool(model and args.model in GPT2_NAMES) + [
+    hubless_flags = ["--from_scratch"] * bool(model and args.model in GPT2_SHAPES) + [
         "--dataset pydocs"
     ] * bool(dataset)
     return (
@@ -471,7 +470,7 @@ def scratch_without_hub(args) -> bool:
 
     The shapes of GPT-2's sizes are in support/cli/flags.py (GPT2_SHAPES).
     """
-    return args.from_scratch and args.model in GPT2_NAMES
+    return args.from_scratch and args.model in GPT2_SHAPES
 
 
 def answers(endpoint: str) -> bool:

@@ -744,11 +744,9 @@ def what_must_agree() -> dict[str, str]:
     digest = hashlib.sha256()
     for path in [PROJECT / "real_model_example.py", *sorted((PROJECT / "support").rglob("*.py"))]:
         digest.update(path.read_bytes())
-    selected = {
-        name: versions()[name]
-        for name in ("python", "torch", "transformers", "deepspeed", "cuda")
-        if name in versions()
-    }
+    installed = versions()
+    names = ("python", "torch", "transformers", "deepspeed", "cuda")
+    selected = {name: installed[name] for name in names if name in installed}
     return {**selected, "script": digest.hexdigest()[:12]}
 
 
