@@ -67,7 +67,7 @@ from support.checkpoints import manager as checkpoint
 from support.cli.flags import EMBEDDED_MODEL, NEED_EVALUATIONS
 from support.cluster.context import (
     ARRIVAL_SECONDS,
-    Run,
+    DistContext,
     group_options,
     identify_gpu,
     open_store,
@@ -77,6 +77,7 @@ from support.cluster.context import (
 from support.cluster.launch import exit_before_start, keep_freed_memory
 from support.commands import check as checks
 from support.commands.prefetch import prefetch
+from support.console import Console
 from support.data import batches as data
 from support.data import streaming
 from support.data import tokenize as tokens
@@ -104,7 +105,7 @@ STOP_CHECK_BATCHES = 8
 # ================================================================================ the process group
 
 
-def setup_distributed(args, launch) -> Run:
+def setup_distributed(args, launch) -> DistContext:
     """Initialize the process group: NCCL for GPUs, gloo for CPU processes.
 
     A single process also gets a process group, so that there is only one code path.
@@ -128,22 +129,23 @@ def setup_distributed(args, launch) -> Run:
     else:
         device, backend = torch.device("cpu"), "gloo"
     limit = timedelta(seconds=args.ddp_timeout)
+    console = Console(launch.is_main, args.quiet, args.verbose)
     if args.simulate_gpus:
-        run = Run(launch, device, "fake", args.verbose, args.quiet)
+        ctx = DistContext(launch, device, "fake", console)
         simulate_process_group(launch.world_size, limit)
     else:
         rendezvous_seconds = min(args.ddp_timeout, ARRIVAL_SECONDS)
         store, attempt = rendezvous(launch, backend, rendezvous_seconds, identify_gpu(device))
-        run = Run(launch, device, backend, args.verbose, args.quiet, attempt)
+        ctx = DistContext(launch, device, backend, console, attempt)
         # Before NCCL connects the ranks: it would wait for a rank that has already failed.
         if launch.world_size > 1:
-            run.store = open_store(launch, attempt)
-            run.watch_for_failures()
+            ctx.store = open_store(launch, attempt)
+            ctx.watch_for_failures()
         options = group_options(args, device, launch.world_size)
         dist.init_process_group(
             store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit, **options
         )
-        run.nodes = sum(run.all_gather(launch.is_node_leader))
+        ctx.nodes = sum(ctx.all_gather(launch.is_node_leader))
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if device.type == "cuda":
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed uses it as the GPU's index
@@ -152,13 +154,13 @@ def setup_distributed(args, launch) -> Run:
     if args.deterministic:
         # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
         torch.use_deterministic_algorithms(True)
-    return run
+    return ctx
 
 
 # =================================================================================== model and data
 
 
-def find_model(args, run: Run) -> models.ModelSpec:
+def find_model(args, ctx: DistContext) -> models.ModelSpec:
     """Resolve --model to a configuration, its sizes and its tokenizer, without loading weights.
 
     Sets args.seq_length to its default if the user gave none.
@@ -167,8 +169,8 @@ def find_model(args, run: Run) -> models.ModelSpec:
         UserError: the model cannot be used, or --seq_length exceeds its positions.
     """
     if not args.hub_offline:
-        run.print0(f"⏳ Downloading {args.model}, where it is not in the cache")
-    spec = models.find_model(args, run)
+        ctx.console.print0(f"⏳ Downloading {args.model}, where it is not in the cache")
+    spec = models.find_model(args, ctx)
     limit = models.max_positions(spec.config)
     if args.seq_length is None:
         args.seq_length = min(256 if args.model == EMBEDDED_MODEL else 512, limit or 512)
@@ -178,28 +180,28 @@ def find_model(args, run: Run) -> models.ModelSpec:
         )
     action = (
         "Simulating the memory of"
-        if run.simulated
+        if ctx.simulated
         else "Evaluating"
         if args.eval_only
         else "Fine-tuning"
     )
     base = spec.parameters - (spec.trainable if spec.lora else 0)
-    run.print0(f"🚀 {action} {args.model} ({human_count(base)} parameters)")
-    run.print0(f"📋 Strategy: {args.strategy.upper()}")
+    ctx.console.print0(f"🚀 {action} {args.model} ({human_count(base)} parameters)")
+    ctx.console.print0(f"📋 Strategy: {args.strategy.upper()}")
     if spec.own_settings:
-        run.print0(
+        ctx.console.print0(
             "🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel "
             "(--no_fused_gelu keeps it)"
         )
     if not spec.chunked_loss:
-        run.print0(
+        ctx.console.print0(
             "🔧 All logits of a batch are computed at once: this model changes them, or has "
             "adapters on its output layer"
         )
     return spec
 
 
-def load_model_and_tokenizer(args, run: Run, spec: models.ModelSpec):
+def load_model_and_tokenizer(args, ctx: DistContext, spec: models.ModelSpec):
     """Load the weights: a full copy per rank, or shards for zero3, infinity and fsdp.
 
     Returns:
@@ -211,34 +213,36 @@ def load_model_and_tokenizer(args, run: Run, spec: models.ModelSpec):
         # Fail on an unusable prompt before the training, not after it.
         sampling.tokens_of(args.generate, spec.tokenizer)
     if args.ds_config_dict:
-        configure_deepspeed(args, run, spec)
+        configure_deepspeed(args, ctx, spec)
     if args.strategy == "fsdp":
-        model = shard_with_fsdp(spec, run, args)
+        model = shard_with_fsdp(spec, ctx, args)
     elif STRATEGIES[args.strategy].shards_parameters:
-        model = shard_with_zero3(spec, run, args)
+        model = shard_with_zero3(spec, ctx, args)
     else:
-        model = spec.load(run)
+        model = spec.load(ctx)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dist.barrier()
     if not args.merge_lora:  # --merge_lora reads the weights again at the end
-        run.clean_up(spec.weights)
-    run.print0(f"✅ Model loaded: {spec.parameters:,} parameters ({spec.parameters / 1e6:.1f}M)")
+        ctx.clean_up(spec.weights)
+    ctx.console.print0(
+        f"✅ Model loaded: {spec.parameters:,} parameters ({spec.parameters / 1e6:.1f}M)"
+    )
     if spec.lora:
         share = spec.trainable / spec.parameters
-        run.print0(
+        ctx.console.print0(
             f"🔧 LoRA: {spec.trainable:,} of {spec.parameters:,} parameters are trained "
             f"({share:.2%})"
         )
         if spec.random and not (args.merge_lora or args.no_export):
-            run.warn(
+            ctx.console.warn(
                 "The frozen weights are random, and adapters are worth nothing without them: "
                 "--merge_lora exports both."
             )
     return model, spec.tokenizer
 
 
-def prepare_dataset(args, run: Run, tokenizer):
+def prepare_dataset(args, ctx: DistContext, tokenizer):
     """Tokenize the corpus and cut it into sequences; with --streaming, only open it.
 
     The tokens are computed once per node and cached for later runs.
@@ -249,12 +253,12 @@ def prepare_dataset(args, run: Run, tokenizer):
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
     if args.streaming:
-        return streaming.open_stream(args, run, tokenizer)
+        return streaming.open_stream(args, ctx, tokenizer)
     prepared = tokens.tokenize_corpus(
-        args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file
+        args, ctx, tokenizer, args.dataset, args.dataset_config, args.validation_file
     )
     train, validation, split_facts = data.split_blocks(prepared, args)
-    reporting.say_dataset(run, args, split_facts, tokenizer)
+    reporting.say_dataset(ctx, args, split_facts, tokenizer)
     bad_rows = prepared["bad_rows"]
     return (
         train,
@@ -295,49 +299,49 @@ def adamw(model: nn.Module, args) -> torch.optim.AdamW:
     )
 
 
-def wrap_with_ddp(model: nn.Module, run: Run) -> nn.Module:
+def wrap_with_ddp(model: nn.Module, ctx: DistContext) -> nn.Module:
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
-    model.to(run.device)
-    if run.world_size == 1:
+    model.to(ctx.device)
+    if ctx.world_size == 1:
         return model
     wrapped = DistributedDataParallel(
         model,
-        device_ids=[run.device.index] if run.device.type == "cuda" else None,
+        device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
         # Gradients are views of the communication buckets, so there is no second copy of them.
         gradient_as_bucket_view=True,
         # Buffers (masks, rotary frequencies) are equal on all ranks and never change.
         broadcast_buffers=False,
     )
-    if run.simulated:  # DDP's own all-reduce fails in the fake process group
+    if ctx.simulated:  # DDP's own all-reduce fails in the fake process group
         wrapped.register_comm_hook(None, noop_hook)
     return wrapped
 
 
-def shard_with_fsdp(spec: models.ModelSpec, run: Run, args) -> nn.Module:
+def shard_with_fsdp(spec: models.ModelSpec, ctx: DistContext, args) -> nn.Module:
     """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
     The sharded model is built on the meta device, without memory. Then rank 0's weights are
     broadcast tensor by tensor, and each rank keeps its shard.
     """
-    full_model = spec.load(run) if run.is_main else None
+    full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()
     # bf16: compute in bf16, but keep the shards and reduce the gradients in fp32. fp16 is left to
     # autocast(), below.
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if run.precision == "bf16" else None, reduce_dtype=torch.float32
+        param_dtype=torch.bfloat16 if ctx.precision == "bf16" else None, reduce_dtype=torch.float32
     )
     options = args.fsdp
     offload = (
-        CPUOffloadPolicy(pin_memory=run.device.type == "cuda")
+        CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
         if options.offload
         else OffloadPolicy()
     )
     shard_options = {
-        "mesh": run.mesh(options.hybrid),
+        "mesh": ctx.mesh(options.hybrid),
         "mp_policy": policy,
         "offload_policy": offload,
     }
-    blocks = models.blocks_to_shard(sharded, options, run)
+    blocks = models.blocks_to_shard(sharded, options, ctx)
     for block in blocks:
         if args.compile:
             block.compile()
@@ -346,12 +350,12 @@ def shard_with_fsdp(spec: models.ModelSpec, run: Run, args) -> nn.Module:
     if options.forward_prefetch:
         for block, next_block in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([next_block])
-    sharded.to_empty(device="cpu" if options.offload else run.device)
-    models.fill_from_rank0(sharded, full_model, run)
+    sharded.to_empty(device="cpu" if options.offload else ctx.device)
+    models.fill_from_rank0(sharded, full_model, ctx)
     return sharded
 
 
-def shard_with_zero3(spec: models.ModelSpec, run: Run, args) -> nn.Module:
+def shard_with_zero3(spec: models.ModelSpec, ctx: DistContext, args) -> nn.Module:
     """Shard each parameter over the ranks as it is read; infinity writes its shard to NVMe.
 
     Loading maps the weight file into memory without reading it. Each parameter is then copied and
@@ -360,18 +364,18 @@ def shard_with_zero3(spec: models.ModelSpec, run: Run, args) -> nn.Module:
     import deepspeed
 
     # "auto" is the file's own dtype: a conversion here would copy the whole model.
-    model = spec.load(run, dtype="auto")
+    model = spec.load(ctx, dtype="auto")
     with quiet(args.verbose):
         deepspeed.zero.Init(
-            module=OneByOne(model, models.DTYPES[run.precision]),
+            module=OneByOne(model, models.DTYPES[ctx.precision]),
             config_dict_or_path=args.ds_config_dict,
         )
     for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
-        buffer.data = buffer.data.to(run.device)
+        buffer.data = buffer.data.to(ctx.device)
     return model
 
 
-def initialize_deepspeed(model: nn.Module, args, run: Run):
+def initialize_deepspeed(model: nn.Module, args, ctx: DistContext):
     """Create the DeepSpeed engine: model and optimizer as the JSON file configures them.
 
     With --eval_only the engine has no optimizer.
@@ -444,33 +448,33 @@ def next_token_loss(
     )
 
 
-def count_tokens(step_batch: data.StepBatch, run: Run) -> torch.Tensor:
+def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
     """Count the tokens of one optimizer step over all micro-batches and ranks, in one all-reduce.
 
     Returns:
         fp32 [3] on the device: valid tokens (those with a loss), all tokens without padding, and
         the number of ranks that received a stop signal.
     """
-    counts = torch.zeros(3, device=run.device)
+    counts = torch.zeros(3, device=ctx.device)
     counts[0] = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels in step_batch.batches)
     counts[1].fill_(step_batch.tokens)
-    counts[2].fill_(bool(run.stop.requested))
+    counts[2].fill_(bool(ctx.stop.requested))
     dist.all_reduce(counts)
     return counts
 
 
-def autocast(model: nn.Module, run: Run):
+def autocast(model: nn.Module, ctx: DistContext):
     """Return the autocast context for 16-bit computation with fp32 weights.
 
     It is disabled where the weights are converted anyway: by DeepSpeed's engine, and by FSDP2's
     mixed-precision policy in bf16.
     """
-    by_fsdp = isinstance(model, FSDPModule) and run.precision == "bf16"
+    by_fsdp = isinstance(model, FSDPModule) and ctx.precision == "bf16"
     converted = by_fsdp or hasattr(model, "set_gradient_accumulation_boundary")
     return torch.autocast(
-        run.device.type,
-        models.DTYPES[run.precision],
-        enabled=run.precision != "fp32" and not converted,
+        ctx.device.type,
+        models.DTYPES[ctx.precision],
+        enabled=ctx.precision != "fp32" and not converted,
     )
 
 
@@ -487,7 +491,7 @@ def gradient_sync(model: nn.Module, needed: bool):
         yield
 
 
-def step_batches_of_epoch(train, epoch: int, done: int, args, run: Run):
+def step_batches_of_epoch(train, epoch: int, done: int, args, ctx: DistContext):
     """Iterate over this rank's step batches of one epoch, on the device; see data.step_batches.
 
     Args:
@@ -497,38 +501,38 @@ def step_batches_of_epoch(train, epoch: int, done: int, args, run: Run):
             resume or an evaluation.
     """
     if args.streaming:
-        return train.step_batches(run.device)
+        return train.step_batches(ctx.device)
     order = data.epoch_order(train.blocks, args.seed, epoch)[done:]
     step_batches = data.step_batches(
-        train, order, args.batch_size, args.gradient_accumulation_steps, run.rank, run.world_size
+        train, order, args.batch_size, args.gradient_accumulation_steps, ctx.rank, ctx.world_size
     )
-    return data.prefetch(step_batches, run.device)
+    return data.prefetch(step_batches, ctx.device)
 
 
-def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, manager, args, run):
+def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, manager, args, ctx):
     """Train one epoch in plain PyTorch, for dp and fsdp; end early if an evaluation is due."""
     model.train()
     # Set once a loss, or without loss scaling a gradient, is not finite: later updates are skipped,
     # and the run ends when the loss is next logged. On the device, so that no step waits for it.
-    found_inf = torch.zeros((), dtype=torch.bool, device=run.device)
+    found_inf = torch.zeros((), dtype=torch.bool, device=ctx.device)
 
     meter.start_epoch(epoch)
-    for step_batch in step_batches_of_epoch(train, epoch, meter.position, args, run):
+    for step_batch in step_batches_of_epoch(train, epoch, meter.position, args, ctx):
         lr = learning_rate(meter.step, meter.total_steps, args)
         set_learning_rate(optimizer, lr)
-        valid_tokens, total_tokens, stop = count_tokens(step_batch, run)
-        loss_of_step = torch.zeros((), device=run.device)
+        valid_tokens, total_tokens, stop = count_tokens(step_batch, ctx)
+        loss_of_step = torch.zeros((), device=ctx.device)
         meter.mark("data")
 
         for micro_step, (inputs, labels) in enumerate(step_batch.batches):
-            data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
+            data.seed_dropout(args.seed, meter.step, micro_step, ctx.rank)
             with gradient_sync(model, needed=micro_step + 1 == len(step_batch.batches)):
-                with autocast(model, run):
+                with autocast(model, ctx):
                     loss = next_token_loss(model, inputs, labels, valid_tokens)
                 meter.mark("forward")
                 # DDP and FSDP average the gradients over the ranks. `valid_tokens` already counts
                 # the tokens of all ranks, so the factor world_size turns the average into a sum.
-                scaler.scale(loss * run.world_size).backward()
+                scaler.scale(loss * ctx.world_size).backward()
                 meter.mark("backward")
             loss_of_step += loss.detach()
 
@@ -539,7 +543,7 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, manager, args
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
         gradients.skip_update_if_not_finite(
-            optimizer, loss_of_step, found_inf, run, scaler, grad_norm
+            optimizer, loss_of_step, found_inf, ctx, scaler, grad_norm
         )
         scaler.step(optimizer)  # in fp32 and bf16 the scaler is disabled: just optimizer.step()
         scaler.update()
@@ -552,40 +556,40 @@ def train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, manager, args
             break
 
 
-def train_epoch_deepspeed(engine, train, epoch, meter, manager, args, run):
+def train_epoch_deepspeed(engine, train, epoch, meter, manager, args, ctx):
     """Train one epoch with DeepSpeed; end early if an evaluation is due.
 
     The engine scales the loss (fp16), clips the gradients, updates the weights and clears the
     gradients.
     """
     engine.train()
-    found_inf = torch.zeros((), dtype=torch.bool, device=run.device)
+    found_inf = torch.zeros((), dtype=torch.bool, device=ctx.device)
 
     meter.start_epoch(epoch)
-    for step_batch in step_batches_of_epoch(train, epoch, meter.position, args, run):
+    for step_batch in step_batches_of_epoch(train, epoch, meter.position, args, ctx):
         if engine.lr_scheduler is None:  # else the user's DeepSpeed file defines the schedule
             set_learning_rate(engine.optimizer, learning_rate(meter.step, meter.total_steps, args))
         lr = engine.optimizer.param_groups[0]["lr"]
-        valid_tokens, total_tokens, stop = count_tokens(step_batch, run)
-        loss_of_step = torch.zeros((), device=run.device)
+        valid_tokens, total_tokens, stop = count_tokens(step_batch, ctx)
+        loss_of_step = torch.zeros((), device=ctx.device)
         meter.mark("data")
 
         for micro_step, (inputs, labels) in enumerate(step_batch.batches):
             # The last step batch of an epoch may have fewer micro-batches, so the engine must not
             # find the end of a step by counting.
-            data.seed_dropout(args.seed, meter.step, micro_step, run.rank)
+            data.seed_dropout(args.seed, meter.step, micro_step, ctx.rank)
             engine.set_gradient_accumulation_boundary(micro_step + 1 == len(step_batch.batches))
             loss = next_token_loss(engine, inputs, labels, valid_tokens)
             meter.mark("forward")
             # As in train_epoch_ddp() the gradients are averaged over the ranks. `valid_tokens`
             # covers all micro-batches, so the engine must not divide by their number again.
-            engine.backward(loss * run.world_size, scale_wrt_gas=False)
+            engine.backward(loss * ctx.world_size, scale_wrt_gas=False)
             meter.mark("backward")
             loss_of_step += loss.detach()
 
         dist.all_reduce(loss_of_step)
         meter.after_backward()
-        gradients.skip_update_if_not_finite(engine.optimizer, loss_of_step, found_inf, run)
+        gradients.skip_update_if_not_finite(engine.optimizer, loss_of_step, found_inf, ctx)
         engine.step()
         grad_norm = engine.get_global_grad_norm()
         meter.mark("update")
@@ -600,7 +604,7 @@ def train_epoch_deepspeed(engine, train, epoch, meter, manager, args, run):
 
 
 @torch.no_grad()
-def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
+def evaluate(model, validation, args, ctx: DistContext) -> tuple[float, float] | None:
     """Compute the mean loss over the validation tokens and the perplexity exp(loss).
 
     The sequences are divided among the ranks. Where they do not divide evenly, a batch is padded
@@ -612,17 +616,17 @@ def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
     model.eval()
     limit = args.eval_samples or args.num_samples or validation.blocks
     order = range(min(limit, validation.blocks))
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
-    divisor = torch.ones((), device=run.device)
-    batches = data.step_batches(validation, order, args.batch_size, 1, run.rank, run.world_size)
-    with run.bar(
-        "Evaluation", -(-len(order) // (args.batch_size * run.world_size)), "batch"
+    total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
+    divisor = torch.ones((), device=ctx.device)
+    batches = data.step_batches(validation, order, args.batch_size, 1, ctx.rank, ctx.world_size)
+    with ctx.console.bar(
+        "Evaluation", -(-len(order) // (args.batch_size * ctx.world_size)), "batch"
     ) as bar:
-        for number, step_batch in enumerate(data.prefetch(batches, run.device)):
+        for number, step_batch in enumerate(data.prefetch(batches, ctx.device)):
             [(inputs, labels)] = step_batch.batches
-            if number % STOP_CHECK_BATCHES == 0 and run.asked_to_stop():
+            if number % STOP_CHECK_BATCHES == 0 and ctx.asked_to_stop():
                 return None
-            with autocast(model, run):
+            with autocast(model, ctx):
                 total[0] += next_token_loss(model, inputs, labels, divisor)
             total[1] += (labels[:, 1:] != data.IGNORED).sum()
             bar.advance()
@@ -634,7 +638,7 @@ def evaluate(model, validation, args, run: Run) -> tuple[float, float] | None:
 # ========================================================================================== the run
 
 
-def wrap(model, args, run: Run):
+def wrap(model, args, ctx: DistContext):
     """Wrap the model with DDP or DeepSpeed; fsdp was applied while loading.
 
     Returns:
@@ -644,19 +648,19 @@ def wrap(model, args, run: Run):
     replicated = not STRATEGIES[args.strategy].shards_parameters
     # Without optimizer and gradients ZeRO stages 1 and 2 have nothing to shard.
     if args.eval_only and replicated:
-        return model.to(run.device), None
+        return model.to(ctx.device), None
     if args.ds_config_dict:
-        engine = initialize_deepspeed(model, args, run)
+        engine = initialize_deepspeed(model, args, ctx)
         return engine, engine.optimizer
     if args.strategy == "dp":
         if args.compile:
             model.compile()
-        model = wrap_with_ddp(model, run)
+        model = wrap_with_ddp(model, ctx)
     return model, adamw(model, args)
 
 
 def train_and_evaluate(
-    model, optimizer, scaler, train, validation, args, run: Run, meter, manager
+    model, optimizer, scaler, train, validation, args, ctx: DistContext, meter, manager
 ) -> tuple | None:
     """Train all epochs, or until early stopping, and evaluate whenever an evaluation is due.
 
@@ -670,14 +674,14 @@ def train_and_evaluate(
 
     def evaluate_now():
         if not validation.blocks:
-            run.warn(f"{NOTHING_TO_EVALUATE}.")
+            ctx.console.warn(f"{NOTHING_TO_EVALUATE}.")
             return None
         meter.memory_by_phase.doing = "evaluation"
-        evaluation = evaluate(model, validation, args, run)
+        evaluation = evaluate(model, validation, args, ctx)
         if evaluation is None:
             manager.save_and_stop(meter)
         loss, perplexity = evaluation
-        run.print0(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
+        ctx.console.print0(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
         meter.log_evaluation(loss, perplexity)
         manager.after_evaluation(meter)
         return loss, perplexity
@@ -689,9 +693,9 @@ def train_and_evaluate(
     while not meter.finished and not args.eval_only:
         epoch = meter.samples_done // train.blocks + 1
         if args.ds_config_dict:
-            train_epoch_deepspeed(model, train, epoch, meter, manager, args, run)
+            train_epoch_deepspeed(model, train, epoch, meter, manager, args, ctx)
         else:
-            train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, manager, args, run)
+            train_epoch_ddp(model, optimizer, scaler, train, epoch, meter, manager, args, ctx)
         if meter.evaluation_is_due:
             last_evaluation = evaluate_now()
     return last_evaluation
@@ -705,22 +709,22 @@ def main(args, launch) -> None:
     if args.prefetch:
         prefetch(args, launch)
     try:
-        run = setup_distributed(args, launch)
+        ctx = setup_distributed(args, launch)
     except BaseException as error:
         exit_before_start(error, args.verbose, linger=2)
     try:
-        run.precision = preflight.choose_precision(args.precision, run.device)
+        ctx.precision = preflight.choose_precision(args.precision, ctx.device)
         if args.check:
-            run.end_together(None, checks.check(args, run))
-        engine = train_one_model(args, run)
+            ctx.end_together(None, checks.check(args, ctx))
+        engine = train_one_model(args, ctx)
     except Preempted as preempted:
-        run.end_together(preempted.engine, EXIT_PREEMPTED)
+        ctx.end_together(preempted.engine, EXIT_PREEMPTED)
     except BaseException as error:  # also KeyboardInterrupt: no other rank may wait for this one
-        run.end_failed(error)
-    run.end_together(engine, EXIT_COMPLETED)
+        ctx.end_failed(error)
+    ctx.end_together(engine, EXIT_COMPLETED)
 
 
-def train_one_model(args, run: Run):
+def train_one_model(args, ctx: DistContext):
     """Load, wrap, train, evaluate, export and report.
 
     Returns:
@@ -730,31 +734,31 @@ def train_one_model(args, run: Run):
         TrainingError: the run failed.
         Preempted: a rank received a stop signal, and the checkpoint is complete.
     """
-    reporting.say_setup(run)
-    folder = reporting.new_output_dir(args, run)
-    results = reporting.open_results(args, run, folder)
+    reporting.say_setup(ctx)
+    folder = reporting.new_output_dir(args, ctx)
+    results = reporting.open_results(args, ctx, folder)
     target = export.target_of(args, folder, results.before)
-    memory_by_phase = memory.MemoryByPhase(run.device)
-    run.memory_facts.append(memory_by_phase.describe)
+    memory_by_phase = memory.MemoryByPhase(ctx.device)
+    ctx.memory_facts.append(memory_by_phase.describe)
     if args.memory_snapshot:
-        tracing.record_memory(args.memory_snapshot, run)
+        tracing.record_memory(args.memory_snapshot, ctx)
     if args.ds_config_dict:
-        preflight.check_requirements(args, run.device)
+        preflight.check_requirements(args, ctx.device)
 
     # The data is prepared before the weights are loaded: errors in it show within seconds, however
     # large the model is.
-    spec = find_model(args, run)
-    run.ways_to_fit = lambda: preflight.ways_to_fit(args, run, spec)
-    run.print0(f"⏳ Preparing the dataset {args.dataset}")
-    train, validation, dataset = prepare_dataset(args, run, spec.tokenizer)
+    spec = find_model(args, ctx)
+    ctx.ways_to_fit = lambda: preflight.ways_to_fit(args, ctx, spec)
+    ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
+    train, validation, dataset = prepare_dataset(args, ctx, spec.tokenizer)
     if not validation.blocks and (
         needed := [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]
     ):
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
-    run.print0("⏳ Loading the model")
-    model, _tokenizer = load_model_and_tokenizer(args, run, spec)
+    ctx.console.print0("⏳ Loading the model")
+    model, _tokenizer = load_model_and_tokenizer(args, ctx, spec)
     memory_by_phase.note("model_loaded")
-    run.print0(
+    ctx.console.print0(
         "✅ Dataset ready: " + ("a stream" if args.streaming else f"{train.blocks:,} samples")
     )
     results.update(
@@ -763,47 +767,47 @@ def train_one_model(args, run: Run):
         seq_length=args.seq_length,
         dataset=dataset,
     )
-    model, optimizer = wrap(model, args, run)
+    model, optimizer = wrap(model, args, ctx)
     memory_by_phase.note("wrapped")
-    if run.device.type == "cpu":
+    if ctx.device.type == "cpu":
         keep_freed_memory()
 
-    scaler = gradients.loss_scaler(run, run.precision == "fp16" and not args.ds_config_dict)
-    identity = checkpoint.run_signature(args, run, spec, dataset, model)
+    scaler = gradients.loss_scaler(ctx, ctx.precision == "fp16" and not args.ds_config_dict)
+    identity = checkpoint.run_signature(args, ctx, spec, dataset, model)
     manager = checkpoint.CheckpointManager(
-        args, run, folder, model, optimizer, scaler, identity, spec, train
+        args, ctx, folder, model, optimizer, scaler, identity, spec, train
     )
     nothing_left_to_do = results.nothing_left_to_do(
-        data.total_steps(args, run.world_size, train.blocks), args
+        data.total_steps(args, ctx.world_size, train.blocks), args
     )
     counters = manager.resume()  # of the checkpoint, or of a new run
     steps = data.total_steps(
-        args, run.world_size, train.blocks, counters["step"], counters["samples"]
+        args, ctx.world_size, train.blocks, counters["step"], counters["samples"]
     )
     if nothing_left_to_do or (results.was_complete and counters["step"] >= steps):
-        finalize_completed_run(model, manager, results, counters["step"], target, args, run, spec)
+        finalize_completed_run(model, manager, results, counters["step"], target, args, ctx, spec)
         return model
     saves = checkpoint.saves_due(args, counters, steps, train.blocks)
-    export.check_room(args, run, target, folder, spec, saves)
+    export.check_room(args, ctx, target, folder, spec, saves)
     meter = metering.open_meter(
-        args, run, folder, model, optimizer, spec, steps, counters, memory_by_phase, train.blocks
+        args, ctx, folder, model, optimizer, spec, steps, counters, memory_by_phase, train.blocks
     )
     # All checks have passed: only now may files of an earlier run be changed.
     manager.take_over(counters["best"])
     results.begin()
     meter.start_log()
-    run.print0(
+    ctx.console.print0(
         "⏳ Evaluating"
         if args.eval_only
         else f"⏳ Training: steps {meter.step + 1} to {meter.total_steps}"
     )
     try:
         evaluation = train_and_evaluate(
-            model, optimizer, scaler, train, validation, args, run, meter, manager
+            model, optimizer, scaler, train, validation, args, ctx, meter, manager
         )
     except Preempted:
         results.preempted(meter.counters())
-        run.print0(
+        ctx.console.print0(
             f"⏸️  Stopped by a signal after step {meter.step} of {meter.total_steps}: "
             "go on with --resume"
         )
@@ -815,37 +819,37 @@ def train_one_model(args, run: Run):
     if args.load_best_at_end and meter.best:
         manager.load_best(meter.best["step"], meter.step)
     elif args.load_best_at_end:
-        run.warn(
+        ctx.console.warn(
             "--load_best_at_end: no evaluation gave a finite loss, so these are the last weights."
         )
 
     results.update(checkpoint_seconds=manager.seconds)
-    results.update(**reporting.summarize(run, meter, memory_by_phase, evaluation, args, spec))
-    reporting.say_results(run, results.facts, args)
-    finalize(model, manager, results, target, args, run, spec, meter)
+    results.update(**reporting.summarize(ctx, meter, memory_by_phase, evaluation, args, spec))
+    reporting.say_results(ctx, results.facts, args)
+    finalize(model, manager, results, target, args, ctx, spec, meter)
     meter.close(results.facts.get("sample"))
-    run.print0(f"📁 {reporting.place_of(results.path, run)}")
+    ctx.console.print0(f"📁 {reporting.place_of(results.path, ctx)}")
     return model
 
 
 def finalize_completed_run(
-    model, manager, results, step: int, target, args, run: Run, spec: models.ModelSpec
+    model, manager, results, step: int, target, args, ctx: DistContext, spec: models.ModelSpec
 ) -> None:
     """Finish a resumed run that was already complete: only export and generate what is missing."""
-    run.print0("✅ This run was complete already.")
+    ctx.console.print0("✅ This run was complete already.")
     results.continue_complete_run()
     if args.load_best_at_end and results.facts.get("best_step"):
         manager.load_best(results.facts["best_step"], step)
     elif step < results.facts["steps"]:
-        run.warn(
+        ctx.console.warn(
             "Its last weights are in no checkpoint, so nothing is exported or generated again."
         )
         return
-    finalize(model, manager, results, target, args, run, spec)
+    finalize(model, manager, results, target, args, ctx, spec)
 
 
 def finalize(
-    model, manager, results, target, args, run: Run, spec: models.ModelSpec, meter=None
+    model, manager, results, target, args, ctx: DistContext, spec: models.ModelSpec, meter=None
 ) -> None:
     """Export the model and print a sample, if requested and missing, and complete the results.
 
@@ -854,7 +858,7 @@ def finalize(
     Raises:
         TrainingError: the export failed; the message says where the trained weights are.
     """
-    is_exported = run.broadcast_from_rank0(
+    is_exported = ctx.broadcast_from_rank0(
         results.was_complete and not args.export_hf and target.folder.exists()
     )
     if not (args.no_export or args.eval_only or is_exported):
@@ -871,17 +875,17 @@ def finalize(
         card = export.model_card(card_facts, manager.identity)
 
         def export_to(target: export.Target) -> dict:
-            return export.export_model(model, manager.state, spec, target, args, run, card)
+            return export.export_model(model, manager.state, spec, target, args, ctx, card)
 
         try:
             results.update(export=export_to(target))
         except export.ExportFailed as error:
             raise export.rescue_weights(
-                error, manager.weights_kept(meter), export_to, run
+                error, manager.weights_kept(meter), export_to, ctx
             ) from error
     if args.generate:
-        results.update(sample=sampling.generate(model, autocast(model, run), spec, args, run))
-    run.stop.ignore()  # a stop signal has nothing left to stop
+        results.update(sample=sampling.generate(model, autocast(model, ctx), spec, args, ctx))
+    ctx.stop.ignore()  # a stop signal has nothing left to stop
     results.complete()
 
 

@@ -10,6 +10,7 @@ checkpoints  saving, resuming, the format, conversion
 memory       measured and estimated memory
 report       metrics, results, trackers, the comparison of strategies
 files        checks of the user's files, atomic writes, caches
+console      lines, notices and progress bars of rank 0
 errors       exceptions that end a run, and exit codes
 advice       what library errors mean, and what the user can do
 process      output that cannot fail, signal handlers before the run has its own

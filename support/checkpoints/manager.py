@@ -51,7 +51,7 @@ from support.checkpoints.format import (
     with_defaults,
 )
 from support.cli.flags import global_batch
-from support.cluster.context import Run
+from support.cluster.context import DistContext
 from support.data.tokenize import tokenizer_fingerprint
 from support.errors import FirstError, Preempted, TrainingError, UserError
 from support.files.atomic import (
@@ -87,7 +87,7 @@ class CheckpointManager:
     Args:
         args: --save_every, --save_epochs, --keep_last, --load_best_at_end, --resume,
             --resume_force, --no_save, --eval_only, --streaming.
-        run: the ranks.
+        ctx: the ranks.
         folder: the run's output folder.
         model, optimizer: as wrapped by the strategy; for DeepSpeed the engine and its optimizer.
         scaler: torch's GradScaler.
@@ -104,11 +104,20 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, args, run: Run, folder: Path, model, optimizer, scaler, identity: dict, spec, train
+        self,
+        args,
+        ctx: DistContext,
+        folder: Path,
+        model,
+        optimizer,
+        scaler,
+        identity: dict,
+        spec,
+        train,
     ):
-        self.args, self.run, self.folder, self.model, self.scaler = (
+        self.args, self.ctx, self.folder, self.model, self.scaler = (
             args,
-            run,
+            ctx,
             folder / "checkpoints",
             model,
             scaler,
@@ -117,7 +126,7 @@ class CheckpointManager:
         self.state = (
             None
             if args.eval_only
-            else ShardedState(getattr(model, "module", model), optimizer, run.device)
+            else ShardedState(getattr(model, "module", model), optimizer, ctx.device)
         )
         self.may_save = self._may_save(optimizer)
         self._stop_before, self._saved_at, self.best_is_loaded = None, None, False
@@ -140,7 +149,7 @@ class CheckpointManager:
                 f"file, or leave out --{' and --'.join(given_flags)}."
             )
         if not is_adamw and not self.args.no_save:
-            self.run.warn(
+            self.ctx.console.warn(
                 "The DeepSpeed file's optimizer is not AdamW: a signal will end this run without "
                 "a checkpoint."
             )
@@ -158,21 +167,21 @@ class CheckpointManager:
             TrainingError: a file cannot be read.
         """
         if self.may_save:
-            self.run.stop.defer()
+            self.ctx.stop.defer()
         if self.args.resume is None:
             return NEW_RUN
-        path_and_manifest = find(self.args.resume, self.folder, self.run)
+        path_and_manifest = find(self.args.resume, self.folder, self.ctx)
         if path_and_manifest is None:
-            self.run.warn(
+            self.ctx.console.warn(
                 f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from "
                 "the beginning."
             )
             return NEW_RUN
         path, manifest = path_and_manifest
-        check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.run)
+        check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.ctx)
         self._load(path, manifest)
         self._loaded_from = path
-        self.run.print0(f"▶️  Resumed from {path}")
+        self.ctx.console.print0(f"▶️  Resumed from {path}")
         counters = manifest["counters"]
         if path.resolve() == step_folder(self.folder, counters["step"]).resolve():
             self._saved_at = self._resumed_at = counters["step"]
@@ -180,9 +189,9 @@ class CheckpointManager:
         if (
             best
             and self.args.load_best_at_end
-            and not self.run.broadcast_from_rank0(step_folder(self.folder, best["step"]).is_dir())
+            and not self.ctx.broadcast_from_rank0(step_folder(self.folder, best["step"]).is_dir())
         ):
-            self.run.warn(
+            self.ctx.console.warn(
                 f"--load_best_at_end: the checkpoint of the best evaluation so far "
                 f"(step {best['step']}) is not in "
                 f"{self.folder}: looking for the best from here on."
@@ -227,11 +236,11 @@ class CheckpointManager:
             UserError: the folder's path exists but is no folder.
             OSError: the folder is not writable.
         """
-        if not self.run.is_main:
+        if not self.ctx.is_main:
             return
         if os.path.lexists(self.folder) and not self.folder.is_dir():
             raise UserError(f"{self.folder} is no folder, and checkpoints go there: rename it.")
-        if self.run.lock:
+        if self.ctx.lock:
             remove_leftovers(self.folder)
         for path in list_checkpoints(self.folder):
             if step_of(path) > self._resumed_at:
@@ -239,7 +248,7 @@ class CheckpointManager:
         for mark in MARKS:
             if os.path.lexists(self.folder / mark) and not marked(self.folder, mark):
                 aside = set_aside(self.folder / mark, f"{mark}.damaged")
-                self.run.warn(
+                self.ctx.console.warn(
                     f"{self.folder / mark} does not name a checkpoint: ignored, and renamed to "
                     f"{aside.name}."
                 )
@@ -275,12 +284,12 @@ class CheckpointManager:
             for group, values in zip(self.state.base.param_groups, manifest["groups"], strict=True):
                 group.update(lr=values["lr"], betas=tuple(values["betas"]))
         elif scheduler:
-            self.run.warn(
+            self.ctx.console.warn(
                 "--resume: the checkpoint has no state of the DeepSpeed file's scheduler, "
                 "which begins anew."
             )
         elif saved_state:
-            self.run.warn(
+            self.ctx.console.warn(
                 "--resume: the checkpoint's scheduler was a DeepSpeed file's; "
                 "from here on --lr_scheduler decides."
             )
@@ -312,7 +321,7 @@ class CheckpointManager:
         if not (self.args.load_best_at_end and meter.best and meter.best["step"] == meter.step):
             return
         self.save(meter)
-        if self.run.is_main:
+        if self.ctx.is_main:
             old, new = marked(self.folder, "best"), step_folder(self.folder, meter.step).name
             write_text(self.folder / "best", new + "\n")
             # With regular saves --keep_last decides which checkpoints are removed.
@@ -337,9 +346,9 @@ class CheckpointManager:
             self._loaded_from = step_folder(self.folder, best)
             return
         try:
-            path, manifest = find(str(step_folder(self.folder, best)), self.folder, self.run)
+            path, manifest = find(str(step_folder(self.folder, best)), self.folder, self.ctx)
         except UserError as error:
-            self.run.warn(
+            self.ctx.console.warn(
                 "--load_best_at_end: ending with the last weights, because of the best ones' "
                 f"checkpoint: {error}"
             )
@@ -352,7 +361,7 @@ class CheckpointManager:
         for buffer, values in buffers:
             buffer.copy_(values)
         self._loaded_from = path
-        self.run.print0(f"🏅 Back to the weights of step {best}, the best evaluation")
+        self.ctx.console.print0(f"🏅 Back to the weights of step {best}, the best evaluation")
 
     def _let_go_of_gathered_weights(self) -> None:
         """Free the full weights that FSDP and ZeRO-3 keep after an evaluation.
@@ -413,19 +422,19 @@ class CheckpointManager:
                 {key: group[key] for key in GROUP_KEYS} for group in self.state.base.param_groups
             ],
         }
-        with self.run.bar("Saving a checkpoint", unit=""):
+        with self.ctx.console.bar("Saving a checkpoint", unit=""):
             path = save(
                 self.folder,
                 meter.step,
                 manifest_entries,
                 self.state,
-                self.run,
+                self.ctx,
                 self.args.keep_last,
                 self._write_model,
             )
         self._saved_at = meter.step
         self.seconds.append(time.monotonic() - started)
-        self.run.print0(f"💾 {path} ({self.seconds[-1]:.1f} s)")
+        self.ctx.console.print0(f"💾 {path} ({self.seconds[-1]:.1f} s)")
         meter.restart_clock()
 
     def weights_kept(self, meter) -> Path | None:
@@ -445,7 +454,7 @@ class CheckpointManager:
         try:
             self.save(meter)
         except TrainingError as error:
-            self.run.warn(str(error))
+            self.ctx.console.warn(str(error))
             return None
         return step_folder(self.folder, meter.step)
 
@@ -485,7 +494,7 @@ class CheckpointManager:
         return scaler if hasattr(scaler, "last_overflow_iter") else None
 
 
-def run_signature(args, run: Run, spec, dataset: dict, model) -> dict:
+def run_signature(args, ctx: DistContext, spec, dataset: dict, model) -> dict:
     """Return the run signature, which a resumed run compares with that of its checkpoint.
 
     Returns:
@@ -517,12 +526,12 @@ def run_signature(args, run: Run, spec, dataset: dict, model) -> dict:
         "validation": (dataset.get("validation") or {}).get("sha256"),
         "template": digest_of_text(spec.tokenizer.chat_template) if may_be_chat else None,
         "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
-        "global batch": global_batch(args, run.world_size),
+        "global batch": global_batch(args, ctx.world_size),
     }
     informational = {
         "strategy": args.strategy,
-        "ranks": run.world_size,
-        "precision": run.precision,
+        "ranks": ctx.world_size,
+        "precision": ctx.precision,
         "batch_size": args.batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "epochs": args.epochs,
@@ -576,7 +585,7 @@ def save(
     step: int,
     facts: dict,
     state: ShardedState,
-    run: Run,
+    ctx: DistContext,
     keep_last: int | None,
     describe,
 ) -> Path:
@@ -587,7 +596,7 @@ def save(
         step: optimizer steps done, which the checkpoint's name contains.
         facts: entries of the manifest besides those about the tensors.
         state: the masters and moments of this rank.
-        run: the ranks.
+        ctx: the ranks.
         keep_last: number of checkpoints to keep; None keeps all.
         describe: a function that writes the model's description into a given folder.
     Returns:
@@ -598,16 +607,16 @@ def save(
     """
     final, errors = step_folder(folder, step), FirstError()
     unfinished = folder / f"{PARTIAL}{final.name}"
-    if run.is_main:
+    if ctx.is_main:
         errors.attempt(_start_checkpoint, unfinished)
-        run.temporary.append(str(unfinished))  # removed if this run fails during the save
+        ctx.temporary.append(str(unfinished))  # removed if this run fails during the save
     dist.barrier()
-    ranks = run.all_gather(_write_tensors(unfinished, state, run, errors))
+    ranks = ctx.all_gather(_write_tensors(unfinished, state, ctx, errors))
     failed = next(
         (f"{rank['error']} [rank {number}]" for number, rank in enumerate(ranks) if rank["error"]),
         "",
     )
-    if run.is_main and not failed:
+    if ctx.is_main and not failed:
         manifest = {
             **facts,
             "adam_step": state.adam_step,
@@ -617,10 +626,10 @@ def save(
         }
         errors.attempt(_complete_checkpoint, unfinished, final, manifest, describe)
         errors.attempt(_remove_old, folder, keep_last)
-    if run.is_main:
+    if ctx.is_main:
         remove(unfinished)
-        run.temporary.remove(str(unfinished))
-    if failed := run.broadcast_from_rank0(failed or str(errors)):
+        ctx.temporary.remove(str(unfinished))
+    if failed := ctx.broadcast_from_rank0(failed or str(errors)):
         raise TrainingError(f"The checkpoint {final} could not be written: {failed}")
     return final
 
@@ -651,7 +660,7 @@ def _remove_old(folder: Path, keep_last: int | None) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_tensors(folder: Path, state: ShardedState, run: Run, errors: FirstError) -> dict:
+def _write_tensors(folder: Path, state: ShardedState, ctx: DistContext, errors: FirstError) -> dict:
     """Write the weights and moments of this rank, in files of about FILE_BYTES.
 
     Returns:
@@ -660,7 +669,7 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run, errors: FirstErr
     pieces, files, tensors = [], {}, {}
 
     def write() -> None:
-        name = f"rank-{run.rank:05d}-{len(files):03d}.safetensors"
+        name = f"rank-{ctx.rank:05d}-{len(files):03d}.safetensors"
         save_file(tensors, folder / name)
         files[name] = facts_of(folder / name)
 
@@ -676,7 +685,7 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run, errors: FirstErr
                 begin, end = 0, piece.numel
                 if state.replicated:  # every rank has all elements and writes an equal part of them
                     begin, end = (
-                        piece.numel * r // run.world_size for r in (run.rank, run.rank + 1)
+                        piece.numel * r // ctx.world_size for r in (ctx.rank, ctx.rank + 1)
                     )
                 while begin < end:
                     stop = min(end, begin + room)
@@ -687,7 +696,7 @@ def _write_tensors(folder: Path, state: ShardedState, run: Run, errors: FirstErr
                             "start": start,
                             "numel": stop - begin,
                             "moments": len(tensors_of_shard) > 1,
-                            "file": f"rank-{run.rank:05d}-{len(files):03d}.safetensors",
+                            "file": f"rank-{ctx.rank:05d}-{len(files):03d}.safetensors",
                         }
                     )
                     for kind, flat in tensors_of_shard.items():
@@ -765,7 +774,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     )
 
 
-def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
+def find(wanted: str, folder: Path, ctx: DistContext) -> tuple[Path, dict] | None:
     """Find the checkpoint to resume from: the newest complete and undamaged one.
 
     Every rank calls it. Each rank verifies a part of the files, and all ranks return the same.
@@ -774,31 +783,31 @@ def find(wanted: str, folder: Path, run: Run) -> tuple[Path, dict] | None:
         wanted: a checkpoint's folder, a run's folder or a run's folder of checkpoints; "" for
             `folder`.
         folder: the folder of checkpoints of this run.
-        run: the ranks.
+        ctx: the ranks.
     Returns:
         The checkpoint's folder and manifest; None if `wanted` is "" and `folder` has none.
     Raises:
         UserError: no checkpoint is complete and undamaged, or `wanted` does not exist.
     """
     candidates = None
-    if run.is_main:  # rank 0 decides: other nodes may see new names in a shared folder later
+    if ctx.is_main:  # rank 0 decides: other nodes may see new names in a shared folder later
         candidates = candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
-    candidates = run.broadcast_from_rank0(candidates)
+    candidates = ctx.broadcast_from_rank0(candidates)
     if candidates is None:
         raise UserError(f"{wanted}: no such folder.")
     for candidate in candidates:
-        manifest, problem = run.broadcast_from_rank0(
-            read_manifest(candidate) if run.is_main else None
+        manifest, problem = ctx.broadcast_from_rank0(
+            read_manifest(candidate) if ctx.is_main else None
         )
-        problem = problem or what_is_broken(candidate, manifest, run.rank, run.world_size)
+        problem = problem or what_is_broken(candidate, manifest, ctx.rank, ctx.world_size)
         problem = next(
-            (rank_problem for rank_problem in run.all_gather(problem) if rank_problem), ""
+            (rank_problem for rank_problem in ctx.all_gather(problem) if rank_problem), ""
         )
         if not problem:
             return candidate, manifest
         if wanted and candidate == Path(wanted):
             raise UserError(f"--resume {wanted}: {problem}.")
-        run.warn(f"Passed over the checkpoint {candidate}: {problem}.")
+        ctx.console.warn(f"Passed over the checkpoint {candidate}: {problem}.")
     if wanted or candidates:
         raise UserError(
             f"--resume: there is no whole checkpoint in {wanted or folder}"
@@ -968,14 +977,14 @@ def load(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
 # ------------------------------------------------------------------------- comparing run signatures
 
 
-def check_same_run(saved: dict, now: dict, forced: bool, run: Run) -> None:
+def check_same_run(saved: dict, now: dict, forced: bool, ctx: DistContext) -> None:
     """Compare the run signatures of a checkpoint and of this run, and refuse another run's.
 
     Args:
         saved: the run signature in the checkpoint. Entries that it lacks are not compared.
         now: the run signature of this run, see `run_signature`.
         forced: --resume_force, with which "soft" differences only cause a warning.
-        run: the ranks.
+        ctx: the ranks.
     Raises:
         UserError: the signatures differ; the message lists the differences.
     """
@@ -989,7 +998,7 @@ def check_same_run(saved: dict, now: dict, forced: bool, run: Run) -> None:
         if not differences:
             continue
         if kind == "told" or (kind == "soft" and forced):
-            run.warn(f"--resume: going on, and not as before: {'; '.join(differences)}.")
+            ctx.console.warn(f"--resume: going on, and not as before: {'; '.join(differences)}.")
             continue
         advice = " (--resume_force goes on all the same)" if kind == "soft" else ""
         raise UserError(

@@ -638,7 +638,7 @@ def cpu_computes_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def planned_work(args, run, model: architectures.Architecture) -> planner.Workload:
+def planned_work(args, ctx, model: architectures.Architecture) -> planner.Workload:
     """Describe this run for the memory estimate (support/memory/estimate.py).
 
     Raises:
@@ -651,32 +651,32 @@ def planned_work(args, run, model: architectures.Architecture) -> planner.Worklo
         )
     return planner.Workload(
         model,
-        run.world_size,
+        ctx.world_size,
         args.batch_size,
         args.seq_length,
-        run.precision,
+        ctx.precision,
         args.gradient_checkpointing,
         args.gradient_accumulation_steps,
-        run.device.type,
-        0 if run.simulated else None,
+        ctx.device.type,
+        0 if ctx.simulated else None,
         planner.adapters(model, args.lora_r, args.lora_targets),
         args.fused_gelu,
     )
 
 
-def memory_limits(run) -> planner.Limits:
+def memory_limits(ctx) -> planner.Limits:
     """Return the memory limits of this rank's device and of its node, in bytes."""
     import psutil
 
     from support.memory.measure import memory_limit
 
-    ranks = 1 if run.simulated else run.launch.local_world_size
-    if run.device.type == "cuda":
-        return planner.Limits(memory_limit(run.device), psutil.virtual_memory().total, None, ranks)
-    return planner.Limits(memory_limit(run.device) // ranks)  # the ranks share the host's memory
+    ranks = 1 if ctx.simulated else ctx.launch.local_world_size
+    if ctx.device.type == "cuda":
+        return planner.Limits(memory_limit(ctx.device), psutil.virtual_memory().total, None, ranks)
+    return planner.Limits(memory_limit(ctx.device) // ranks)  # the ranks share the host's memory
 
 
-def predicted_bytes(args, run, spec) -> dict[str, int] | None:
+def predicted_bytes(args, ctx, spec) -> dict[str, int] | None:
     """Return the memory estimate of this run.
 
     Returns:
@@ -685,20 +685,20 @@ def predicted_bytes(args, run, spec) -> dict[str, int] | None:
     """
     try:
         model = architectures.read_architecture(spec.config.to_dict(), args.model)
-        estimate = asdict(planner.predict(planned_work(args, run, model), args.strategy))
+        estimate = asdict(planner.predict(planned_work(args, ctx, model), args.strategy))
     except UserError:
         return None
     return {name: size for name, size in estimate.items() if isinstance(size, int)}
 
 
-def ways_to_fit(args, run, spec) -> list[str]:
+def ways_to_fit(args, ctx, spec) -> list[str]:
     """Return lines of advice with estimated memory, for a run that ran out of memory.
 
     Raises:
         UserError: the estimate does not support the architecture or the configuration.
     """
     model = architectures.read_architecture(spec.config.to_dict(), args.model)
-    return planner.describe_ways(planned_work(args, run, model), args.strategy, memory_limits(run))
+    return planner.describe_ways(planned_work(args, ctx, model), args.strategy, memory_limits(ctx))
 
 
 def needed_ops(strategy: str, device) -> dict[str, list[Path]]:

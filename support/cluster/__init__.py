@@ -1,7 +1,7 @@
 """Processes and machines: launchers, rendezvous, failures of ranks, and Slurm.
 
 launch       the launcher and the rank of this process; settings made before torch is imported
-context      `Run`: rendezvous, preparation once per node, errors, stop signals, the end of a run
+context      `DistContext`: ranks, preparation once per node, errors, stop signals, end of a run
 failures     detection of ranks that were killed or stopped
 comm_volume  collectives, message bytes and sent bytes per optimizer step
 slurm        templates of batch scripts for Slurm and of launch scripts for other machines

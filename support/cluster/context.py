@@ -38,6 +38,7 @@ from support.advice import LESS_MEMORY
 from support.cli.flags import PROJECT
 from support.cluster import failures
 from support.cluster.launch import Launch
+from support.console import Console
 from support.errors import (
     EXIT_FAILED,
     OutOfMemory,
@@ -56,7 +57,7 @@ HOST_IS_FULL = (
 GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
 SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one (launchers do this)
 STORE_SECONDS = 2  # time limit of the store when an error is reported
-DISK_SECONDS = 5  # time limit of each function in `Run.on_failure`
+DISK_SECONDS = 5  # time limit of each function in `DistContext.on_failure`
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
 LONGEST_MESSAGE = 2000  # characters of an error in the store
 RESERVE_BYTES = 64 << 20
@@ -120,14 +121,13 @@ class StopSignal:
 
 
 @dataclass
-class Run:
+class DistContext:
     """This process in the run: its place, its device, and its connection to the other ranks."""
 
     launch: Launch
     device: torch.device
     backend: str
-    verbose: bool
-    quiet: bool = False
+    console: Console
     # Prefix of this attempt's keys in the store: a restart by torchrun uses the same store.
     attempt: str = ""
     store: dist.Store | None = None
@@ -179,35 +179,6 @@ class Run:
         """Number of processes that exist: 1 in a simulation, otherwise the world size."""
         return 1 if self.simulated else self.world_size
 
-    def print0(self, text: str) -> None:
-        """Print on rank 0 only, unless --quiet is set."""
-        if self.is_main and not self.quiet:
-            self.print(text)
-
-    def print(self, text: str) -> None:
-        """Print on this rank, also under --quiet."""
-        progress.write(text)  # `print` would overwrite a progress bar
-
-    def warn(self, text: str) -> None:
-        """Print a notice for the user, on rank 0 only, also under --quiet."""
-        if self.is_main:
-            self.print(f"ℹ️  {text}")
-
-    def bar(
-        self, what: str, total: int | None = None, unit: str = "step", done: int = 0
-    ) -> progress.Bar:
-        """Return a progress bar, visible only if rank 0 writes to a terminal and without --quiet.
-
-        Args:
-            what: label of the bar.
-            total: number of units in all; None if unknown.
-            unit: name of one unit.
-            done: number of units that are already complete.
-        """
-        return progress.Bar(
-            what, total, unit, self.is_main and not self.quiet and progress.on_terminal(), done
-        )
-
     def mesh(self, hybrid: bool):
         """Return the device mesh of all ranks, for FSDP.
 
@@ -218,7 +189,7 @@ class Run:
         if not hybrid:
             return init_device_mesh(self.device.type, (self.world_size,))
         if self.nodes == 1:
-            self.warn(
+            self.console.warn(
                 "HYBRID_SHARD on one node is FULL_SHARD: there is no other node to hold a copy."
             )
         return init_device_mesh(
@@ -331,7 +302,7 @@ class Run:
         user_error = explain(error)
         end_at_latest(user_error.exit_code)
         try:
-            if self.verbose:
+            if self.console.verbose:
                 print_traceback(error)
             # Before anything is written: an incomplete checkpoint may fill the disk.
             with contextlib.suppress(*NO_REASON_FOR_SILENCE):

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from support.cli import validate as preflight
 from support.cli.flags import EMBEDDED_MODEL, PROJECT, uses_nvme
-from support.cluster.context import Run
+from support.cluster.context import DistContext
 from support.cluster.launch import available_cores, has_nvidia_gpu
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.memory import architectures
@@ -65,7 +65,7 @@ class Line:
         )
 
 
-def check(args, run: Run) -> int:
+def check(args, ctx: DistContext) -> int:
     """Run all checks and print their results; all ranks must call it.
 
     Rank 0 prints all of its own results, and of the other ranks those that are not ok or differ,
@@ -73,21 +73,21 @@ def check(args, run: Run) -> int:
 
     Args:
         args: the flags of the run.
-        run: this process, with an initialized process group if there are several ranks.
+        ctx: this process, with an initialized process group if there are several ranks.
     Returns:
         The exit code: 0 if the chosen strategy can run on every rank.
     """
     parts = (_software, _gpu, _compiler, _ops, _nvme, _disk, _limits, _memory, _hub)
-    own_lines = [line for part in parts for line in part(args, run)]
+    own_lines = [line for part in parts for line in part(args, ctx)]
     # Printed before the ranks communicate, because the communication may fail.
-    for line in own_lines if run.is_main else ():
-        run.print(str(line))
-    communication = _communication(run)
-    ranks = run.all_gather((socket.gethostname(), own_lines))
+    for line in own_lines if ctx.is_main else ():
+        ctx.console.print(str(line))
+    communication = _communication(ctx)
+    ranks = ctx.all_gather((socket.gethostname(), own_lines))
     others = _what_differs(ranks)
-    more = [communication, *others, *_cluster(run)]
-    for line in more if run.is_main else ():
-        run.print(str(line))
+    more = [communication, *others, *_cluster(ctx)]
+    for line in more if ctx.is_main else ():
+        ctx.console.print(str(line))
     problem_count = sum(line.status == PROBLEM for line in [communication, *ranks[0][1], *others])
     verdict = (
         f"{problem_count} problem{'s' * (problem_count > 1)} to solve first"
@@ -95,11 +95,11 @@ def check(args, run: Run) -> int:
         else "it can run"
     )
     singular, plural = (
-        ("GPU", "GPUs") if run.device.type == "cuda" else ("CPU process", "CPU processes")
+        ("GPU", "GPUs") if ctx.device.type == "cuda" else ("CPU process", "CPU processes")
     )
-    processes = f"{run.world_size} {plural if run.world_size > 1 else singular}"
-    if run.is_main:
-        run.print(
+    processes = f"{ctx.world_size} {plural if ctx.world_size > 1 else singular}"
+    if ctx.is_main:
+        ctx.console.print(
             f"{MARKS[PROBLEM if problem_count else OK]} "
             f"--strategy {args.strategy} on {processes}: {verdict}"
         )
@@ -139,7 +139,7 @@ def _without_sizes(text: str) -> str:
 # ------------------------------------------------------------------------------------- this machine
 
 
-def _software(args, run: Run) -> Iterator[Line]:
+def _software(args, ctx: DistContext) -> Iterator[Line]:
     tested = dict(re.findall(r"^([\w-]+)==(\S+)", (PROJECT / "constraints.txt").read_text(), re.M))
     minimum = dict(
         re.findall(r"^([\w-]+)>=(\S+)", (PROJECT / "requirements.txt").read_text(), re.M)
@@ -183,9 +183,9 @@ def _has(module: str) -> bool:
     return False
 
 
-def _gpu(args, run: Run) -> Iterator[Line]:
-    if run.device.type != "cuda":
-        text = f"none seen; training in {run.precision} on {available_cores()} CPU cores"
+def _gpu(args, ctx: DistContext) -> Iterator[Line]:
+    if ctx.device.type != "cuda":
+        text = f"none seen; training in {ctx.precision} on {available_cores()} CPU cores"
         if has_nvidia_gpu():
             built = (
                 f"this torch {torch.__version__} is built for CUDA {torch.version.cuda or 'none'}"
@@ -199,13 +199,13 @@ def _gpu(args, run: Run) -> Iterator[Line]:
         else:
             yield Line(OK, "GPU", text)
         return
-    properties = torch.cuda.get_device_properties(run.device)
-    free, total = torch.cuda.mem_get_info(run.device)
+    properties = torch.cuda.get_device_properties(ctx.device)
+    free, total = torch.cuda.mem_get_info(ctx.device)
     capability = f"{properties.major}.{properties.minor}"
     text = (
         f"{properties.name}, {free / GB:.1f} of {total / GB:.1f} GB free, "
         f"compute capability {capability}, torch for CUDA {torch.version.cuda}, "
-        f"driver {_nvidia_smi('driver_version')}, {run.precision}"
+        f"driver {_nvidia_smi('driver_version')}, {ctx.precision}"
     )
     if free < 0.8 * total:
         yield Line(
@@ -234,7 +234,7 @@ def _run(*command: str) -> str | None:
         return None
 
 
-def _compiler(args, run: Run) -> Iterator[Line]:
+def _compiler(args, ctx: DistContext) -> Iterator[Line]:
     compiler, ninja = shutil.which(os.environ.get("CXX", "c++")), shutil.which("ninja")
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     missing = [] if compiler else ["a C++ compiler (apt install build-essential, module load gcc)"]
@@ -242,10 +242,10 @@ def _compiler(args, run: Run) -> Iterator[Line]:
     missing += [] if headers.exists() else ["Python's headers (apt install python3-dev)"]
     if missing:
         needed = args.ds_config_dict is not None and not _passes(
-            preflight.check_compiler, args.strategy, run.device
+            preflight.check_compiler, args.strategy, ctx.device
         )
         needed = needed or bool(
-            args.ds_config_dict and preflight.ops_to_compile(args.strategy, run.device)
+            args.ds_config_dict and preflight.ops_to_compile(args.strategy, ctx.device)
         )
         reason = (
             f"{args.strategy} compiles parts of DeepSpeed"
@@ -258,7 +258,7 @@ def _compiler(args, run: Run) -> Iterator[Line]:
     else:
         release = (_run(compiler, "--version") or "").split("\n")[0]
         yield Line(OK, "compiler", f"{release}; ninja and Python's headers are there")
-    if run.device.type == "cuda":
+    if ctx.device.type == "cuda":
         nvcc = shutil.which("nvcc") or os.path.join(
             os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"
         )
@@ -285,26 +285,26 @@ def _passes(check, *args) -> bool:
     return True
 
 
-def _ops(args, run: Run) -> Iterator[Line]:
+def _ops(args, ctx: DistContext) -> Iterator[Line]:
     if not _has("deepspeed"):
         return
     states = []
     for strategy in ("zero1", "offload", "infinity"):
-        to_compile = preflight.ops_to_compile(strategy, run.device)
+        to_compile = preflight.ops_to_compile(strategy, ctx.device)
         names = {"zero1": "zero1, zero2, zero3"}.get(strategy, strategy)
         states.append(
             f"{names} {'will compile ' + ', '.join(to_compile) if to_compile else 'ready'}"
         )
     try:
-        preflight.check_async_io(run.device)
+        preflight.check_async_io(ctx.device)
         yield Line(OK, "DeepSpeed ops", "; ".join(states))
     except UserError as error:
         status = PROBLEM if args.ds_config_dict and uses_nvme(args.ds_config_dict) else WARNING
         yield Line(status, "DeepSpeed ops", "; ".join(states[:2]) + "; infinity cannot", str(error))
 
 
-def _nvme(args, run: Run) -> Iterator[Line]:
-    if not (args.ds_config_dict and uses_nvme(args.ds_config_dict) and run.launch.is_node_leader):
+def _nvme(args, ctx: DistContext) -> Iterator[Line]:
+    if not (args.ds_config_dict and uses_nvme(args.ds_config_dict) and ctx.launch.is_node_leader):
         return  # only one rank per node: several would share the bandwidth
     folder = args.nvme_path or tempfile.gettempdir()
     try:
@@ -345,7 +345,7 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
     return speeds[0], speeds[1]
 
 
-def _disk(args, run: Run) -> Iterator[Line]:
+def _disk(args, ctx: DistContext) -> Iterator[Line]:
     """Check the free space for results, checkpoints and tokens."""
     folders = {
         "output": Path(args.output_dir or "runs"),
@@ -378,7 +378,7 @@ def _disk(args, run: Run) -> Iterator[Line]:
         yield Line(OK, "disk", text)
 
 
-def _limits(args, run: Run) -> Iterator[Line]:
+def _limits(args, ctx: DistContext) -> Iterator[Line]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < 1024:
         yield Line(
@@ -389,7 +389,7 @@ def _limits(args, run: Run) -> Iterator[Line]:
         )
     else:
         yield Line(OK, "open files", f"{files} (ulimit -n)")
-    if run.device.type == "cuda" and STRATEGIES[args.strategy].offloads:
+    if ctx.device.type == "cuda" and STRATEGIES[args.strategy].offloads:
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if locked == resource.RLIM_INFINITY:
             yield Line(OK, "locked memory", "unlimited")
@@ -402,7 +402,7 @@ def _limits(args, run: Run) -> Iterator[Line]:
             )
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
-        small = free < 256 * MB * run.launch.local_world_size
+        small = free < 256 * MB * ctx.launch.local_world_size
         yield Line(
             WARNING if small else OK,
             "/dev/shm",
@@ -411,10 +411,10 @@ def _limits(args, run: Run) -> Iterator[Line]:
         )
 
 
-def _memory(args, run: Run) -> Iterator[Line]:
-    limits = preflight.memory_limits(run)
+def _memory(args, ctx: DistContext) -> Iterator[Line]:
+    limits = preflight.memory_limits(ctx)
     capacity = (
-        f"{limits.gpu / GB:.1f} GB for each {'GPU' if run.device.type == 'cuda' else 'process'}"
+        f"{limits.gpu / GB:.1f} GB for each {'GPU' if ctx.device.type == 'cuda' else 'process'}"
     )
     try:
         model = architectures.find_architecture(args.model)
@@ -426,7 +426,7 @@ def _memory(args, run: Run) -> Iterator[Line]:
             yield Line(
                 PROBLEM, "block length", f"--seq_length {args.seq_length} is {limit}", "shorten it"
             )
-        work = preflight.planned_work(args, run, model)
+        work = preflight.planned_work(args, ctx, model)
     # The model's config.json is not on this machine, or the planner does not support the flags.
     except UserError:
         yield Line(
@@ -460,35 +460,35 @@ def _memory(args, run: Run) -> Iterator[Line]:
 # --------------------------------------------------------------------------------- between machines
 
 
-def _communication(run: Run) -> Line:
+def _communication(ctx: DistContext) -> Line:
     """Measure an all-reduce among the ranks: bandwidth with 64 MiB, latency with 8 bytes.
 
     The bandwidth is the bus bandwidth, the bytes that each rank sends per second: a ring all-reduce
     sends 2 · (N − 1) / N times the message.
     """
-    if run.world_size == 1:
-        return Line(OK, "communication", f"{run.backend}; one process, nobody to talk to")
+    if ctx.world_size == 1:
+        return Line(OK, "communication", f"{ctx.backend}; one process, nobody to talk to")
     seconds = {}
     for name, size in (("large", 64 * MB), ("small", 8)):
-        tensor = torch.ones(size // 4, device=run.device)
+        tensor = torch.ones(size // 4, device=ctx.device)
         for attempt in range(6):
             if attempt == 1:  # the first all-reduce opens the connections
-                _wait_for(run)
+                _wait_for(ctx)
                 start = time.perf_counter()
             dist.all_reduce(tensor)
-        if run.device.type == "cuda":
+        if ctx.device.type == "cuda":
             torch.cuda.synchronize()
         seconds[name] = (time.perf_counter() - start) / 5
-    bandwidth = 2 * (run.world_size - 1) / run.world_size * 64 * MB / seconds["large"]
-    hosts = sorted(set(run.all_gather(socket.gethostname())))
+    bandwidth = 2 * (ctx.world_size - 1) / ctx.world_size * 64 * MB / seconds["large"]
+    hosts = sorted(set(ctx.all_gather(socket.gethostname())))
     interface = os.environ.get(
-        "NCCL_SOCKET_IFNAME" if run.backend == "nccl" else "GLOO_SOCKET_IFNAME", "chosen by itself"
+        "NCCL_SOCKET_IFNAME" if ctx.backend == "nccl" else "GLOO_SOCKET_IFNAME", "chosen by itself"
     )
     text = (
-        f"{run.backend}, all-reduce over {run.world_size} ranks on {', '.join(hosts)}: "
+        f"{ctx.backend}, all-reduce over {ctx.world_size} ranks on {', '.join(hosts)}: "
         f"{bandwidth / GB:.2f} GB/s, {1e6 * seconds['small']:.0f} µs; network interface {interface}"
     )
-    slow = run.backend == "nccl" and bandwidth < GB
+    slow = ctx.backend == "nccl" and bandwidth < GB
     remedy = (
         "slow for GPUs: see NCCL_DEBUG=INFO for the network it took, docs/MULTI_NODE.md"
         if slow
@@ -497,14 +497,14 @@ def _communication(run: Run) -> Line:
     return Line(WARNING if slow else OK, "communication", text, remedy)
 
 
-def _wait_for(run: Run) -> None:
-    if run.device.type == "cuda":
+def _wait_for(ctx: DistContext) -> None:
+    if ctx.device.type == "cuda":
         torch.cuda.synchronize()
     else:
         dist.barrier()
 
 
-def _hub(args, run: Run) -> Iterator[Line]:
+def _hub(args, ctx: DistContext) -> Iterator[Line]:
     if args.hub_problem:
         yield Line(PROBLEM, "hub", args.hub_problem)
     elif args.hub_offline:
@@ -515,7 +515,7 @@ def _hub(args, run: Run) -> Iterator[Line]:
         )
 
 
-def _cluster(run: Run) -> Iterator[Line]:
+def _cluster(ctx: DistContext) -> Iterator[Line]:
     env = os.environ
     if "SLURM_JOB_ID" in env:
         tasks, cpus = env.get("SLURM_NTASKS", "1"), env.get("SLURM_CPUS_PER_TASK", "1")
@@ -525,7 +525,7 @@ def _cluster(run: Run) -> Iterator[Line]:
             f"job {env['SLURM_JOB_ID']} on {nodes}, "
             f"{tasks} tasks, {cpus} cores each, {gpus} GPUs a node"
         )
-        few = run.launch.launcher == "srun" and cpus == "1"
+        few = ctx.launch.launcher == "srun" and cpus == "1"
         yield Line(
             WARNING if few else OK,
             "Slurm",
@@ -539,10 +539,10 @@ def _cluster(run: Run) -> Iterator[Line]:
             "there; not inside of a job "
             "(a pending one: squeue --me --start says why and until when)",
         )
-    address = f"{run.launch.master_addr}:{run.launch.master_port}"
+    address = f"{ctx.launch.master_addr}:{ctx.launch.master_port}"
     yield Line(
         OK,
         "rendezvous",
-        f"{run.launch.launcher}, master {address}, {run.nodes} node{'s' * (run.nodes > 1)}, "
-        f"{run.launch.local_world_size} rank{'s' * (run.launch.local_world_size > 1)} on each",
+        f"{ctx.launch.launcher}, master {address}, {ctx.nodes} node{'s' * (ctx.nodes > 1)}, "
+        f"{ctx.launch.local_world_size} rank{'s' * (ctx.launch.local_world_size > 1)} on each",
     )

@@ -7,8 +7,9 @@ import sys
 import torch
 
 from support.cli.validate import huggingface_home, is_local_dataset
-from support.cluster.context import Run
+from support.cluster.context import DistContext
 from support.cluster.launch import Launch
+from support.console import Console
 from support.data import tokenize as tokens
 from support.errors import EXIT_COMPLETED
 from support.model import resolve as models
@@ -24,29 +25,31 @@ def prefetch(args, launch: Launch) -> None:
         args: the flags of the run.
         launch: the place of this process, which is the only one.
     Raises:
-        SystemExit: the downloads are complete. An error ends the process in `Run.end_failed`.
+        SystemExit: the downloads are complete. `DistContext.end_failed` ends it after an error.
     """
     # The "fake" backend of simulations: this process is the only one.
-    run = Run(launch, torch.device("cpu"), "fake", args.verbose, args.quiet)
+    ctx = DistContext(
+        launch, torch.device("cpu"), "fake", Console(launch.is_main, args.quiet, args.verbose)
+    )
     try:
-        run.print0(f"⏳ Downloading {args.model}, where it is not in the cache")
-        tokenizer = models.prefetch(args, run)
+        ctx.console.print0(f"⏳ Downloading {args.model}, where it is not in the cache")
+        tokenizer = models.prefetch(args, ctx)
         if args.streaming:
             if not is_local_dataset(args.dataset):
-                run.warn(
+                ctx.console.warn(
                     f"--streaming reads {args.dataset} from the hub while it trains, "
                     "so it is not in the cache."
                 )
         else:
-            run.print0(f"⏳ Preparing the dataset {args.dataset}")
+            ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
             tokens.tokenize_corpus(
-                args, run, tokenizer, args.dataset, args.dataset_config, args.validation_file
+                args, ctx, tokenizer, args.dataset, args.dataset_config, args.validation_file
             )
-        run.clean_up()
-        run.print0(
+        ctx.clean_up()
+        ctx.console.print0(
             f"✅ Prefetched into {huggingface_home()}: "
             "with HF_HUB_OFFLINE=1 a run with these flags needs no network."
         )
     except BaseException as error:
-        run.end_failed(error)
+        ctx.end_failed(error)
     sys.exit(EXIT_COMPLETED)

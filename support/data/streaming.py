@@ -33,7 +33,7 @@ import torch
 
 from support.cli.flags import global_batch
 from support.cli.validate import is_local_dataset
-from support.cluster.context import Run, describe_difference
+from support.cluster.context import DistContext, describe_difference
 from support.data.batches import (
     IGNORED,
     ExampleFile,
@@ -407,8 +407,8 @@ class Stream:
         facts: facts about the corpus for results.json.
     """
 
-    def __init__(self, args, run: Run, tokenizer):
-        self.args, self.run, self.tokenizer = args, run, tokenizer
+    def __init__(self, args, ctx: DistContext, tokenizer):
+        self.args, self.ctx, self.tokenizer = args, ctx, tokenizer
         self.seq_length, self.place = args.seq_length, Place({}, [], 0, 0)
         self.encoder, self.bad = None, {}  # `bad` is an ordered set of lines about bad rows
         self.found: list[tuple[str, bool]] = []  # bad rows of the step that is being read
@@ -419,12 +419,12 @@ class Stream:
         self.documents = DocumentTokenizer(copy.deepcopy(tokenizer))
         self.layout = [
             [
-                micro * args.batch_size * run.world_size + run.rank * args.batch_size + row
+                micro * args.batch_size * ctx.world_size + ctx.rank * args.batch_size + row
                 for row in range(args.batch_size)
             ]
             for micro in range(args.gradient_accumulation_steps)
         ]
-        slots = global_batch(args, run.world_size)
+        slots = global_batch(args, ctx.world_size)
         self.blocks, chunk = args.max_steps * slots, max(1, args.shuffle_buffer // slots)
         rank_slots = (number for numbers in self.layout for number in numbers)
         self.slots = {
@@ -432,14 +432,14 @@ class Stream:
             for number in rank_slots
         }
         # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
-        remote = run.is_main and not is_local_dataset(args.dataset)
-        commit = run.broadcast_from_rank0(commit_on_hub(args.dataset) if remote else None)
+        remote = ctx.is_main and not is_local_dataset(args.dataset)
+        commit = ctx.broadcast_from_rank0(commit_on_hub(args.dataset) if remote else None)
         files, twins = _files_to_read(args) if is_local_dataset(args.dataset) else ([], {})
         if Path(args.dataset).expanduser().is_dir():
             say_files(
                 [f"{args.dataset}: {count_types([*files, *twins])}"],
                 describe_twins(twins, "content"),
-                run,
+                ctx,
             )
         self.advice = advise_include(files)
         rows = _open_rows(args, commit, files)
@@ -447,7 +447,7 @@ class Stream:
             rows, self.documents.parts, args.text_column, slots, self.slots, args.seed, self._refuse
         )
         digest = fingerprint(args, commit, files)
-        describe_difference(run.all_gather(digest), "The corpus")
+        describe_difference(ctx.all_gather(digest), "The corpus")
         self.facts = {
             "name": args.dataset,
             "sha256": digest,
@@ -467,7 +467,7 @@ class Stream:
             {"lanes": {number of a slot: its state}, "bad": sorted lines about all bad rows,
             "version": ROWS_VERSION}.
         """
-        ranks = self.run.all_gather((self.place.slots, self.fresh))
+        ranks = self.ctx.all_gather((self.place.slots, self.fresh))
         slots = {slot: state for states, _ in ranks for slot, state in states.items()}
         self.gathered.update(row for _, fresh in ranks for row in fresh)
         self.fresh = []
@@ -479,7 +479,7 @@ class Stream:
         Every rank must call it.
         """
         self._ahead.close()
-        progress, rows = self.progress(), max(self.run.all_gather(self.place.rows))
+        progress, rows = self.progress(), max(self.ctx.all_gather(self.place.rows))
         flaws = {
             name: sum(slot["counts"][name] for slot in progress["lanes"].values())
             for name in ("truncated", "skipped")
@@ -489,7 +489,7 @@ class Stream:
             f"{len(n) if isinstance(n, list) else n:,} {name.replace('_', ' ')}"
             for name, n in counts.items()
         )
-        self.run.print0(f"📚 stream: {counts_text}, in {self.place.passes + 1} passes")
+        self.ctx.console.print0(f"📚 stream: {counts_text}, in {self.place.passes + 1} passes")
         return {**self.facts, "kind": self.reader.kind, **counts}
 
     def resume(self, state: dict | None) -> None:
@@ -522,7 +522,7 @@ class Stream:
         begin = min(
             (slot.begin["reader"] for slot in self.slots.values()), key=lambda reader: reader["row"]
         )
-        self.run.print0(f"⏩ Reading the stream again up to row {begin['row']:,}")
+        self.ctx.console.print0(f"⏩ Reading the stream again up to row {begin['row']:,}")
         self.reader.start(begin)
         rank_lanes = {
             str(number): {**slots[str(number)], "counts": dict(slot.counts)}
@@ -542,15 +542,15 @@ class Stream:
         """Record the position after the step that is trained on next, and print its bad rows."""
         kind_is_new = place.kind and not self.place.kind
         if kind_is_new and use_plain_template(self.tokenizer, place.kind):
-            self.run.warn(PLAIN_NOTICE)
+            self.ctx.console.warn(PLAIN_NOTICE)
         self.place = place
         for row, this_rank_only in place.bad:
             self.fresh.append(row)
             self.shown += 1
-            if self.shown <= SHOWN_BAD_ROWS and (this_rank_only or self.run.is_main):
-                self.run.print(f"ℹ️  Left out: {row}")
+            if self.shown <= SHOWN_BAD_ROWS and (this_rank_only or self.ctx.is_main):
+                self.ctx.console.print(f"ℹ️  Left out: {row}")
             elif self.shown == SHOWN_BAD_ROWS + 1:
-                self.run.warn(
+                self.ctx.console.warn(
                     "More rows are left out: results.json will name all of them under "
                     "dataset.bad_rows."
                 )
@@ -621,7 +621,7 @@ class Stream:
             refuse_bad_rows(list(self.bad), self.args.max_bad_rows, self.advice)
 
 
-def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleFile, dict]:
+def open_stream(args, ctx: DistContext, tokenizer) -> tuple[Stream, TokenFile | ExampleFile, dict]:
     """Open the training stream and --validation_file; every rank must call it.
 
     Returns:
@@ -631,12 +631,12 @@ def open_stream(args, run: Run, tokenizer) -> tuple[Stream, TokenFile | ExampleF
             one sequence.
         TrainingError: the corpus differs between the nodes.
     """
-    train, validation = Stream(args, run, tokenizer), nothing(args)
+    train, validation = Stream(args, ctx, tokenizer), nothing(args)
     if args.validation_file:
-        prepared = tokenize_corpus(args, run, tokenizer, args.validation_file)
+        prepared = tokenize_corpus(args, ctx, tokenizer, args.validation_file)
         validation, split_info = open_split(prepared, "train", args)
         train.facts["validation"] = {**split_info, "bad_rows": prepared["bad_rows"]}
-        say_dataset(run, args, {"validation": train.facts["validation"]}, tokenizer)
+        say_dataset(ctx, args, {"validation": train.facts["validation"]}, tokenizer)
     return train, validation, train.facts
 
 

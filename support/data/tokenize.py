@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.cluster.context import Run, describe_difference
+from support.cluster.context import DistContext, describe_difference
 from support.data.chat import PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
 from support.data.json_documents import DocumentTokenizer
 from support.data.sources import BadRow, Document, Example, Item, Notice, Source, open_source
@@ -31,7 +31,12 @@ SHOWN_BAD_ROWS = 10
 
 
 def tokenize_corpus(
-    args, run: Run, tokenizer, name: str, config: str | None = None, validation: str | None = None
+    args,
+    ctx: DistContext,
+    tokenizer,
+    name: str,
+    config: str | None = None,
+    validation: str | None = None,
 ) -> dict:
     """Read and tokenize a corpus once per node, unless the cache has it from an earlier run.
 
@@ -39,7 +44,7 @@ def tokenize_corpus(
 
     Args:
         args: --text_column, --include, --cache_dir, --max_bad_rows.
-        run: the ranks.
+        ctx: the ranks.
         tokenizer: see `tokenize_once`.
         name, config, validation: --dataset, the configuration name of a hub dataset, and
             --validation_file; see `sources.open_source`.
@@ -53,33 +58,33 @@ def tokenize_corpus(
 
     def tokenize() -> dict:
         source = open_source(name, config, args.text_column, validation, args.include)
-        say_files(source.files, source.notices, run)
-        cache = Cache(cache_folder(args.cache_dir), run.temporary, run.print)
-        with run.bar("Tokenising", unit="characters") as bar:
+        say_files(source.files, source.notices, ctx)
+        cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
+        with ctx.console.bar("Tokenising", unit="characters") as bar:
             return tokenize_once(source, tokenizer, cache, bar.advance, args.max_bad_rows)
 
-    prepared = run.once_per_node("dataset", tokenize)
-    say_files([], prepared["notices"], run)
-    describe_difference(run.all_gather(prepared["splits"]), "The text of the dataset")
-    prepared["bad_rows"] = bad_rows_in(prepared["folder"]) if run.is_main else []
-    say_bad_rows(prepared["bad_rows"], run)
+    prepared = ctx.once_per_node("dataset", tokenize)
+    say_files([], prepared["notices"], ctx)
+    describe_difference(ctx.all_gather(prepared["splits"]), "The text of the dataset")
+    prepared["bad_rows"] = bad_rows_in(prepared["folder"]) if ctx.is_main else []
+    say_bad_rows(prepared["bad_rows"], ctx)
     return prepared
 
 
-def say_files(counts: list[str], notices: list[str], run: Run) -> None:
+def say_files(counts: list[str], notices: list[str], ctx: DistContext) -> None:
     """Print how many files there are of each type, and which files are not used."""
     for line in counts:
-        run.print0(f"📂 {line}")
+        ctx.console.print0(f"📂 {line}")
     for line in notices:
-        run.warn(line)
+        ctx.console.warn(line)
 
 
-def say_bad_rows(bad: list[str], run: Run) -> None:
+def say_bad_rows(bad: list[str], ctx: DistContext) -> None:
     """Print the first SHOWN_BAD_ROWS rows that are not used, and the number of the others."""
     for row in bad[:SHOWN_BAD_ROWS]:
-        run.warn(f"Left out: {row}")
+        ctx.console.warn(f"Left out: {row}")
     if len(bad) > SHOWN_BAD_ROWS:
-        run.warn(
+        ctx.console.warn(
             f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under "
             "dataset.bad_rows."
         )

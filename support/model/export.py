@@ -87,7 +87,7 @@ def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite, own)
 
 
-def export_model(model, state, spec, target: Target, args, run, card: str) -> dict:
+def export_model(model, state, spec, target: Target, args, ctx, card: str) -> dict:
     """Write the model that a run has trained. Every rank calls this function.
 
     Args:
@@ -96,7 +96,7 @@ def export_model(model, state, spec, target: Target, args, run, card: str) -> di
         spec: the model's description.
         target: the destination folder.
         args: --export_dtype, --merge_lora.
-        run: the ranks.
+        ctx: the ranks.
         card: the text of the model card.
     Returns:
         The `export` entry of results.json. If another run has written to the folder since this run
@@ -105,17 +105,17 @@ def export_model(model, state, spec, target: Target, args, run, card: str) -> di
         ExportFailed: the model could not be written. No part of it remains on disk.
     """
     dtype, start, errors = models.DTYPES[args.export_dtype], time.monotonic(), FirstError()
-    temporary = errors.attempt(start_folder, target.folder) if run.is_main else None
+    temporary = errors.attempt(start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
     if temporary:
-        run.temporary += temporary.paths
+        ctx.temporary += temporary.paths
         errors.attempt(describe, spec, folder, dtype, args.merge_lora)
     if spec.lora and args.merge_lora:
         adapters = {
             name: weight.clone() if folder else None for name, weight in state.whole_weights()
         }
         if folder:
-            errors.attempt(_write_merged, adapters, spec, folder, dtype, run)
+            errors.attempt(_write_merged, adapters, spec, folder, dtype, ctx)
     else:
         _write_trained(
             state,
@@ -130,18 +130,18 @@ def export_model(model, state, spec, target: Target, args, run, card: str) -> di
         errors.attempt(write_text, folder / "README.md", card)
         final = errors.attempt(finish_folder, temporary, target.folder, target.may_be_replaced)
         temporary.remove()
-    failed, final = run.broadcast_from_rank0((str(errors), final))
+    failed, final = ctx.broadcast_from_rank0((str(errors), final))
     if failed:
         raise ExportFailed(f"The export to {target.named} failed: {failed}")
     export_path = target.named
     if final != target.folder:
         export_path = export_path.with_name(final.name)
-        run.warn(
+        ctx.console.warn(
             f"{target.named} holds another run's export, which is kept: "
             "use --overwrite to replace it."
         )
-    run.print0(f"🤗 {export_path}")
-    peaks = run.all_gather(memory.host_bytes()[1])
+    ctx.console.print0(f"🤗 {export_path}")
+    peaks = ctx.all_gather(memory.host_bytes()[1])
     return {
         "folder": str(export_path),
         "seconds": time.monotonic() - start,
@@ -150,7 +150,7 @@ def export_model(model, state, spec, target: Target, args, run, card: str) -> di
 
 
 def rescue_weights(
-    failed: ExportFailed, checkpoint: Path | None, export_to: Callable[[Target], object], run
+    failed: ExportFailed, checkpoint: Path | None, export_to: Callable[[Target], object], ctx
 ) -> TrainingError:
     """Preserve the trained weights after a failed export. Every rank calls this function.
 
@@ -159,7 +159,7 @@ def rescue_weights(
         checkpoint: contains the weights. Without one, they are exported to the temporary directory
             of rank 0's host.
         export_to: calls `export_model` with another target.
-        run: the ranks.
+        ctx: the ranks.
     Returns:
         The error, with a sentence that names the location of the weights.
     """
@@ -170,11 +170,11 @@ def rescue_weights(
             "and so does the same run with --resume."
         )
     folder = None
-    if run.is_main:
+    if ctx.is_main:
         folder = FirstError().attempt(
             lambda: Path(tempfile.mkdtemp(prefix="distributed_training_export_"))
         )
-    folder = run.broadcast_from_rank0(folder)
+    folder = ctx.broadcast_from_rank0(folder)
     if folder:
         try:
             export_to(Target(folder, overwrite=False, own=False))
@@ -212,12 +212,12 @@ def _write_trained(
         errors.attempt(files.check_complete)
 
 
-def _write_merged(adapters: dict, spec, folder: Path, dtype: torch.dtype, run) -> None:
+def _write_merged(adapters: dict, spec, folder: Path, dtype: torch.dtype, ctx) -> None:
     """Write the whole model with the adapters added, on rank 0.
 
     The base weights are loaded again from the model's original files.
     """
-    model = spec.load(run, dtype="auto")  # memory-mapped, not copied
+    model = spec.load(ctx, dtype="auto")  # memory-mapped, not copied
     whole = {
         lora.base_name(name): weight
         for name, weight in model.named_parameters()
@@ -285,19 +285,19 @@ def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Pa
     raise FileExistsError(errno.EEXIST, "exists, and so do 1,000 numbered ones", str(folder))
 
 
-def check_room(args, run, target: Target, output_dir: Path, spec, saves: int) -> None:
+def check_room(args, ctx, target: Target, output_dir: Path, spec, saves: int) -> None:
     """Check before training that the disks have room for the files that the run will write.
 
     Args:
         args: --no_export, --eval_only, --export_dtype, --merge_lora, --keep_last.
-        run: the ranks; all call this function.
+        ctx: the ranks; all call this function.
         target, output_dir: destinations of the export and of the checkpoints.
         spec: the model's description.
         saves: checkpoints that this run will write.
     Raises:
         UserError: the export, or one checkpoint together with the export, does not fit on its disk.
     """
-    if not run.is_main or run.simulated:
+    if not ctx.is_main or ctx.simulated:
         return
     required, total = Counter(), Counter()  # bytes on each disk
     if not (args.no_export or args.eval_only):
@@ -327,7 +327,7 @@ def check_room(args, run, target: Target, output_dir: Path, spec, saves: int) ->
                 "(--no_export leaves the export out)."
             )
         if total[disk] > usage.free:
-            run.warn(
+            ctx.console.warn(
                 f"{text}all that this run keeps there needs {total[disk] / GB:.2f} GB: "
                 "--keep_last 2 keeps only the newest checkpoints."
             )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from support.cluster.context import Run
+from support.cluster.context import DistContext
 from support.errors import UserError
 from support.model.resolve import ModelSpec, max_positions
 
@@ -27,7 +27,7 @@ def tokens_of(prompt: str, tokenizer) -> list[int]:
     return ids
 
 
-def generate(model, casting, spec: ModelSpec, args, run: Run) -> str:
+def generate(model, casting, spec: ModelSpec, args, ctx: DistContext) -> str:
     """Print and return a continuation of --generate. Every rank calls this function.
 
     Args:
@@ -35,7 +35,7 @@ def generate(model, casting, spec: ModelSpec, args, run: Run) -> str:
         casting: the context manager that training uses for the forward pass.
         spec: the model's description.
         args: --generate, --seed.
-        run: the ranks.
+        ctx: the ranks.
     """
     model.eval()
 
@@ -46,8 +46,8 @@ def generate(model, casting, spec: ModelSpec, args, run: Run) -> str:
     limit = max_positions(spec.config)
     # The compiled graph is for sequences of one length.
     with torch.compiler.set_stance("force_eager"):
-        text = sample_text(forward, spec.tokenizer, args.generate, run.device, limit, args.seed)
-    run.print0(f"💬 {text}")
+        text = sample_text(forward, spec.tokenizer, args.generate, ctx.device, limit, args.seed)
+    ctx.console.print0(f"💬 {text}")
     return text
 
 

@@ -30,7 +30,7 @@ from transformers import (
 
 from support.cli.flags import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.cli.validate import huggingface_home, is_local_model, scratch_without_hub
-from support.cluster.context import Run
+from support.cluster.context import DistContext
 from support.errors import UserError
 from support.files.atomic import TemporaryFolder
 from support.files.cache import Cache
@@ -111,11 +111,11 @@ class ModelSpec:
             model = from_config(self.config)
         return self._prepare(model)
 
-    def load(self, run: Run, dtype: torch.dtype | str = torch.float32) -> nn.Module:
+    def load(self, ctx: DistContext, dtype: torch.dtype | str = torch.float32) -> nn.Module:
         """Load the model with its weights on the CPU.
 
         Args:
-            run: the ranks.
+            ctx: the ranks.
             dtype: of the weights; with "auto" they are memory-mapped from the file, not copied.
         Raises:
             UserError: the weights cannot be loaded.
@@ -126,7 +126,7 @@ class ModelSpec:
             names = ", ".join(sorted(info["missing_keys"])[:3]) + (
                 " …" if len(info["missing_keys"]) > 3 else ""
             )
-            run.warn(f"The checkpoint has no weights for {names}: they start random.")
+            ctx.console.warn(f"The checkpoint has no weights for {names}: they start random.")
         return self._prepare(model)
 
     def _prepare(self, model: nn.Module) -> nn.Module:
@@ -170,7 +170,7 @@ def from_config(config) -> nn.Module:
     )
 
 
-def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, run: Run) -> None:
+def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContext) -> None:
     """Distribute a model's weights to the ranks as shards, and its buffers whole.
 
     Every rank calls this function.
@@ -178,7 +178,7 @@ def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, run: Run) -> No
     Args:
         sharded: the model under FSDP2, with uninitialised memory.
         whole: the same model with its weights on rank 0; None on other ranks.
-        run: the ranks.
+        ctx: the ranks.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -186,7 +186,7 @@ def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, run: Run) -> No
     set_model_state_dict(sharded, {} if whole is None else whole.state_dict(), options=options)
     # State dicts do not contain buffers such as rotary frequencies.
     for name, buffer in sharded.named_buffers():
-        buffer.data = buffer.data.to(run.device)  # also if parameters stay on the CPU
+        buffer.data = buffer.data.to(ctx.device)  # also if parameters stay on the CPU
         if whole is not None:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
@@ -220,7 +220,7 @@ def cache_folder(given: str | None) -> Path:
 # -------------------------------------------------------------------------------- resolving --model
 
 
-def find_model(args, run: Run) -> ModelSpec:
+def find_model(args, ctx: DistContext) -> ModelSpec:
     """Resolve --model to a `ModelSpec`.
 
     Weights are downloaded, or drawn from the seed, once per node.
@@ -229,18 +229,18 @@ def find_model(args, run: Run) -> ModelSpec:
         UserError: the model does not exist, is no causal language model, or the hub refuses access.
     """
     _be_quiet(args)
-    prepared = run.once_per_node("model", lambda: _prepare_folders(args, run))
+    prepared = ctx.once_per_node("model", lambda: _prepare_folders(args, ctx))
     config, tokenizer = (
         _read_config(prepared["weights"], args.model),
         _read_tokenizer(prepared["tokenizer"], args),
     )
     if prepared["notice"]:
-        run.warn(prepared["notice"])
+        ctx.console.warn(prepared["notice"])
     config.use_cache = False
     skip_packed_sequence_check()
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
-        set_dropout(config, args.dropout, run)
+        set_dropout(config, args.dropout, ctx)
     generation = _read_generation(prepared["weights"], config, args.model)
     try:
         return ModelSpec(
@@ -262,7 +262,7 @@ def find_model(args, run: Run) -> ModelSpec:
         ) from error
 
 
-def prefetch(args, run: Run) -> PreTrainedTokenizerBase:
+def prefetch(args, ctx: DistContext) -> PreTrainedTokenizerBase:
     """Download or build everything in the cache that `find_model` and `ModelSpec.load` will need.
 
     Weight files are downloaded, but no weights are loaded or drawn.
@@ -274,11 +274,11 @@ def prefetch(args, run: Run) -> PreTrainedTokenizerBase:
     """
     _be_quiet(args)
     if args.model == EMBEDDED_MODEL:
-        folder = embedded_tokenizer(args, run)
+        folder = embedded_tokenizer(args, ctx)
     elif is_local_model(args.model):
         folder = os.path.expanduser(args.model)
     elif scratch_without_hub(args):
-        folder, _ = _gpt2_tokenizer(args, run)
+        folder, _ = _gpt2_tokenizer(args, ctx)
     else:
         folder = download(args.model, args.hub_offline, with_weights=not args.from_scratch)
         _read_config(folder, args.model)
@@ -291,14 +291,14 @@ def _be_quiet(args) -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
-def _prepare_folders(args, run: Run) -> dict:
+def _prepare_folders(args, ctx: DistContext) -> dict:
     """Prepare folders with weights and tokenizer that every rank of the node can load.
 
     The first rank of each node calls this function.
     """
     notice = None
     if args.model == EMBEDDED_MODEL:
-        tokenizer_folder = embedded_tokenizer(args, run)
+        tokenizer_folder = embedded_tokenizer(args, ctx)
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
         config = gpt2_config(
             *EMBEDDED_SHAPE,
@@ -308,7 +308,7 @@ def _prepare_folders(args, run: Run) -> dict:
             end_of_text=0,
         )
         return {
-            "weights": draw_weights(config, args.seed, run),
+            "weights": draw_weights(config, args.seed, ctx),
             "tokenizer": tokenizer_folder,
             "notice": None,
             "random": True,
@@ -316,13 +316,13 @@ def _prepare_folders(args, run: Run) -> dict:
     if is_local_model(args.model):
         folder = os.path.expanduser(args.model)
     elif scratch_without_hub(args):
-        return _prepare_gpt2_from_scratch(args, run)
+        return _prepare_gpt2_from_scratch(args, ctx)
     else:
         folder = download(args.model, args.hub_offline, with_weights=not args.from_scratch)
     config, tokenizer = _read_config(folder, args.model), _read_tokenizer(folder, args)
-    weights = draw_weights(config, args.seed, run) if args.from_scratch else folder
+    weights = draw_weights(config, args.seed, ctx) if args.from_scratch else folder
     if len(tokenizer) > config.get_text_config().vocab_size:
-        weights = grow_vocabulary(weights, config, len(tokenizer), args.seed, run)
+        weights = grow_vocabulary(weights, config, len(tokenizer), args.seed, ctx)
         notice = (
             f"The tokenizer has {len(tokenizer):,} entries, more than the model: "
             "its embedding was enlarged."
@@ -330,20 +330,20 @@ def _prepare_folders(args, run: Run) -> dict:
     return {"weights": weights, "tokenizer": folder, "notice": notice, "random": weights != folder}
 
 
-def _prepare_gpt2_from_scratch(args, run: Run) -> dict:
+def _prepare_gpt2_from_scratch(args, ctx: DistContext) -> dict:
     """Prepare a GPT-2 with random weights; needs no hub.
 
     The tokenizer is GPT-2's if the hub or its cache provides it.
     """
-    tokenizer_folder, notice = _gpt2_tokenizer(args, run)
+    tokenizer_folder, notice = _gpt2_tokenizer(args, ctx)
     config = gpt2_config(
         *GPT2_SHAPES[args.model], vocab_size=50257, positions=1024, dropout=0.1, end_of_text=50256
     )
-    weights = draw_weights(config, args.seed, run)
+    weights = draw_weights(config, args.seed, ctx)
     return {"weights": weights, "tokenizer": tokenizer_folder, "notice": notice, "random": True}
 
 
-def _gpt2_tokenizer(args, run: Run) -> tuple[str, str | None]:
+def _gpt2_tokenizer(args, ctx: DistContext) -> tuple[str, str | None]:
     """Return the folder of GPT-2's tokenizer, or of the embedded one with a notice that says so."""
     try:
         folder = download(args.model, args.hub_offline, with_weights=False)
@@ -354,7 +354,7 @@ def _gpt2_tokenizer(args, run: Run) -> tuple[str, str | None]:
             f"The tokenizer of {args.model} cannot be had without the hub: "
             "using the embedded one (4,096 entries)."
         )
-        return embedded_tokenizer(args, run), notice
+        return embedded_tokenizer(args, ctx), notice
 
 
 def _read_config(folder: str, name: str):
@@ -502,17 +502,17 @@ def gpt2_config(
     )
 
 
-def draw_weights(config, seed: int, run: Run) -> str:
+def draw_weights(config, seed: int, ctx: DistContext) -> str:
     """Initialise a model from the seed and save it to a temporary folder.
 
     Returns:
         The folder, which is removed at the end of the run.
     """
     torch.manual_seed(seed)
-    return _save_temporarily(from_config(config), run)
+    return _save_temporarily(from_config(config), ctx)
 
 
-def grow_vocabulary(folder: str, config, entries: int, seed: int, run: Run) -> str:
+def grow_vocabulary(folder: str, config, entries: int, seed: int, ctx: DistContext) -> str:
     """Enlarge a model's embeddings to `entries` rows and save the model to a temporary folder.
 
     This happens once per node, because ZeRO-3 would draw other numbers for the new rows.
@@ -525,14 +525,14 @@ def grow_vocabulary(folder: str, config, entries: int, seed: int, run: Run) -> s
     model, _ = from_folder(folder, config)
     torch.manual_seed(seed)
     model.resize_token_embeddings(entries)
-    return _save_temporarily(model, run)
+    return _save_temporarily(model, ctx)
 
 
-def _save_temporarily(model: nn.Module, run: Run) -> str:
+def _save_temporarily(model: nn.Module, ctx: DistContext) -> str:
     temporary = TemporaryFolder(
         Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
     )
-    run.temporary += temporary.paths
+    ctx.temporary += temporary.paths
     folder = str(temporary.path)
     # model.save_pretrained writes nothing on ranks other than 0, but every node needs the folder.
     for name, value in as_dtype(torch.float32).items():
@@ -545,7 +545,7 @@ def _save_temporarily(model: nn.Module, run: Run) -> str:
     return folder
 
 
-def embedded_tokenizer(args, run: Run) -> str:
+def embedded_tokenizer(args, ctx: DistContext) -> str:
     """Return the folder of tiny-gpt2's tokenizer; train it if it is not in the cache.
 
     It is a byte-level BPE tokenizer, trained on the Python reference in about a second.
@@ -574,7 +574,7 @@ def embedded_tokenizer(args, run: Run) -> str:
         ).save_pretrained(folder)
         return {}
 
-    cache = Cache(cache_folder(args.cache_dir), run.temporary, run.print)
+    cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
     folder, _ = cache.get(f"{EMBEDDED_MODEL}-tokenizer-2-{digest}", train)
     return str(folder)
 
@@ -613,7 +613,7 @@ def fuse_gelu(config) -> dict[str, str]:
     return replaced
 
 
-def set_dropout(config, probability: float, run: Run) -> None:
+def set_dropout(config, probability: float, ctx: DistContext) -> None:
     """Set every dropout probability of an architecture.
 
     The names of these settings depend on the architecture (resid_pdrop, attention_dropout, …).
@@ -628,7 +628,7 @@ def set_dropout(config, probability: float, run: Run) -> None:
     for name in names:
         setattr(text_config, name, probability)
     if not names and probability:
-        run.warn("--dropout: this architecture has no dropout.")
+        ctx.console.warn("--dropout: this architecture has no dropout.")
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -647,7 +647,7 @@ def max_positions(config) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def blocks_to_shard(model: nn.Module, options, run: Run) -> list[nn.Module]:
+def blocks_to_shard(model: nn.Module, options, ctx: DistContext) -> list[nn.Module]:
     """Return the layers that FSDP shards one by one.
 
     These are the layers that the FSDP configuration names, or else the transformer blocks.
@@ -658,7 +658,7 @@ def blocks_to_shard(model: nn.Module, options, run: Run) -> list[nn.Module]:
     if options.layers and not named:
         blocks = transformer_blocks(model)
         kind = type(blocks[0]).__name__ if blocks else "none"
-        run.warn(
+        ctx.console.warn(
             f"This model has no layer of class {', '.join(options.layers)}: "
             f"sharding its own blocks ({kind})."
         )

@@ -16,7 +16,7 @@ import torch
 
 from support.cli.flags import global_batch
 from support.cluster.comm_volume import Traffic
-from support.cluster.context import Run
+from support.cluster.context import DistContext
 from support.data import batches as data
 from support.errors import explain
 from support.files.atomic import naming, only_finite, open_regular, set_aside, write_text
@@ -99,7 +99,7 @@ class Meter:
     def __init__(
         self,
         args,
-        run: Run,
+        ctx: DistContext,
         folder: Path,
         total_steps: int,
         blocks: int,
@@ -118,7 +118,7 @@ class Meter:
             step_memory: memory.StepMemory, which measures one step: the last one; with early
                 stopping, where the last one is not known in advance, an early one.
         """
-        self.args, self.run, self.total_steps, self._blocks = args, run, total_steps, blocks
+        self.args, self.ctx, self.total_steps, self._blocks = args, ctx, total_steps, blocks
         self.measured_step = total_steps
         if args.early_stopping_patience:
             self.measured_step = min(total_steps, before["step"] + EARLY_MEASURED_STEP)
@@ -128,7 +128,7 @@ class Meter:
         self._bar = None
         # Number of the epoch, and the step after which this process started it.
         self._epoch_began: tuple[int, int] | None = None
-        self.timer = StepTimer(run.device)
+        self.timer = StepTimer(ctx.device)
         self.traffic = Traffic()
         self.before = before
         self.step = self.before["step"]
@@ -147,7 +147,7 @@ class Meter:
         self._rate: float | None = None  # tokens per second of the last step that was flushed
         self._held = ""  # device memory after the last step that was logged
         self._pending: list[dict] = []
-        self._path = folder / "metrics.jsonl" if run.is_main else None
+        self._path = folder / "metrics.jsonl" if ctx.is_main else None
 
     def start_log(self) -> None:
         """Cut metrics.jsonl at the checkpoint, because the steps after it are run again.
@@ -162,7 +162,7 @@ class Meter:
         records, damage = read_metrics(self._path)
         if damage:
             new_path = set_aside(self._path, f"{self._path.name}.damaged")
-            self.run.warn(
+            self.ctx.console.warn(
                 f"{self._path} is damaged ({damage}): what cannot be read is left out, "
                 f"and the file as it was is {new_path.name}."
             )
@@ -266,7 +266,7 @@ class Meter:
             epoch: number of the epoch, from 1.
         """
         args, self._epoch = self.args, epoch
-        self._global_batch = global_batch(args, self.run.world_size)
+        self._global_batch = global_batch(args, self.ctx.world_size)
         if not self._epoch_began or self._epoch_began[0] != epoch:
             self._epoch_began = (epoch, self.step)
         # 0, unless the run resumes in the middle of the epoch.
@@ -274,7 +274,7 @@ class Meter:
         self._batch = data.steps_of(self.position, self._global_batch)
         remaining_steps = data.steps_of(self._blocks - self.position, self._global_batch)
         self._batches = self._batch + min(remaining_steps, self.total_steps - self.step)
-        self._bar = self.run.bar(f"Epoch {epoch}", self._batches, done=self._batch)
+        self._bar = self.ctx.console.bar(f"Epoch {epoch}", self._batches, done=self._batch)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -323,12 +323,12 @@ class Meter:
         )
         is_logged = batch % self.args.logging_steps == 0 or self._batch == batches or self.finished
         # On a CPU no kernel runs asynchronously, so reading every loss costs nothing.
-        if is_logged or self.run.device.type == "cpu":
+        if is_logged or self.ctx.device.type == "cpu":
             self.flush()
-        if self.run.simulated:
-            self.run.print0(f"Step {self.step}/{self.total_steps} of the memory simulation")
+        if self.ctx.simulated:
+            self.ctx.console.print0(f"Step {self.step}/{self.total_steps} of the memory simulation")
         elif is_logged:
-            self.run.print0(
+            self.ctx.console.print0(
                 f"Epoch {self._epoch} | Batch {batch}/{batches} | "
                 f"Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}"
             )
@@ -347,7 +347,7 @@ class Meter:
         allocated = self.memory_by_phase.device_bytes()["allocated"]
         self._held = human_bytes(allocated)
         if self.trackers and self.trackers.active:
-            self.trackers.memory(self.step, self.run.all_gather(allocated))
+            self.trackers.memory(self.step, self.ctx.all_gather(allocated))
             self.traffic.discard()  # the bytes of this gather
 
     def _say_epoch(self) -> None:
@@ -361,7 +361,7 @@ class Meter:
         epochs = self._epoch + data.steps_of(
             self.total_steps - self.step, data.steps_of(self._blocks, self._global_batch)
         )
-        self.run.print0(
+        self.ctx.console.print0(
             f"Epoch {self._epoch}/{epochs} | "
             f"Average Loss: {statistics.fmean(self.losses[-steps:]):.4f}"
         )
@@ -386,7 +386,7 @@ class Meter:
                 sum(step.values()) for step in self.timer.steps[1:]
             )
         pending, self._pending = self._pending, []
-        for record in () if self.run.simulated else pending:
+        for record in () if self.ctx.simulated else pending:
             tokens = int(record.pop("tokens"))
             seconds = sum(self.timer.steps[record["step"] - 1 - self.before["step"]].values())
             record["loss"] = float(record["loss"])
@@ -398,7 +398,7 @@ class Meter:
             norm_is_usable = (
                 record["grad_norm"] is None
                 or 0 <= record["grad_norm"] < math.inf
-                or self.run.precision == "fp16"
+                or self.ctx.precision == "fp16"
             )
             if not (math.isfinite(record["loss"]) and norm_is_usable):
                 raise gradients.not_finite(record["loss"], record["step"])
@@ -425,7 +425,7 @@ class Meter:
         patience = self.args.early_stopping_patience
         if patience and self.best and self.best["waited"] >= patience and not self.finished:
             self.stopped_early = True
-            self.run.print0(
+            self.ctx.console.print0(
                 f"🛑 Stopped early: {patience} evaluations in a row no better than "
                 f"that of step {self.best['step']}."
             )
@@ -449,14 +449,14 @@ class Meter:
             self._bar.close()
         trackers = [lambda: self.trackers.sample(self.step, sample)] if sample else []
         for finish in ([self.trace.stop] if self.trace else []) + [
-            *self.run.at_end,
+            *self.ctx.at_end,
             *trackers,
             self.trackers.close,
         ]:
             try:
                 finish()
             except Exception as error:
-                self.run.warn(str(explain(error)))
+                self.ctx.console.warn(str(explain(error)))
 
     def speed(self) -> dict:
         """Return this rank's throughput and step times, without the warm-up steps.
@@ -468,7 +468,7 @@ class Meter:
             tokens are of all ranks. Only warmup_steps_excluded, which is 0, if nothing was timed.
         """
         excluded = self.warmup_steps
-        if self.run.simulated:
+        if self.ctx.simulated:
             return {"warmup_steps_excluded": 0}
         slow_index = (
             self.measured_step - 1 - self.before["step"] if self.step_memory.slows_down else None
@@ -535,7 +535,7 @@ def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:
 
 def open_meter(
     args,
-    run: Run,
+    ctx: DistContext,
     folder: Path,
     model,
     optimizer,
@@ -553,7 +553,7 @@ def open_meter(
     Raises:
         UserError: the trace's folder cannot be created, or wandb could not start.
     """
-    detailed = args.profile_memory or run.simulated
+    detailed = args.profile_memory or ctx.simulated
     unwrapped = getattr(model, "module", model)
     # A loss that is computed from all logits at once keeps their log-probabilities in fp32.
     all_logits = 4 * args.batch_size * args.seq_length * spec.text_config.vocab_size
@@ -564,10 +564,10 @@ def open_meter(
     step_memory = memory.StepMemory(
         unwrapped, optimizer, memory_by_phase.peak, detailed, kept_by_loss
     )
-    run.memory_facts.append(step_memory.describe)
+    ctx.memory_facts.append(step_memory.describe)
     meter = Meter(
         args,
-        run,
+        ctx,
         folder,
         0 if args.eval_only else steps,
         blocks,
@@ -575,7 +575,7 @@ def open_meter(
         memory_by_phase,
         step_memory,
     )
-    meter.trackers = Trackers(args, run, folder, before["step"])
+    meter.trackers = Trackers(args, ctx, folder, before["step"])
     if args.profile:
-        meter.trace = tracing.Trace(args.profile, run)
+        meter.trace = tracing.Trace(args.profile, ctx)
     return meter

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from support.cluster.context import Run
+from support.cluster.context import DistContext
 from support.errors import UserError
 
 # Numbers of steps. The first steps are skipped because they differ from the later ones.
@@ -24,8 +24,8 @@ class Trace:
         UserError: the folder cannot be created.
     """
 
-    def __init__(self, folder: str, run: Run):
-        self.path, self.run, self.written = Path(folder) / f"trace-rank{run.rank}.json", run, False
+    def __init__(self, folder: str, ctx: DistContext):
+        self.path, self.ctx, self.written = Path(folder) / f"trace-rank{ctx.rank}.json", ctx, False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -50,12 +50,12 @@ class Trace:
         """Stop the profiler and print the folder; writes the trace of a run that ended early."""
         self._profiler.stop()
         if self.written:
-            self.run.print0(
+            self.ctx.console.print0(
                 f"📁 {self.path.parent} (trace of the steps from {SKIPPED + 1} on, "
                 "for ui.perfetto.dev)"
             )
         else:
-            self.run.warn(
+            self.ctx.console.warn(
                 f"--profile records from step {SKIPPED + 1} on, and this run had fewer: "
                 "no trace was written."
             )
@@ -64,7 +64,7 @@ class Trace:
 SNAPSHOT_ENTRIES = 100_000  # allocations and releases that the snapshot keeps
 
 
-def record_memory(file: str, run: Run) -> None:
+def record_memory(file: str, ctx: DistContext) -> None:
     """Record every allocation on the GPU with its stack, for pytorch.org/memory_viz.
 
     The file is written at the end of the run, or when memory runs out. With several ranks each rank
@@ -75,13 +75,13 @@ def record_memory(file: str, run: Run) -> None:
     Raises:
         UserError: the run has no GPU, or the folder cannot be created.
     """
-    if run.device.type != "cuda":
+    if ctx.device.type != "cuda":
         raise UserError(
             "--memory_snapshot records the GPU's allocator, and there is no GPU: --profile_memory "
             "shows memory on a CPU, too."
         )
     path = Path(file)
-    path = path if run.world_size == 1 else path.with_stem(f"{path.stem}-rank{run.rank}")
+    path = path if ctx.world_size == 1 else path.with_stem(f"{path.stem}-rank{ctx.rank}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,5 +94,5 @@ def record_memory(file: str, run: Run) -> None:
         torch.cuda.memory._dump_snapshot(str(path))
         return [f"📁 {path} (for pytorch.org/memory_viz)"]
 
-    run.memory_facts.append(write)
-    run.at_end.append(lambda: run.print0(write()[0]))
+    ctx.memory_facts.append(write)
+    ctx.at_end.append(lambda: ctx.console.print0(write()[0]))

@@ -20,7 +20,7 @@ import torch
 from support.cli import validate as preflight
 from support.cli.flags import global_batch
 from support.cluster.comm_volume import Traffic
-from support.cluster.context import Run, versions
+from support.cluster.context import DistContext, versions
 from support.cluster.launch import available_cores
 from support.data import batches as data
 from support.data.chat import PLAIN_NOTICE, use_plain_template
@@ -63,7 +63,7 @@ def flops_per_token(
     return 4 * matmul_parameters + 2 * trained + 12 * layers * hidden * seq_length
 
 
-def new_output_dir(args, run: Run) -> Path:
+def new_output_dir(args, ctx: DistContext) -> Path:
     """Create the output folder, named by --output_dir or by rank 0, and lock it.
 
     Raises:
@@ -74,21 +74,21 @@ def new_output_dir(args, run: Run) -> Path:
         args.output_dir
         or f"runs/{Path(args.model).name}-{args.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
-    if run.is_main:
+    if ctx.is_main:
         while not args.output_dir and Path(name).exists():  # two runs started in the same second
             name += "x"
         try:
             Path(name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output_dir {name} cannot be created: {error.strerror}.") from error
-        run.lock = lock_folder(Path(name))
-    folder = Path(run.broadcast_from_rank0(name))
-    if run.nodes > 1 and not (args.no_save and args.no_export):
-        check_all_see(folder, run)
+        ctx.lock = lock_folder(Path(name))
+    folder = Path(ctx.broadcast_from_rank0(name))
+    if ctx.nodes > 1 and not (args.no_save and args.no_export):
+        check_all_see(folder, ctx)
     return folder
 
 
-def check_all_see(folder: Path, run: Run) -> None:
+def check_all_see(folder: Path, ctx: DistContext) -> None:
     """Check that every rank sees the output folder, because each writes its part of a checkpoint.
 
     All ranks call it at the start, so that the run does not fail hours later at its first save.
@@ -102,7 +102,7 @@ def check_all_see(folder: Path, run: Run) -> None:
     hosts_without_folder = sorted(
         {
             host
-            for host in run.all_gather("" if (folder / ".lock").exists() else platform.node())
+            for host in ctx.all_gather("" if (folder / ".lock").exists() else platform.node())
             if host
         }
     )
@@ -134,23 +134,23 @@ def lock_folder(folder: Path):
         ) from error
 
 
-def open_results(args, run: Run, folder: Path) -> Results:
+def open_results(args, ctx: DistContext, folder: Path) -> Results:
     """Return the run's `Results` with the facts that are known before anything is loaded."""
     settings = {
         "strategy": args.strategy,
         "model": args.model,
-        "world_size": run.real_world_size,
+        "world_size": ctx.real_world_size,
         "simulated_world_size": args.simulate_gpus,
-        "device": run.device.type,
-        "backend": run.backend,
-        "launcher": run.launch.launcher,
-        "precision": run.precision,
+        "device": ctx.device.type,
+        "backend": ctx.backend,
+        "launcher": ctx.launch.launcher,
+        "precision": ctx.precision,
         "batch_size": args.batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "global_batch_size": global_batch(args, run.world_size),
+        "global_batch_size": global_batch(args, ctx.world_size),
         "seed": args.seed,
     }
-    return Results(run, folder, settings, resuming=args.resume is not None)
+    return Results(ctx, folder, settings, resuming=args.resume is not None)
 
 
 class Results:
@@ -165,8 +165,8 @@ class Results:
         was_complete: whether the earlier run, whose file is kept, had completed.
     """
 
-    def __init__(self, run: Run, folder: Path, facts: dict, resuming: bool):
-        self.run, self.path = run, folder / "results.json"
+    def __init__(self, ctx: DistContext, folder: Path, facts: dict, resuming: bool):
+        self.ctx, self.path = ctx, folder / "results.json"
         self.facts = {
             "schema_version": 1,
             "status": "running",
@@ -175,34 +175,34 @@ class Results:
             "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": redact(shlex.join([Path(sys.executable).name, *sys.argv])),
             "versions": versions(),
-            "hardware": hardware(run.device),
+            "hardware": hardware(ctx.device),
             **facts,
         }
         # An earlier run's file is kept until this run has loaded its checkpoint.
-        self.before, self._damage = read_results(self.path) if run.is_main else (None, "")
+        self.before, self._damage = read_results(self.path) if ctx.is_main else (None, "")
         self.kept = resuming and (self.before is not None or bool(self._damage))
-        if run.is_main and not self.kept:
+        if ctx.is_main and not self.kept:
             # Before the other ranks continue: if one fails, the file must be this run's.
             self.begin()
         started = self.facts["started_at"]  # all ranks take rank 0's time
-        self.before, self.kept, self.facts["started_at"] = run.broadcast_from_rank0(
+        self.before, self.kept, self.facts["started_at"] = ctx.broadcast_from_rank0(
             (self.before, self.kept, started)
         )
         self.was_complete = (
             self.kept and self.before is not None and self.before["status"] == "completed"
         )
-        run.on_failure.append(self.fail)
+        ctx.on_failure.append(self.fail)
 
     def begin(self) -> None:
         """Write this run's file in place of an earlier run's (rank 0); rename a damaged one."""
         self.was_complete = self.kept = False
-        if not self.run.is_main:
+        if not self.ctx.is_main:
             return
-        if self.run.lock:
+        if self.ctx.lock:
             remove_leftovers(self.path.parent)
         if self._damage:
             new_path = set_aside(self.path, f"{self.path.name}.damaged")
-            self.run.warn(
+            self.ctx.console.warn(
                 f"{self.path} is damaged ({self._damage}): ignored, and renamed to {new_path.name}."
             )
             self._damage = ""
@@ -219,7 +219,7 @@ class Results:
     def complete(self) -> None:
         """Write the final results (rank 0)."""
         self.facts["status"] = "completed"
-        if self.run.is_main:
+        if self.ctx.is_main:
             self._write()
 
     def nothing_left_to_do(self, steps: int, args) -> bool:
@@ -247,7 +247,7 @@ class Results:
         """
         reason = "stopped by a signal; a checkpoint was saved"
         self.facts.update(status="preempted", reason=reason, **progress(counters))
-        if self.run.is_main:
+        if self.ctx.is_main:
             self._write()
 
     def fail(self, error: UserError) -> bool:
@@ -355,7 +355,7 @@ def cpu_name() -> str:
 
 
 def summarize(
-    run: Run,
+    ctx: DistContext,
     meter: Meter,
     memory_by_phase: memory.MemoryByPhase,
     evaluation: tuple | None,
@@ -376,13 +376,13 @@ def summarize(
     counters, steps = meter.counters(), meter.step - meter.before["step"]
     rank_facts = {
         "memory": memory.of_this_rank(
-            memory_by_phase, meter.step_memory, args.nvme_folder, run.launch.is_node_leader
+            memory_by_phase, meter.step_memory, args.nvme_folder, ctx.launch.is_node_leader
         ),
         "speed": meter.speed(),
     }
     traffic = meter.traffic.per_step(meter.warmup_steps)
     rank_facts["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
-    ranks = run.all_gather(rank_facts)
+    ranks = ctx.all_gather(rank_facts)
     measured = {
         **progress(counters),
         "eval_loss": evaluation[0] if evaluation else None,
@@ -404,8 +404,8 @@ def summarize(
         **mean_over_ranks([rank["speed"] for rank in ranks]),
     }
     if measured["tokens_per_second"]:
-        measured["tokens_per_second_per_gpu"] = measured["tokens_per_second"] / run.world_size
-        if peak := peak_flops(run.device, run.precision):
+        measured["tokens_per_second_per_gpu"] = measured["tokens_per_second"] / ctx.world_size
+        if peak := peak_flops(ctx.device, ctx.precision):
             text_config, weights = (
                 spec.text_config,
                 (spec.matmul_parameters, spec.trainable_matmul),
@@ -414,12 +414,12 @@ def summarize(
                 *weights, text_config.num_hidden_layers, text_config.hidden_size, args.seq_length
             )
             measured["mfu"] = measured["tokens_per_second_per_gpu"] * flops / peak
-    if steps and Traffic.complete(run.device, args.ds_config_dict is not None):
+    if steps and Traffic.complete(ctx.device, args.ds_config_dict is not None):
         measured["communication_bytes_per_step"] = statistics.mean(rank["sent"] for rank in ranks)
         measured["communication_per_step"] = traffic
     measured["memory"] = memory.over_ranks([rank["memory"] for rank in ranks])
     if (
-        run.simulated
+        ctx.simulated
         and not measured["memory"]["moments_bytes"]
         and measured["memory"]["placement"]["optimizer"] != "nvme"
     ):
@@ -427,7 +427,7 @@ def summarize(
             "The simulated steps updated nothing, so Adam's states are missing in what was "
             "measured."
         )
-    measured["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, run, spec)
+    measured["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, ctx, spec)
     return measured
 
 
@@ -440,7 +440,7 @@ def mean_over_ranks(values: list[dict]) -> dict:
     }
 
 
-def say_dataset(run: Run, args, facts: dict[str, dict], tokenizer) -> None:
+def say_dataset(ctx: DistContext, args, facts: dict[str, dict], tokenizer) -> None:
     """Print one line for each split of the corpus.
 
     Args:
@@ -452,57 +452,57 @@ def say_dataset(run: Run, args, facts: dict[str, dict], tokenizer) -> None:
     if "chat" in [split_facts.get("kind") for split_facts in facts.values()] and use_plain_template(
         tokenizer, "chat"
     ):
-        run.warn(PLAIN_NOTICE)
+        ctx.console.warn(PLAIN_NOTICE)
     for name, split_facts in facts.items():
-        run.print0(f"📚 {data.describe_split(name, split_facts, args.seq_length)}")
+        ctx.console.print0(f"📚 {data.describe_split(name, split_facts, args.seq_length)}")
         if name == "train" and args.num_samples and split_facts["blocks"] < args.num_samples:
-            run.warn(
+            ctx.console.warn(
                 f"--num_samples {args.num_samples:,} is more than the corpus has: using all "
                 f"{split_facts['blocks']:,} blocks."
             )
 
 
-def say_setup(run: Run) -> None:
+def say_setup(ctx: DistContext) -> None:
     """Print the "Distributed Setup" lines, once, if the run has several ranks."""
-    if run.world_size == 1:
+    if ctx.world_size == 1:
         return
-    gpu = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "none (CPU)"
-    run.print0(
+    gpu = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else "none (CPU)"
+    ctx.console.print0(
         "=== Distributed Setup ===\n"
-        f"Rank: {run.rank}/{run.world_size - 1}\n"
-        f"Local Rank: {run.launch.local_rank}\n"
-        f"World Size: {run.world_size}\n"
-        f"Backend: {run.backend}\nGPU: {gpu}\n========================="
+        f"Rank: {ctx.rank}/{ctx.world_size - 1}\n"
+        f"Local Rank: {ctx.launch.local_rank}\n"
+        f"World Size: {ctx.world_size}\n"
+        f"Backend: {ctx.backend}\nGPU: {gpu}\n========================="
     )
 
 
-def place_of(path: Path, run: Run) -> str:
+def place_of(path: Path, ctx: DistContext) -> str:
     """Return a path as the console shows it.
 
     With several nodes it includes the host's name, because the path may exist on that host only.
     """
-    return f"{path} on {platform.node()}" if run.nodes > 1 else str(path)
+    return f"{path} on {platform.node()}" if ctx.nodes > 1 else str(path)
 
 
-def say_results(run: Run, facts: dict, args) -> None:
+def say_results(ctx: DistContext, facts: dict, args) -> None:
     """Print the results at the end of a run.
 
     Args:
         facts: the content of results.json.
     """
-    if args.profile_memory or run.simulated:
-        say_memory_profile(run, facts["memory"])
-    if run.simulated:
-        run.print0(
-            f"✅ Memory simulation complete: rank 0 of {run.world_size}. Nothing was trained."
+    if args.profile_memory or ctx.simulated:
+        say_memory_profile(ctx, facts["memory"])
+    if ctx.simulated:
+        ctx.console.print0(
+            f"✅ Memory simulation complete: rank 0 of {ctx.world_size}. Nothing was trained."
         )
         return
-    run.print0("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
-    say_memory(run, facts["memory"])
-    say_throughput(run, facts)
+    ctx.console.print0("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
+    say_memory(ctx, facts["memory"])
+    say_throughput(ctx, facts)
 
 
-def say_memory(run: Run, memory_by_rank: dict) -> None:
+def say_memory(ctx: DistContext, memory_by_rank: dict) -> None:
     """Print one line with the largest memory values of any rank.
 
     Args:
@@ -512,17 +512,17 @@ def say_memory(run: Run, memory_by_rank: dict) -> None:
         max(memory_by_rank["allocated_bytes"]) / GB,
         max(memory_by_rank["peak_bytes"]) / GB,
     )
-    if run.device.type == "cuda":
+    if ctx.device.type == "cuda":
         reserved = max(memory_by_rank["reserved_bytes"]) / GB
-        run.print0(
+        ctx.console.print0(
             f"GPU Memory: {allocated:.2f} GB allocated | {reserved:.2f} GB reserved | "
             f"{peak:.2f} GB peak"
         )
     else:
-        run.print0(f"Process Memory: {allocated:.2f} GB resident | {peak:.2f} GB peak")
+        ctx.console.print0(f"Process Memory: {allocated:.2f} GB resident | {peak:.2f} GB peak")
 
 
-def say_memory_profile(run: Run, found: dict) -> None:
+def say_memory_profile(ctx: DistContext, found: dict) -> None:
     """Print the lines of --profile_memory: device, phases, kinds of state, host and NVMe.
 
     With several ranks these show the largest value, and the smallest in brackets if it differs.
@@ -530,31 +530,33 @@ def say_memory_profile(run: Run, found: dict) -> None:
     Args:
         found: "memory" of results.json.
     """
-    kind = "GPU" if run.device.type == "cuda" else "Process"
+    kind = "GPU" if ctx.device.type == "cuda" else "Process"
     names = (("Allocated", "allocated"), ("Reserved", "reserved"), ("Peak", "peak"))
     for rank in range(len(found["peak_bytes"])):
-        run.print0(f"{kind} {rank} Memory:")
+        ctx.console.print0(f"{kind} {rank} Memory:")
         for name, key in names:
             value = found[f"{key}_bytes"][rank]
-            run.print0(f"  {name}: " + (f"{value / GB:.2f} GB" if value is not None else "—"))
-    run.print0(
+            ctx.console.print0(
+                f"  {name}: " + (f"{value / GB:.2f} GB" if value is not None else "—")
+            )
+    ctx.console.print0(
         "Memory after each phase "
         "(of the rank that holds most, and of the one that holds least in brackets):"
     )
     for phase, values in found["phases_bytes"].items():
-        shown_columns = PHASE_COLUMNS if run.device.type == "cuda" else PHASE_COLUMNS[-1:]
+        shown_columns = PHASE_COLUMNS if ctx.device.type == "cuda" else PHASE_COLUMNS[-1:]
         columns = [f"{name} {most_and_least(values[key])}" for name, key in shown_columns]
-        run.print0(f"  {phase:20}" + " | ".join(columns))
+        ctx.console.print0(f"  {phase:20}" + " | ".join(columns))
     if found["step_bytes_by_rank"][0]:
-        run.print0("Live tensors in the last step:")
+        ctx.console.print0("Live tensors in the last step:")
         for phase in found["step_bytes_by_rank"][0]:
             steps = [step[phase] for step in found["step_bytes_by_rank"]]
             live, peak = ([step[key] for step in steps] for key in ("live", "peak"))
-            run.print0(
+            ctx.console.print0(
                 f"  {phase:20}at its end {most_and_least(live)} | "
                 f"at its peak {most_and_least(peak)}"
             )
-    run.print0(
+    ctx.console.print0(
         "Live tensors by kind in the last step "
         "(end of backward; activations and logits: end of forward):"
     )
@@ -567,17 +569,17 @@ def say_memory_profile(run: Run, found: dict) -> None:
             device_text = (
                 "" if total == on_device else f" | of it on the device {most_and_least(on_device)}"
             )
-            run.print0(f"  {name:20}{most_and_least(total)}{device_text}")
+            ctx.console.print0(f"  {name:20}{most_and_least(total)}{device_text}")
     host, pinned = (most_and_least(found[key]) for key in ("host_peak_bytes", "pinned_bytes"))
-    run.print0(f"Host: {host} at its peak, {pinned} pinned")
+    ctx.console.print0(f"Host: {host} at its peak, {pinned} pinned")
     if found["nvme_bytes"]:
         stored, written = (
             human_bytes(found[key]) for key in ("nvme_bytes", "nvme_written_bytes_per_step")
         )
-        run.print0(f"NVMe: {stored} held, {written} written in a step, by all ranks")
+        ctx.console.print0(f"NVMe: {stored} held, {written} written in a step, by all ranks")
     if found["device_used"][0]:
         used, unseen = ([rank[key] for rank in found["device_used"]] for key in ("used", "unseen"))
-        run.print0(
+        ctx.console.print0(
             f"The device itself: {most_and_least(used)} in use, of it {most_and_least(unseen)} "
             "that PyTorch does not see (CUDA context, libraries, NCCL, other processes)"
         )
@@ -598,7 +600,7 @@ def most_and_least(values: list[int]) -> str:
     return most if most == least else f"{most} ({least})"
 
 
-def say_throughput(run: Run, facts: dict) -> None:
+def say_throughput(ctx: DistContext, facts: dict) -> None:
     """Print the throughput on one line; MFU is N/A if the device's peak rate is not known.
 
     Args:
@@ -607,8 +609,8 @@ def say_throughput(run: Run, facts: dict) -> None:
     if not facts.get("samples_per_second"):
         return
     mfu = "N/A" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f}%"
-    per_gpu = "tokens/sec/GPU" if run.device.type == "cuda" else "tokens/sec/process"
-    run.print0(
+    per_gpu = "tokens/sec/GPU" if ctx.device.type == "cuda" else "tokens/sec/process"
+    ctx.console.print0(
         f"Throughput: {facts['samples_per_second']:,.1f} samples/sec | "
         f"{facts['tokens_per_second']:,.0f} tokens/sec | "
         f"{facts['tokens_per_second_per_gpu']:,.0f} {per_gpu} | MFU {mfu} "

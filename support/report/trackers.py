@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from support.cli.validate import EVENT_FILES
-from support.cluster.context import Run
+from support.cluster.context import DistContext
 from support.errors import UserError, explain
 from support.files.atomic import open_regular, set_aside, write_text
 from support.redaction import redact
@@ -151,21 +151,21 @@ class Trackers:
         active: whether --report_to names a tracker; the same on every rank.
     """
 
-    def __init__(self, args, run: Run, folder: Path, step: int):
+    def __init__(self, args, ctx: DistContext, folder: Path, step: int):
         arguments = {
             name: redact(value) if isinstance(value, str) else value
             for name, value in vars(args).items()
             if isinstance(value, str | int | float | bool)
         }
         self.active = bool(args.report_to)
-        self._run = run
+        self._run = ctx
         folders = {"tensorboard": Path(args.logging_dir or folder / "tensorboard"), "wandb": folder}
         self._all = (
             [KINDS[name](folders[name], step, arguments) for name in args.report_to]
-            if run.is_main
+            if ctx.is_main
             else []
         )
-        run.flushes += [tracker.flush for tracker in self._all]
+        ctx.flushes += [tracker.flush for tracker in self._all]
 
     def _curves(self, step: int, values: dict[str, float]) -> None:
         for tracker in list(self._all):

@@ -16,18 +16,18 @@ from torch.utils import cpp_extension
 
 from support.cli import validate as preflight
 from support.cli.flags import complete_ds_config, uses_nvme
-from support.cluster.context import Run
+from support.cluster.context import DistContext
 from support.strategies import op_builds as compilation
 
 
-def configure_deepspeed(args, run: Run, spec) -> None:
+def configure_deepspeed(args, ctx: DistContext, spec) -> None:
     """Complete DeepSpeed's configuration for this model and device, and initialise DeepSpeed.
 
     Every rank calls this function. It changes args.ds_config_dict and sets args.nvme_folder.
 
     Args:
         args: parsed flags with `ds_config_dict`.
-        run: the ranks.
+        ctx: the ranks.
         spec: the model's description.
     Raises:
         UserError: the folder of --nvme_path is missing or not writable, or the configuration has an
@@ -46,13 +46,13 @@ def configure_deepspeed(args, run: Run, spec) -> None:
             folder = preflight.make_nvme_folder(
                 args.nvme_path,
                 spec.parameters,
-                1 if run.simulated else run.launch.local_world_size,
-                run.world_size,
+                1 if ctx.simulated else ctx.launch.local_world_size,
+                ctx.world_size,
             )
-            run.temporary += folder.paths
+            ctx.temporary += folder.paths
             return str(folder.path)
 
-        args.nvme_folder = run.once_per_node("nvme folder", make_folder)
+        args.nvme_folder = ctx.once_per_node("nvme folder", make_folder)
     # DeepSpeed calls it twice for each op that it loads, and each call takes about a second.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     # PyTorch quotes its include paths but not its library path. A space in the library path would
@@ -60,33 +60,35 @@ def configure_deepspeed(args, run: Run, spec) -> None:
     cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
 
     def print0(text: str) -> None:
-        if run.launch.is_node_leader and not run.quiet:
-            run.print(f"ℹ️  {text}")
+        if ctx.launch.is_node_leader and not ctx.console.quiet:
+            ctx.console.print(f"ℹ️  {text}")
 
-    compilation.guard_compilations(run.attempt or f"simulation {os.getpid()}", print0)
-    if ops := preflight.ops_to_compile(args.strategy, run.device):
-        run.warn(f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine.")
+    compilation.guard_compilations(ctx.attempt or f"simulation {os.getpid()}", print0)
+    if ops := preflight.ops_to_compile(args.strategy, ctx.device):
+        ctx.console.warn(
+            f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine."
+        )
     # Under its own launcher DeepSpeed reduces through this file of 69 MB in shared memory on a CPU,
     # and does not remove it.
     buffer = (
-        f"deepspeed_allreduce_buffer_{os.getuid()}_{run.launch.master_addr}"
-        f"_{run.launch.master_port}_{run.rank}"
+        f"deepspeed_allreduce_buffer_{os.getuid()}_{ctx.launch.master_addr}"
+        f"_{ctx.launch.master_port}_{ctx.rank}"
     )
-    run.temporary.append(f"/dev/shm/{buffer}")
+    ctx.temporary.append(f"/dev/shm/{buffer}")
     with quiet(args.verbose):
         # Uses the existing process group.
-        deepspeed.init_distributed(dist_backend=run.backend)
-    if run.simulated and "fp16" in args.ds_config_dict:
+        deepspeed.init_distributed(dist_backend=ctx.backend)
+    if ctx.simulated and "fp16" in args.ds_config_dict:
         # With a larger scale gradients would overflow and their steps would be skipped.
         args.ds_config_dict["fp16"]["loss_scale"] = 1
     complete_ds_config(
         args.ds_config_dict,
-        precision=run.precision,
+        precision=ctx.precision,
         hidden_size=spec.text_config.hidden_size,
         parameters=spec.parameters,
         largest_parameter=spec.largest_parameter,
         tied=spec.tied,
-        world_size=run.world_size,
+        world_size=ctx.world_size,
         nvme_folder=args.nvme_folder,
     )
 

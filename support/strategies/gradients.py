@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from support.cli.flags import GROWTH_INTERVAL, INITIAL_SCALE_POWER, NORM_CHUNK
-from support.cluster.context import Run
+from support.cluster.context import DistContext
 from support.errors import TrainingError
 from support.strategies.optimizer_shards import base_optimizer, local_part
 
@@ -59,7 +59,7 @@ def skip_update_if_not_finite(
     optimizer,
     loss: torch.Tensor,
     found_inf: torch.Tensor,
-    run: Run,
+    ctx: DistContext,
     scaler=None,
     grad_norm: torch.Tensor | None = None,
 ) -> None:
@@ -74,14 +74,14 @@ def skip_update_if_not_finite(
         loss: of this step; the same on all ranks.
         found_inf: a bool tensor on the device that stays true after the first non-finite loss or
             gradient norm.
-        run: the ranks; a simulated run is not checked.
+        ctx: the ranks; a simulated run is not checked.
         scaler: GradScaler of fp16, after `unscale_`. With it, only the loss is checked: gradients
             that overflow are normal in fp16, and the scaler's own flag skips only that update.
         grad_norm: of all gradients, if it is available before the update.
     Raises:
         TrainingError: one of them is not finite, and the optimizer cannot read the flag.
     """
-    if run.simulated:  # the loss lacks the contributions of the other ranks
+    if ctx.simulated:  # the loss lacks the contributions of the other ranks
         return
     scaling = scaler is not None and scaler.is_enabled()
     found_inf.logical_or_(~torch.isfinite(loss))
@@ -121,15 +121,15 @@ def not_finite(loss: float, step: int | None = None) -> TrainingError:
     )
 
 
-def loss_scaler(run: Run, enabled: bool) -> torch.amp.GradScaler:
+def loss_scaler(ctx: DistContext, enabled: bool) -> torch.amp.GradScaler:
     """Return the GradScaler of dp and fsdp, with the same settings as DeepSpeed's loss scaling.
 
     Args:
-        run: the ranks.
+        ctx: the ranks.
         enabled: whether it scales; otherwise it does nothing.
     """
     # In a simulated run scaled gradients would overflow and their updates would be skipped.
-    scale = 1.0 if run.simulated else 2.0**INITIAL_SCALE_POWER
+    scale = 1.0 if ctx.simulated else 2.0**INITIAL_SCALE_POWER
     return torch.amp.GradScaler(
-        run.device.type, scale, growth_interval=GROWTH_INTERVAL, enabled=enabled
+        ctx.device.type, scale, growth_interval=GROWTH_INTERVAL, enabled=enabled
     )

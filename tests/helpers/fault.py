@@ -76,7 +76,7 @@ def let_deepspeed_witness(file: str) -> None:
             op: {size: found[0] for size, found in sizes.items()}
             for op, sizes in comm.comms_logger.comms_dict.items()
         }
-        if results.run.is_main:
+        if results.ctx.is_main:
             Path(file).write_text(json.dumps(counts))
         complete(results)
 

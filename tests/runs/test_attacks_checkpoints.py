@@ -71,7 +71,7 @@ def alone():
         world_size=1,
         is_main=True,
         said=said,
-        warn=said.append,
+        console=SimpleNamespace(warn=said.append),
         broadcast_from_rank0=lambda value: value,
         all_gather=lambda value: [value],
         lock=True,

@@ -22,11 +22,10 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
             sent.append(value) or [value, ({"1": {}}, ["seen by the other rank"])]
         ),
         is_main=True,
-        print=lines.append,
-        warn=lines.append,
+        console=SimpleNamespace(print=lines.append, warn=lines.append),
     )
     stream = Stream.__new__(Stream)
-    stream.run, stream.args, stream.advice, stream.shown = (
+    stream.ctx, stream.args, stream.advice, stream.shown = (
         run,
         SimpleNamespace(max_bad_rows=200_000),
         "",

@@ -161,10 +161,15 @@ def test_a_disk_that_hangs_hides_no_message(stop, monkeypatch, capfd):
 
     from support.cluster import context as distributed
     from support.cluster.launch import Launch
+    from support.console import Console
 
     monkeypatch.setattr(distributed, "DISK_SECONDS", 0.1)
-    run = distributed.Run(
-        Launch("python", 0, 0, 1, 1, 0, "", 0), torch.device("cpu"), "gloo", False, stop=stop
+    run = distributed.DistContext(
+        Launch("python", 0, 0, 1, 1, 0, "", 0),
+        torch.device("cpu"),
+        "gloo",
+        Console(True),
+        stop=stop,
     )
     run.on_failure.append(lambda _: time.sleep(20))
     begun = time.monotonic()

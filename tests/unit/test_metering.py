@@ -53,9 +53,10 @@ def open_meter(tmp_path, clock, bar=False, **flags) -> metering.Meter:
         is_main=True,
         simulated=False,
         world_size=1,
-        print0=lambda text: None,
         all_gather=lambda value: [value],
-        bar=lambda *a, **k: MagicMock(active=bar),
+        console=SimpleNamespace(
+            print0=lambda text: None, bar=lambda *a, **k: MagicMock(active=bar)
+        ),
     )
     before = {"step": 0, "samples": 0, "tokens": 0, "training_seconds": 0.0}
     before |= dict.fromkeys(("best", "first_loss", "last_loss"))

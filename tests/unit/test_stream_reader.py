@@ -101,9 +101,7 @@ def stream_of(file, tokenizer, **flags):
         world_size=1,
         all_gather=lambda value: [value],
         broadcast_from_rank0=lambda value: value,
-        print=said.append,
-        print0=said.append,
-        warn=said.append,
+        console=SimpleNamespace(print=said.append, print0=said.append, warn=said.append),
     )
     return Stream(args, run, tokenizer), said
 
@@ -122,7 +120,7 @@ def test_the_thread_has_a_tokenizer_of_its_own(tmp_path, monkeypatch):
         lambda self, *a, **k: used.append(self) or encode(self, *a, **k),
     )
     stream, _ = stream_of(tmp_path / "chat.jsonl", tokenizer, seq_length=64)
-    stream.run.warn = lambda text: threads.append(threading.current_thread())
+    stream.ctx.console.warn = lambda text: threads.append(threading.current_thread())
     step_batches = stream.step_batches(torch.device("cpu"))
     next(step_batches), next(step_batches)
     assert used and all(one is not tokenizer for one in used)
