@@ -257,7 +257,7 @@ def prepare_dataset(args, ctx: DistContext, tokenizer):
     prepared = tokens.tokenize_corpus(
         args, ctx, tokenizer, args.dataset, args.dataset_config, args.validation_file
     )
-    train, validation, split_facts = data.split_blocks(prepared, args)
+    train, validation, split_facts = data.split_sequences(prepared, args)
     reporting.say_dataset(ctx, args, split_facts, tokenizer)
     bad_rows = prepared["bad_rows"]
     return (
@@ -502,7 +502,7 @@ def step_batches_of_epoch(train, epoch: int, done: int, args, ctx: DistContext):
     """
     if args.streaming:
         return train.step_batches(ctx.device)
-    order = data.epoch_order(train.blocks, args.seed, epoch)[done:]
+    order = data.epoch_order(train.num_sequences, args.seed, epoch)[done:]
     step_batches = data.step_batches(
         train, order, args.batch_size, args.gradient_accumulation_steps, ctx.rank, ctx.world_size
     )
@@ -614,8 +614,8 @@ def evaluate(model, validation, args, ctx: DistContext) -> tuple[float, float] |
         (loss in nats per token, perplexity), or None if a rank received a stop signal.
     """
     model.eval()
-    limit = args.eval_samples or args.num_samples or validation.blocks
-    order = range(min(limit, validation.blocks))
+    limit = args.eval_samples or args.num_samples or validation.num_sequences
+    order = range(min(limit, validation.num_sequences))
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
     divisor = torch.ones((), device=ctx.device)
     batches = data.step_batches(validation, order, args.batch_size, 1, ctx.rank, ctx.world_size)
@@ -673,7 +673,7 @@ def train_and_evaluate(
     last_evaluation = None
 
     def evaluate_now():
-        if not validation.blocks:
+        if not validation.num_sequences:
             ctx.console.warn(f"{NOTHING_TO_EVALUATE}.")
             return None
         meter.memory_by_phase.doing = "evaluation"
@@ -691,7 +691,7 @@ def train_and_evaluate(
     if args.eval_only or (meter.evaluation_is_due if meter.step else args.eval_first):
         last_evaluation = evaluate_now()
     while not meter.finished and not args.eval_only:
-        epoch = meter.samples_done // train.blocks + 1
+        epoch = meter.samples_done // train.num_sequences + 1
         if args.ds_config_dict:
             train_epoch_deepspeed(model, train, epoch, meter, manager, args, ctx)
         else:
@@ -751,7 +751,7 @@ def train_one_model(args, ctx: DistContext):
     ctx.ways_to_fit = lambda: preflight.ways_to_fit(args, ctx, spec)
     ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
     train, validation, dataset = prepare_dataset(args, ctx, spec.tokenizer)
-    if not validation.blocks and (
+    if not validation.num_sequences and (
         needed := [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]
     ):
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
@@ -759,7 +759,8 @@ def train_one_model(args, ctx: DistContext):
     model, _tokenizer = load_model_and_tokenizer(args, ctx, spec)
     memory_by_phase.note("model_loaded")
     ctx.console.print0(
-        "✅ Dataset ready: " + ("a stream" if args.streaming else f"{train.blocks:,} samples")
+        "✅ Dataset ready: "
+        + ("a stream" if args.streaming else f"{train.num_sequences:,} samples")
     )
     results.update(
         parameters=spec.parameters,
@@ -778,19 +779,28 @@ def train_one_model(args, ctx: DistContext):
         args, ctx, folder, model, optimizer, scaler, identity, spec, train
     )
     nothing_left_to_do = results.nothing_left_to_do(
-        data.total_steps(args, ctx.world_size, train.blocks), args
+        data.total_steps(args, ctx.world_size, train.num_sequences), args
     )
     counters = manager.resume()  # of the checkpoint, or of a new run
     steps = data.total_steps(
-        args, ctx.world_size, train.blocks, counters["step"], counters["samples"]
+        args, ctx.world_size, train.num_sequences, counters["step"], counters["samples"]
     )
     if nothing_left_to_do or (results.was_complete and counters["step"] >= steps):
         finalize_completed_run(model, manager, results, counters["step"], target, args, ctx, spec)
         return model
-    saves = checkpoint.saves_due(args, counters, steps, train.blocks)
+    saves = checkpoint.saves_due(args, counters, steps, train.num_sequences)
     export.check_room(args, ctx, target, folder, spec, saves)
     meter = metering.open_meter(
-        args, ctx, folder, model, optimizer, spec, steps, counters, memory_by_phase, train.blocks
+        args,
+        ctx,
+        folder,
+        model,
+        optimizer,
+        spec,
+        steps,
+        counters,
+        memory_by_phase,
+        train.num_sequences,
     )
     # All checks have passed: only now may files of an earlier run be changed.
     manager.take_over(counters["best"])

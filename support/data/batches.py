@@ -35,14 +35,14 @@ class TokenFile:
         path: raw little-endian ids.
         dtype: "uint16", or "uint32" for vocabularies of more than 65,536 entries.
         seq_length: tokens in a sequence.
-        first, blocks: number of the first sequence of this split, and how many it has.
+        first, num_sequences: number of the first sequence of this split, and how many it has.
     """
 
     path: str
     dtype: str
     seq_length: int
     first: int
-    blocks: int
+    num_sequences: int
 
     def read(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sequences `indices` as (inputs, labels).
@@ -90,7 +90,7 @@ class ExampleFile:
     fixed: bool
 
     @property
-    def blocks(self) -> int:
+    def num_sequences(self) -> int:
         """The number of sequences, one for each example."""
         return len(self.rows)
 
@@ -153,7 +153,7 @@ def stack_examples(rows: list, seq_length: int, fixed: bool) -> tuple[torch.Tens
 # ------------------------------------------------------------------------------------------- splits
 
 
-def split_blocks(
+def split_sequences(
     prepared: dict, args
 ) -> tuple[TokenFile | ExampleFile, TokenFile | ExampleFile, dict]:
     """Return the training and validation sequences of a tokenized corpus.
@@ -176,21 +176,21 @@ def split_blocks(
     split_info, validation = {"train": split_info}, nothing(args)
     if "validation" in prepared["splits"] and args.validation_split is None:
         validation, split_info["validation"] = open_split(prepared, "validation", args)
-    if not validation.blocks:
+    if not validation.num_sequences:
         if args.validation_file:
             raise UserError(
-                f"--validation_file {args.validation_file} has less than one block of "
+                f"--validation_file {args.validation_file} has less than one sequence of "
                 f"{args.seq_length} tokens: use another --seq_length, or another file."
             )
         share = (
-            int(train.blocks * args.validation_split)
+            int(train.num_sequences * args.validation_split)
             if args.validation_split
-            else train.blocks // 10
+            else train.num_sequences // 10
         )
-        train, validation = _hold_out(train, min(max(1, share), train.blocks - 1))
-        split_info["validation"] = {"blocks": validation.blocks}
+        train, validation = _hold_out(train, min(max(1, share), train.num_sequences - 1))
+        split_info["validation"] = {"blocks": validation.num_sequences}
     train = _first(train, args.num_samples)
-    split_info["train"]["blocks"] = train.blocks
+    split_info["train"]["blocks"] = train.num_sequences
     return train, validation, split_info
 
 
@@ -244,38 +244,42 @@ def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile
         file = TokenFile(f"{folder}/{name}.bin", dtype, length, 0, split["tokens"] // length)
     if not split["tokens"] and name == "train":
         raise UserError("The corpus is empty: it has no row that can be used.")
-    if file.blocks < 1 and name == "train":
+    if file.num_sequences < 1 and name == "train":
         raise UserError(
-            f"The corpus has {split['tokens']:,} tokens, less than one block of {length}: "
+            f"The corpus has {split['tokens']:,} tokens, less than one sequence of {length}: "
             f"use {advice}."
         )
-    return file, {**counts, "blocks": file.blocks}
+    return file, {**counts, "blocks": file.num_sequences}
 
 
-def _hold_out(file: TokenFile | ExampleFile, blocks: int) -> tuple:
-    """Split off `blocks` sequences for validation; returns (training, validation)."""
-    kept = file.blocks - blocks
+def _hold_out(file: TokenFile | ExampleFile, count: int) -> tuple:
+    """Split off `count` sequences for validation; returns (training, validation)."""
+    kept = file.num_sequences - count
     if isinstance(file, TokenFile):
-        return replace(file, blocks=kept), replace(file, first=file.first + kept, blocks=blocks)
+        return replace(file, num_sequences=kept), replace(
+            file, first=file.first + kept, num_sequences=count
+        )
     order = np.random.default_rng(0).permutation(file.rows)
-    return replace(file, rows=np.sort(order[blocks:])), replace(file, rows=np.sort(order[:blocks]))
+    return replace(file, rows=np.sort(order[count:])), replace(file, rows=np.sort(order[:count]))
 
 
-def _first(file: TokenFile | ExampleFile, blocks: int | None) -> TokenFile | ExampleFile:
-    if blocks is None or blocks >= file.blocks:
+def _first(file: TokenFile | ExampleFile, count: int | None) -> TokenFile | ExampleFile:
+    if count is None or count >= file.num_sequences:
         return file
     return (
-        replace(file, blocks=blocks)
+        replace(file, num_sequences=count)
         if isinstance(file, TokenFile)
-        else replace(file, rows=file.rows[:blocks])
+        else replace(file, rows=file.rows[:count])
     )
 
 
 def describe_split(name: str, facts: dict, seq_length: int) -> str:
     """Return one line about a split: rows, tokens, sequences, and what was truncated or skipped."""
     if "rows" not in facts:
-        return f"{name}: {facts['blocks']:,} blocks held out of the corpus"
-    label = "examples, in blocks of at most" if facts["kind"] in ("chat", "pair") else "blocks of"
+        return f"{name}: {facts['blocks']:,} sequences held out of the corpus"
+    label = (
+        "examples, in sequences of at most" if facts["kind"] in ("chat", "pair") else "sequences of"
+    )
     line = (
         f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, "
         f"{facts['blocks']:,} {label} {seq_length} tokens"
@@ -288,40 +292,41 @@ def describe_split(name: str, facts: dict, seq_length: int) -> str:
 # -------------------------------------------------------------------------------------------- order
 
 
-def epoch_order(blocks: int, seed: int, epoch: int) -> np.ndarray:
+def epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of the sequences in one epoch, the same on every rank.
 
     Returns:
-        A permutation of the sequence numbers, int64 of shape [blocks], drawn from (seed, epoch).
+        A permutation of the sequence numbers, int64 of shape [num_sequences], drawn from
+        (seed, epoch).
     """
-    return np.random.default_rng([seed, epoch]).permutation(blocks)
+    return np.random.default_rng([seed, epoch]).permutation(num_sequences)
 
 
-def steps_of(blocks: int, together: int) -> int:
-    """Return the number of optimizer steps for `blocks` sequences; the last step may be smaller.
+def steps_of(num_sequences: int, together: int) -> int:
+    """Return the number of optimizer steps; the last step may be smaller.
 
     Args:
-        blocks: number of sequences.
+        num_sequences: sequences in these steps.
         together: sequences in a global batch.
     """
-    return -(-blocks // together)
+    return -(-num_sequences // together)
 
 
-def total_steps(args, world_size: int, blocks: int, step: int = 0, samples: int = 0) -> int:
+def total_steps(args, world_size: int, num_sequences: int, step: int = 0, samples: int = 0) -> int:
     """Return the number of optimizer steps of the whole run, including those before a resume.
 
     Args:
         args: --epochs, --max_steps (one epoch if neither is given), and the flags that determine
             the global batch size.
         world_size: number of ranks.
-        blocks: sequences in an epoch.
+        num_sequences: sequences in an epoch.
         step, samples: optimizer steps made before the resume, and the sequences used in them.
     """
     if args.epochs is None and args.max_steps:
         return args.max_steps
     batch = global_batch(args, world_size)
-    epochs_left, rest = divmod(max(0, (args.epochs or 1) * blocks - samples), blocks)
-    total = step + epochs_left * steps_of(blocks, batch) + steps_of(rest, batch)
+    epochs_left, rest = divmod(max(0, (args.epochs or 1) * num_sequences - samples), num_sequences)
+    total = step + epochs_left * steps_of(num_sequences, batch) + steps_of(rest, batch)
     return min(total, args.max_steps or total)
 
 

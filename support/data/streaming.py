@@ -279,7 +279,7 @@ class BatchSlot:
         self.waiting: deque[Item] = deque()
         self.first = 0  # number of the first row that is still needed
         self.begin, self.chunks, self.used = None, 0, 0
-        self.blocks: list = []
+        self.sequences: list = []
         # Tokenized rows, with the number of tokens of each that are in earlier chunks.
         self.rest: list[tuple[Item, int, np.ndarray]] = []
         self.skip = 0
@@ -303,23 +303,23 @@ class BatchSlot:
         self.begin = {"reader": state["reader"], "offset": state["offset"]}
         self.counts = dict(state.get("counts", self.counts))
 
-    def next_block(self, reader: Reader):
+    def next_sequence(self, reader: Reader):
         """Return the next sequence: ids of a text, or (ids, labels) of an example."""
-        while not self.blocks or self.used == len(self.blocks):
-            used = 0 if self.blocks else self.used  # may be greater than 0 after a resume
+        while not self.sequences or self.used == len(self.sequences):
+            used = 0 if self.sequences else self.used  # may be greater than 0 after a resume
             self.chunks += 1
             size = self.early if self.chunks == 1 else self.size
-            blocks = (
+            sequences = (
                 self._text_chunk(size, reader)
                 if self._is_text(reader)
                 else self._example_chunk(size, reader)
             )
             order = np.random.default_rng([self.seed, self.number, self.chunks]).permutation(
-                len(blocks)
+                len(sequences)
             )
-            self.blocks, self.used = [blocks[i] for i in order], used
+            self.sequences, self.used = [sequences[i] for i in order], used
         self.used += 1
-        return self.blocks[self.used - 1]
+        return self.sequences[self.used - 1]
 
     def _is_text(self, reader: Reader) -> bool:
         while not (self.waiting or self.rest):
@@ -401,7 +401,7 @@ class Stream:
     """The training sequences of --streaming, used like a TokenFile.
 
     Attributes:
-        blocks: number of sequences of the whole run; there are no epochs.
+        num_sequences: sequences of the whole run; there are no epochs.
         seq_length: tokens in a sequence.
         place: position on this rank after the step in progress.
         facts: facts about the corpus for results.json.
@@ -425,7 +425,7 @@ class Stream:
             for micro in range(args.gradient_accumulation_steps)
         ]
         slots = global_batch(args, ctx.world_size)
-        self.blocks, chunk = args.max_steps * slots, max(1, args.shuffle_buffer // slots)
+        self.num_sequences, chunk = args.max_steps * slots, max(1, args.shuffle_buffer // slots)
         rank_slots = (number for numbers in self.layout for number in numbers)
         self.slots = {
             number: BatchSlot(number, slots, chunk, args.seq_length, args.seed, self._encode)
@@ -558,7 +558,7 @@ class Stream:
     def _windows(self) -> Iterator[StepBatch]:
         while True:
             batches = [
-                [self.slots[number].next_block(self.reader) for number in numbers]
+                [self.slots[number].next_sequence(self.reader) for number in numbers]
                 for numbers in self.layout
             ]
             tokens = sum(
@@ -571,11 +571,11 @@ class Stream:
             place = Place(slots, bad_rows, self.reader.row, self.reader.passes, self.reader.kind)
             yield StepBatch([self._stack(batch) for batch in batches], tokens, place)
 
-    def _stack(self, blocks: list) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(blocks[0], np.ndarray):
-            inputs = torch.from_numpy(np.stack(blocks).astype(np.int64))
+    def _stack(self, sequences: list) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(sequences[0], np.ndarray):
+            inputs = torch.from_numpy(np.stack(sequences).astype(np.int64))
             return inputs, inputs.clone()
-        return stack_examples(blocks, self.seq_length, one_length(self.args))
+        return stack_examples(sequences, self.seq_length, one_length(self.args))
 
     def _encode(self, item: Item):
         if item.content.kind == "text":

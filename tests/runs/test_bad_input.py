@@ -196,7 +196,7 @@ def test_gated_model(refused):
     [
         ("empty.txt", b"", "is empty"),
         ("latin.txt", "caf\u00e9 ".encode("latin-1") * 2000, "not UTF-8"),
-        ("short.txt", b"a few words", "less than one block"),
+        ("short.txt", b"a few words", "less than one sequence"),
         ("rows.jsonl", b'{"body": "x"}\n', "body"),
         ("broken.jsonl", b'{"text": "x"}\n{"text": \n', "line 2"),
         ("number.jsonl", b'{"text": 7}\n', "line 1"),
@@ -210,7 +210,7 @@ def test_data_that_cannot_be_used(refused, tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     error = refused("--dataset", tmp_path / name)
     assert said in error
-    assert name in error or said == "less than one block"
+    assert name in error or said == "less than one sequence"
 
 
 def test_missing_data(refused, tmp_path):
@@ -220,7 +220,7 @@ def test_missing_data(refused, tmp_path):
 
 def test_short_corpus_on_two_ranks(refused, tmp_path):
     (tmp_path / "short.txt").write_text("a few words")
-    assert "less than one block" in refused(
+    assert "less than one sequence" in refused(
         "--dataset", tmp_path / "short.txt", launcher="torchrun", ranks=2
     )
     assert descendants_of_test() == []

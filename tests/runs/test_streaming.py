@@ -217,7 +217,7 @@ class OneRank:
     def blocks(self, steps):
         """What each lane gives in so many steps."""
         return [
-            [slot.next_block(self.reader).tolist() for slot in self.slots.values()]
+            [slot.next_sequence(self.reader).tolist() for slot in self.slots.values()]
             for _ in range(steps)
         ]
 
