@@ -775,9 +775,10 @@ def train_one_model(args, ctx: DistContext):
 
     scaler = gradients.loss_scaler(ctx, ctx.precision == "fp16" and not args.ds_config_dict)
     identity = checkpoint.run_signature(args, ctx, spec, dataset, model)
-    manager = checkpoint.CheckpointManager(
-        args, ctx, folder, model, optimizer, scaler, identity, spec, train
+    objects = checkpoint.TrainingObjects(
+        model, optimizer, scaler, stream=train if args.streaming else None
     )
+    manager = checkpoint.CheckpointManager(args, ctx, folder, objects, identity, spec)
     nothing_left_to_do = results.nothing_left_to_do(
         data.total_steps(args, ctx.world_size, train.num_sequences), args
     )
@@ -802,6 +803,7 @@ def train_one_model(args, ctx: DistContext):
         memory_by_phase,
         train.num_sequences,
     )
+    manager.after_save.append(meter.restart_clock)  # leave the time of a save out of the next step
     # All checks have passed: only now may files of an earlier run be changed.
     manager.take_over(counters["best"])
     results.begin()

@@ -30,14 +30,15 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from support.checkpoints.format import (
@@ -81,58 +82,60 @@ BUFFERS = "model/buffers.safetensors"
 MARKS = ("latest", "best")  # files that contain the name of a checkpoint
 
 
+@dataclass(frozen=True)
+class TrainingObjects:
+    """The objects of a run whose state a checkpoint contains.
+
+    Attributes:
+        model, optimizer: as wrapped by the strategy; for DeepSpeed the engine and its optimizer.
+        scaler: torch's GradScaler.
+        stream: the training sequences of --streaming, whose position is saved; else None.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    scaler: torch.amp.GradScaler
+    stream: Any = None
+
+
 class CheckpointManager:
     """Checkpoint manager of a run: resumes it, and saves checkpoints when they are due.
 
     Args:
         args: --save_every, --save_epochs, --keep_last, --load_best_at_end, --resume,
-            --resume_force, --no_save, --eval_only, --streaming.
+            --resume_force, --no_save, --eval_only.
         ctx: the ranks.
         folder: the run's output folder.
-        model, optimizer: as wrapped by the strategy; for DeepSpeed the engine and its optimizer.
-        scaler: torch's GradScaler.
+        objects: the objects to save and load.
         identity: the run signature, see `run_signature`.
         spec: the model's description.
-        train: the training sequences; of a stream the position is saved, too.
     Attributes:
         may_save: whether this run can write checkpoints.
         best_is_loaded: whether `load_best` left the best weights in the model.
         seconds: for each save of this process, how long training waited for it.
         state: the ShardedState of this rank; None with --eval_only.
+        after_save: functions that are called after each save.
     Raises:
         UserError: checkpoints are requested, but the optimizer is not AdamW.
     """
 
     def __init__(
-        self,
-        args,
-        ctx: DistContext,
-        folder: Path,
-        model,
-        optimizer,
-        scaler,
-        identity: dict,
-        spec,
-        train,
+        self, args, ctx: DistContext, folder: Path, objects: TrainingObjects, identity: dict, spec
     ):
-        self.args, self.ctx, self.folder, self.model, self.scaler = (
-            args,
-            ctx,
-            folder / "checkpoints",
-            model,
-            scaler,
-        )
-        self.identity, self.spec, self.train = identity, spec, train
+        self.args, self.ctx, self.folder = args, ctx, folder / "checkpoints"
+        self.model, self.scaler, self.stream = objects.model, objects.scaler, objects.stream
+        self.identity, self.spec = identity, spec
         self.state = (
             None
             if args.eval_only
-            else ShardedState(getattr(model, "module", model), optimizer, ctx.device)
+            else ShardedState(unwrapped(self.model), objects.optimizer, ctx.device)
         )
-        self.may_save = self._may_save(optimizer)
+        self.may_save = self._may_save(objects.optimizer)
         self._stop_before, self._saved_at, self.best_is_loaded = None, None, False
         self._loaded_from: Path | None = None
         self._resumed_at = -1  # step of the checkpoint in `folder` that this run continues
         self.seconds: list[float] = []
+        self.after_save: list[Callable[[], None]] = []
 
     def _may_save(self, optimizer) -> bool:
         if self.args.eval_only:
@@ -210,8 +213,8 @@ class CheckpointManager:
         check_shapes(path, manifest, self.state)
         buffers = self._saved_buffers(path, manifest)
         try:
-            if self.args.streaming:
-                self.train.resume(manifest["stream"])
+            if self.stream is not None:
+                self.stream.resume(manifest["stream"])
             self._set_scaling(manifest["scaling"])
             self._set_schedule(manifest)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -266,7 +269,7 @@ class CheckpointManager:
         pairs = []
         with safe_open(path / BUFFERS, framework="pt") as file:
             saved_names = set(file.keys())
-            for name, buffer in getattr(self.model, "module", self.model).named_buffers():
+            for name, buffer in unwrapped(self.model).named_buffers():
                 if name in saved_names:
                     pairs.append((buffer, file.get_tensor(name)))
                     if pairs[-1][1].shape != buffer.shape:
@@ -368,7 +371,7 @@ class CheckpointManager:
 
         They would not be updated together with the shards.
         """
-        for module in getattr(self.model, "module", self.model).modules():
+        for module in unwrapped(self.model).modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         if hasattr(self.model, "empty_partition_cache"):
@@ -417,7 +420,7 @@ class CheckpointManager:
             "scaling": self._scaling(),
             "identity": self.identity,
             "lr_scheduler": scheduler.state_dict() if scheduler else {},
-            "stream": self.train.progress() if self.args.streaming else None,
+            "stream": self.stream.progress() if self.stream is not None else None,
             "groups": [
                 {key: group[key] for key in GROUP_KEYS} for group in self.state.base.param_groups
             ],
@@ -435,7 +438,8 @@ class CheckpointManager:
         self._saved_at = meter.step
         self.seconds.append(time.monotonic() - started)
         self.ctx.console.print0(f"💾 {path} ({self.seconds[-1]:.1f} s)")
-        meter.restart_clock()
+        for function in self.after_save:
+            function()
 
     def weights_kept(self, meter) -> Path | None:
         """Return a checkpoint with the model's present weights, and save one if necessary.
@@ -460,11 +464,7 @@ class CheckpointManager:
 
     def _write_model(self, folder: Path) -> None:
         export.describe(self.spec, folder)
-        buffers = (
-            {}
-            if self.spec.lora
-            else models.persistent_buffers(getattr(self.model, "module", self.model))
-        )
+        buffers = {} if self.spec.lora else models.persistent_buffers(unwrapped(self.model))
         if buffers:
             save_file(buffers, folder / Path(BUFFERS).name)
 
@@ -494,6 +494,11 @@ class CheckpointManager:
         return scaler if hasattr(scaler, "last_overflow_iter") else None
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside DDP or DeepSpeed's engine, or a plain module unchanged."""
+    return getattr(model, "module", model)
+
+
 def run_signature(args, ctx: DistContext, spec, dataset: dict, model) -> dict:
     """Return the run signature, which a resumed run compares with that of its checkpoint.
 
@@ -502,7 +507,7 @@ def run_signature(args, ctx: DistContext, spec, dataset: dict, model) -> dict:
         useless. "soft" entries should match: they decide which data the model is trained and
         evaluated on. "told" entries are informational: a difference is only reported.
     """
-    named = getattr(model, "module", model).named_parameters()
+    named = unwrapped(model).named_parameters()
     must_match = {
         "parameters": spec.parameters,
         "shapes": digest_of_shapes({name: getattr(p, "ds_shape", p.shape) for name, p in named}),
