@@ -509,6 +509,13 @@ def huggingface_home() -> Path:
     return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
 
 
+def cache_folder(cache_dir: str | None) -> Path:
+    """Return the folder of tokenized datasets and of the embedded tokenizer (--cache_dir)."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    return huggingface_home() / "distributed_training"
+
+
 def cached_repository(kind: str, name: str) -> bool:
     """Return whether the cache holds a repository.
 

@@ -33,7 +33,6 @@ from support.cluster.launch import available_cores, has_nvidia_gpu
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.memory import architectures
 from support.memory import estimate as planner
-from support.model import resolve as models
 from support.redaction import redact
 from support.strategy import STRATEGIES
 from support.units import GB, MB
@@ -349,7 +348,7 @@ def _disk(args, ctx: DistContext) -> Iterator[Line]:
     """Check the free space for results, checkpoints and tokens."""
     folders = {
         "output": Path(args.output_dir or "runs"),
-        "cache": models.cache_folder(args.cache_dir),
+        "cache": preflight.cache_folder(args.cache_dir),
     }
     free = {}
     for purpose, folder in folders.items():

@@ -273,22 +273,6 @@ def _first(file: TokenFile | ExampleFile, count: int | None) -> TokenFile | Exam
     )
 
 
-def describe_split(name: str, facts: dict, seq_length: int) -> str:
-    """Return one line about a split: rows, tokens, sequences, and what was truncated or skipped."""
-    if "rows" not in facts:
-        return f"{name}: {facts['blocks']:,} sequences held out of the corpus"
-    label = (
-        "examples, in sequences of at most" if facts["kind"] in ("chat", "pair") else "sequences of"
-    )
-    line = (
-        f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, "
-        f"{facts['blocks']:,} {label} {seq_length} tokens"
-    )
-    return line + "".join(
-        f", {facts[label]:,} {label}" for label in ("truncated", "skipped") if facts[label]
-    )
-
-
 # -------------------------------------------------------------------------------------------- order
 
 

@@ -66,13 +66,13 @@ from support.data.tokenize import (
     SHOWN_BAD_ROWS,
     of_another_kind,
     refuse_bad_rows,
+    say_dataset,
     say_files,
     tokenize_corpus,
 )
 from support.errors import UserError
 from support.files.atomic import sha256_of
 from support.files.folders import advise_include, count_types, describe_twins, files_of
-from support.report.results import say_dataset
 
 # Steps in the queue of `batches.ReadAhead`; two more are outside it, one in the thread and one in
 # `prefetch`. A few are enough, because the slots refill in different steps.

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
+from support.cli.validate import cache_folder
 from support.cluster.context import DistContext, describe_difference
-from support.data.chat import PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
+from support.data.chat import PLAIN_NOTICE, PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
 from support.data.json_documents import DocumentTokenizer
 from support.data.sources import BadRow, Document, Example, Item, Notice, Source, open_source
 from support.errors import UserError
 from support.files.cache import Cache
-from support.model.resolve import cache_folder
 
 CACHE_VERSION = 5  # increase it when the layout of the cache or the tokenization changes
 BATCH_EXAMPLES = 256
@@ -88,6 +88,44 @@ def say_bad_rows(bad: list[str], ctx: DistContext) -> None:
             f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under "
             "dataset.bad_rows."
         )
+
+
+def say_dataset(ctx: DistContext, args, facts: dict[str, dict], tokenizer) -> None:
+    """Print one line for each split of the corpus.
+
+    Args:
+        facts: split -> its counts; see batches.open_split.
+        tokenizer: gets a chat template if the corpus has conversations and it has no template.
+    Raises:
+        UserError: the corpus has conversations and the tokenizer is not a fast one.
+    """
+    if "chat" in [split_facts.get("kind") for split_facts in facts.values()] and use_plain_template(
+        tokenizer, "chat"
+    ):
+        ctx.console.warn(PLAIN_NOTICE)
+    for name, split_facts in facts.items():
+        ctx.console.print0(f"📚 {_describe_split(name, split_facts, args.seq_length)}")
+        if name == "train" and args.num_samples and split_facts["blocks"] < args.num_samples:
+            ctx.console.warn(
+                f"--num_samples {args.num_samples:,} is more than the corpus has: using all "
+                f"{split_facts['blocks']:,} sequences."
+            )
+
+
+def _describe_split(name: str, facts: dict, seq_length: int) -> str:
+    """Return one line about a split: rows, tokens, sequences, and what was truncated or skipped."""
+    if "rows" not in facts:
+        return f"{name}: {facts['blocks']:,} sequences held out of the corpus"
+    label = (
+        "examples, in sequences of at most" if facts["kind"] in ("chat", "pair") else "sequences of"
+    )
+    line = (
+        f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, "
+        f"{facts['blocks']:,} {label} {seq_length} tokens"
+    )
+    return line + "".join(
+        f", {facts[label]:,} {label}" for label in ("truncated", "skipped") if facts[label]
+    )
 
 
 def bad_rows_in(folder: str | Path) -> list[str]:

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from support.cli.flags import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
-from support.cli.validate import huggingface_home, is_local_model, scratch_without_hub
+from support.cli.validate import cache_folder, is_local_model, scratch_without_hub
 from support.cluster.context import DistContext
 from support.errors import UserError
 from support.files.atomic import TemporaryFolder
@@ -208,13 +208,6 @@ def as_dtype(dtype: torch.dtype | str) -> dict:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error message, or the class name if it is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def cache_folder(given: str | None) -> Path:
-    """Return the cache folder of tokenized datasets and of the embedded tokenizer."""
-    if given:
-        return Path(given).expanduser()
-    return huggingface_home() / "distributed_training"
 
 
 # -------------------------------------------------------------------------------- resolving --model

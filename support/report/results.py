@@ -22,8 +22,6 @@ from support.cli.flags import global_batch
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext, versions
 from support.cluster.launch import available_cores
-from support.data import batches as data
-from support.data.chat import PLAIN_NOTICE, use_plain_template
 from support.errors import TrainingError, UserError
 from support.files.atomic import (
     lock,
@@ -438,28 +436,6 @@ def mean_over_ranks(values: list[dict]) -> dict:
         key: mean_over_ranks(column) if isinstance(column[0], dict) else statistics.mean(column)
         for key, column in columns.items()
     }
-
-
-def say_dataset(ctx: DistContext, args, facts: dict[str, dict], tokenizer) -> None:
-    """Print one line for each split of the corpus.
-
-    Args:
-        facts: split -> its counts; see data.open_split.
-        tokenizer: gets a chat template if the corpus has conversations and it has no template.
-    Raises:
-        UserError: the corpus has conversations and the tokenizer is not a fast one.
-    """
-    if "chat" in [split_facts.get("kind") for split_facts in facts.values()] and use_plain_template(
-        tokenizer, "chat"
-    ):
-        ctx.console.warn(PLAIN_NOTICE)
-    for name, split_facts in facts.items():
-        ctx.console.print0(f"📚 {data.describe_split(name, split_facts, args.seq_length)}")
-        if name == "train" and args.num_samples and split_facts["blocks"] < args.num_samples:
-            ctx.console.warn(
-                f"--num_samples {args.num_samples:,} is more than the corpus has: using all "
-                f"{split_facts['blocks']:,} blocks."
-            )
 
 
 def say_setup(ctx: DistContext) -> None:
