@@ -960,23 +960,16 @@ def damaged(value, wrong):
 
 
 @pytest.fixture
-def report(tmp_path, monkeypatch):
+def report(tmp_path):
     """report() reads the runs in tmp_path and makes all texts of the report; returns the
     comparison.
     """
-    monkeypatch.syspath_prepend(str(PROJECT / "scripts"))
-    import compare_report
-
-    from support.report import compare as comparing
+    from support.report import compare, tables
 
     def make():
-        comparison = comparing.read_comparison(tmp_path)
-        body = compare_report.body_text(comparison)
-        (
-            compare_report.full_text(comparison, body),
-            compare_report.as_json(comparison),
-            compare_report.as_markdown(comparison),
-        )
+        comparison = compare.read_comparison(tmp_path)
+        for text in (tables.as_file, tables.as_json, tables.as_markdown):
+            text(comparison)
         return comparison
 
     return make

@@ -1,0 +1,293 @@
+"""The figure of a comparison: memory, throughput, losses and their differences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from support.report.compare import STATES, Attempt, Comparison, Row, differences
+from support.report.tables import provenance, title
+from support.units import GB, MB, human_rate
+
+# The palette of Okabe and Ito, whose colours can be told apart with colour-blindness: one colour
+# for each kind of memory, and one for each strategy.
+KIND_COLOURS = {
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer": "#E69F00",
+    "buffers and other": "#999999",
+    "activations and temporary": "#009E73",
+    "activations": "#009E73",
+    "logits": "#CC79A7",
+}
+STRATEGY_COLOURS = {
+    "dp": "#000000",
+    "zero1": "#E69F00",
+    "zero2": "#56B4E9",
+    "zero3": "#009E73",
+    "offload": "#F0E442",
+    "infinity": "#D55E00",
+    "fsdp": "#CC79A7",
+    "control": "#777777",
+}
+MARKERS = dict(zip(STRATEGY_COLOURS, "os^DvPX.", strict=True))
+LIMIT_STYLE = {"color": "#D55E00", "linestyle": "--"}
+SMALLEST_DIFFERENCE = 1e-8  # drawn for equal losses: 0 has no logarithm
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Draw the figure; of a simulation only memory is drawn.
+
+    Args:
+        comparison: with at least one completed row.
+        path: the .png file to write.
+    Raises:
+        OSError: the file cannot be written.
+    """
+    rows = [row for row in comparison.rows if row.completed]
+    if comparison.simulated:
+        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        draw_memory(figure.subplots(), comparison, rows)
+    else:
+        figure = Figure(figsize=(13, 9), layout="constrained")
+        (memory, speed), (losses, loss_differences) = figure.subplots(2, 2)
+        draw_memory(memory, comparison, rows)
+        draw_speed(speed, comparison, rows)
+        draw_losses(losses, rows)
+        draw_differences(loss_differences, comparison, rows)
+    figure.suptitle(title(comparison), fontsize=12)
+    figure.supxlabel("\n".join(provenance(comparison)), fontsize=8, color="#555555")
+    figure.savefig(path, dpi=110)
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+@dataclass
+class Part:
+    """One kind of memory in the bars: its name in the legend, the bytes of each strategy, style."""
+
+    label: str
+    sizes: list[float]
+    style: dict
+
+
+def draw_memory(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
+    """Draw the memory of each strategy as stacked bars.
+
+    On a GPU the bars reach the allocator's peak. On a CPU they show the tensors that a GPU would
+    hold, and above those the tensors in host memory, hatched. A line shows the GPU's capacity if it
+    is near the bars.
+    """
+    unit, unit_name = (GB, "GB") if comparison.on_gpu else (MB, "MB")
+    tops = [0.0] * len(rows)
+    for part in _device_parts(comparison, rows):
+        _stack(axes, part, tops, unit)
+    _label_bars(axes, tops, [f"{top:.2f}" if comparison.on_gpu else f"{top:.1f}" for top in tops])
+    _mark_planned(axes, comparison, rows, unit)
+    if not comparison.on_gpu:  # above the number, because a GPU would not hold it
+        gap = 0.07 * max(tops)
+        tops = [
+            top + gap * any(row.host_categories.values())
+            for top, row in zip(tops, rows, strict=True)
+        ]
+        for part in _host_parts(rows):
+            _stack(axes, part, tops, unit)
+    axes.set_ylim(0, 1.3 * max(tops))
+    capacity = comparison.facts["hardware"]["gpu_memory_bytes"]
+    if capacity:
+        _mark_capacity(axes, capacity / unit, max(tops))
+    _name_strategies(axes, rows)
+    axes.set_ylabel(f"{unit_name} on the fullest rank")
+    counted = "Model state and activations" if comparison.simulated else "Model state"
+    axes.set_title(
+        "GPU memory at its peak"
+        if comparison.on_gpu
+        else f"{counted} per rank (counted; a GPU would hold it)"
+    )
+    axes.legend(fontsize=8, ncols=2, loc="upper right")
+
+
+def _device_parts(comparison: Comparison, rows: list[Row]) -> list[Part]:
+    """Return what is on the device, or on a CPU what would be: the lowest part first."""
+    sizes = {kind: [row.categories[kind] for row in rows] for kind in STATES}
+    if comparison.on_gpu:
+        sizes["buffers and other"] = [
+            row.categories["buffers"] + row.categories["other"] for row in rows
+        ]
+        sizes["activations and temporary"] = [
+            max(0.0, row.memory_bytes - sum(row.categories.values())) for row in rows
+        ]
+    elif comparison.simulated:
+        sizes["activations"] = [row.activations or 0 for row in rows]
+        sizes["logits"] = [row.logits or 0 for row in rows]
+    return [Part(kind, values, {"color": KIND_COLOURS[kind]}) for kind, values in sizes.items()]
+
+
+def _host_parts(rows: list[Row]) -> list[Part]:
+    """Return what runs on GPUs keep in host memory."""
+    return [
+        Part(
+            f"{kind}, in host memory",
+            [row.host_categories.get(kind, 0) for row in rows],
+            {"facecolor": "white", "edgecolor": KIND_COLOURS[kind], "hatch": "///"},
+        )
+        for kind in ("gradients", "optimizer")
+    ]
+
+
+def _stack(axes: Axes, part: Part, tops: list[float], unit: int) -> None:
+    """Draw a part on top of the bars, and raise `tops`, the heights of the bars, by it."""
+    heights = [size / unit for size in part.sizes]
+    bars = [number for number, height in enumerate(heights) if height]
+    if bars:
+        axes.bar(
+            bars,
+            [heights[bar] for bar in bars],
+            0.65,
+            bottom=[tops[bar] for bar in bars],
+            label=part.label,
+            **part.style,
+        )
+    for bar in bars:
+        tops[bar] += heights[bar]
+
+
+def _mark_planned(axes: Axes, comparison: Comparison, rows: list[Row], unit: int) -> None:
+    """Draw the memory estimate of each strategy that has one as a short line."""
+    planned = [row.planned_bytes for row in rows]
+    if comparison.simulated and not comparison.on_gpu:
+        kinds = (*STATES, "activations", "logits")
+        planned = [sum(row.planned.get(kind, 0) for kind in kinds) for row in rows]
+    marks = {bar: size / unit for bar, size in enumerate(planned) if size}
+    if marks:
+        axes.plot(
+            list(marks),
+            list(marks.values()),
+            linestyle="none",
+            marker="_",
+            markersize=26,
+            color="black",
+            label="planned",
+        )
+
+
+def _mark_capacity(axes: Axes, capacity: float, top: float) -> None:
+    """Draw the GPU's capacity as a line, or as text if it is far above the bars.
+
+    Args:
+        capacity, top: in the unit of the axis; `top` is the height of the highest bar.
+    """
+    if capacity < 4 * top:
+        label = f"capacity of the GPU, {capacity:.1f} GB"
+        axes.axhline(capacity, label=label, **LIMIT_STYLE)
+        axes.set_ylim(0, 1.25 * max(capacity, top))
+    else:
+        text = f"capacity of the GPU: {capacity:.1f} GB, far above"
+        axes.text(0.99, 0.70, text, transform=axes.transAxes, ha="right", fontsize=9)
+
+
+def _label_bars(axes: Axes, tops: list[float], texts: list[str], gap: int = 3) -> None:
+    """Write a text above each bar, `gap` points above its top."""
+    style = {"textcoords": "offset points", "ha": "center", "fontsize": 9}
+    for bar, (top, text) in enumerate(zip(tops, texts, strict=True)):
+        axes.annotate(text, (bar, top), (0, gap), **style)
+
+
+def _name_strategies(axes: Axes, rows: list[Row]) -> None:
+    """Label the bars with the strategies, and with the bytes that a strategy keeps on NVMe."""
+    names = [
+        f"{row.strategy}\n{row.nvme_bytes / MB:.0f} MB NVMe" if row.nvme_bytes else row.strategy
+        for row in rows
+    ]
+    axes.set_xticks(range(len(rows)), names, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# --------------------------------------------------------------------------------- speed and losses
+
+
+def draw_speed(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
+    """Draw the throughput of each strategy as bars, with the spread as error bars."""
+    rates = [row.samples_per_second for row in rows]
+    below = [max(0.0, row.samples_per_second - row.samples_per_second_low) for row in rows]
+    above = [max(0.0, row.samples_per_second_high - row.samples_per_second) for row in rows]
+    style = {"capsize": 4, "color": "#0072B2", "ecolor": "#333333"}
+    axes.bar(range(len(rows)), rates, 0.65, yerr=[below, above], **style)
+    tops = [rate + spread for rate, spread in zip(rates, above, strict=True)]
+    _label_bars(axes, tops, [human_rate(rate) for rate in rates], gap=4)
+    _name_strategies(axes, rows)
+    axes.set_ylabel("samples per second, all ranks")
+    axes.set_title(
+        "Throughput (bar: median; line: slowest to fastest repeat)"
+        if comparison.repeated
+        else "Throughput (bar: mean; line: 10th to 90th percentile of the steps)"
+    )
+
+
+def draw_losses(axes: Axes, rows: list[Row]) -> None:
+    """Draw all loss curves, each thinner than the one below it, so that none hides another."""
+    for number, row in enumerate(rows):
+        style = {
+            "color": STRATEGY_COLOURS[row.strategy],
+            "linewidth": 1.5 + 1.7 * (len(rows) - 1 - number),
+        }
+        for attempt in row.completed:
+            label = row.strategy if attempt is row.completed[0] else None
+            axes.plot(_steps_of(attempt), attempt.losses, label=label, **style)
+    axes.set_ylabel("training loss (nats per token)")
+    axes.set_title("Loss (curves that are alike lie over each other, the first one widest)")
+    axes.legend(fontsize=8, ncols=2)
+    _show_steps(axes)
+
+
+def draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
+    """Draw the relative loss differences from the reference, and the tolerance, on a log axis."""
+    reference_run = comparison.reference.completed[0]
+    rows = rows + ([comparison.control] if comparison.control else [])
+    for row in rows:
+        style = {
+            "color": STRATEGY_COLOURS[row.strategy],
+            "marker": MARKERS[row.strategy],
+            "markersize": 4,
+            "markeredgecolor": "#333333",
+            "linewidth": 1.3,
+        }
+        label = "control: higher lr" if row is comparison.control else row.strategy
+        for attempt in row.completed:
+            if attempt is reference_run:
+                continue
+            values = differences(attempt, reference_run, comparison.lasting)
+            values = [max(SMALLEST_DIFFERENCE, value) for value in values]
+            axes.plot(_steps_of(attempt), values, label=label, **style)
+            label = None  # one legend entry for all repeats
+    tolerance, lasting = comparison.tolerance, comparison.lasting
+    axes.axhline(tolerance, label=f"tolerance, {tolerance:g}", **LIMIT_STYLE)
+    axes.set_yscale("log")
+    largest = max(tolerance, *(row.difference or 0 for row in rows))
+    axes.set_ylim(SMALLEST_DIFFERENCE / 2, 100 * largest)
+    axes.set_ylabel("relative difference of the loss")
+    medians = f", medians of {lasting} steps" if lasting > 1 else ""
+    axes.set_title(
+        f"Difference from {comparison.reference.strategy}{medians} "
+        f"(none: {SMALLEST_DIFFERENCE:.0e})"
+    )
+    axes.legend(fontsize=8, ncols=4, loc="upper center")
+    _show_steps(axes)
+
+
+def _steps_of(attempt: Attempt) -> range:
+    """Return the numbers of the optimizer steps of a run, counted from 1."""
+    return range(1, len(attempt.losses) + 1)
+
+
+def _show_steps(axes: Axes) -> None:
+    """Mark only whole steps on the x axis, and draw a light grid."""
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

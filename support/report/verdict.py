@@ -1,0 +1,299 @@
+"""The conclusions of a comparison in sentences: same model, fastest, smallest, and what is sent."""
+
+from __future__ import annotations
+
+from support.report.compare import Comparison, Row, volumes
+from support.units import human_bytes, human_rate
+
+
+def verdict(comparison: Comparison) -> list[str]:
+    """Return the conclusions of the comparison, one or more sentences each."""
+    if comparison.reference is None:
+        return ["❌ No strategy completed, so there is nothing to compare."]
+    if comparison.simulated:
+        return [*_simulated(comparison), *_incomplete(comparison)]
+    sentences = [*_departing(comparison), *_same_model(comparison), *_control(comparison)]
+    rows = [row for row in comparison.rows if row.completed and row.departs_at is None]
+    if rows:
+        sentences += [
+            _fastest(comparison, rows),
+            _smallest(comparison, rows),
+            *_limits(comparison, rows),
+        ]
+    return sentences + _incomplete(comparison)
+
+
+def _simulated(comparison: Comparison) -> list[str]:
+    """Explain memory simulations, and compare the memory estimate with them."""
+    ranks = comparison.work["simulated_world_size"]
+    sentences = [
+        f"A memory simulation: one process allocated what rank 0 of {ranks} would, without the "
+        "others. Nothing was trained, so there are no losses and no speeds. "
+        "The table is in MB, 2^20 bytes."
+    ]
+    errors = {
+        row.strategy: 100 * (row.planned_bytes / row.memory_bytes - 1)
+        for row in comparison.rows
+        if row.completed and row.planned_bytes
+    }
+    if errors:
+        worst = max(errors, key=lambda strategy: abs(errors[strategy]))
+        quantity = "peaks" if comparison.on_gpu else "model states"
+        sentences.append(
+            f"The planner's {quantity} are within {abs(errors[worst]):.1f}% of the simulated ones "
+            f"({worst})."
+        )
+    return sentences
+
+
+def _tolerance_text(comparison: Comparison) -> str:
+    return f"tolerance {comparison.tolerance:g} for {comparison.work['precision']}"
+
+
+def _median_text(comparison: Comparison) -> str:
+    return f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
+
+
+def _departing(comparison: Comparison) -> list[str]:
+    """Name the reference if it is not dp, and the strategies that train another model."""
+    reference, sentences = comparison.reference, []
+    if reference.strategy != "dp":
+        dp = next((row for row in comparison.rows if row.strategy == "dp"), None)
+        reason = f"did not complete ({dp.status})" if dp else "was left out"
+        sentences.append(
+            f"ℹ️  dp, the plain reference, {reason}: the others are compared with "
+            f"{reference.strategy}."
+        )
+    tolerance, medians = _tolerance_text(comparison), _median_text(comparison)
+    advice = (
+        ""
+        if comparison.work["precision"] == "fp32"
+        else " --precision fp32 tells a fault from rounding."
+    )
+    for row in comparison.departing:
+        if row is reference:
+            sentences.append(
+                f"❌ {row.strategy}'s own repeats differ by {row.difference:.1e}{medians} at "
+                f"step {row.difference_step}; {tolerance}. The same command must give the "
+                "same losses: look for what changed between them."
+            )
+        else:
+            expected = reference.completed[0].losses[row.departs_at - 1]
+            sentences.append(
+                f"❌ {row.strategy} does not train the same model: it departs from "
+                f"{reference.strategy} at step {row.departs_at} (loss {row.departing_loss:.6f}, "
+                f"{reference.strategy} {expected:.6f}) and is off by "
+                f"{row.difference:.1e}{medians} at step {row.difference_step}; "
+                f"{tolerance}.{advice}"
+            )
+    return sentences
+
+
+def _same_model(comparison: Comparison) -> list[str]:
+    """Name the strategies that train what the reference trains."""
+    reference, sentences = comparison.reference, []
+    rows = [row for row in comparison.compared if row.departs_at is None]
+    if rows:
+        worst = max(rows, key=lambda row: row.difference)
+        sentences.append(
+            f"✅ Same model: {_names(rows)} {'trains' if len(rows) == 1 else 'train'} what "
+            f"{reference.strategy} trains. Over {comparison.work['steps']} steps no loss is off by "
+            f"more than {worst.difference:.1e} relative{_median_text(comparison)} "
+            f"({worst.strategy}, step {worst.difference_step}); {_tolerance_text(comparison)}."
+        )
+    elif not comparison.departing:
+        sentences.append(f"ℹ️  Only {reference.strategy} completed, so no losses could be compared.")
+    if reference.difference and reference not in comparison.departing:
+        sentences.append(
+            f"ℹ️  {reference.strategy}'s own repeats are off by up to {reference.difference:.1e} "
+            "from its first."
+        )
+    return sentences
+
+
+def _control(comparison: Comparison) -> list[str]:
+    """Say whether the losses would show a strategy that trains slightly differently."""
+    reference, control = comparison.reference, comparison.control
+    if control is None or not comparison.compared:
+        return []
+    higher = 100 * (control.completed[0].lrs[0] / reference.completed[0].lrs[0] - 1)
+    text = (
+        f"Control: {reference.strategy} with a learning rate {higher:.0f}% higher is off by up to "
+        f"{control.difference:.1e}"
+    )
+    if control.departs_at:
+        return [
+            f"{text}, beyond the tolerance from step {control.departs_at} on: a fault of that "
+            "size would show."
+        ]
+    return [
+        f"ℹ️  {text}, within the tolerance: a fault of that size would not show. --precision "
+        "fp32 or more steps are a sharper test."
+    ]
+
+
+def _fastest(comparison: Comparison, rows: list[Row]) -> str:
+    fastest, *others = sorted(rows, key=lambda row: -row.samples_per_second)
+    text = f"Fastest: {fastest.strategy}, {human_rate(fastest.samples_per_second)} samples/s"
+    if others:
+        ratio = others[-1].samples_per_second / fastest.samples_per_second
+        text += f"; slowest: {others[-1].strategy}, {ratio:.2f} of that"
+    overlap = [
+        row.strategy
+        for row in others
+        if row.samples_per_second_high > fastest.samples_per_second_low
+    ]
+    # Without repeats the spread is that of one run's steps, which has other causes.
+    if comparison.repeated and overlap:
+        text += f" (within the spread of repeats: {', '.join(overlap)})"
+    if not comparison.on_gpu:
+        text += ". The ranks share this CPU and its memory: on GPUs the order can be another"
+    return f"{text}."
+
+
+def _smallest(comparison: Comparison, rows: list[Row]) -> str:
+    by_memory = sorted(rows, key=lambda row: row.memory_bytes)
+    least, reference = by_memory[0], comparison.reference
+    usage = (
+        "needs least, at its peak"
+        if comparison.on_gpu
+        else "keeps least model state on what would be a GPU, at the end of backward"
+    )
+    text = (
+        f"Room for the largest model: {least.strategy} {usage} {human_bytes(least.memory_bytes)} "
+        "per rank"
+    )
+    if least is not reference:
+        text += f", {reference.strategy} {human_bytes(reference.memory_bytes)}"
+    other_memory = []
+    if in_host := sum(least.host_categories.values()):
+        other_memory.append(f"{human_bytes(in_host)} per rank in host memory")
+    if least.nvme_bytes:
+        other_memory.append(f"{human_bytes(least.nvme_bytes)} on NVMe in all")
+    if other_memory:
+        text += f"; it keeps {' and '.join(other_memory)} instead"
+    on_device = next((row for row in by_memory if not row.definition.offloads), None)
+    if least.definition.offloads and on_device:
+        text += f". Without offloading: {on_device.strategy}, {human_bytes(on_device.memory_bytes)}"
+    return f"{text}."
+
+
+def _limits(comparison: Comparison, rows: list[Row]) -> list[str]:
+    """Say what this comparison cannot show: on one rank, and on a CPU."""
+    sentences = []
+    if comparison.work["world_size"] == 1:
+        sharded = [
+            row.strategy for row in rows if row.definition.sharded and not row.definition.offloads
+        ]
+        sharded_text = (
+            f": {', '.join(sharded)} split over one rank, which saves nothing" if sharded else ""
+        )
+        sentences.append(
+            f"ℹ️  One {'GPU' if comparison.on_gpu else 'process'} cannot show what sharding saves, "
+            f"nor what communication costs{sharded_text}. Compare on two or more."
+        )
+    if not comparison.on_gpu:
+        sentences.append(
+            "ℹ️  On a CPU the memory column counts the parameters, gradients and optimizer "
+            "states that a GPU would hold at the end of backward, and nothing that comes and "
+            "goes: activations, gathered layers, buckets. Host peak is the whole process, "
+            "libraries included."
+        )
+    return sentences
+
+
+def _incomplete(comparison: Comparison) -> list[str]:
+    """Give status, reason and log of each strategy that did not complete."""
+    sentences = []
+    for row in comparison.rows:
+        if row.status == "completed":
+            continue
+        mark = "ℹ️ " if row.status in ("skipped", "not run") else "❌"
+        text = f"{mark} {row.strategy}: {row.status.replace('_', ' ')}"
+        if row.completed:
+            text += f" ({len(row.completed)} of {len(row.attempts)} repeats completed)"
+        text += f". {row.reason}"
+        broken = next((attempt for attempt in row.attempts if not attempt.completed), None)
+        if broken and row.status != "interrupted":
+            text += f" Log: {broken.folder / 'log.txt'}"
+        sentences.append(text.rstrip())
+    return sentences
+
+
+def explain_traffic(comparison: Comparison) -> list[str]:
+    """Explain each strategy's communication, from the counted collectives and the ZeRO paper."""
+    if comparison.reference is None:
+        return []
+    ranks, parameters = comparison.work["world_size"], comparison.work["parameters"]
+    if ranks == 1:
+        return ["One rank sends nothing."]
+    rows_by_text: dict[str, list[Row]] = {}
+    for row in comparison.rows:
+        if row.volume is not None:
+            text = _traffic_of(row, parameters, comparison.work["gradient_accumulation_steps"])
+            rows_by_text.setdefault(text, []).append(row)
+    return [
+        f"P = {parameters:,} parameters. The volume counts each element that is gathered or "
+        "reduced, twice in an all-reduce, as the paper does; of it a rank sends (N−1)/N = "
+        f"{(ranks - 1) / ranks:.2f}, times the bytes of its type.",
+        *[f"{_names(rows)}: {text}." for text, rows in rows_by_text.items()],
+    ]
+
+
+def _traffic_of(row: Row, parameters: int, micro_steps: int) -> str:
+    volume_by_kind = volumes(row.collectives, parameters)
+    gathered = volume_by_kind.get("all_gather", 0) + volume_by_kind.get("broadcast", 0)
+    reduced = row.volume - gathered
+    all_reduces = volume_by_kind.get("all_reduce", 0) > reduced / 2
+    text = (
+        f"gradients {reduced:.2f}P by {'all-reduce' if all_reduces else 'reduce-scatter'} in "
+        f"{_types(row, 'reduce')}"
+    )
+    if gathered > 0.005:
+        text += f", parameters {gathered:.2f}P by all-gather in {_types(row, 'gather')}"
+    reasons = []
+    if row.definition.stage in (1, 2) and all_reduces:
+        reasons.append(
+            "the paper reduces each part of the gradients to its owner only, 1P; DeepSpeed "
+            "all-reduces buckets"
+        )
+    if micro_steps > 1 and row.definition.stage >= 2:
+        reasons.append(
+            f"no rank keeps whole gradients, so they are reduced after each of the {micro_steps} "
+            "micro-batches"
+        )
+    if row.definition.shards_parameters:
+        reason = "parameters are gathered for forward and for backward"
+        if micro_steps > 1:
+            reason += f", in each of the {micro_steps} micro-batches"
+        if gathered / micro_steps > 2.005:
+            reason += ", some more often than that"
+        elif gathered / micro_steps < 1.98:
+            outermost_stay = row.definition.engine == "fsdp"
+            reason += (
+                ", the outermost (embeddings) only once" if outermost_stay else ", some less often"
+            )
+        reasons.append(reason)
+    return f"{text} ({'; '.join(reasons)})" if reasons else text
+
+
+def _types(row: Row, verb: str) -> str:
+    """Return the types that carry more than 1% of the bytes each: "fp32", "fp32 and bf16".
+
+    Args:
+        verb: "gather" or "reduce", which selects the collectives.
+    """
+    bytes_by_dtype: dict[str, float] = {}
+    for name, entry in row.collectives.items():
+        kind, dtype = name.split(" ")
+        if verb in kind:
+            bytes_by_dtype[dtype] = bytes_by_dtype.get(dtype, 0) + entry["message_bytes"]
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    least = 0.01 * sum(bytes_by_dtype.values())
+    names = [short.get(dtype, dtype) for dtype, size in bytes_by_dtype.items() if size > least]
+    return " and ".join(names) or "nothing"
+
+
+def _names(rows: list[Row]) -> str:
+    *names, last = [row.strategy for row in rows]
+    return f"{', '.join(names)} and {last}" if names else last
