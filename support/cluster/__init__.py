@@ -4,6 +4,6 @@ launch       the launcher and the rank of this process; settings made before tor
 context      `DistContext`: ranks, preparation once per node, errors, stop signals, end of a run
 failures     detection of ranks that were killed or stopped
 comm_volume  collectives, message bytes and sent bytes per optimizer step
-slurm        templates of batch scripts for Slurm and of launch scripts for other machines
+slurm        batch scripts, filled in from the files in templates/
 setup_files  the configurations and scripts that scripts/distributed_setup.py writes
 """

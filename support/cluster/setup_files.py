@@ -21,7 +21,7 @@ from support.cli.flags import (
     PROJECT,
     bucket_sizes,
 )
-from support.cluster import slurm as jobs
+from support.cluster import slurm
 from support.errors import UserError
 
 NO_DIGEST = "sha256:" + 64 * "0"
@@ -302,13 +302,15 @@ def launch_script(args, made_by: str) -> str:
     if args.master_port > 65535:
         raise UserError(f"--master_port {args.master_port} is not a port: use 1024 to 65535.")
     template = (
-        jobs.OVER_SSH
+        "launch_over_ssh"
         if hosts
-        else jobs.ONE_MACHINE
+        else "launch_deepspeed"
         if args.use_deepspeed and nodes == 1
-        else jobs.EACH_MACHINE
+        else "launch_torchrun"
     )
-    return jobs.fill(
+    # The first host, unless the other hosts reach it under another address.
+    first_host = hosts and args.master_addr == "127.0.0.1"
+    return slurm.fill(
         template,
         {
             "MADE_BY": made_by,
@@ -318,20 +320,15 @@ def launch_script(args, made_by: str) -> str:
             "NODES": nodes,
             "RANKS": ranks,
             "NODE_RANK": args.node_rank,
-            "MASTER_ADDR": shlex.quote(
-                hosts[0].split("@")[-1]
-                if hosts and args.master_addr == "127.0.0.1"
-                else args.master_addr
-            ),
+            "MASTER_ADDR": shlex.quote(hosts[0].split("@")[-1] if first_host else args.master_addr),
             "MASTER_PORT": args.master_port,
             "HOSTS": " ".join(map(shlex.quote, hosts)),
-            "ACTIVATE": jobs.ACTIVATE_ANY,
         },
     )
 
 
 def slurm_job(args, made_by: str) -> str:
-    """Return a batch script from the templates of support/cluster/slurm.py.
+    """Return a batch script.
 
     Args:
         args: the flags of the command `slurm`.
@@ -347,39 +344,38 @@ def slurm_job(args, made_by: str) -> str:
             r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", getattr(args, flag)
         ):
             raise UserError(f"--{flag} {getattr(args, flag)!r} is not a name that Slurm knows.")
-    one_node = args.num_nodes == 1 and not args.requeue
-    # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them
-    # with srun.
-    launch = jobs.REQUEUE if args.requeue else jobs.TORCHRUN
-    about = f"Made by:\n    {made_by}\n\nSubmit it with\n    sbatch {shlex.quote(str(args.output))}"
     gpus = args.num_gpus_per_node or 1
-    job = jobs.Job(
-        about,
-        "train",
-        jobs.DEEPSPEED if args.use_deepspeed and one_node else launch,
-        nodes=args.num_nodes,
-        gpus=gpus,
-        cpus=2 * gpus,
-        time=args.time_limit,
-    )
-    if args.requeue:
-        job.tasks_per_node, job.cpus = gpus, 2
-    job.sbatch += [
+    values = {
+        "NODES": args.num_nodes,
+        "GPUS": gpus,
+        "CPUS": 2 * gpus,
+        "TIME": args.time_limit,
+        "PROJECT_LINE": f"project={shlex.quote(str(PROJECT))}",
+    }
+    sbatch = [
         f"#SBATCH --{flag}={getattr(args, flag)}"
         for flag in ("partition", "account")
         if getattr(args, flag)
     ]
-    job.sbatch += jobs.REQUEUE_LINES if args.requeue else []
-    job.project = f"project={shlex.quote(str(PROJECT))}"
+    arguments = f" --config {config_path(args.config)}"
+    # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them
+    # with srun.
+    if args.requeue:
+        template = "job_requeue"
+        values |= {"TASKS": gpus, "CPUS": 2}
+        sbatch += slurm.REQUEUE_LINES
+        arguments += " --resume"
+    else:
+        one_node = args.num_nodes == 1
+        template = "job_deepspeed" if args.use_deepspeed and one_node else "job_torchrun"
     if modules := re.findall("[^ ,]+", args.modules or ""):
-        job.modules = f"module load {shlex.join(modules)}"
+        values["MODULES"] = f"module load {shlex.join(modules)}"
     if args.venv:
-        job.activate = (
-            "source "
-            f"{shlex.quote(str(Path(args.venv).expanduser().absolute() / 'bin' / 'activate'))}"
-        )
-    job.arguments = f" --config {config_path(args.config)}" + (" --resume" if args.requeue else "")
-    return job.text().replace("\n", f"\n{DIGEST_OF_SCRIPTS}\n", 1)  # below the first line
+        activate = Path(args.venv).expanduser().absolute() / "bin" / "activate"
+        values["ACTIVATE"] = f"source {shlex.quote(str(activate))}"
+    about = f"Made by:\n    {made_by}\n\nSubmit it with\n    sbatch {shlex.quote(str(args.output))}"
+    text = slurm.batch_script(template, about, sbatch, arguments, **values)
+    return text.replace("\n", f"\n{DIGEST_OF_SCRIPTS}\n", 1)  # below the first line
 
 
 def config_path(path: str) -> str:
