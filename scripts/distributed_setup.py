@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,11 +31,12 @@ if __name__ == "__main__":
 
 from support.cli.argument_types import Parser, whole
 from support.cli.fsdp_config import SHARDING
-from support.cluster import setup_files as generators
+from support.cluster import setup_files
 from support.errors import EXIT_FAILED, UserError
 from support.files.atomic import write_text
 
 count = whole(1, 100_000)
+DEFAULT = "(default: %(default)s)"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,30 +48,44 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
+    for name, summary, output, add_flags in (
+        (
+            "deepspeed",
+            "a DeepSpeed configuration, for --ds_config",
+            "config/ds_config.json",
+            [add_deepspeed_flags],
+        ),
+        (
+            "fsdp",
+            "an FSDP configuration, for --fsdp_config",
+            "config/fsdp_config.json",
+            [add_fsdp_flags],
+        ),
+        (
+            "launcher",
+            "a script that starts a run without a scheduler",
+            "scripts/run_training.sh",
+            [add_script_flags, add_launcher_flags],
+        ),
+        (
+            "slurm",
+            "a Slurm batch script",
+            "scripts/slurm_job.sh",
+            [add_script_flags, add_slurm_flags],
+        ),
+    ):
+        command = commands.add_parser(name, help=summary, allow_abbrev=False)
+        add = command.add_argument
+        add("--output", type=Path, default=Path(output), help=f"the file to write {DEFAULT}")
+        add("--force", action="store_true", help="replace it even if it was edited")
+        for add_group in add_flags:
+            add_group(add)
+    return parser
 
-    def subcommand(name: str, help: str, output: str):
-        command = commands.add_parser(name, help=help, allow_abbrev=False)
-        command.add_argument(
-            "--output",
-            type=Path,
-            default=Path(output),
-            help="the file to write (default: %(default)s)",
-        )
-        command.add_argument(
-            "--force", action="store_true", help="replace it even if it was edited"
-        )
-        return command.add_argument
 
-    add = subcommand(
-        "deepspeed", "a DeepSpeed configuration, for --ds_config", "config/ds_config.json"
-    )
-    add(
-        "--zero_stage",
-        type=int,
-        choices=(1, 2, 3),
-        default=2,
-        help="what is sharded (default: %(default)s)",
-    )
+def add_deepspeed_flags(add: Callable) -> None:
+    """Add the flags of `deepspeed`; `add` is the subcommand's `add_argument`, as in the others."""
+    add("--zero_stage", type=int, choices=(1, 2, 3), default=2, help=f"what is sharded {DEFAULT}")
     add(
         "--offload_optimizer",
         action="store_true",
@@ -80,30 +96,30 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="parameters in host memory, stage 3 (with --nvme_path on NVMe)",
     )
-    add("--nvme_path", metavar="DIR", help="keep what is offloaded on this disk; stage 3")
+    add("--nvme_path", metavar="DIR", help="offload to this disk instead; stage 3")
     add("--bf16", action="store_true", help="train in bf16")
     add("--fp16", action="store_true", help="train in fp16 with a dynamic loss scale")
     add(
         "--batch_size",
         type=count,
-        help="sequences per GPU in a micro-batch (default: what the run's --batch_size says)",
+        help="sequences per GPU in a micro-batch (default: the run's --batch_size)",
     )
     add(
         "--model",
         default="gpt2",
         help="bucket sizes follow this model: tiny-gpt2, a GPT-2, or a folder with config.json "
-        "(default: %(default)s)",
+        f"{DEFAULT}",
     )
 
-    add = subcommand("fsdp", "an FSDP configuration, for --fsdp_config", "config/fsdp_config.json")
-    add(
-        "--sharding_strategy", choices=SHARDING, default="FULL_SHARD", help="(default: %(default)s)"
-    )
+
+def add_fsdp_flags(add: Callable) -> None:
+    """Add the flags of `fsdp`."""
+    add("--sharding_strategy", choices=SHARDING, default="FULL_SHARD", help=DEFAULT)
     add(
         "--mixed_precision",
         choices=("BFLOAT16", "FLOAT16", "FLOAT32"),
         default="BFLOAT16",
-        help="(default: %(default)s)",
+        help=DEFAULT,
     )
     add(
         "--offload_params",
@@ -116,71 +132,56 @@ def build_parser() -> argparse.ArgumentParser:
         help="class of the layers that are sharded one by one (default: the model's blocks)",
     )
 
-    for name, summary, output in (
-        ("launcher", "a script that starts a run without a scheduler", "scripts/run_training.sh"),
-        ("slurm", "a Slurm batch script", "scripts/slurm_job.sh"),
-    ):
-        add = subcommand(name, summary, output)
-        add(
-            "--config",
-            required=True,
-            metavar="FILE",
-            help="the run file (YAML) that the script reads",
-        )
-        add("--num_nodes", type=count, default=1, help="machines (default: %(default)s)")
-        add(
-            "--num_gpus_per_node",
-            type=count,
-            help="ranks on each (default: 1, or the slots in --hosts)",
-        )
-        add(
-            "--use_deepspeed",
-            action="store_true",
-            help="start with DeepSpeed's launcher where that works: on one machine",
-        )
-        if name == "launcher":
-            add(
-                "--master_addr",
-                default="127.0.0.1",
-                help="first machine's address (default: %(default)s)",
-            )
-            add("--master_port", type=count, default=29500, help="(default: %(default)s)")
-            add(
-                "--node_rank",
-                type=int,
-                default=0,
-                help="number of the machine (default: %(default)s; or NODE_RANK)",
-            )
-            add(
-                "--hosts",
-                metavar="FILE",
-                help="start all machines over ssh: a host name a line, the first is the master",
-            )
-        else:
-            add(
-                "--time_limit",
-                default="02:00:00",
-                metavar="HH:MM:SS",
-                help="(default: %(default)s)",
-            )
-            add("--partition", help="where the job runs")
-            add("--account", help="who pays")
-            add(
-                "--modules",
-                metavar="NAMES",
-                help="modules to load, with spaces or commas between them",
-            )
-            add(
-                "--venv",
-                metavar="DIR",
-                help="Python environment (default: the one active at sbatch, else .venv)",
-            )
-            add(
-                "--requeue",
-                action="store_true",
-                help="save before the time limit or on preemption, requeue, go on",
-            )
-    return parser
+
+def add_script_flags(add: Callable) -> None:
+    """Add the flags that `launcher` and `slurm` share."""
+    add("--config", required=True, metavar="FILE", help="the run file (YAML) that the script reads")
+    add("--num_nodes", type=count, default=1, help=f"nodes {DEFAULT}")
+    add(
+        "--num_gpus_per_node",
+        type=count,
+        help="ranks per node (default: 1, or the slots in --hosts)",
+    )
+    add(
+        "--use_deepspeed",
+        action="store_true",
+        help="start with DeepSpeed's launcher, on a single node only",
+    )
+
+
+def add_launcher_flags(add: Callable) -> None:
+    """Add the flags of `launcher`."""
+    add("--master_addr", default="127.0.0.1", help=f"address of the first node {DEFAULT}")
+    add("--master_port", type=count, default=29500, help=DEFAULT)
+    add(
+        "--node_rank",
+        type=int,
+        default=0,
+        help="index of this node (default: %(default)s; or NODE_RANK)",
+    )
+    add(
+        "--hosts",
+        metavar="FILE",
+        help="start all nodes over ssh: one host name per line, the first is the master",
+    )
+
+
+def add_slurm_flags(add: Callable) -> None:
+    """Add the flags of `slurm`."""
+    add("--time_limit", default="02:00:00", metavar="HH:MM:SS", help=DEFAULT)
+    add("--partition", help="partition of the job")
+    add("--account", help="account that the job is charged to")
+    add("--modules", metavar="NAMES", help="modules to load, separated by spaces or commas")
+    add(
+        "--venv",
+        metavar="DIR",
+        help="Python environment (default: the one active at sbatch, else .venv)",
+    )
+    add(
+        "--requeue",
+        action="store_true",
+        help="save before the time limit or on preemption, requeue the job, and resume",
+    )
 
 
 def check_output(args) -> None:
@@ -199,7 +200,7 @@ def check_output(args) -> None:
             raise UserError(f"--output {path} is the file of --{flag}: name another one.")
     if path.exists() and not path.is_file():
         raise UserError(f"--output {path} is not a file: name another one.")
-    if path.exists() and not args.force and not generators.is_unedited(path):
+    if path.exists() and not args.force and not setup_files.is_unedited(path):
         raise UserError(
             f"{path} was edited, or is not from this script: --force replaces it, "
             "--output names another file."
@@ -216,10 +217,10 @@ def generate(args, made_by: str) -> str:
         UserError: a value or a combination of values cannot be used.
     """
     if args.command == "deepspeed":
-        return generators.as_json(generators.deepspeed_config(args), made_by)
+        return setup_files.as_json(setup_files.deepspeed_config(args), made_by)
     if args.command == "fsdp":
-        return generators.as_json(generators.fsdp_config(args), made_by)
-    return {"launcher": generators.launch_script, "slurm": generators.slurm_job}[args.command](
+        return setup_files.as_json(setup_files.fsdp_config(args), made_by)
+    return {"launcher": setup_files.launch_script, "slurm": setup_files.slurm_job}[args.command](
         args, made_by
     )
 
@@ -228,10 +229,10 @@ def main() -> None:
     """Read the arguments, write the file, and print what to do next."""
     try:
         args = build_parser().parse_args()
-        generators.check_values(args)
+        setup_files.check_values(args)
         check_output(args)
         made_by = shlex.join(["python", "scripts/distributed_setup.py", *sys.argv[1:]])
-        text = generators.with_digest(generate(args, made_by))
+        text = setup_files.with_digest(generate(args, made_by))
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.output.resolve(), text)
         if args.command in ("launcher", "slurm"):
@@ -242,7 +243,7 @@ def main() -> None:
     except OSError as error:
         print(f"❌ {args.output} cannot be written: {error.strerror}.", file=sys.stderr)
         sys.exit(EXIT_FAILED)
-    print(f"📁 {args.output}\n{generators.next_step(args)}")
+    print(f"📁 {args.output}\n{setup_files.next_step(args)}")
 
 
 if __name__ == "__main__":
