@@ -64,7 +64,8 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from support.checkpoints import manager as checkpoint
-from support.cli.flags import EMBEDDED_MODEL, NEED_EVALUATIONS
+from support.cli.arguments import choose_seq_length
+from support.cli.flags import NEED_EVALUATIONS
 from support.cluster.context import (
     ARRIVAL_SECONDS,
     DistContext,
@@ -163,21 +164,12 @@ def setup_distributed(args, launch) -> DistContext:
 def find_model(args, ctx: DistContext) -> models.ModelSpec:
     """Resolve --model to a configuration, its sizes and its tokenizer, without loading weights.
 
-    Sets args.seq_length to its default if the user gave none.
-
     Raises:
-        UserError: the model cannot be used, or --seq_length exceeds its positions.
+        UserError: the model cannot be used.
     """
     if not args.hub_offline:
         ctx.console.print0(f"⏳ Downloading {args.model}, where it is not in the cache")
     spec = models.find_model(args, ctx)
-    limit = models.max_positions(spec.config)
-    if args.seq_length is None:
-        args.seq_length = min(256 if args.model == EMBEDDED_MODEL else 512, limit or 512)
-    if limit and args.seq_length > limit:
-        raise UserError(
-            f"--seq_length {args.seq_length} is more than the {limit} positions of {args.model}."
-        )
     action = (
         "Simulating the memory of"
         if ctx.simulated
@@ -212,8 +204,6 @@ def load_model_and_tokenizer(args, ctx: DistContext, spec: models.ModelSpec):
     if args.generate:
         # Fail on an unusable prompt before the training, not after it.
         sampling.tokens_of(args.generate, spec.tokenizer)
-    if args.ds_config_dict:
-        configure_deepspeed(args, ctx, spec)
     if args.strategy == "fsdp":
         model = shard_with_fsdp(spec, ctx, args)
     elif STRATEGIES[args.strategy].shards_parameters:
@@ -748,6 +738,8 @@ def train_one_model(args, ctx: DistContext):
     # The data is prepared before the weights are loaded: errors in it show within seconds, however
     # large the model is.
     spec = find_model(args, ctx)
+    positions = models.max_positions(spec.config)
+    args = args.replace(seq_length=choose_seq_length(args, positions))
     ctx.ways_to_fit = lambda: preflight.ways_to_fit(args, ctx, spec)
     ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
     train, validation, dataset = prepare_dataset(args, ctx, spec.tokenizer)
@@ -756,6 +748,8 @@ def train_one_model(args, ctx: DistContext):
     ):
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
     ctx.console.print0("⏳ Loading the model")
+    if args.ds_config_dict:
+        args = args.replace(ds_config_dict=configure_deepspeed(args, ctx, spec))
     model, _tokenizer = load_model_and_tokenizer(args, ctx, spec)
     memory_by_phase.note("model_loaded")
     ctx.console.print0(

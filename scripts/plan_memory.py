@@ -34,7 +34,7 @@ if __name__ == "__main__":
 from tabulate import tabulate
 
 from support.cli import argument_types as kinds
-from support.cli.flags import EMBEDDED_MODEL
+from support.cli.arguments import choose_seq_length
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.memory import architectures
 from support.memory import estimate as planner
@@ -140,9 +140,7 @@ def main() -> None:
     try:
         args = build_parser().parse_args()
         model = architectures.find_architecture(args.model)
-        default_length = 256 if args.model == EMBEDDED_MODEL else 512
-        if args.seq_length is None:
-            args.seq_length = min(default_length, model.limit or default_length)
+        args = args.replace(seq_length=choose_seq_length(args, model.limit))
         if args.gpus_per_node and args.gpus > 1 and args.gpus % min(args.gpus_per_node, args.gpus):
             raise UserError(
                 f"--gpus {args.gpus} is no multiple of --gpus_per_node {args.gpus_per_node}."
@@ -150,11 +148,6 @@ def main() -> None:
         if args.gpus > 8 and not args.gpus_per_node and args.gpus % 8:
             raise UserError(
                 f"--gpus {args.gpus} on nodes of 8: name another number with --gpus_per_node."
-            )
-        if model.limit and args.seq_length > model.limit:
-            raise UserError(
-                f"--seq_length {args.seq_length} is more than the {model.limit} positions of "
-                f"{args.model}."
             )
         if args.lora_targets and not args.lora_r:
             raise UserError("--lora_targets needs --lora_r.")
@@ -172,14 +165,12 @@ def main() -> None:
     except UserError as error:
         print(f"❌ {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    args.most_per_node = args.gpus_per_node or 8
-    args.gpus_per_node = min(args.most_per_node, args.gpus)
     limits = Limits(
         *(
             None if size is None else int(size * GB)
             for size in (args.gpu_memory, args.host_memory, args.nvme_free)
         ),
-        args.gpus_per_node,
+        min(args.gpus_per_node or 8, args.gpus),
     )
     answer = solve if args.solve else plan
     sys.exit(answer(args, work, limits))
@@ -353,7 +344,8 @@ def run_command(args, work: Workload, strategy: str) -> str:
     )
     flags += ["--lora_r", args.lora_r] if args.lora_r else []
     flags += ["--lora_targets", args.lora_targets] if args.lora_targets else []
-    nodes = -(-args.gpus // args.gpus_per_node)
+    per_node = min(args.gpus_per_node or 8, args.gpus)
+    nodes = -(-args.gpus // per_node)
     if args.gpus == 1:
         launcher = ["python"]
     elif nodes == 1:
@@ -362,8 +354,8 @@ def run_command(args, work: Workload, strategy: str) -> str:
         launcher = [
             "srun",
             f"--nodes={nodes}",
-            f"--ntasks-per-node={args.gpus_per_node}",
-            f"--gpus-per-node={args.gpus_per_node}",
+            f"--ntasks-per-node={per_node}",
+            f"--gpus-per-node={per_node}",
             "--kill-on-bad-exit=1",
             "python",
         ]
@@ -407,7 +399,7 @@ def solve(args, work: Workload, limits: Limits) -> int:
             answers[strategy] = planner.largest_batch(work, strategy, limits)
             text = f"--batch_size {answers[strategy]}"
         elif args.solve == "gpus":
-            nodes = dataclasses.replace(limits, ranks_per_node=args.most_per_node)
+            nodes = dataclasses.replace(limits, ranks_per_node=args.gpus_per_node or 8)
             answers[strategy] = planner.fewest_gpus(work, strategy, nodes)
             text = f"{answers[strategy]} GPU{'s' * (answers[strategy] != 1)}"
         else:

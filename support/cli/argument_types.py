@@ -14,6 +14,7 @@ import re
 import unicodedata
 from pathlib import Path
 
+from support.cli.arguments import Arguments
 from support.errors import UserError
 from support.files.user_files import shown
 
@@ -185,12 +186,20 @@ class Parser(argparse.ArgumentParser):
             message += f": did you mean {matches[0]}?" if matches else ""
         raise UserError(f"{shown(message, 400)} (--help lists every flag)")
 
-    def parse_args(self, args=None, namespace=None):
-        """Parse as argparse does; an unknown argument raises UserError (see `refuse_unknown`)."""
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse as argparse does, into `Arguments` that are not frozen."""
+        return super().parse_known_args(args, Arguments() if namespace is None else namespace)
+
+    def parse_args(self, args=None, namespace=None) -> Arguments:
+        """Parse as argparse does, into frozen `Arguments`.
+
+        Raises:
+            UserError: an argument is unknown (see `refuse_unknown`), or a value is not valid.
+        """
         flags, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse_unknown(unknown[0])
-        return flags
+        return flags.freeze()
 
     def refuse_unknown(self, argument: str) -> None:
         """Report an argument that no flag takes.

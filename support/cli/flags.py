@@ -13,24 +13,16 @@ from pathlib import Path
 
 from support.cli import argument_types as kinds
 from support.cli.argument_types import Parser, positive_int
+from support.cli.arguments import Arguments
 from support.cli.fsdp_config import FsdpOptions, read_fsdp_config
 from support.cli.run_file import OTHER_NAMES, SWITCHES, read_run_file
 from support.errors import UserError
 from support.files.user_files import parse_json, read_text, shown
+from support.known_models import EMBEDDED_MODEL
 from support.strategy import STRATEGIES
 
 VERSION = "0.8"
 PROJECT = Path(__file__).resolve().parent.parent.parent
-EMBEDDED_MODEL = "tiny-gpt2"
-# Layers, heads, hidden size (Radford et al. 2019, table 2; the smallest model as released,
-# with 124M parameters).
-GPT2_SHAPES = {
-    "gpt2": (12, 12, 768),
-    "gpt2-medium": (24, 16, 1024),
-    "gpt2-large": (36, 20, 1280),
-    "gpt2-xl": (48, 25, 1600),
-}
-EMBEDDED_SHAPE, EMBEDDED_VOCABULARY = (4, 4, 256), 4096
 # Elements of the logits in one chunk of the loss. Each chunk reads and writes the whole gradient of
 # the output layer. A GPU gets larger chunks, because its kernels are fast only on large matrices.
 LOGITS_CHUNK = {"cpu": 2**24, "cuda": 2**26}
@@ -682,15 +674,16 @@ def _refuse_two_spellings(argv: list[str]) -> None:
             )
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
+def parse_arguments(argv: list[str]) -> Arguments:
     """Parse the command line and its files, and resolve all values that they determine.
 
     Args:
         argv: the arguments, without the program's name.
     Returns:
-        The flags by name, and four more attributes: `given` (names of the flags on the command line
-        or in the run file), `ds_config_dict` (DeepSpeed's configuration, in which some values may
-        still be "auto", or None), `nvme_folder` (None) and `fsdp` (FsdpOptions).
+        The flags by name, frozen, and more attributes: `given` (names of the flags on the command
+        line or in the run file), `ds_config_dict` (DeepSpeed's configuration, in which some values
+        may still be "auto", or None), `fsdp` (FsdpOptions), and `hub_offline` and `hub_problem`
+        (False and None, until the hub was probed).
     Raises:
         UserError: unknown or contradicting flags, or an invalid run file, DeepSpeed file or FSDP
             file.
@@ -718,7 +711,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         # between strategies become visible.
         args.lr = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
     _settle_strategy(args)
-    return args
+    args.hub_offline, args.hub_problem = False, None
+    return args.freeze()
 
 
 def _refuse_launcher_flag(argument: str) -> None:
@@ -733,7 +727,7 @@ def _refuse_launcher_flag(argument: str) -> None:
 def _settle_strategy(args) -> None:
     """Resolve the strategy and its settings from the flags, a DeepSpeed file and an FSDP file."""
     _follow_switches(args)
-    config, args.ds_config_dict, args.nvme_folder = None, None, None
+    config, args.ds_config_dict = None, None
     if args.ds_config is not None:
         config = read_ds_config(args.ds_config)
         _adopt_strategy(args, config)
@@ -1046,6 +1040,15 @@ def uses_nvme(config: dict) -> bool:
         lookup(zero, "offload_optimizer.device"),
         lookup(zero, "offload_param.device"),
     )
+
+
+def nvme_folder(config: dict | None) -> str | None:
+    """Return the folder of a complete configuration's NVMe files; None without such files."""
+    zero = (config or {}).get("zero_optimization", {})
+    for part in ("offload_optimizer", "offload_param"):
+        if lookup(zero, f"{part}.device") == "nvme":
+            return zero[part]["nvme_path"]
+    return None
 
 
 def _put(config: dict, key: str, value) -> None:

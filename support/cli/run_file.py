@@ -41,7 +41,6 @@ NOT_SHOWN = (
     "local_rank",
     "given",
     "ds_config_dict",
-    "nvme_folder",
     "hub_offline",
     "hub_problem",
     "fsdp",

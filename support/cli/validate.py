@@ -5,7 +5,6 @@ The checks of the first group run before torch is imported, so that they finish 
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import importlib.util
 import json
@@ -22,7 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from support import process
-from support.cli.flags import EMBEDDED_MODEL, GPT2_SHAPES, ignored_flags, parse_arguments, uses_nvme
+from support.cli.arguments import Arguments
+from support.cli.flags import ignored_flags, parse_arguments, uses_nvme
 from support.cli.run_file import as_yaml
 from support.cluster import launch as launching
 from support.cluster.launch import Launch
@@ -30,6 +30,7 @@ from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
 from support.files.atomic import TemporaryFolder
 from support.files.folders import files_of
 from support.files.user_files import read_text
+from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
 from support.memory import architectures
 from support.memory import estimate as planner
 from support.redaction import redact
@@ -45,7 +46,7 @@ EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
 # ------------------------------------------------------------------------- before torch is imported
 
 
-def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
+def start(argv: list[str]) -> tuple[Arguments, Launch]:
     """Read the arguments and the launcher's environment, run the first checks, tune the process.
 
     If a check fails, the process exits with one line and code 2. With --print_config it prints the
@@ -54,8 +55,7 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
     Args:
         argv: the arguments, without the program's name.
     Returns:
-        The arguments, with `hub_offline` and `hub_problem` (see `ask_hub`), and this process's
-        place in the run.
+        The arguments, which cannot be changed, and this process's place in the run.
     """
     process.protect_output()
     verbose = "--verbose" in argv
@@ -84,7 +84,8 @@ def start(argv: list[str]) -> tuple[argparse.Namespace, Launch]:
         # --prefetch writes no results, and may run where the run's disks and packages are missing.
         if not args.prefetch:
             check_run(args)
-        args.hub_offline, args.hub_problem = ask_hub(args, launch)
+        hub_offline, hub_problem = ask_hub(args, launch)
+        args = args.replace(hub_offline=hub_offline, hub_problem=hub_problem)
         for line in ignored_flags(args) if launch.is_main and not args.quiet else ():
             print(f"ℹ️  {line}")
     except UserError as error:

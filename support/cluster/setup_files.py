@@ -13,16 +13,10 @@ import shlex
 import unicodedata
 from pathlib import Path
 
-from support.cli.flags import (
-    EMBEDDED_MODEL,
-    EMBEDDED_SHAPE,
-    EMBEDDED_VOCABULARY,
-    GPT2_SHAPES,
-    PROJECT,
-    bucket_sizes,
-)
+from support.cli.flags import PROJECT, bucket_sizes
 from support.cluster import slurm
 from support.errors import UserError
+from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 
 NO_DIGEST = "sha256:" + 64 * "0"
 DIGEST_LINE = r'^(# |  "_digest": ")sha256:[0-9a-f]{64}'

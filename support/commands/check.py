@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from support.cli import validate as preflight
-from support.cli.flags import EMBEDDED_MODEL, PROJECT, uses_nvme
+from support.cli.arguments import choose_seq_length
+from support.cli.flags import PROJECT, uses_nvme
 from support.cluster.context import DistContext
 from support.cluster.launch import available_cores, has_nvidia_gpu
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
@@ -417,15 +418,12 @@ def _memory(args, ctx: DistContext) -> Iterator[Line]:
     )
     try:
         model = architectures.find_architecture(args.model)
-        args.seq_length = args.seq_length or min(
-            256 if args.model == EMBEDDED_MODEL else 512, model.limit or 512
-        )
-        if model.limit and args.seq_length > model.limit:
-            limit = f"more than the {model.limit} positions of {args.model}"
-            yield Line(
-                PROBLEM, "block length", f"--seq_length {args.seq_length} is {limit}", "shorten it"
-            )
-        work = preflight.planned_work(args, ctx, model)
+        try:
+            seq_length = choose_seq_length(args, model.limit)
+        except UserError as error:
+            yield Line(PROBLEM, "sequence length", str(error))
+            return
+        work = preflight.planned_work(args.replace(seq_length=seq_length), ctx, model)
     # The model's config.json is not on this machine, or the planner does not support the flags.
     except UserError:
         yield Line(

@@ -25,11 +25,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from support.cli.flags import EMBEDDED_MODEL
 from support.cli.validate import is_local_model
 from support.errors import FirstError, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, sync_folder, sync_tree, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
+from support.known_models import EMBEDDED_MODEL
 from support.memory import measure as memory
 from support.model import lora
 from support.model import resolve as models

@@ -28,13 +28,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from support.cli.flags import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.cli.validate import cache_folder, is_local_model, scratch_without_hub
 from support.cluster.context import DistContext
 from support.errors import UserError
 from support.files.atomic import TemporaryFolder
 from support.files.cache import Cache
 from support.files.safetensors_writer import save_file
+from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.model.lora import Lora
 from support.model.loss import OutputLayer, returns_plain_logits
 

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from support.cli import validate as preflight
-from support.cli.flags import global_batch
+from support.cli.flags import global_batch, nvme_folder
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext, versions
 from support.cluster.launch import available_cores
@@ -374,7 +374,10 @@ def summarize(
     counters, steps = meter.counters(), meter.step - meter.before["step"]
     rank_facts = {
         "memory": memory.of_this_rank(
-            memory_by_phase, meter.step_memory, args.nvme_folder, ctx.launch.is_node_leader
+            memory_by_phase,
+            meter.step_memory,
+            nvme_folder(args.ds_config_dict),
+            ctx.launch.is_node_leader,
         ),
         "speed": meter.speed(),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import logging
@@ -20,15 +21,17 @@ from support.cluster.context import DistContext
 from support.strategies import op_builds as compilation
 
 
-def configure_deepspeed(args, ctx: DistContext, spec) -> None:
+def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
     """Complete DeepSpeed's configuration for this model and device, and initialise DeepSpeed.
 
-    Every rank calls this function. It changes args.ds_config_dict and sets args.nvme_folder.
+    Every rank calls this function.
 
     Args:
         args: parsed flags with `ds_config_dict`.
         ctx: the ranks.
         spec: the model's description.
+    Returns:
+        The complete configuration; for infinity it contains the path of this job's own folder.
     Raises:
         UserError: the folder of --nvme_path is missing or not writable, or the configuration has an
             "auto" that cannot be filled in.
@@ -40,7 +43,8 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> None:
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if uses_nvme(args.ds_config_dict):
+    config, nvme_folder = copy.deepcopy(args.ds_config_dict), None
+    if uses_nvme(config):
 
         def make_folder() -> str:
             folder = preflight.make_nvme_folder(
@@ -52,7 +56,7 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> None:
             ctx.temporary += folder.paths
             return str(folder.path)
 
-        args.nvme_folder = ctx.once_per_node("nvme folder", make_folder)
+        nvme_folder = ctx.once_per_node("nvme folder", make_folder)
     # DeepSpeed calls it twice for each op that it loads, and each call takes about a second.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     # PyTorch quotes its include paths but not its library path. A space in the library path would
@@ -78,18 +82,18 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> None:
     with quiet(args.verbose):
         # Uses the existing process group.
         deepspeed.init_distributed(dist_backend=ctx.backend)
-    if ctx.simulated and "fp16" in args.ds_config_dict:
+    if ctx.simulated and "fp16" in config:
         # With a larger scale gradients would overflow and their steps would be skipped.
-        args.ds_config_dict["fp16"]["loss_scale"] = 1
-    complete_ds_config(
-        args.ds_config_dict,
+        config["fp16"]["loss_scale"] = 1
+    return complete_ds_config(
+        config,
         precision=ctx.precision,
         hidden_size=spec.text_config.hidden_size,
         parameters=spec.parameters,
         largest_parameter=spec.largest_parameter,
         tied=spec.tied,
         world_size=ctx.world_size,
-        nvme_folder=args.nvme_folder,
+        nvme_folder=nvme_folder,
     )
 
 
