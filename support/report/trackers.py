@@ -173,7 +173,7 @@ class Trackers:
                 tracker.curves(step, values)
             except Exception as error:  # a full disk or a lost network does not end the training
                 self._all.remove(tracker)
-                self._run.warn(
+                self._run.console.warn(
                     f"--report_to {type(tracker).__name__.lower()} gets no more: {explain(error)}"
                 )
 
