@@ -1,5 +1,5 @@
 # make demo   set up, then compare all strategies on the embedded model and text
-# make test   set up, then lint and run every test once (about 45 minutes on 2 cores)
+# make test   set up, then lint and run every test once (about 55 minutes on 2 cores)
 # make unit   the tests that start no process (seconds)
 # make soak   the full products and repeats, and every attack (hours)
 #
@@ -48,6 +48,7 @@ demo: setup
 lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	git ls-files | grep -E '\.(sh|slurm)$$|^\.ci/run$$' | xargs -r $(BIN)/shellcheck
 
 test: setup-dev lint
@@ -61,4 +62,4 @@ soak: setup-dev
 	$(BIN)/python -m pytest -m "soak or attack" $(PARALLEL)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
