@@ -600,17 +600,14 @@ def _answer_announcements(
 
 
 def _describe_missing_ranks(missing: list[int], seen: dict, launch: Launch) -> str:
-    nodes = ", ".join(
-        str(node) for node in sorted({rank // launch.local_world_size for rank in missing})
-    )
-    present_hosts = ", ".join(
-        sorted({rank["host"] for number, rank in seen.items() if number not in missing})
-    )
-    example = f"rank {missing[0]}{' and more' if len(missing) > 1 else ''}, node {nodes}"
+    """Name the missing ranks and the hosts of the others; which node a rank misses is unknown."""
+    listed = ", ".join(str(rank) for rank in missing[:8]) + ", …" * (len(missing) > 8)
+    present_hosts = sorted({rank["host"] for number, rank in seen.items() if number not in missing})
     return (
-        f"{len(missing)} of {launch.world_size} ranks have not arrived ({example}). "
-        f"Here are {present_hosts}. Look at what the others print, "
-        f"and whether they reach {launch.master_addr}:{launch.master_port}."
+        f"{len(missing)} of {launch.world_size} ranks have not arrived "
+        f"(rank{'s' * (len(missing) > 1)} {listed}). The others are on {', '.join(present_hosts)}. "
+        "Look at what the missing ranks print, and whether their hosts reach "
+        f"{launch.master_addr}:{launch.master_port}."
     )
 
 

@@ -1,6 +1,7 @@
 """The ranks agree on versions and code before they wait for each other."""
 
-from support.cluster.context import _describe_differing_rank
+from support.cluster.context import _describe_differing_rank, _describe_missing_ranks
+from support.cluster.launch import Launch
 
 
 def test_a_library_that_a_rank_lacks_is_named():
@@ -15,3 +16,14 @@ def test_a_library_that_a_rank_lacks_is_named():
         ranks
     ) and "missing on a" in _describe_differing_rank(ranks)
     assert _describe_differing_rank({0: ranks[0], 1: {**ranks[0], "host": "b"}}) == ""
+
+
+def test_missing_ranks_are_named_without_a_guess_of_their_node():
+    """With 3 tasks on the first node and 1 on the second, rank 2 is not on node 2 // 1."""
+    launch = Launch("srun", 0, 0, 4, 3, 0, "a", 29500)
+    seen = {0: {"host": "a"}, 1: {"host": "a"}, 3: {"host": "b"}}
+    message = _describe_missing_ranks([2], seen, launch)
+    assert "1 of 4 ranks have not arrived (rank 2)" in message and "are on a, b." in message
+    assert "a:29500" in message and "node" not in message
+    message = _describe_missing_ranks(list(range(1, 12)), {0: {"host": "a"}}, launch)
+    assert "(ranks 1, 2, 3, 4, 5, 6, 7, 8, …)" in message
