@@ -7,6 +7,7 @@ with a remedy.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import re
@@ -329,6 +330,9 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
     """Measure the (write, read) speed of a folder in bytes per second, with direct I/O.
 
     A temporary file of `size` bytes is written and read in pieces of 4 MiB.
+
+    Raises:
+        OSError: the folder has no space or no direct I/O, or reading or writing fails.
     """
     piece = mmap.mmap(-1, 4 * MB)  # direct I/O needs aligned memory, and mmap aligns to pages
     piece.write(os.urandom(MB) * 4)
@@ -336,12 +340,17 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
     with tempfile.TemporaryDirectory(prefix="distributed_training_", dir=folder) as test_folder:
         for flags, move in ((os.O_CREAT | os.O_WRONLY, os.writev), (os.O_RDONLY, os.readv)):
             file = os.open(Path(test_folder) / "probe", flags | getattr(os, "O_DIRECT", 0))
-            start = time.perf_counter()
-            for _ in range(size // (4 * MB)):
-                move(file, [piece])
-            os.fsync(file)
-            speeds.append(size / (time.perf_counter() - start))
-            os.close(file)
+            try:
+                start, moved = time.perf_counter(), 0
+                while moved < size:  # a call may move less than it was asked to
+                    count = move(file, [piece])
+                    if not count:
+                        raise OSError(errno.EIO, os.strerror(errno.EIO))
+                    moved += count
+                os.fsync(file)
+                speeds.append(moved / (time.perf_counter() - start))
+            finally:
+                os.close(file)
     return speeds[0], speeds[1]
 
 
