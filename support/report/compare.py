@@ -25,7 +25,7 @@ TOLERANCES = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 5e-3, "fp16": 5e-3}
 # these precisions a difference is the median over this many steps.
 LASTING_STEPS = 5
 
-# Values of results.json that must be equal in all runs of a comparison, and their types.
+# Keys of results.json whose values must be equal in all runs of a comparison, and their types.
 SAME_WORK = {
     "model": str,
     "parameters": int,
@@ -49,7 +49,7 @@ SAME_WORK = {
     "versions.deepspeed": str | None,
     "versions.transformers": str | None,
 }
-# Further values that the report shows.
+# Keys of further values that the report shows.
 PROVENANCE = {
     "started_at": str,
     "dataset.name": str,
@@ -57,26 +57,10 @@ PROVENANCE = {
     "hardware.gpu_memory_bytes": int | None,
     "versions": dict,
 }
-# Keys that results.json of a completed run must have; an older version's file may lack some. A
-# memory simulation has no speed and no losses.
-NEEDED = (
-    "hardware",
-    "precision",
-    "memory.peak_bytes",
-    "memory.device_categories_bytes_by_rank",
-    "memory.placement",
-)
-NEEDED_OF_TRAINING = (
-    "samples_per_second",
-    "tokens_per_second_per_gpu",
-    "step_phases_seconds",
-    "train_loss_last",
-)
-
 # torchrun's report lists the ranks that exited. The one that was killed need not be the first:
 # torchrun may name as the cause another rank, which failed because its connection broke.
 KILLED = re.compile(r"exitcode\s*: -9 ")
-# What evaluating a damaged results.json may raise.
+# What reading a number from a damaged results.json may raise.
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -115,6 +99,14 @@ class Attempt:
         """The number of ranks of a memory simulation; None for a run that trained."""
         return self.results.get("simulated_world_size")
 
+    def number(self, key: str) -> float:
+        """Return the number at a dotted key of results.json; see `_numbers`."""
+        return _numbers([lookup(self.results, key)], key)[0]
+
+    def largest(self, key: str) -> float:
+        """Return the largest number in the list at a dotted key of results.json."""
+        return max(_numbers(lookup(self.results, key), key))
+
 
 def read_attempt(folder: Path) -> Attempt:
     """Read the folder of one run, <strategy>/<repeat>.
@@ -131,10 +123,11 @@ def read_attempt(folder: Path) -> Attempt:
         try:
             _check_values(attempt)
         except DAMAGE as error:
-            attempt.status, attempt.reason = (
-                "failed",
-                "results.json or metrics.jsonl is damaged "
-                f"({type(error).__name__}: {shown(str(error))})",
+            attempt.status = "failed"
+            attempt.reason = (
+                "results.json or metrics.jsonl cannot be used "
+                f"({type(error).__name__}: {shown(str(error))}): was it edited, or made by "
+                "--eval_only or an older version?"
             )
     return attempt
 
@@ -145,33 +138,35 @@ def _check_values(attempt: Attempt) -> None:
     Raises:
         One of DAMAGE: a value is missing or impossible.
     """
-    row = Row(attempt.strategy, "completed", "", [attempt])
+    row = Row(attempt.strategy, [attempt])
     _measure(row)
     for key, kind in {**SAME_WORK, **PROVENANCE}.items():
         value = lookup(attempt.results, key)
         if not isinstance(value, kind):
-            raise ValueError(f"{key} is missing")
+            raise ValueError(f"{key} is {value!r}")
         if isinstance(value, int):
-            _numbers([value])
+            attempt.number(key)
     if attempt.results["gradient_accumulation_steps"] < 1:
         raise ValueError("gradient_accumulation_steps is 0")
     if attempt.results["hardware"]["gpu"]:
-        _numbers([attempt.results["hardware"]["gpu_memory_bytes"]])
+        attempt.number("hardware.gpu_memory_bytes")
     if not attempt.simulated_ranks:
-        _numbers([*attempt.losses, *attempt.lrs, attempt.results["train_loss_first"]])
+        attempt.number("train_loss_first")
+        _numbers(attempt.losses, "a loss")
+        _numbers(attempt.lrs, "a learning rate")
         _compare(row, row, TOLERANCES[attempt.results["precision"]], 1)
 
 
-def _numbers(values: Iterable) -> list[float]:
-    """Return values of results.json as a list.
+def _numbers(values: Iterable, name: str) -> list[float]:
+    """Return numbers that were read from a file as a list.
 
     Raises:
-        ValueError: one is not a finite, non-negative number.
+        ValueError: one is missing, or is not a finite, non-negative number; the message names it.
     """
     values = list(values)
     for value in values:
         if not (isinstance(value, int | float) and 0 <= value < 1e30):
-            raise ValueError(f"{value!r} where a number belongs")
+            raise ValueError(f"{name} is {value!r}")
     return values
 
 
@@ -190,15 +185,7 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
         return "interrupted", "stopped by the user"
     written_status = results.get("status")
     if written_status == "completed" and outcome in ("exit", "") and number in ("0", ""):
-        simulated = results.get("simulated_world_size")
-        required_keys = NEEDED if simulated else (*NEEDED, *NEEDED_OF_TRAINING)
-        if missing_keys := [key for key in required_keys if lookup(results, key) is None]:
-            return (
-                "failed",
-                f"results.json lacks {', '.join(missing_keys)}: was it made by --eval_only, or by "
-                "an older version?",
-            )
-        if not simulated and steps != results.get("steps"):
+        if not results.get("simulated_world_size") and steps != results.get("steps"):
             return "failed", "metrics.jsonl does not hold every step"
         return "completed", ""
     log = _read_text(folder / "log.txt")
@@ -267,8 +254,6 @@ class Row:
     """
 
     strategy: str
-    status: str  # "completed", "not run", or that of the first repeat that did not complete
-    reason: str  # why that repeat did not complete; empty otherwise
     attempts: list[Attempt]
     # Peak of the GPU's allocator; on a CPU the model states that a GPU would hold.
     memory_bytes: float | None = None
@@ -311,6 +296,17 @@ class Row:
         return [attempt for attempt in self.attempts if attempt.completed]
 
     @property
+    def incomplete(self) -> Attempt | None:
+        """The first repeat that did not complete."""
+        return next((attempt for attempt in self.attempts if not attempt.completed), None)
+
+    @property
+    def status(self) -> str:
+        if not self.attempts:
+            return "not run"
+        return self.incomplete.status if self.incomplete else "completed"
+
+    @property
     def definition(self) -> Strategy:
         """What the strategy shards and offloads; the control is dp with another learning rate."""
         return STRATEGIES["dp" if self.strategy == "control" else self.strategy]
@@ -319,14 +315,6 @@ class Row:
     def failed(self) -> bool:
         """Whether the strategy neither completed nor was skipped; a skip is not a failure."""
         return self.status not in ("completed", "skipped")
-
-    def settle_status(self) -> None:
-        """Set "completed" if every repeat completed, else the status of the first that did not."""
-        broken = [attempt for attempt in self.attempts if not attempt.completed]
-        if broken:
-            self.status, self.reason = broken[0].status, broken[0].reason
-        elif self.attempts:
-            self.status, self.reason = "completed", ""
 
 
 @dataclass
@@ -433,9 +421,7 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
 def _read_row(folder: Path) -> Row:
     repeats = [path for path in folder.glob("*") if path.name.isdecimal()]
     repeats.sort(key=lambda path: int(path.name))
-    row = Row(folder.name, "not run", "", [read_attempt(path) for path in repeats])
-    row.settle_status()
-    return row
+    return Row(folder.name, [read_attempt(path) for path in repeats])
 
 
 def _set_other_work_apart(row: Row, work: dict) -> None:
@@ -449,7 +435,6 @@ def _set_other_work_apart(row: Row, work: dict) -> None:
             if (value := lookup(attempt.results, key)) != expected:
                 attempt.status = "other_work"
                 attempt.reason = f"{key} is {value}, the reference's is {expected}"
-    row.settle_status()
 
 
 def _measure(row: Row) -> None:
@@ -462,47 +447,46 @@ def _measure(row: Row) -> None:
 
 
 def _measure_memory(row: Row) -> None:
-    memory = [attempt.results["memory"] for attempt in row.completed]
-    on_gpu = row.completed[0].results["device"] == "cuda"
     kinds = (*STATES, "buffers", "other")
     fullest = []  # (bytes on the device, bytes anywhere), by kind, of one rank of each repeat
-    for entry in memory:
-        by_rank = (entry[f"{where}categories_bytes_by_rank"] for where in ("device_", ""))
+    for attempt in row.completed:
+        memory = attempt.results["memory"]
+        by_rank = (memory[f"{where}categories_bytes_by_rank"] for where in ("device_", ""))
         ranks = zip(*by_rank, strict=True)
         fullest.append(max(ranks, key=lambda rank: sum(rank[0][kind] for kind in kinds)))
     row.categories = {
-        kind: median(_numbers(device[kind] for device, _ in fullest)) for kind in kinds
+        kind: median(_numbers([device[kind] for device, _ in fullest], kind)) for kind in kinds
     }
     row.host_categories = {
-        kind: median(_numbers(anywhere[kind] - device[kind] for device, anywhere in fullest))
+        kind: median(
+            _numbers([anywhere[kind] - device[kind] for device, anywhere in fullest], kind)
+        )
         for kind in ("gradients", "optimizer")
     }
-    peaks = [max(_numbers(entry["peak_bytes"])) for entry in memory]
-    row.memory_bytes = median(peaks) if on_gpu else state_bytes(row.categories)
-    row.host_bytes = median(max(_numbers(entry["host_peak_bytes"])) for entry in memory)
-    row.nvme_bytes = median(_numbers(entry["nvme_bytes"] for entry in memory))
+    on_gpu = row.completed[0].results["device"] == "cuda"
+    peak = median(attempt.largest("memory.peak_bytes") for attempt in row.completed)
+    row.memory_bytes = peak if on_gpu else state_bytes(row.categories)
+    row.host_bytes = median(attempt.largest("memory.host_peak_bytes") for attempt in row.completed)
+    row.nvme_bytes = median(attempt.number("memory.nvme_bytes") for attempt in row.completed)
 
-    first = memory[0]
-    if first.get("predicted_bytes"):
-        row.planned = first["predicted_bytes"]
-        _numbers(row.planned.values())
+    memory = row.completed[0].results["memory"]
+    if memory.get("predicted_bytes"):
+        row.planned = memory["predicted_bytes"]
+        _numbers(row.planned.values(), "memory.predicted_bytes")
         row.planned_bytes = row.planned["peak"] if on_gpu else state_bytes(row.planned)
-    ranks = first["device_categories_bytes_by_rank"]
+    ranks = memory["device_categories_bytes_by_rank"]
     if ranks[0].get("activations") is not None:
-        row.activations = max(_numbers(rank["activations"] for rank in ranks))
-        row.logits = max(_numbers(rank["logits"] for rank in ranks))
-    steps = first.get("step_bytes_by_rank") or [None]
+        row.activations = max(_numbers([rank["activations"] for rank in ranks], "activations"))
+        row.logits = max(_numbers([rank["logits"] for rank in ranks], "logits"))
+    steps = memory.get("step_bytes_by_rank") or [None]
     if steps[0] and (on_gpu or not row.definition.offloads):
-        row.step_peak_bytes = max(
-            _numbers(phase["peak"] for step in steps for phase in step.values())
-        )
+        peaks = [phase["peak"] for step in steps for phase in step.values()]
+        row.step_peak_bytes = max(_numbers(peaks, "memory.step_bytes_by_rank"))
 
 
 def _measure_speed(row: Row) -> None:
-    results = [attempt.results for attempt in row.completed]
-
     def numbers(key: str) -> list[float]:
-        return _numbers(lookup(result, key) for result in results)
+        return [attempt.number(key) for attempt in row.completed]
 
     speeds = numbers("samples_per_second")
     row.samples_per_second = median(speeds)
@@ -513,22 +497,23 @@ def _measure_speed(row: Row) -> None:
     }
     # With one repeat: the spread of its steps, without the slowest and the fastest tenth.
     if len(row.attempts) == 1:
-        rates = sorted(row.completed[0].token_rates[results[0]["warmup_steps_excluded"] :])
+        results, rates = row.completed[0].results, row.completed[0].token_rates
+        rates = sorted(_numbers(rates[results["warmup_steps_excluded"] :], "tokens_per_second"))
         tenth = (len(rates) - 1) // 10
-        rates = _numbers(rates[tenth : len(rates) - tenth])
-        speeds = [rate / results[0]["seq_length"] for rate in rates]
+        speeds = [rate / results["seq_length"] for rate in rates[tenth : len(rates) - tenth]]
     row.samples_per_second_low, row.samples_per_second_high = min(speeds), max(speeds)
 
 
 def _measure_traffic(row: Row) -> None:
     key = "communication_bytes_per_step"
-    measured = [a.results for a in row.completed if a.results.get(key) is not None]
-    if measured:
-        row.sent_bytes = median(_numbers(result[key] for result in measured))
-        row.collectives = measured[0]["communication_per_step"]
-        if measured[0]["world_size"] > 1:
-            row.volume = sum(volumes(row.collectives, measured[0]["parameters"]).values())
-            _numbers([row.volume])
+    counted = [attempt for attempt in row.completed if attempt.results.get(key) is not None]
+    if counted:
+        row.sent_bytes = median(attempt.number(key) for attempt in counted)
+        results = counted[0].results
+        row.collectives = results["communication_per_step"]
+        if results["world_size"] > 1:
+            volume = sum(volumes(row.collectives, results["parameters"]).values())
+            row.volume = _numbers([volume], "communication_per_step")[0]
 
 
 def volumes(collectives: dict, parameters: int) -> dict[str, float]:

@@ -86,8 +86,10 @@ def as_json(comparison: Comparison) -> str:
 
 def _row_as_dict(row: Row) -> dict:
     """Return a strategy's numbers, and a summary of each of its runs."""
-    numbers = {name: value for name, value in vars(row).items() if name != "attempts"}
-    numbers["attempts"] = [
+    reason = row.incomplete.reason if row.incomplete else ""
+    numbers = {"strategy": row.strategy, "status": row.status, "reason": reason, **vars(row)}
+    del numbers["attempts"]
+    attempts = [
         {
             "status": attempt.status,
             "reason": attempt.reason,
@@ -98,7 +100,7 @@ def _row_as_dict(row: Row) -> dict:
         }
         for attempt in row.attempts
     ]
-    return numbers
+    return {**numbers, "attempts": attempts}
 
 
 def _commands(comparison: Comparison) -> list[str]:

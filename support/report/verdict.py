@@ -212,11 +212,12 @@ def _incomplete(comparison: Comparison) -> list[str]:
         text = f"{mark} {row.strategy}: {row.status.replace('_', ' ')}"
         if row.completed:
             text += f" ({len(row.completed)} of {len(row.attempts)} repeats completed)"
-        text += f". {row.reason}"
-        broken = next((attempt for attempt in row.attempts if not attempt.completed), None)
-        if broken and row.status != "interrupted":
-            text += f" Log: {broken.folder / 'log.txt'}"
-        sentences.append(text.rstrip())
+        text += "."
+        if row.incomplete:
+            text += f" {row.incomplete.reason}"
+            if row.status != "interrupted":
+                text += f" Log: {row.incomplete.folder / 'log.txt'}"
+        sentences.append(text)
     return sentences
 
 

@@ -269,7 +269,7 @@ def test_report_is_rebuilt_from_saved_runs_alone(all_seven, tmp_path):
             "zero1",
             {"train_loss_last": None},
             "failed",
-            "lacks train_loss_last",
+            "train_loss_last is None",
         ),  # an older version's, or --eval_only's
         ("fsdp", {"simulated_world_size": 4}, "other_work", "simulated_world_size"),
     ],
