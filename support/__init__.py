@@ -13,6 +13,7 @@ files        checks of the user's files, atomic writes, caches
 console      lines, notices and progress bars of rank 0
 errors       exceptions that end a run, and exit codes
 advice       what library errors mean, and what the user can do
+patches      all patches of other libraries
 process      output that cannot fail, signal handlers before the run has its own
 progress     progress bars
 redaction    removal of secrets from messages and files

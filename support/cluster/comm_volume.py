@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from support import patches
+
 # Operator -> its usual name, and how often one rank of N sends each byte of the message, in units
 # of (N − 1) / N. The factor is 1 where every rank receives or sends all parts except its own, and
 # 2 for an all-reduce, which is a reduce-scatter followed by an all-gather (ring algorithms;
@@ -43,8 +45,8 @@ COLLECTIVES = {
 class Traffic:
     """Counter of the collectives of each step: their number, message bytes and sent bytes.
 
-    `end_step()` closes a step; `per_step()` returns the median over steps. Counting costs one
-    Python call per collective and does not synchronize with the GPU.
+    `start()` starts counting, `end_step()` closes a step, and `per_step()` returns the median over
+    steps. Counting costs one Python call per collective and does not synchronize with the GPU.
 
     Attributes:
         steps: for each closed step {"collective dtype": (calls, message bytes, bytes that this rank
@@ -56,13 +58,16 @@ class Traffic:
         self.steps: list[dict[str, tuple[int, int, float]]] = []
         self.aside = False
         self._now: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
-        # The Autograd key is above the operators' CPU and CUDA kernels. `count` redispatches below
-        # this key, so the collective itself is unchanged.
-        self._library = torch.library.Library("c10d", "IMPL")
-        for operator, (name, times) in COLLECTIVES.items():
-            self._library.impl(
-                operator, self._counting(operator, name, times), "Autograd", with_keyset=True
-            )
+        self._library = None
+
+    def start(self) -> None:
+        """Count all collectives of this process from now on."""
+        self._library = patches.override_collectives(
+            {
+                operator: self._counting(operator, name, times)
+                for operator, (name, times) in COLLECTIVES.items()
+            }
+        )
 
     def _counting(self, operator: str, name: str, times: int):
         overload = getattr(torch.ops.c10d, operator).default

@@ -15,8 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from jinja2.sandbox import SandboxedEnvironment
-
+from support import patches
 from support.errors import UserError
 
 SECONDS = 20  # CPU time for one row
@@ -52,17 +51,6 @@ def _power(base, exponent):
     return base**exponent
 
 
-# A single operation on huge numbers or texts cannot be interrupted, so it is refused. Jinja offers
-# this interception, which also keeps its compiler from evaluating constants. It is set on the
-# class, because transformers creates the environment itself.
-SandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
-SandboxedEnvironment.default_binop_table = {
-    **SandboxedEnvironment.default_binop_table,
-    "*": _product,
-    "**": _power,
-}
-
-
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
     """Limit the time and memory that a template uses.
@@ -73,6 +61,7 @@ def limits() -> Iterator[None]:
         EndlessTemplate: the template used more than SECONDS of CPU time.
         MemoryError: the template used more than BYTES of memory.
     """
+    patches.limit_template_operators({"*": _product, "**": _power})
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from support import patches
 from support.cli.validate import cache_folder, is_local_model, scratch_without_hub
 from support.cluster.context import DistContext
 from support.errors import UserError
@@ -230,7 +231,7 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
     if prepared["notice"]:
         ctx.console.warn(prepared["notice"])
     config.use_cache = False
-    skip_packed_sequence_check()
+    patches.skip_packed_sequence_check()
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
         set_dropout(config, args.dropout, ctx)
@@ -573,20 +574,6 @@ def embedded_tokenizer(args, ctx: DistContext) -> str:
 
 
 # ----------------------------------------------------------------------------- properties of models
-
-
-def skip_packed_sequence_check() -> None:
-    """Disable transformers' check for several packed sequences in one row of a batch.
-
-    The check runs in every forward pass. It reads a tensor on the GPU, so the host waits for the
-    GPU. A compiled model cannot run the check and passes a mask to attention instead, which
-    disables FlashAttention. The positions of all sequences in our batches start at 0.
-    """
-    try:
-        from transformers import masking_utils
-    except ImportError:  # versions before 4.53 have no such check
-        return
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 def fuse_gelu(config) -> dict[str, str]:

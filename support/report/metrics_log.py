@@ -575,6 +575,7 @@ def open_meter(
         memory_by_phase,
         step_memory,
     )
+    meter.traffic.start()
     meter.trackers = Trackers(args, ctx, folder, before["step"])
     if args.profile:
         meter.trace = tracing.Trace(args.profile, ctx)

@@ -8,17 +8,16 @@ import functools
 import io
 import logging
 import os
-import shlex
 import warnings
 
 import torch
 from torch import nn
-from torch.utils import cpp_extension
 
+from support import patches
 from support.cli import validate as preflight
 from support.cli.flags import complete_ds_config, uses_nvme
 from support.cluster.context import DistContext
-from support.strategies import op_builds as compilation
+from support.strategies import op_builds
 
 
 def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
@@ -38,7 +37,6 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
         MissingRequirement: the file system of --nvme_path is too small, or cannot bypass the page
             cache.
     """
-    import cpuinfo
     import deepspeed
 
     if not args.verbose:
@@ -57,17 +55,16 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
             return str(folder.path)
 
         nvme_folder = ctx.once_per_node("nvme folder", make_folder)
-    # DeepSpeed calls it twice for each op that it loads, and each call takes about a second.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    # PyTorch quotes its include paths but not its library path. A space in the library path would
-    # make the compilation fail.
-    cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
 
     def print0(text: str) -> None:
         if ctx.launch.is_node_leader and not ctx.console.quiet:
             ctx.console.print(f"ℹ️  {text}")
 
-    compilation.guard_compilations(ctx.attempt or f"simulation {os.getpid()}", print0)
+    run_id = ctx.attempt or f"simulation {os.getpid()}"
+    lock = functools.partial(op_builds.build_lock, run_id=run_id, print0=print0)
+    patches.guard_compilations(lock, op_builds.run_command)
+    patches.quote_library_path()
+    patches.cache_cpu_info()
     if ops := preflight.ops_to_compile(args.strategy, ctx.device):
         ctx.console.warn(
             f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine."

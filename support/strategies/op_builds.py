@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
-from torch.utils import cpp_extension
 
 POLL_SECONDS = 0.2
 # Age at which a file `lock` counts as abandoned if flock does not work across machines.
@@ -38,26 +37,6 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def guard_compilations(run_id: str, print0: Callable[[str], None]) -> None:
-    """Make all later compilations of ops in this process take the op's lock.
-
-    DeepSpeed compiles an op when it first needs it.
-
-    Args:
-        run_id: the same on all ranks of a run. A rank that waits for another one prints no message.
-        say: prints what this process waits for.
-    """
-    load = cpp_extension.load
-
-    def locked_load(name, *args, build_directory=None, **options):
-        folder = Path(build_directory or cpp_extension._get_build_directory(name, False))
-        with build_lock(name, folder, run_id, print0):
-            return load(name, *args, build_directory=str(folder), **options)
-
-    cpp_extension.load = locked_load
-    cpp_extension.subprocess = _Subprocess()
-
-
 @contextlib.contextmanager
 def build_lock(op: str, folder: Path, run_id: str, print0: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of `op`; wait until no other process compiles it, and print the reason once.
@@ -65,7 +44,8 @@ def build_lock(op: str, folder: Path, run_id: str, print0: Callable[[str], None]
     Args:
         op: name of the op.
         folder: build folder of the op.
-        run_id, say: see `guard_compilations`.
+        run_id: the same on all ranks of a run. A rank that waits for another one prints no message.
+        print0: prints what this process waits for.
     Raises:
         OSError: the folder is not writable.
     """
@@ -156,28 +136,24 @@ def _age(path: Path) -> float:
     return 0.0
 
 
-class _Subprocess:
-    """Stand-in for the module `subprocess` in cpp_extension: commands end with this process."""
+def run_command(
+    command: list[str], *, check: bool = False, **options
+) -> subprocess.CompletedProcess:
+    """Run a command like subprocess.run, but end it and its children with this process.
 
-    def __getattr__(self, name: str):
-        return getattr(subprocess, name)
-
-    @staticmethod
-    def run(command: list[str], *, check: bool = False, **options) -> subprocess.CompletedProcess:
-        """Run a command like subprocess.run, in a session of its own.
-
-        The terminal's Ctrl-C does not reach the command, because this process handles it.
-        """
-        wrapped = [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *command]
-        process = subprocess.Popen(wrapped, start_new_session=True, **options)
-        try:
-            out, err = process.communicate()
-        except BaseException:  # a signal
-            end_tree(process)
-            raise
-        if check and process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, command, out, err)
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
+    The command has a session of its own: the terminal's Ctrl-C does not reach it, because this
+    process handles the signal.
+    """
+    wrapped = [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *command]
+    process = subprocess.Popen(wrapped, start_new_session=True, **options)
+    try:
+        out, err = process.communicate()
+    except BaseException:  # a signal
+        end_tree(process)
+        raise
+    if check and process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out, err)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def end_tree(process: subprocess.Popen) -> None:

@@ -30,8 +30,12 @@ import signal, sys
 sys.path.insert(0, sys.argv[1])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 from torch.utils import cpp_extension
-from support.strategies import op_builds as compilation
-compilation.guard_compilations(sys.argv[2], lambda text: print(text, flush=True))
+from functools import partial
+from support import patches
+from support.strategies import op_builds
+print0 = partial(print, flush=True)
+lock = partial(op_builds.build_lock, run_id=sys.argv[2], print0=print0)
+patches.guard_compilations(lock, op_builds.run_command)
 cpp_extension.load("op", [sys.argv[3]])
 print("loaded")
 """
@@ -113,13 +117,13 @@ def test_second_run_says_what_it_waits_for(build, tmp_path):
 @pytest.fixture
 def lock(tmp_path, monkeypatch):
     """lock(run) takes and releases the lock of a folder, and returns what was said."""
-    from support.strategies import op_builds as compilation
+    from support.strategies import op_builds
 
-    monkeypatch.setattr(compilation, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(op_builds, "POLL_SECONDS", 0.05)
 
     def take(run="mine") -> list[str]:
         said = []
-        with compilation.build_lock("op", tmp_path, run, said.append):
+        with op_builds.build_lock("op", tmp_path, run, said.append):
             assert not (tmp_path / "lock").exists()
             assert json.loads((tmp_path / ".building").read_text())["process"] == os.getpid()
         return said
@@ -166,9 +170,9 @@ def test_the_file_of_a_live_compilation_stays_however_old_it_is(lock, tmp_path):
 
 def test_a_young_file_of_another_machine_is_respected(lock, tmp_path, monkeypatch):
     """Some file systems do not pass locks on between machines."""
-    from support.strategies import op_builds as compilation
+    from support.strategies import op_builds
 
-    monkeypatch.setattr(compilation, "UNLOCKED_SECONDS", 4)
+    monkeypatch.setattr(op_builds, "UNLOCKED_SECONDS", 4)
     (tmp_path / "lock").touch()
     (tmp_path / ".building").write_text(
         json.dumps({"process": 1, "host": "there", "run": "another"})
@@ -200,15 +204,15 @@ def test_a_damaged_owner_is_no_problem(lock, tmp_path, text):
 
 
 def test_without_locks_a_young_file_is_respected(lock, tmp_path, monkeypatch):
-    from support.strategies import op_builds as compilation
+    from support.strategies import op_builds
 
     def no_locks(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(compilation.fcntl, "flock", no_locks)
-    monkeypatch.setattr(compilation, "UNLOCKED_SECONDS", 4)
+    monkeypatch.setattr(op_builds.fcntl, "flock", no_locks)
+    monkeypatch.setattr(op_builds, "UNLOCKED_SECONDS", 4)
     (tmp_path / "lock").touch()
     said, begun = [], time.monotonic()
-    with compilation.build_lock("op", tmp_path, "mine", said.append):
+    with op_builds.build_lock("op", tmp_path, "mine", said.append):
         assert time.monotonic() - begun > 3
     assert len(said) == 2 and "Waiting" in said[0] and "removed" in said[1]

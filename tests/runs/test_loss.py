@@ -10,6 +10,7 @@ from conftest import FAULT
 from operations import Operations
 from torch import nn
 
+from support import patches
 from support.data.batches import IGNORED
 from support.model import loss
 from support.model import resolve as models
@@ -34,7 +35,7 @@ LLAMA = transformers.LlamaConfig(**SIZES)
 @pytest.fixture(autouse=True)
 def setting(monkeypatch):
     """Ten tokens at a time; and no check of the positions, which on the meta device have no values."""
-    models.skip_packed_sequence_check()
+    patches.skip_packed_sequence_check()
     monkeypatch.setitem(loss.LOGITS_CHUNK, "cpu", 10 * VOCABULARY)
 
 

@@ -1,0 +1,53 @@
+"""What support/patches.py replaces exists in the installed libraries, and is replaced on call only."""
+
+import inspect
+import pkgutil
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import PROJECT
+
+from support import patches
+
+TARGETS = [
+    pytest.param(target, id=target) for targets in patches.PATCHES.values() for target in targets
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_target_exists(target):
+    pkgutil.resolve_name(target)
+
+
+def test_every_patch_is_listed_and_says_when_to_remove_it():
+    functions = [
+        value
+        for name, value in vars(patches).items()
+        if getattr(value, "__module__", "") == patches.__name__ and not name.startswith("_")
+    ]
+    assert set(functions) == set(patches.PATCHES)
+    for function in functions:
+        assert "Remove it when" in inspect.getdoc(function), function
+
+
+def test_import_imports_no_library():
+    program = "import sys, support.patches; print([*sys.modules])"
+    modules = subprocess.run(
+        [sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True
+    ).stdout
+    assert not [
+        name for name in ("torch", "jinja2", "transformers", "cpuinfo") if repr(name) in modules
+    ]
+
+
+def test_path_is_quoted_once(monkeypatch):
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", "/my env/lib")
+    patches.quote_library_path.cache_clear()
+    patches.quote_library_path()
+    patches.quote_library_path()
+    assert shlex.split(cpp_extension.TORCH_LIB_PATH) == ["/my env/lib"]
+    patches.quote_library_path.cache_clear()
