@@ -87,6 +87,7 @@ from support.memory import measure as memory
 from support.model import export
 from support.model import generate as sampling
 from support.model import resolve as models
+from support.model.card import model_card
 from support.model.loss import loss_in_place_of_logits
 from support.report import metrics_log as metering
 from support.report import profiling as tracing
@@ -878,7 +879,7 @@ def finalize(
                 "train_loss_last": None,
                 "tokens": None,
             }
-        card = export.model_card(card_facts, manager.identity)
+        card = model_card(card_facts, manager.identity)
 
         def export_to(target: export.Target) -> dict:
             return export.export_model(model, manager.state, spec, target, args, ctx, card)

@@ -29,7 +29,8 @@ from support.errors import UserError
 from support.files.atomic import open_regular, read_json, write_text
 from support.files.safetensors_writer import WeightFiles, save_file, write_at
 from support.files.user_files import shown
-from support.model.export import finish_folder, model_card, start_folder
+from support.model.card import model_card
+from support.model.export import finish_folder, start_folder
 from support.model.lora import peft_name
 from support.strategies.optimizer_shards import MOMENTS
 

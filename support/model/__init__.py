@@ -4,5 +4,6 @@ resolve   finds, downloads or initialises a model, and loads it
 loss      the next-token loss, computed in chunks of the logits by the output layer
 lora      LoRA adapters: attached by peft, merged into the weights for an export
 generate  a sample of text at the end of a run
-export    the trained model as a folder for `from_pretrained`, with its model card
+export    the trained model as a folder for `from_pretrained`
+card      the model card of that folder
 """

@@ -1,0 +1,88 @@
+"""The model card of an exported model: the README.md that the hub shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from support.cli.validate import is_local_model
+from support.known_models import EMBEDDED_MODEL
+
+
+def model_card(facts: dict, identity: dict) -> str:
+    """Return the text of an exported model's README.md, which starts with the hub's metadata.
+
+    Args:
+        facts: the available keys of results.json.
+        identity: the run signature, see `checkpoint.run_signature`.
+    """
+    base, dataset = facts["model"], (facts.get("dataset") or {}).get("name")
+    scratch = identity["told"].get("from_scratch") or base == EMBEDDED_MODEL
+    hyperparameters = {**identity["soft"], **identity["told"], "from_scratch": scratch}
+    adapters = (
+        identity["hard"] if "lora_r" in identity["hard"] and not facts.get("merged") else None
+    )
+    metadata = [
+        "---",
+        f"library_name: {'peft' if adapters else 'transformers'}",
+        "pipeline_tag: text-generation",
+    ]
+    metadata += [f"base_model: {base}"] if not scratch and not is_local_model(base) else []
+    metadata += ["---"]
+    results = {
+        "Training loss, first step": facts.get("train_loss_first"),
+        "Training loss, last step": facts.get("train_loss_last"),
+        "Evaluation loss": facts.get("eval_loss"),
+        "Perplexity": facts.get("perplexity"),
+        "Tokens seen": facts.get("tokens"),
+        "Optimizer steps": facts.get("steps"),
+        "Tokens per second": facts.get("tokens_per_second"),
+    }
+    versions = ", ".join(
+        f"{name} {number}" for name, number in (facts.get("versions") or {}).items()
+    )
+    parts = [
+        "\n".join(metadata),
+        f"# {Path(base).name}, {'trained' if scratch else 'fine-tuned'}"
+        + (f" on {dataset}" if dataset else "")
+        + (
+            f": LoRA adapters, r {adapters['lora_r']}, alpha {adapters['lora_alpha']:g}"
+            if adapters
+            else ""
+        ),
+        f"{facts['parameters']:,} parameters; "
+        f"{'random weights of the architecture of' if scratch else 'base model'} `{base}`. "
+        f"Trained with `real_model_example.py --strategy {facts['strategy']}` "
+        f"on {facts['world_size']} {_devices(facts)}.",
+        "## Results\n\n" + _table(results.items(), "Measured"),
+        "## Training\n\n" + _table(hyperparameters.items(), "Hyperparameter"),
+    ]
+    if facts.get("dataset"):
+        streamed = facts["dataset"].get("streaming")
+        hashed = (
+            "its files' names, sizes, beginnings and ends, or of its commit,"
+            if streamed
+            else "the corpus"
+        )
+        parts.append(f"Data: {dataset}, SHA-256 of {hashed} `{facts['dataset'].get('sha256')}`.")
+    if versions:
+        parts.append(f"Versions: {versions}.")
+    if facts.get("command"):
+        parts.append(f"```bash\n{facts['command']}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _devices(facts: dict) -> str:
+    if "hardware" not in facts:
+        return "ranks"
+    return f"× {facts['hardware']['gpu']}" if facts["hardware"]["gpu"] else "CPU processes"
+
+
+def _table(rows: Iterable[tuple[str, object]], title: str) -> str:
+    lines = [f"| {title} | Value |", "|---|---|"]
+    for name, value in rows:
+        if isinstance(value, float):
+            value = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+        if value is not None:
+            lines.append(f"| {name} | {value} |")
+    return "\n".join(lines)
