@@ -87,7 +87,6 @@ from support.memory import measure as memory
 from support.model import export
 from support.model import generate as sampling
 from support.model import resolve as models
-from support.model.card import model_card
 from support.model.loss import loss_in_place_of_logits
 from support.report import metrics_log as metering
 from support.report import profiling as tracing
@@ -865,31 +864,7 @@ def finalize(
     Raises:
         TrainingError: the export failed; the message says where the trained weights are.
     """
-    is_exported = ctx.broadcast_from_rank0(
-        results.was_complete and not args.export_hf and target.folder.exists()
-    )
-    if not (args.no_export or args.eval_only or is_exported):
-        card_facts = {**results.facts, "merged": args.merge_lora}
-        if manager.best_is_loaded:
-            loss = card_facts["best_eval_loss"]
-            card_facts |= {
-                "eval_loss": loss,
-                "perplexity": math.exp(min(loss, 700)),
-                "steps": card_facts["best_step"],
-                "train_loss_last": None,
-                "tokens": None,
-            }
-        card = model_card(card_facts, manager.identity)
-
-        def export_to(target: export.Target) -> dict:
-            return export.export_model(model, manager.state, spec, target, args, ctx, card)
-
-        try:
-            results.update(export=export_to(target))
-        except export.ExportFailed as error:
-            raise export.rescue_weights(
-                error, manager.weights_kept(meter), export_to, ctx
-            ) from error
+    export.finish(manager, results, target, args, meter)
     if args.generate:
         results.update(sample=sampling.generate(model, autocast(model, ctx), spec, args, ctx))
     ctx.stop.ignore()  # a stop signal has nothing left to stop

@@ -305,18 +305,13 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
     if len(shapes) < len(source.shapes) or shapes.keys() & buffers.keys():
         raise UserError(f"{source.folder}: two of its tensors have the same name.")
     try:
-        tensors = {
-            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
-        }
-        tensors |= {name: buffer.to("meta") for name, buffer in buffers.items()}
-        files = WeightFiles(folder, tensors, file_bytes, "adapter_model" if adapters else "model")
+        stem = "adapter_model" if adapters else "model"
+        files = WeightFiles(folder, shapes, dtype, buffers, file_bytes, stem)
     except ValueError as error:
         raise UserError(f"--max_shard_size {file_bytes}: write it as 5GB or 500MB.") from error
     for name in source.shapes:
         files.write(rename(name), source.read(name, "weight"))
-    for name, buffer in buffers.items():
-        files.write(name, buffer)
-    files.check_complete()
+    files.finish()
     counters, identity = source.manifest["counters"], source.manifest["identity"]
     parameters = identity["hard"].get("parameters")
     card_facts = {

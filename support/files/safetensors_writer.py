@@ -9,6 +9,7 @@ alive.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,14 +19,24 @@ from support.files.atomic import write_text
 
 FILE_BYTES = "5GB"  # maximum size of one file of weights, as in transformers
 NAMES = {
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
-    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
 }
 
 
@@ -38,12 +49,14 @@ def start_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     Returns:
         The offset in bytes of each tensor in the file.
     Raises:
-        KeyError: the type of a tensor is not in NAMES.
+        TypeError: the type of a tensor is not in NAMES.
         OSError: the file cannot be written.
     """
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        if tensor.dtype not in NAMES:
+            raise TypeError(f"{name}: a safetensors file cannot contain {tensor.dtype}.")
+        begin, end = end, end + tensor.nbytes
         header[name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -69,7 +82,7 @@ def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write a file of tensors that are in memory.
 
     Raises:
-        KeyError: the type of a tensor is not in NAMES.
+        TypeError: the type of a tensor is not in NAMES.
         OSError: the disk is full or not writable.
     """
     offsets = start_file(path, tensors)
@@ -83,36 +96,40 @@ class WeightFiles:
 
     Args:
         folder: an existing, empty folder.
-        tensors: tensors by name, of which only the shapes and types are used; they can be on the
-            meta device.
+        shapes: the shape of each weight by name.
+        dtype: the type of the weights in the files.
+        buffers: further tensors, which `finish` writes in their own types.
         file_bytes: maximum size of one file, such as "5GB".
         stem: file name without the suffix, for instance "model" for model.safetensors.
     Raises:
         ValueError: `file_bytes` is not a size.
-        KeyError: the type of a tensor is not in NAMES.
+        TypeError: a safetensors file cannot contain a tensor of this type.
         OSError: the disk is full or not writable.
     """
 
     def __init__(
         self,
         folder: Path,
-        tensors: dict[str, torch.Tensor],
+        shapes: dict[str, Sequence[int]],
+        dtype: torch.dtype,
+        buffers: dict[str, torch.Tensor],
         file_bytes: str = FILE_BYTES,
         stem: str = "model",
     ):
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
+        }
+        tensors |= {name: buffer.to("meta") for name, buffer in buffers.items()}
         pattern = stem + "{suffix}.safetensors"
         plan = split_torch_state_dict_into_shards(
             tensors, filename_pattern=pattern, max_shard_size=file_bytes
         )
-        self._places: dict[str, tuple[Path, int]] = {}
-        self._missing: dict[str, torch.dtype] = {}
+        self._buffers = buffers
+        self._missing: dict[str, tuple[Path, int, torch.dtype]] = {}
         for file, names in plan.filename_to_tensors.items():
             offsets = start_file(folder / file, {name: tensors[name] for name in names})
             for name in names:
-                self._places[name], self._missing[name] = (
-                    (folder / file, offsets[name]),
-                    tensors[name].dtype,
-                )
+                self._missing[name] = folder / file, offsets[name], tensors[name].dtype
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
             write_text(
@@ -120,22 +137,24 @@ class WeightFiles:
             )
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor, converted to the type that it has in `tensors`.
+        """Write a weight, converted to the type that it has in the file.
 
         Raises:
             KeyError: there is no tensor of this name, or it is written already.
             OSError: the disk is full or not writable.
         """
-        path, offset = self._places[name]
+        path, offset, dtype = self._missing.pop(name)
         with open(path, "rb+") as file:
-            write_at(file, offset, tensor.to(self._missing.pop(name)))
+            write_at(file, offset, tensor.to(dtype))
 
-    def check_complete(self) -> None:
-        """Check that all tensors are written.
+    def finish(self) -> None:
+        """Write the buffers, and check that all weights are written.
 
         Raises:
-            ValueError: a tensor is missing.
+            ValueError: a weight is missing.
         """
+        for name, buffer in self._buffers.items():
+            self.write(name, buffer)
         if self._missing:
             raise ValueError(
                 f"{len(self._missing)} weights are missing, {next(iter(self._missing))} among them."

@@ -11,27 +11,34 @@ needs memory for the largest weight on one rank; no rank needs memory for a seco
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
-import itertools
+import math
 import os
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import transformers
+from torch import nn
 
+from support.cluster.context import DistContext
 from support.errors import FirstError, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, sync_folder, sync_tree, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory import measure as memory
 from support.model import lora
 from support.model import resolve as models
+from support.model.card import model_card
 from support.units import GB
+
+if TYPE_CHECKING:
+    from support.strategies.optimizer_shards import ShardedState
 
 
 class ExportFailed(TrainingError):
@@ -85,46 +92,104 @@ def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite, own)
 
 
-def export_model(model, state, spec, target: Target, args, ctx, card: str) -> dict:
-    """Write the model that a run has trained. Every rank calls this function.
+class Trained(Protocol):
+    """What an export needs of CheckpointManager, whose module imports this one."""
+
+    ctx: DistContext
+    model: nn.Module  # as wrapped by the strategy
+    state: ShardedState  # of its trained parameters
+    spec: models.ModelSpec
+    identity: dict  # the run signature
+    best_is_loaded: bool
+
+    def weights_kept(self, meter) -> Path | None:
+        """Return a checkpoint that contains the present weights; None if there is none."""
+
+
+def finish(trained: Trained, results, target: Target, args, meter) -> None:
+    """Export the trained model, unless the flags exclude it or a complete run has exported it.
+
+    Every rank calls this function.
 
     Args:
-        model: as wrapped by the strategy.
-        state: the run's ShardedState.
-        spec: the model's description.
+        trained: the run's CheckpointManager.
+        results: the run's Results, which get the `export` entry.
         target: the destination folder.
-        args: --export_dtype, --merge_lora.
-        ctx: the ranks.
-        card: the text of the model card.
+        args: --no_export, --eval_only, --export_hf, --export_dtype, --merge_lora.
+        meter: the run's counters; None for a run that was complete before it was resumed.
+    Raises:
+        TrainingError: the export failed; the message says where the trained weights are.
+    """
+    if args.no_export or args.eval_only:
+        return
+    if trained.ctx.broadcast_from_rank0(
+        results.was_complete and not args.export_hf and target.folder.exists()
+    ):
+        return
+    facts = {**results.facts, "merged": args.merge_lora}
+    if trained.best_is_loaded:
+        loss = facts["best_eval_loss"]
+        facts |= {"eval_loss": loss, "perplexity": math.exp(min(loss, 700))}
+        facts |= {"steps": facts["best_step"], "train_loss_last": None, "tokens": None}
+    card = model_card(facts, trained.identity)
+    try:
+        results.update(export=export_model(trained, target, args, card))
+    except ExportFailed as error:
+        checkpoint = trained.weights_kept(meter)
+        location = _name_checkpoint(checkpoint) if checkpoint else _rescue(trained, args, card)
+        raise TrainingError(f"{error} {location}") from error
+
+
+def _name_checkpoint(checkpoint: Path) -> str:
+    convert = f"python scripts/convert_checkpoint.py {checkpoint} --to hf FOLDER"
+    return (
+        f"The trained weights are in {checkpoint}: `{convert}` exports them, "
+        "and so does the same run with --resume."
+    )
+
+
+def _rescue(trained: Trained, args, card: str) -> str:
+    """Export the trained model to the temporary directory of rank 0's host.
+
+    Every rank calls this function.
+
+    Returns:
+        A sentence that names the location of the weights.
+    """
+    folder = None
+    if trained.ctx.is_main:
+        with contextlib.suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="distributed_training_export_"))
+    folder = trained.ctx.broadcast_from_rank0(folder)
+    if folder is None:
+        return "The trained weights are lost: the temporary folder is not writable."
+    try:
+        export_model(trained, Target(folder, overwrite=False, own=False), args, card)
+    except ExportFailed as error:
+        return f"The trained weights are lost: {error}"
+    return f"The trained model was written to {folder} instead."
+
+
+def export_model(trained: Trained, target: Target, args, card: str) -> dict:
+    """Write the model that a run has trained. Every rank calls this function.
+
     Returns:
         The `export` entry of results.json. If another run has written to the folder since this run
         started, the model is in a new folder next to it. The entry and a warning name that folder.
     Raises:
         ExportFailed: the model could not be written. No part of it remains on disk.
     """
-    dtype, start, errors = models.DTYPES[args.export_dtype], time.monotonic(), FirstError()
+    ctx, spec, dtype = trained.ctx, trained.spec, models.DTYPES[args.export_dtype]
+    start, errors = time.monotonic(), FirstError()
     temporary = errors.attempt(start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
     if temporary:
         ctx.temporary += temporary.paths
         errors.attempt(describe, spec, folder, dtype, args.merge_lora)
-    if spec.lora and args.merge_lora:
-        adapters = {
-            name: weight.clone() if folder else None for name, weight in state.whole_weights()
-        }
-        if folder:
-            errors.attempt(_write_merged, adapters, spec, folder, dtype, ctx)
-    else:
-        _write_trained(
-            state,
-            models.persistent_buffers(getattr(model, "module", model)),
-            spec,
-            folder,
-            dtype,
-            errors,
-        )
+    write = _write_merged if spec.lora and args.merge_lora else _write_trained
+    write(trained, folder, dtype, errors)
     final = None
-    if folder:
+    if temporary:
         errors.attempt(write_text, folder / "README.md", card)
         final = errors.attempt(finish_folder, temporary, target.folder, target.may_be_replaced)
         temporary.remove()
@@ -139,99 +204,59 @@ def export_model(model, state, spec, target: Target, args, ctx, card: str) -> di
             "use --overwrite to replace it."
         )
     ctx.console.print0(f"🤗 {export_path}")
-    peaks = ctx.all_gather(memory.host_bytes()[1])
     return {
         "folder": str(export_path),
         "seconds": time.monotonic() - start,
-        "host_peak_bytes": peaks,
+        "host_peak_bytes": ctx.all_gather(memory.host_bytes()[1]),
     }
 
 
-def rescue_weights(
-    failed: ExportFailed, checkpoint: Path | None, export_to: Callable[[Target], object], ctx
-) -> TrainingError:
-    """Preserve the trained weights after a failed export. Every rank calls this function.
-
-    Args:
-        failed: the error that `export_model` raised.
-        checkpoint: contains the weights. Without one, they are exported to the temporary directory
-            of rank 0's host.
-        export_to: calls `export_model` with another target.
-        ctx: the ranks.
-    Returns:
-        The error, with a sentence that names the location of the weights.
-    """
-    if checkpoint:
-        convert = f"python scripts/convert_checkpoint.py {checkpoint} --to hf FOLDER"
-        return TrainingError(
-            f"{failed} The trained weights are in {checkpoint}: `{convert}` exports them, "
-            "and so does the same run with --resume."
-        )
-    folder = None
-    if ctx.is_main:
-        folder = FirstError().attempt(
-            lambda: Path(tempfile.mkdtemp(prefix="distributed_training_export_"))
-        )
-    folder = ctx.broadcast_from_rank0(folder)
-    if folder:
-        try:
-            export_to(Target(folder, overwrite=False, own=False))
-            return TrainingError(f"{failed} The trained model was written to {folder} instead.")
-        except ExportFailed as error:
-            return TrainingError(f"{failed} The trained weights are lost: {error}")
-    return TrainingError(
-        f"{failed} The trained weights are lost: the temporary folder is not writable."
-    )
-
-
 def _write_trained(
-    state, buffers: dict, spec, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    trained: Trained, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the trained weights: the model's, or its adapters'.
 
     Every rank calls this function. A rank whose `folder` is None only contributes its shards.
     """
-    rename, buffers = (lora.peft_name, {}) if spec.lora else (str, buffers)
+    if trained.spec.lora:
+        rename, buffers, stem = lora.peft_name, {}, "adapter_model"
+    else:
+        buffers = models.persistent_buffers(getattr(trained.model, "module", trained.model))
+        rename, stem = str, "model"
     files = None
     if folder:
-        announced = {
-            rename(name): torch.empty(shape, dtype=dtype, device="meta")
-            for name, shape in state.shapes.items()
-        }
-        announced |= {name: buffer.to("meta") for name, buffer in buffers.items()}
-        stem = "adapter_model" if spec.lora else "model"
-        files = errors.attempt(WeightFiles, folder, announced, FILE_BYTES, stem)
-    for name, weight in state.whole_weights():
+        shapes = {rename(name): shape for name, shape in trained.state.shapes.items()}
+        files = errors.attempt(WeightFiles, folder, shapes, dtype, buffers, FILE_BYTES, stem)
+    for name, weight in trained.state.whole_weights():
         if files:
             errors.attempt(files.write, rename(name), weight)
     if files:
-        for name, buffer in buffers.items():
-            errors.attempt(files.write, name, buffer)
-        errors.attempt(files.check_complete)
+        errors.attempt(files.finish)
 
 
-def _write_merged(adapters: dict, spec, folder: Path, dtype: torch.dtype, ctx) -> None:
-    """Write the whole model with the adapters added, on rank 0.
-
-    The base weights are loaded again from the model's original files.
-    """
-    model = spec.load(ctx, dtype="auto")  # memory-mapped, not copied
-    whole = {
-        lora.base_name(name): weight
-        for name, weight in model.named_parameters()
-        if name not in adapters
+def _write_merged(
+    trained: Trained, folder: Path | None, dtype: torch.dtype, errors: FirstError
+) -> None:
+    """Write the whole model with the adapters added, on the rank that has a `folder`."""
+    adapters = {
+        name: weight.clone() if folder else None for name, weight in trained.state.whole_weights()
     }
-    buffers = models.persistent_buffers(model)
-    announced = {
-        name: torch.empty(weight.shape, dtype=dtype, device="meta")
-        for name, weight in whole.items()
-    }
-    files = WeightFiles(
-        folder, announced | {name: buffer.to("meta") for name, buffer in buffers.items()}
-    )
-    for name, weight in itertools.chain(lora.merged(model, adapters), buffers.items()):
-        files.write(name, weight)
-    files.check_complete()
+
+    def write() -> None:
+        # The frozen weights are read again from their files: memory-mapped, not copied.
+        model = trained.spec.load(trained.ctx, dtype="auto")
+        shapes = {
+            lora.base_name(name): weight.shape
+            for name, weight in model.named_parameters()
+            if name not in adapters
+        }
+        files = WeightFiles(folder, shapes, dtype, models.persistent_buffers(model))
+        for name, weight in lora.merged(model, adapters):
+            files.write(name, weight)
+        files.finish()
+
+    if folder:
+        errors.attempt(write)
 
 
 def start_folder(folder: Path) -> TemporaryFolder:

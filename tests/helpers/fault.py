@@ -90,13 +90,13 @@ def let_the_live_model_speak(file: str) -> None:
 
     write = export.export_model
 
-    def speak_and_write(model, *args):
-        model.eval()
+    def speak_and_write(trained, *args):
+        trained.model.eval()
         with torch.no_grad():
-            logits = model(input_ids=torch.arange(32)[None], use_cache=False).logits
+            logits = trained.model(input_ids=torch.arange(32)[None], use_cache=False).logits
         if os.environ["RANK"] == "0":
             torch.save(logits.clone(), file)
-        return write(model, *args)
+        return write(trained, *args)
 
     export.export_model = speak_and_write
 
