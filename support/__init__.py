@@ -16,5 +16,6 @@ advice       what library errors mean, and what the user can do
 patches      all patches of other libraries
 process      output that cannot fail, signal handlers before the run has its own
 progress     progress bars
+unwrap       the plain module, optimizer and tensor inside a strategy's wrapper
 redaction    removal of secrets from messages and files
 """

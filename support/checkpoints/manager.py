@@ -72,6 +72,7 @@ from support.files.user_files import shown
 from support.model import export
 from support.model import resolve as models
 from support.strategies.optimizer_shards import ShardedState
+from support.unwrap import unwrapped
 
 # Size limit of one file of tensors, and the host memory that a save needs on top of training.
 FILE_BYTES = 256 << 20
@@ -492,11 +493,6 @@ class CheckpointManager:
         """Return DeepSpeed's dynamic loss scaler, or None."""
         scaler = getattr(self.state.wrapper, "loss_scaler", None)
         return scaler if hasattr(scaler, "last_overflow_iter") else None
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP or DeepSpeed's engine, or a plain module unchanged."""
-    return getattr(model, "module", model)
 
 
 def run_signature(args, ctx: DistContext, spec, dataset: dict, model) -> dict:

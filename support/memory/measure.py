@@ -20,8 +20,8 @@ import psutil
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from support.strategies.optimizer_shards import base_optimizer, local_part
 from support.units import GB
+from support.unwrap import base_optimizer, is_dtensor, local_part
 
 
 def host_bytes() -> tuple[int, int]:
@@ -372,7 +372,7 @@ def gathered_bytes(model: torch.nn.Module) -> int:
         ]
         return sum(p.ds_numel * p.element_size() for p in gathered)
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    return sum(p.nbytes for p in parameters if not hasattr(p, "to_local")) if sharded else 0
+    return sum(p.nbytes for p in parameters if not is_dtensor(p)) if sharded else 0
 
 
 def _is_its_shard(parameter: torch.Tensor) -> bool:

@@ -36,6 +36,7 @@ from support.model import lora
 from support.model import resolve as models
 from support.model.card import model_card
 from support.units import GB
+from support.unwrap import unwrapped
 
 if TYPE_CHECKING:
     from support.strategies.optimizer_shards import ShardedState
@@ -221,7 +222,7 @@ def _write_trained(
     if trained.spec.lora:
         rename, buffers, stem = lora.peft_name, {}, "adapter_model"
     else:
-        buffers = models.persistent_buffers(getattr(trained.model, "module", trained.model))
+        buffers = models.persistent_buffers(unwrapped(trained.model))
         rename, stem = str, "model"
     files = None
     if folder:

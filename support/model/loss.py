@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from support.cli.flags import LOGITS_CHUNK
-from support.data.batches import IGNORED
+from support.unwrap import unwrapped
 
 # Types whose gradients need the factor of the loss scaler, see ChunkedLoss.
 COMPUTED_IN_BACKWARD = (torch.float16,)
@@ -60,7 +60,8 @@ class OutputLayer(nn.Linear):
     """Output layer that returns the loss inside `loss_in_place_of_logits`, and logits otherwise.
 
     Attributes:
-        targets: [batch, length], the next token of each position, or IGNORED; None: return logits.
+        targets: [batch, length], the next token of each position, negative for those that do not
+            count; None: return logits.
         divisor: scalar tensor that divides the summed loss.
         kept_bytes: bytes of the gradients that the last loss keeps until backward.
     """
@@ -116,7 +117,7 @@ def loss_in_place_of_logits(
     Yields:
         Whether the model returns the loss.
     """
-    head = getattr(model, "module", model).get_output_embeddings()
+    head = unwrapped(model).get_output_embeddings()
     if not isinstance(head, OutputLayer):
         yield False
         return
@@ -143,7 +144,7 @@ class ChunkedLoss(torch.autograd.Function):
             hidden: [tokens, hidden size].
             weight: [vocabulary, hidden size].
             bias: [vocabulary], or None.
-            targets: [tokens]; IGNORED for tokens that do not count.
+            targets: [tokens]; negative for tokens that do not count.
             divisor: a scalar.
             dtype: of the matrix multiplications.
         """
@@ -198,7 +199,7 @@ def _loss_and_gradients(inputs, targets, scale, dtype, needed):
     for chunk in _chunks(hidden.shape[0], weight.shape[0], hidden.device.type):
         logits = F.linear(hidden[chunk], weight, bias)
         log_p = F.log_softmax(logits, -1, dtype=torch.float32)
-        valid = targets[chunk] != IGNORED
+        valid = targets[chunk] >= 0
         target = targets[chunk].where(valid, 0)[:, None]
         log_p_of_target = log_p.gather(1, target)
         loss -= log_p_of_target[:, 0].where(valid, 0).sum()

@@ -25,6 +25,7 @@ from support.report import profiling as tracing
 from support.report.trackers import Trackers
 from support.strategies import gradients
 from support.units import human_bytes
+from support.unwrap import unwrapped
 
 PHASES = ("data", "forward", "backward", "update")
 LONGEST_LINE_BYTES = 1 << 16  # of metrics.jsonl; a record has a few hundred bytes
@@ -554,16 +555,14 @@ def open_meter(
         UserError: the trace's folder cannot be created, or wandb could not start.
     """
     detailed = args.profile_memory or ctx.simulated
-    unwrapped = getattr(model, "module", model)
+    module = unwrapped(model)
     # A loss that is computed from all logits at once keeps their log-probabilities in fp32.
     all_logits = 4 * args.batch_size * args.seq_length * spec.text_config.vocab_size
 
     def kept_by_loss() -> int:
-        return unwrapped.get_output_embeddings().kept_bytes if spec.chunked_loss else all_logits
+        return module.get_output_embeddings().kept_bytes if spec.chunked_loss else all_logits
 
-    step_memory = memory.StepMemory(
-        unwrapped, optimizer, memory_by_phase.peak, detailed, kept_by_loss
-    )
+    step_memory = memory.StepMemory(module, optimizer, memory_by_phase.peak, detailed, kept_by_loss)
     ctx.memory_facts.append(step_memory.describe)
     meter = Meter(
         args,

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from support.cli.flags import GROWTH_INTERVAL, INITIAL_SCALE_POWER, NORM_CHUNK
 from support.cluster.context import DistContext
 from support.errors import TrainingError
-from support.strategies.optimizer_shards import base_optimizer, local_part
+from support.unwrap import base_optimizer, local_part
 
 
 def norm(model: nn.Module) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.errors import TrainingError
+from support.unwrap import base_optimizer, is_dtensor, local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -77,7 +78,7 @@ class ShardedState:
             if p.requires_grad
         }
         self.stage3 = hasattr(self.wrapper, "fp32_partitioned_groups_flat")
-        sharded = next((p for p in model.parameters() if _is_dtensor(p)), None)
+        sharded = next((p for p in model.parameters() if is_dtensor(p)), None)
         self.replicated = self.wrapper is None and sharded is None
         # Under HYBRID_SHARD every node holds all pieces; those of the first node are used.
         self.is_copy = (
@@ -271,26 +272,12 @@ def replay_bias_correction(cpu_adam, step: int) -> None:
         )
 
 
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "to_local")
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a DTensor (FSDP), or any other tensor unchanged."""
-    return tensor.to_local() if _is_dtensor(tensor) else tensor
-
-
-def base_optimizer(optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer inside DeepSpeed's wrapper, or a plain optimizer unchanged."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 def _local_range(parameter: torch.Tensor) -> tuple[int, int]:
     """Return index of the first element and number of elements of this rank's shard.
 
     FSDP shards dimension 0, so a shard consists of whole rows.
     """
-    if not _is_dtensor(parameter):
+    if not is_dtensor(parameter):
         return 0, parameter.numel()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

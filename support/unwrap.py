@@ -1,0 +1,26 @@
+"""The plain objects inside the wrappers of DDP, FSDP2 and DeepSpeed; plain ones are unchanged."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside DDP or DeepSpeed's engine."""
+    return getattr(model, "module", model)
+
+
+def base_optimizer(optimizer) -> torch.optim.Optimizer:
+    """Return PyTorch's optimizer inside DeepSpeed's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is distributed over the ranks (FSDP2)."""
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
