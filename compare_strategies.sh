@@ -122,7 +122,7 @@ arguments+=("$@")
 # strategy uses every flag.
 asked=${strategies[0]}
 [[ $named != *" infinity "* ]] || asked=infinity
-in_project 'from support.cli import validate as preflight; preflight.start(sys.argv[1:])' \
+in_project 'from support import startup; startup.start(sys.argv[1:])' \
     --model "$model" --strategy "$asked" "${arguments[@]}" || exit 2
 
 # ------------------------------------------------------------------------------------------ the folder of this comparison

@@ -36,12 +36,12 @@ if __name__ == "__main__":
     process.protect_output()
     process.catch_signals(process.ALSO_IF_IGNORED)
 
-from support.cli import validate as preflight
+from support import startup
 
 if __name__ == "__main__":
     # Before torch is imported, so that --help and argument errors are printed at once, and so that
     # settings that libraries read on import (threads, allocator, offline mode) take effect.
-    ARGS, LAUNCH = preflight.start(sys.argv[1:])
+    ARGS, LAUNCH = startup.start(sys.argv[1:])
 
 import contextlib
 import itertools
@@ -65,7 +65,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support.checkpoints import manager as checkpoint
 from support.cli.arguments import choose_seq_length
-from support.cli.flags import NEED_EVALUATIONS
+from support.cli.parse import NEED_EVALUATIONS
+from support.cluster import devices
 from support.cluster.context import (
     ARRIVAL_SECONDS,
     DistContext,
@@ -83,6 +84,7 @@ from support.data import batches as data
 from support.data import streaming
 from support.data import tokenize as tokens
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted, UserError
+from support.memory import advise
 from support.memory import measure as memory
 from support.model import export
 from support.model import generate as sampling
@@ -91,7 +93,7 @@ from support.model.loss import loss_in_place_of_logits
 from support.report import metrics_log as metering
 from support.report import profiling as tracing
 from support.report import results as reporting
-from support.strategies import gradients
+from support.strategies import gradients, requirements
 from support.strategies.deepspeed import OneByOne, configure_deepspeed, quiet
 from support.strategy import STRATEGIES
 from support.units import human_count
@@ -122,9 +124,7 @@ def setup_distributed(args, launch) -> DistContext:
         UserError: this rank has no GPU of its own.
     """
     if torch.cuda.is_available():
-        device = torch.device(
-            "cuda", preflight.check_visible_gpus(launch, torch.cuda.device_count())
-        )
+        device = torch.device("cuda", devices.check_visible_gpus(launch, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         backend = "nccl"
     else:
@@ -703,7 +703,7 @@ def main(args, launch) -> None:
     except BaseException as error:
         exit_before_start(error, args.verbose, linger=2)
     try:
-        ctx.precision = preflight.choose_precision(args.precision, ctx.device)
+        ctx.precision = devices.choose_precision(args.precision, ctx.device)
         if args.check:
             ctx.end_together(None, checks.check(args, ctx))
         engine = train_one_model(args, ctx)
@@ -733,14 +733,14 @@ def train_one_model(args, ctx: DistContext):
     if args.memory_snapshot:
         tracing.record_memory(args.memory_snapshot, ctx)
     if args.ds_config_dict:
-        preflight.check_requirements(args, ctx.device)
+        requirements.check_requirements(args, ctx.device)
 
     # The data is prepared before the weights are loaded: errors in it show within seconds, however
     # large the model is.
     spec = find_model(args, ctx)
     positions = models.max_positions(spec.config)
     args = args.replace(seq_length=choose_seq_length(args, positions))
-    ctx.ways_to_fit = lambda: preflight.ways_to_fit(args, ctx, spec)
+    ctx.ways_to_fit = lambda: advise.ways_to_fit(args, ctx, spec)
     ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
     train, validation, dataset = prepare_dataset(args, ctx, spec.tokenizer)
     if not validation.num_sequences and (

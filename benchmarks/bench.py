@@ -21,7 +21,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support.cli.flags import PROJECT
+from support import PROJECT
 from support.report.compare import TOLERANCES
 from support.units import GB
 

@@ -1,6 +1,7 @@
 """The modules behind real_model_example.py, in packages by concern.
 
-cli          flags, DeepSpeed and FSDP configurations, run files, checks before the model is loaded
+startup      from the command line to a process that may import torch
+cli          flags, DeepSpeed and FSDP configurations, run files, checks of paths and of the hub
 cluster      launchers, ranks, rendezvous, failures of ranks, Slurm
 commands     --check and --prefetch
 data         from --dataset to batches of token ids
@@ -11,11 +12,19 @@ memory       measured and estimated memory
 report       metrics, results, trackers, the comparison of strategies
 files        checks of the user's files, atomic writes, caches
 console      lines, notices and progress bars of rank 0
-errors       exceptions that end a run, and exit codes
-advice       what library errors mean, and what the user can do
+errors       exceptions that end a run, exit codes, and what library errors mean
 patches      all patches of other libraries
 process      output that cannot fail, signal handlers before the run has its own
 progress     progress bars
 unwrap       the plain module, optimizer and tensor inside a strategy's wrapper
 redaction    removal of secrets from messages and files
+strategy     the table of strategies
+known_models shapes of the embedded model and of GPT-2
+chunks       sizes of the chunks in which large tensors are processed
+units        units, and numbers as people read them
 """
+
+from pathlib import Path
+
+VERSION = "0.8"
+PROJECT = Path(__file__).resolve().parent.parent

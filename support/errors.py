@@ -1,9 +1,16 @@
-"""Exceptions that end a run, and the exit codes that other programs read.
+"""Exceptions that end a run, exit codes, and what the user can do about a library's error.
 
 Every exception becomes a `UserError` (see `explain`), whose text is one line for the user.
 """
 
 from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
 
 from support.redaction import redact
 
@@ -113,8 +120,8 @@ def explain(error: BaseException) -> UserError:
     Args:
         error: an exception of this project or of a library.
     Returns:
-        `error` itself if it is a `UserError`. Otherwise an error with the advice of
-        support/advice.py, or with the first line of the library's message. Credentials in the text
+        `error` itself if it is a `UserError`. Otherwise an error with the advice of `TABLE`, or
+        with the first line of the library's message. Credentials in the text
         are replaced (see support/redaction.py), also in `error` itself.
     """
     user_error = _explained(error)
@@ -123,8 +130,6 @@ def explain(error: BaseException) -> UserError:
 
 
 def _explained(error: BaseException) -> UserError:
-    from support import advice  # not at the top: it imports the classes above
-
     if isinstance(error, UserError):
         return error
     name, lines = type(error).__name__, str(error).strip().splitlines()
@@ -138,7 +143,238 @@ def _explained(error: BaseException) -> UserError:
         return TrainingError(str(error))
     if isinstance(error, KeyboardInterrupt):
         return TrainingError("Interrupted: stopped before the end; nothing more was written.")
-    if advised := advice.look_up(error):
+    if advised := look_up(error):
         return advised
     text = lines[0].strip() if lines else ""
     return TrainingError(f"{name}: {text} (run again with --verbose to see where)")
+
+
+# ------------------------------------------------------------------------ errors of libraries
+
+
+LESS_MEMORY = (
+    "Try a smaller --batch_size with more --gradient_accumulation_steps, "
+    "--gradient_checkpointing, a shorter --seq_length, or a strategy that shards more "
+    "(zero2, zero3, offload)."
+)
+
+
+ALMOST_NOTHING = 2**20  # bytes; a disk with less free space counts as full
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kind of failure.
+
+    Attributes:
+        name: name of the entry.
+        words: a regular expression that is searched in "TypeName: message".
+        kind: class of the error that is shown.
+        advice: what the error means and what to try next. Placeholders: "{said}" is the first line
+            of the library's message, "{where}" the file that it names, "{compiler}" the compiler's
+            first error, "{port}" MASTER_PORT, "{open_files}" the limit on open files,
+            "{operation}" the operation without a deterministic kernel.
+    """
+
+    name: str
+    words: str
+    kind: type[UserError]
+    advice: str
+
+
+# Matches errors of torch.distributed only: the hub's clients and wandb have connections, too.
+AMONG_RANKS = r"(?=.*([Gg]loo|NCCL|c10d|TCPStore|Dist\w+Error))"
+
+# The first entry that matches is used, so special entries come before general ones.
+TABLE = (
+    Entry(
+        "gpu memory",
+        r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+        r"CUDA (driver )?error: out of memory|Cuda failure.*out of memory",
+        OutOfMemory,
+        "Out of memory: {said}.",
+    ),
+    Entry(
+        "host memory",
+        r"^MemoryError|out of memory|[Cc]an't allocate memory|Cannot allocate memory",
+        HostOutOfMemory,
+        "Out of memory: {said}.",
+    ),
+    Entry(
+        "deterministic",
+        r"does not have a deterministic implementation",
+        UserError,
+        "--deterministic: this model needs {operation}, of which PyTorch has no deterministic "
+        "kernel for this device. Run without --deterministic.",
+    ),
+    Entry(
+        "files",
+        r"Too many open files",
+        TrainingError,
+        "Too many open files: this shell allows {open_files}. Every rank, data file and "
+        "connection takes some: `ulimit -n 65536` before the run, or in the job script.",
+    ),
+    Entry(
+        "shared memory",
+        r"/dev/shm.*No space left|No space left.*/dev/shm",
+        TrainingError,
+        "/dev/shm is full, through which the ranks of a host share data: {said}. In a container "
+        "give it more (docker run --shm-size=8g); "
+        "otherwise remove what earlier runs left there (`ls -l /dev/shm`).",
+    ),
+    Entry(
+        "disk",
+        r"No space left on device|Disk quota exceeded",
+        TrainingError,
+        "No space left on the device while writing {where}: free some space (`df -h`, "
+        "`quota -s`), or name another folder with --output_dir, --cache_dir, --nvme_path or "
+        "TMPDIR. Checkpoints that were complete before are untouched.",
+    ),
+    Entry(
+        "file size",
+        r"File too large",
+        TrainingError,
+        "{where} would be larger than this shell (`ulimit -f`) or the file system allows: raise "
+        "the limit, or name a folder on another disk.",
+    ),
+    Entry(
+        "deepspeed",
+        r"^ModuleNotFoundError: No module named 'deepspeed'",
+        MissingRequirement,
+        "This strategy needs DeepSpeed: pip install deepspeed. dp and fsdp run without it.",
+    ),
+    Entry(
+        "toolkit",
+        r"^(MissingCUDAException|CUDAMismatchException)",
+        MissingRequirement,
+        "This strategy compiles a DeepSpeed op with the CUDA toolkit of torch's CUDA version, "
+        "which was not found: install it, or set CUDA_HOME (module load cuda on a cluster). "
+        "DeepSpeed says: {said}",
+    ),
+    Entry(
+        "compiler",
+        r"Error building extension|Ninja is required|Unable to JIT load",
+        MissingRequirement,
+        "DeepSpeed could not compile one of its ops. The compiler's first error: {compiler}. "
+        "`--check` says what is missing; dp and fsdp need no compiler.",
+    ),
+    Entry(
+        "port",
+        r"EADDRINUSE|[Aa]ddress already in use",
+        TrainingError,
+        "Port {port} on this host is taken, by another run as a rule: start this one with another "
+        "(torchrun --master_port=29501, deepspeed --master_port=29501, or MASTER_PORT), "
+        "or end the other run.",
+    ),
+    Entry(
+        "refused",
+        AMONG_RANKS + r".*(Connection refused|ECONNREFUSED)|connect\(\) failed|"
+        r"client socket has (failed|timed out)",
+        TrainingError,
+        "A rank could not connect to another: it has ended, listens on another network, or a "
+        "firewall is between. Look for its message on the other hosts; where a host has several "
+        "networks set NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) to the right one. ({said})",
+    ),
+    Entry(
+        "peer",
+        AMONG_RANKS + r".*(Connection (reset|closed) by peer|Broken pipe)|"
+        r"remote process has exited|ncclRemoteError",
+        TrainingError,
+        "The connection to another rank broke: it has ended, and its own message, on its host, "
+        "says why; without one it was killed, as a rule by the kernel when the host's memory was "
+        "full (`dmesg | grep -i oom`), or by the scheduler. ({said})",
+    ),
+    Entry(
+        "waiting",
+        r"(Watchdog|watchdog).*(timeout|timed out)|"
+        + AMONG_RANKS
+        + r".*([Tt]imed out|wait timeout after|Timeout)",
+        TrainingError,
+        "A collective waited longer than --ddp_timeout: one rank is much slower than the others, "
+        "or stopped. Look at what it prints and at its host's load; for a slow first load give a "
+        "longer --ddp_timeout; TORCH_DISTRIBUTED_DEBUG=DETAIL names the collective that does not "
+        "match. ({said})",
+    ),
+    Entry(
+        "nccl",
+        r"DistBackendError|NCCL error|ncclSystemError|ncclInternalError|ncclUnhandledCudaError",
+        TrainingError,
+        "NCCL failed: {said}. `NCCL_DEBUG=INFO` shows what it tried; NCCL_SOCKET_IFNAME chooses "
+        "the network, NCCL_IB_DISABLE=1 leaves InfiniBand out, NCCL_P2P_DISABLE=1 direct copies "
+        "between GPUs. `--check` under the same launcher tests it in seconds.",
+    ),
+    Entry(
+        "driver",
+        r"CUDA driver version is insufficient|no kernel image is available|"
+        r"forward compatibility was attempted",
+        MissingRequirement,
+        "This GPU, its driver and this build of torch do not fit: {said}. Compare `nvidia-smi` "
+        "with torch.version.cuda (`--check` shows both), "
+        "and install a torch for that CUDA version.",
+    ),
+)
+
+
+def look_up(error: BaseException) -> UserError | None:
+    """Look up the error to show for a library's exception.
+
+    Returns:
+        A new error with the advice of the first entry that matches, or None.
+    """
+    name, text = type(error).__name__, str(error).strip()
+    lines = text.splitlines()
+    first_line = lines[0].strip() if lines else name
+    for entry in TABLE:
+        if re.search(entry.words, f"{name}: {text}", re.DOTALL):
+            placeholders = {
+                "said": first_line.rstrip("."),
+                "where": getattr(error, "filename", None)
+                or ("{where}" in entry.advice and full_disk())
+                or "a file",
+                "compiler": compiler_error(lines) or first_line,
+                "port": os.environ.get("MASTER_PORT", "29500"),
+                "open_files": open_files(),
+                "operation": name_before(" does not have a deterministic", text) or "an operation",
+            }
+            return entry.kind(entry.advice.format(**placeholders))
+    return None
+
+
+def compiler_error(lines: list[str]) -> str | None:
+    """Return the first line of a build's output that reports an error of a compiler or linker.
+
+    Later errors are usually consequences of the first. None if no line reports an error.
+    """
+    complaint = r"(fatal )?error:|cannot find|undefined reference|not found|No such file"
+    matches = (line for line in lines if re.search(complaint, line))
+    return next((line.strip() for line in matches if not line.startswith("Error building")), None)
+
+
+def name_before(words: str, text: str) -> str | None:
+    """Return the word directly in front of `words` in `text`, or None."""
+    match = re.search(rf"(\S+){re.escape(words)}", text)
+    return match and match[1]
+
+
+def full_disk() -> str | None:
+    """Return a folder on a full disk, for errors that name no file, or None.
+
+    Tested are the folders that libraries use without naming them: TMPDIR, /dev/shm and the current
+    folder.
+    """
+    for name, folder in (
+        ("TMPDIR", tempfile.gettempdir()),
+        ("shared memory", "/dev/shm"),
+        ("the current folder", "."),
+    ):
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(folder).free < ALMOST_NOTHING:
+                return f"{folder} ({name})"
+    return None
+
+
+def open_files() -> str:
+    """Return this process's soft limit on open files, as text."""
+    import resource
+
+    return str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -51,7 +51,7 @@ from support.checkpoints.format import (
     what_is_broken,
     with_defaults,
 )
-from support.cli.flags import global_batch
+from support.cli.arguments import global_batch
 from support.cluster.context import DistContext
 from support.data.tokenize import tokenizer_fingerprint
 from support.errors import FirstError, Preempted, TrainingError, UserError

@@ -1,8 +1,12 @@
-"""The command line: flags, the files that set them, and checks before the model is loaded.
+"""The command line: flags, the files that set them, and checks of what the flags name.
 
-flags           all flags, and how they are reconciled with a DeepSpeed file
+flags           the parser of all flags
 argument_types  types of flags with their limits, and a parser whose errors are one line
+parse           from the command line to the arguments: defaults, flags that contradict each other
+arguments       the arguments, which cannot be changed after parsing
 run_file        --config: flags in a YAML file
+ds_config       --ds_config: DeepSpeed's configuration, and how it is reconciled with the flags
 fsdp_config     --fsdp_config: FSDP's options
-validate        checks of paths, the hub, packages, compilers and disks
+paths           checks of files and folders
+hub             the probe of the Hugging Face hub
 """

@@ -69,3 +69,8 @@ def choose_seq_length(args, positions: int | None) -> int:
             f"{args.model}."
         )
     return args.seq_length
+
+
+def global_batch(args, world_size: int) -> int:
+    """Return the sequences in one optimizer step, over all ranks."""
+    return args.batch_size * args.gradient_accumulation_steps * world_size

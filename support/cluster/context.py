@@ -33,14 +33,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from support import process, progress
-from support.advice import LESS_MEMORY
-from support.cli.flags import PROJECT
+from support import PROJECT, process, progress
 from support.cluster import failures
 from support.cluster.launch import Launch
 from support.console import Console
 from support.errors import (
     EXIT_FAILED,
+    LESS_MEMORY,
     OutOfMemory,
     StoppedBySignal,
     TrainingError,

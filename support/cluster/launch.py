@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from support.advice import LESS_MEMORY
-from support.errors import OutOfMemory, UserError, explain
+from support.errors import LESS_MEMORY, OutOfMemory, UserError, explain
 from support.redaction import print_traceback
 
 

@@ -13,7 +13,8 @@ import shlex
 import unicodedata
 from pathlib import Path
 
-from support.cli.flags import PROJECT, bucket_sizes
+from support import PROJECT
+from support.cli.ds_config import bucket_sizes
 from support.cluster import slurm
 from support.errors import UserError
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES

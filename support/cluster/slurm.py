@@ -164,7 +164,7 @@ def examples() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    from support.cli.flags import PROJECT
+    from support import PROJECT
 
     for _name, _text in examples().items():
         (PROJECT / "slurm" / _name).write_text(_text)

@@ -27,15 +27,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from support.cli import validate as preflight
+from support import PROJECT
+from support.cli import paths
 from support.cli.arguments import choose_seq_length
-from support.cli.flags import PROJECT, uses_nvme
+from support.cli.ds_config import uses_nvme
 from support.cluster.context import DistContext
 from support.cluster.launch import available_cores, has_nvidia_gpu
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
-from support.memory import architectures
+from support.files import hub_cache
+from support.memory import advise, architectures
 from support.memory import estimate as planner
 from support.redaction import redact
+from support.strategies import requirements
 from support.strategy import STRATEGIES
 from support.units import GB, MB
 
@@ -243,10 +246,10 @@ def _compiler(args, ctx: DistContext) -> Iterator[Line]:
     missing += [] if headers.exists() else ["Python's headers (apt install python3-dev)"]
     if missing:
         needed = args.ds_config_dict is not None and not _passes(
-            preflight.check_compiler, args.strategy, ctx.device
+            requirements.check_compiler, args.strategy, ctx.device
         )
         needed = needed or bool(
-            args.ds_config_dict and preflight.ops_to_compile(args.strategy, ctx.device)
+            args.ds_config_dict and requirements.ops_to_compile(args.strategy, ctx.device)
         )
         reason = (
             f"{args.strategy} compiles parts of DeepSpeed"
@@ -291,13 +294,13 @@ def _ops(args, ctx: DistContext) -> Iterator[Line]:
         return
     states = []
     for strategy in ("zero1", "offload", "infinity"):
-        to_compile = preflight.ops_to_compile(strategy, ctx.device)
+        to_compile = requirements.ops_to_compile(strategy, ctx.device)
         names = {"zero1": "zero1, zero2, zero3"}.get(strategy, strategy)
         states.append(
             f"{names} {'will compile ' + ', '.join(to_compile) if to_compile else 'ready'}"
         )
     try:
-        preflight.check_async_io(ctx.device)
+        requirements.check_async_io(ctx.device)
         yield Line(OK, "DeepSpeed ops", "; ".join(states))
     except UserError as error:
         status = PROBLEM if args.ds_config_dict and uses_nvme(args.ds_config_dict) else WARNING
@@ -358,7 +361,7 @@ def _disk(args, ctx: DistContext) -> Iterator[Line]:
     """Check the free space for results, checkpoints and tokens."""
     folders = {
         "output": Path(args.output_dir or "runs"),
-        "cache": preflight.cache_folder(args.cache_dir),
+        "cache": hub_cache.cache_folder(args.cache_dir),
     }
     free = {}
     for purpose, folder in folders.items():
@@ -367,7 +370,7 @@ def _disk(args, ctx: DistContext) -> Iterator[Line]:
         )
         free[f"{purpose} {folder}"] = shutil.disk_usage(existing_parent).free
     try:
-        preflight.check_export_folder(args)
+        paths.check_export_folder(args)
     except UserError as error:
         yield Line(PROBLEM, "output", str(error))
     text = "; ".join(f"{purpose} {size / GB:.1f} GB free" for purpose, size in free.items())
@@ -421,7 +424,7 @@ def _limits(args, ctx: DistContext) -> Iterator[Line]:
 
 
 def _memory(args, ctx: DistContext) -> Iterator[Line]:
-    limits = preflight.memory_limits(ctx)
+    limits = advise.memory_limits(ctx)
     capacity = (
         f"{limits.gpu / GB:.1f} GB for each {'GPU' if ctx.device.type == 'cuda' else 'process'}"
     )
@@ -432,7 +435,7 @@ def _memory(args, ctx: DistContext) -> Iterator[Line]:
         except UserError as error:
             yield Line(PROBLEM, "sequence length", str(error))
             return
-        work = preflight.planned_work(args.replace(seq_length=seq_length), ctx, model)
+        work = advise.planned_work(args.replace(seq_length=seq_length), ctx, model)
     # The model's config.json is not on this machine, or the planner does not support the flags.
     except UserError:
         yield Line(

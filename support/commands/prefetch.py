@@ -6,12 +6,13 @@ import sys
 
 import torch
 
-from support.cli.validate import huggingface_home, is_local_dataset
+from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
 from support.console import Console
 from support.data import tokenize as tokens
 from support.errors import EXIT_COMPLETED
+from support.files.hub_cache import huggingface_home
 from support.model import resolve as models
 
 

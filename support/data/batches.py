@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from support.cli.flags import global_batch
+from support.cli.arguments import global_batch
 from support.errors import UserError
 
 ROW_MULTIPLE = 8  # examples are padded to a multiple of this length, which suits matrix units

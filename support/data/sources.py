@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 
 from support import progress
-from support.cli.validate import is_local_dataset
+from support.cli.paths import is_local_dataset
 from support.errors import UserError
 from support.files.atomic import sha256_of
 from support.files.folders import advise_include, count_types, describe_twins, files_of

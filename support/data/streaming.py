@@ -31,8 +31,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from support.cli.flags import global_batch
-from support.cli.validate import is_local_dataset
+from support.cli.arguments import global_batch
+from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext, describe_difference
 from support.data.batches import (
     IGNORED,

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from support.cli.validate import cache_folder
 from support.cluster.context import DistContext, describe_difference
 from support.data.chat import PLAIN_NOTICE, PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
 from support.data.json_documents import DocumentTokenizer
 from support.data.sources import BadRow, Document, Example, Item, Notice, Source, open_source
 from support.errors import UserError
 from support.files.cache import Cache
+from support.files.hub_cache import cache_folder
 
 CACHE_VERSION = 5  # increase it when the layout of the cache or the tokenization changes
 BATCH_EXAMPLES = 256

@@ -2,6 +2,7 @@
 
 atomic              atomic writes, JSON files of unknown origin, locks, temporary folders
 cache               folders of prepared files that several runs share, verified at every use
+hub_cache           the caches of the Hugging Face libraries
 folders             the files of a folder that are read (--include)
 safetensors_writer  safetensors files, written one tensor at a time
 user_files          the small YAML and JSON files that a user writes

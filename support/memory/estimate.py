@@ -17,7 +17,8 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from support.cli.flags import LOGITS_CHUNK, NORM_CHUNK, bucket_sizes
+from support.chunks import LOGITS_CHUNK, NORM_CHUNK
+from support.cli.ds_config import bucket_sizes
 from support.errors import UserError
 from support.memory.architectures import Architecture, gpt2
 from support.strategy import STRATEGIES

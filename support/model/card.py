@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from support.cli.validate import is_local_model
+from support.cli.paths import is_local_model
 from support.known_models import EMBEDDED_MODEL
 
 

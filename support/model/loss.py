@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.cli.flags import LOGITS_CHUNK
+from support.chunks import LOGITS_CHUNK
 from support.unwrap import unwrapped
 
 # Types whose gradients need the factor of the loss scaler, see ChunkedLoss.

@@ -29,11 +29,13 @@ from transformers import (
 )
 
 from support import patches
-from support.cli.validate import cache_folder, is_local_model, scratch_without_hub
+from support.cli.hub import scratch_without_hub
+from support.cli.paths import is_local_model
 from support.cluster.context import DistContext
 from support.errors import UserError
 from support.files.atomic import TemporaryFolder
 from support.files.cache import Cache
+from support.files.hub_cache import cache_folder
 from support.files.safetensors_writer import save_file
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.model.lora import Lora

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from support.cli.flags import lookup
+from support.cli.ds_config import lookup
 from support.files.user_files import shown
 from support.strategy import STRATEGIES, Strategy
 

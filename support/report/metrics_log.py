@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from support.cli.flags import global_batch
+from support.cli.arguments import global_batch
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
 from support.data import batches as data

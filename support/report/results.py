@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from support.cli import validate as preflight
-from support.cli.flags import global_batch, nvme_folder
+from support.cli.arguments import global_batch
+from support.cli.ds_config import nvme_folder
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext, versions
 from support.cluster.launch import available_cores
@@ -32,6 +32,7 @@ from support.files.atomic import (
     set_aside,
     write_text,
 )
+from support.memory import advise
 from support.memory import measure as memory
 from support.redaction import redact
 from support.report.metrics_log import Meter
@@ -428,7 +429,7 @@ def summarize(
             "The simulated steps updated nothing, so Adam's states are missing in what was "
             "measured."
         )
-    measured["memory"]["predicted_bytes"] = preflight.predicted_bytes(args, ctx, spec)
+    measured["memory"]["predicted_bytes"] = advise.predicted_bytes(args, ctx, spec)
     return measured
 
 

@@ -7,7 +7,7 @@ import re
 import uuid
 from pathlib import Path
 
-from support.cli.validate import EVENT_FILES
+from support.cli.paths import EVENT_FILES
 from support.cluster.context import DistContext
 from support.errors import UserError, explain
 from support.files.atomic import open_regular, set_aside, write_text

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from support import patches
-from support.cli import validate as preflight
-from support.cli.flags import complete_ds_config, uses_nvme
+from support.cli.ds_config import complete_ds_config, uses_nvme
 from support.cluster.context import DistContext
-from support.strategies import op_builds
+from support.strategies import op_builds, requirements
 
 
 def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
@@ -45,7 +44,7 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
     if uses_nvme(config):
 
         def make_folder() -> str:
-            folder = preflight.make_nvme_folder(
+            folder = requirements.make_nvme_folder(
                 args.nvme_path,
                 spec.parameters,
                 1 if ctx.simulated else ctx.launch.local_world_size,
@@ -65,7 +64,7 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
     patches.guard_compilations(lock, op_builds.run_command)
     patches.quote_library_path()
     patches.cache_cpu_info()
-    if ops := preflight.ops_to_compile(args.strategy, ctx.device):
+    if ops := requirements.ops_to_compile(args.strategy, ctx.device):
         ctx.console.warn(
             f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine."
         )

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from support.cli.flags import GROWTH_INTERVAL, INITIAL_SCALE_POWER, NORM_CHUNK
+from support.chunks import NORM_CHUNK
+from support.cli.ds_config import GROWTH_INTERVAL, INITIAL_SCALE_POWER
 from support.cluster.context import DistContext
 from support.errors import TrainingError
 from support.unwrap import base_optimizer, local_part

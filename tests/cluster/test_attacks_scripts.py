@@ -356,7 +356,8 @@ def test_the_run_decides_what_the_deepspeed_file_leaves_open(generate, flags, st
     """Batch size, accumulation and clipping of a run file; the file is complete once they are
     filled in.
     """
-    from support.cli.flags import complete_ds_config, parse_arguments
+    from support.cli.ds_config import complete_ds_config
+    from support.cli.parse import parse_arguments
 
     assert generate("deepspeed", *flags).code == 0
     written = json.loads(Path("config/ds_config.json").read_text())
@@ -502,7 +503,7 @@ def requeue(stubs, tmp_path):
 def test_a_run_that_was_stopped_is_requeued_wherever_it_writes(
     requeue, stubs, tmp_path, monkeypatch, case
 ):
-    from support.cli.flags import parse_arguments
+    from support.cli.parse import parse_arguments
 
     monkeypatch.chdir(tmp_path)
     folder, args = FOLDERS[case]
@@ -1048,8 +1049,8 @@ def wait_for_lines(path: Path, number: int) -> None:
 
 @pytest.mark.attack
 def test_no_secret_in_errors_settings_and_tracebacks(monkeypatch, capfd):
-    from support.cli.flags import parse_arguments
-    from support.cli.validate import answers
+    from support.cli.hub import answers
+    from support.cli.parse import parse_arguments
     from support.errors import UserError, explain
     from support.redaction import print_traceback
 

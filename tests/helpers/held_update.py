@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import nn
 
-from support.cli.flags import complete_ds_config, parse_arguments
+from support.cli.ds_config import complete_ds_config
+from support.cli.parse import parse_arguments
 from support.strategies import gradients
 
 

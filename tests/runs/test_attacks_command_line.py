@@ -18,7 +18,7 @@ import pytest
 from attacks import Attack, table
 from conftest import PROJECT, Run
 
-from support.cli.flags import parse_arguments
+from support.cli.parse import parse_arguments
 from support.errors import UserError
 
 LONG = "a" * 5000

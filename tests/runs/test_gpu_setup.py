@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import FAULT, PROJECT, finish, free_port, start
 
-from support.cli import validate as preflight
-from support.cli.flags import parse_arguments
+from support.cli.parse import parse_arguments
 from support.cluster import context as distributed
 from support.errors import MissingRequirement
+from support.strategies import requirements
 
 GPU = torch.device("cuda", 0)
 
@@ -28,7 +28,7 @@ def without_cuda_toolkit(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
 
 
-def requirements(strategy: str, device: str) -> SimpleNamespace:
+def flags_of(strategy: str, device: str) -> SimpleNamespace:
     return SimpleNamespace(
         strategy=strategy,
         ds_config_dict={
@@ -42,7 +42,7 @@ def requirements(strategy: str, device: str) -> SimpleNamespace:
 
 def test_infinity_without_a_cuda_toolkit(without_cuda_toolkit):
     with pytest.raises(MissingRequirement, match="CUDA_HOME"):
-        preflight.check_requirements(requirements("infinity", "nvme"), GPU)
+        requirements.check_requirements(flags_of("infinity", "nvme"), GPU)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_infinity_without_a_cuda_toolkit(without_cuda_toolkit):
     [("infinity", "nvme", torch.device("cpu")), ("offload", "cpu", GPU)],
 )
 def test_what_needs_no_cuda_toolkit(without_cuda_toolkit, strategy, keeps, device):
-    preflight.check_requirements(requirements(strategy, keeps), device)
+    requirements.check_requirements(flags_of(strategy, keeps), device)
 
 
 def test_ops_that_infinity_compiles_are_those_that_async_io_loads(monkeypatch):
@@ -66,7 +66,7 @@ def test_ops_that_infinity_compiles_are_those_that_async_io_loads(monkeypatch):
     monkeypatch.setattr("sys._deepspeed_pin_memory_op_module", None, raising=False)
     AsyncIOBuilder().load()
     assert set(loaded) == {"async_io", "pin_memory"}
-    assert set(loaded) <= set(preflight.needed_ops("infinity", GPU))
+    assert set(loaded) <= set(requirements.needed_ops("infinity", GPU))
 
 
 @pytest.mark.parametrize("has_op", [True, False])
@@ -77,7 +77,7 @@ def test_pin_memory_is_compiled_where_deepspeed_has_it(tmp_path, monkeypatch, ha
         (builders / "pin_memory.py").touch()
     package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: package)
-    assert ("pin_memory" in preflight.needed_ops("infinity", GPU)) is has_op
+    assert ("pin_memory" in requirements.needed_ops("infinity", GPU)) is has_op
 
 
 # ----------------------------------------------------------------------------- DeepSpeed's settings

@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import FAULT, PROJECT, SCRIPT, STRATEGIES, finish, start
 
-from support.cli.validate import cpu_computes_bf16
+from support.cluster.devices import cpu_computes_bf16
 
 PLAN = PROJECT / "scripts" / "plan_memory.py"
 STATES = ("parameters", "gradients", "optimizer")

@@ -82,7 +82,7 @@ def test_variables_that_are_advised_exist():
     """torch's libraries hold each name; NCCL's are in its documentation."""
     import torch
 
-    from support.advice import TABLE
+    from support.errors import TABLE
 
     named = {
         name

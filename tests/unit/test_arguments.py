@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from support.cli import validate
+from support import PROJECT, startup
 from support.cli.arguments import choose_seq_length
-from support.cli.flags import PROJECT, parse_arguments
+from support.cli.parse import parse_arguments
 from support.errors import UserError
 
 
@@ -18,8 +18,8 @@ def started(monkeypatch, tmp_path):
     """The arguments with which the script calls main()."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(validate.process, "protect_output", lambda: None)
-    args, _launch = validate.start(["--output_dir", str(tmp_path / "run"), "--lr", "1e-3"])
+    monkeypatch.setattr(startup.process, "protect_output", lambda: None)
+    args, _launch = startup.start(["--output_dir", str(tmp_path / "run"), "--lr", "1e-3"])
     return args
 
 

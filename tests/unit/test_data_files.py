@@ -116,7 +116,8 @@ def test_include_that_fits_nothing_says_what_there_is(tmp_path):
 
 @pytest.mark.parametrize("line", ["include: '*.txt,*.md'", "include: ['*.txt', '*.md']"])
 def test_include_in_a_run_file(tmp_path, line):
-    from support.cli.flags import build_parser, parse_arguments
+    from support.cli.flags import build_parser
+    from support.cli.parse import parse_arguments
     from support.cli.run_file import as_yaml
 
     (tmp_path / "run.yaml").write_text(line)

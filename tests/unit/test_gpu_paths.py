@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.checkpoints import manager as checkpoint
-from support.cli import validate as preflight
+from support.cluster import devices
 from support.commands import check as checks
 from support.data import batches as data
 from support.errors import UserError
@@ -209,9 +209,9 @@ def test_precision_on_a_gpu(monkeypatch, capability, asked, chosen):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
     if chosen is None:
         with pytest.raises(UserError, match="Tesla T4"):
-            preflight.choose_precision(asked, GPU)
+            devices.choose_precision(asked, GPU)
     else:
-        assert preflight.choose_precision(asked, GPU) == chosen
+        assert devices.choose_precision(asked, GPU) == chosen
 
 
 @pytest.mark.parametrize("others, status", [(GB, checks.OK), (30 * GB, checks.WARNING)])

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from support.cli.flags import GROWTH_INTERVAL, complete_ds_config, parse_arguments
+from support.cli.ds_config import GROWTH_INTERVAL, complete_ds_config
+from support.cli.parse import parse_arguments
 from support.cluster import context as distributed
 from support.strategies import gradients
 

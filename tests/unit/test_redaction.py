@@ -38,7 +38,7 @@ def test_redact(monkeypatch, text):
 def test_a_hub_that_asks_for_a_password_answers():
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
-    from support.cli.validate import answers
+    from support.cli.hub import answers
 
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     threading.Thread(target=server.handle_request, daemon=True).start()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.cli.flags import bucket_sizes, parse_arguments
+from support.cli.ds_config import bucket_sizes
+from support.cli.parse import parse_arguments
 
 
 def test_printed_settings_are_read_back(tmp_path):

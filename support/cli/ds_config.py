@@ -1,0 +1,508 @@
+"""DeepSpeed's configuration (--ds_config): read it, reconcile it with the flags, complete it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from support.cli.arguments import global_batch
+from support.cli.flags import build_parser
+from support.errors import UserError
+from support.files.user_files import parse_json, read_text, shown
+from support.strategy import STRATEGIES
+
+# Hugging Face's convention for "as on the command line"; DeepSpeed itself does not know it.
+AUTO = "auto"
+# Loss scaling in fp16, the same for torch's GradScaler and DeepSpeed: an overflow skips the update
+# and halves the scale; GROWTH_INTERVAL steps without an overflow double it.
+INITIAL_SCALE_POWER, GROWTH_INTERVAL = 16, 2000
+DEEPSPEED_LOSS_SCALING = {
+    "initial_scale_power": INITIAL_SCALE_POWER,
+    # DeepSpeed does not count the first step after an overflow. (From the second doubling without
+    # an overflow in between, it doubles one step earlier than torch.)
+    "loss_scale_window": GROWTH_INTERVAL - 1,
+    "hysteresis": 1,  # DeepSpeed's default of 2 does not reduce the scale at the first overflow
+}
+# Keys of DeepSpeed's files by the type of their values. A key has the same type in all sections.
+OBJECTS_OF_DEEPSPEED = frozenset(
+    (
+        "optimizer",
+        "scheduler",
+        "params",
+        "bf16",
+        "fp16",
+        "zero_optimization",
+        "offload_optimizer",
+        "offload_param",
+        "aio",
+        "data_types",
+        "activation_checkpointing",
+        "flops_profiler",
+        "comms_logger",
+    )
+)
+DEVICES_OF_DEEPSPEED = ("none", "cpu", "nvme")  # values of offload_….device
+NEVER_NULL = frozenset(("optimizer", "scheduler", "params", "bf16", "fp16", "zero_optimization"))
+SWITCHES_OF_DEEPSPEED = frozenset(
+    (
+        "enabled",
+        "torch_adam",
+        "fused",
+        "adam_w_mode",
+        "amsgrad",
+        "overlap_comm",
+        "contiguous_gradients",
+        "reduce_scatter",
+        "allgather_partitions",
+        "round_robin_gradients",
+        "pin_memory",
+        "pipeline_read",
+        "pipeline_write",
+        "fast_init",
+        "single_submit",
+        "overlap_events",
+        "use_gds",
+        "auto_cast",
+        "check_grad_overflow",
+        "consecutive_hysteresis",
+        "stage3_gather_16bit_weights_on_model_save",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "prescale_gradients",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "load_from_fp32_weights",
+        "elastic_checkpoint",
+        "ignore_unused_parameters",
+        "save_muon_momentum_buffer_in_memory",
+    )
+)
+NUMBERS_OF_DEEPSPEED = frozenset(
+    (
+        "stage",
+        "train_batch_size",
+        "steps_per_print",
+        "gradient_predivide_factor",
+        "reduce_bucket_size",
+        "allgather_bucket_size",
+        "sub_group_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "buffer_count",
+        "buffer_size",
+        "max_in_cpu",
+        "block_size",
+        "queue_depth",
+        "intra_op_parallelism",
+        "loss_scale",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "min_loss_scale",
+        "eps",
+        "ratio",
+    )
+)
+# Key of a DeepSpeed file -> the flag with the same meaning.
+FLAG_OF_KEY = {
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "lr",
+    "optimizer.params.weight_decay": "weight_decay",
+    "zero_optimization.offload_optimizer.nvme_path": "nvme_path",
+    "zero_optimization.offload_param.nvme_path": "nvme_path",
+}
+
+
+def read_ds_config(path: str) -> dict:
+    """Read a DeepSpeed configuration.
+
+    As in DeepSpeed, the file is JSON, or JSON with comments and trailing commas (hjson).
+
+    Raises:
+        UserError: the file cannot be read, is not valid JSON (with line and column) or no object,
+            or a value has the wrong type.
+    """
+    text = read_text("--ds_config", path)
+    try:
+        config = parse_json(text, path)
+    except json.JSONDecodeError as strict:
+        import hjson  # not needed for plain JSON
+
+        try:
+            config = json.loads(json.dumps(parse_json(text, path, hjson.loads)))
+        except hjson.HjsonDecodeError as error:
+            raise UserError(
+                f"{path}, line {error.lineno}, column {error.colno}: {error.msg}."
+            ) from error
+        # hjson reads an unquoted value to the end of its line. A missing comma thus gives a string
+        # such as `4 "fp16": {`.
+        if _swallowed_a_line(config):
+            raise UserError(
+                f"{path}, line {strict.lineno}, column {strict.colno}: {strict.msg}."
+            ) from strict
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: a DeepSpeed configuration is a JSON object, {{ … }}.")
+    _check_types(config, path)
+    return config
+
+
+def _check_types(section: dict, file: str, prefix: str = "") -> None:
+    """Refuse values that DeepSpeed would convert silently or ignore: pydantic reads "yes" as true.
+
+    Args:
+        section: the configuration, or an object in it.
+        file: name of the file, for messages.
+        prefix: keys of the enclosing objects, each with a dot.
+    Raises:
+        UserError: names the first key whose value has the wrong type.
+    """
+    for key, value in section.items():
+        location = f"{file}: {prefix}{key}"
+        optional = value is None and key not in NEVER_NULL
+        if key in OBJECTS_OF_DEEPSPEED and not isinstance(value, dict) and not optional:
+            raise UserError(
+                f"{location} must be an object, {{ … }}, and is {shown(json.dumps(value))}."
+            )
+        if value is None or value == AUTO:
+            continue
+        if key in SWITCHES_OF_DEEPSPEED and not isinstance(value, bool):
+            raise UserError(
+                f"{location} must be true or false, without quotes, "
+                f"and is {shown(json.dumps(value))}."
+            )
+        if key in NUMBERS_OF_DEEPSPEED and (
+            isinstance(value, bool) or not isinstance(value, int | float)
+        ):
+            raise UserError(
+                f"{location} must be a number, without quotes, and is {shown(json.dumps(value))}."
+            )
+        if (key == "stage" and isinstance(value, float)) or (
+            key == "device" and value not in DEVICES_OF_DEEPSPEED
+        ):
+            expected = (
+                "a whole number" if key == "stage" else f"one of {', '.join(DEVICES_OF_DEEPSPEED)}"
+            )
+            raise UserError(f"{location} must be {expected}, and is {shown(json.dumps(value))}.")
+        if isinstance(value, dict):
+            _check_types(value, file, f"{prefix}{key}.")
+
+
+def _swallowed_a_line(value) -> bool:
+    if isinstance(value, dict):
+        return any(_swallowed_a_line(item) for item in value.values())
+    if isinstance(value, list):
+        return any(_swallowed_a_line(item) for item in value)
+    return isinstance(value, str) and any(mark in value for mark in '"{}[]\n')
+
+
+def lookup(config: dict, key: str):
+    """Return the value at a dotted key ("optimizer.params.lr"), or None."""
+    for name in key.split("."):
+        if not isinstance(config, dict) or name not in config:
+            return None
+        config = config[name]
+    return config
+
+
+def uses_nvme(config: dict) -> bool:
+    """Return whether a DeepSpeed configuration offloads optimizer states or parameters to NVMe."""
+    zero = config["zero_optimization"]
+    return "nvme" in (
+        lookup(zero, "offload_optimizer.device"),
+        lookup(zero, "offload_param.device"),
+    )
+
+
+def nvme_folder(config: dict | None) -> str | None:
+    """Return the folder of a complete configuration's NVMe files; None without such files."""
+    zero = (config or {}).get("zero_optimization", {})
+    for part in ("offload_optimizer", "offload_param"):
+        if lookup(zero, f"{part}.device") == "nvme":
+            return zero[part]["nvme_path"]
+    return None
+
+
+def _put(config: dict, key: str, value) -> None:
+    *parents, last = key.split(".")
+    for name in parents:
+        config = config.setdefault(name, {})
+    config[last] = value
+
+
+def adopt_strategy(args, config: dict) -> None:
+    """Without --strategy, derive the strategy from the DeepSpeed file."""
+    if "strategy" in args.given:
+        return
+    stage = lookup(config, "zero_optimization.stage")
+    optimizer_on = lookup(config, "zero_optimization.offload_optimizer.device")
+    if stage == 3:
+        args.strategy = "infinity" if optimizer_on == "nvme" else "zero3"
+    elif stage in (1, 2):
+        args.strategy = "offload" if stage == 2 and optimizer_on == "cpu" else f"zero{stage}"
+    else:
+        raise UserError(
+            f"{args.ds_config} has zero_optimization.stage {stage}: it must be 1, "
+            "2 or 3 (0 is --strategy dp)."
+        )
+
+
+def reconcile(args, config: dict, file: str) -> dict:
+    """Reconcile a DeepSpeed file with the flags, before torch or a model is loaded.
+
+    A value in the file that contradicts a given flag is an error. If the flag was not given, the
+    file's value is used and copied to `args`. Values that are "auto" or missing come from the
+    flags. Values that depend on the model or the device (precision, bucket sizes) stay "auto" until
+    `complete_ds_config`.
+
+    Args:
+        args: the parsed flags; changed in place.
+        config: the file's content; changed in place.
+        file: its name, for messages.
+    Returns:
+        `config`.
+    Raises:
+        UserError: the file contradicts --strategy or another given flag, or has a value that is not
+            supported.
+    """
+    stage = lookup(config, "zero_optimization.stage")
+    if stage != STRATEGIES[args.strategy].stage:
+        raise UserError(
+            f"{file} has zero_optimization.stage {stage}, but --strategy {args.strategy} is stage "
+            f"{STRATEGIES[args.strategy].stage}: change one of them."
+        )
+    if stage == 1 and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
+        raise UserError(
+            f"{file}: with data_types.grad_accum_dtype stage 1 has another optimizer, which "
+            "checkpoints and the export do not know: leave it out, or take stage 2."
+        )
+    optimizer_on = lookup(config, "zero_optimization.offload_optimizer.device")
+    required = {"offload": "cpu", "infinity": "nvme"}.get(args.strategy)
+    if required and optimizer_on != required:
+        raise UserError(
+            f"{file} has zero_optimization.offload_optimizer.device {optimizer_on}, but --strategy "
+            f"{args.strategy} keeps the optimizer on {required}: change one of them."
+        )
+    if not required and optimizer_on == "nvme":
+        raise UserError(
+            f"{file} keeps the optimizer on nvme, but --strategy is {args.strategy}: "
+            "write --strategy infinity."
+        )
+
+    if "optimizer" not in config:
+        params = {"lr": AUTO, "weight_decay": AUTO, "betas": [0.9, 0.999], "eps": 1e-8}
+        config["optimizer"] = {"type": "AdamW", "params": params}
+        if not optimizer_on or optimizer_on == "none":
+            params.update(torch_adam=True, fused=True)
+    for name, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):  # have no flags
+        if lookup(config, f"optimizer.params.{name}") == AUTO:
+            _put(config, f"optimizer.params.{name}", default)
+    accumulation_is_open = "gradient_accumulation_steps" not in args.given and config.get(
+        "gradient_accumulation_steps"
+    ) in (None, AUTO)
+    for key, flag in FLAG_OF_KEY.items():
+        value, given = lookup(config, key), flag in args.given
+        if flag == "nvme_path" and (
+            value is None or lookup(config, key.rsplit(".", 1)[0] + ".device") != "nvme"
+        ):
+            continue
+        if value in (None, AUTO):
+            _put(config, key, getattr(args, flag))
+        elif (required := _as_flag(flag, key, value, file)) == getattr(args, flag) or not given:
+            setattr(args, flag, required)
+            _put(config, key, required)  # converted: the file may have a number in quotes
+        else:
+            raise UserError(
+                f"--{flag} {getattr(args, flag)} contradicts {key} {value} in {file}: "
+                "change one of them."
+            )
+    _reconcile_total_batch(args, config, accumulation_is_open, file)
+    _reconcile_precision(args, config, file)
+    _reconcile_scheduler(args, config, file)
+    return config
+
+
+def _as_flag(flag: str, key: str, value, file: str):
+    """Convert and check a value of the file as the flag's value would be on the command line."""
+    action = next(action for action in build_parser()._actions if action.dest == flag)
+    try:
+        return action.type(str(value)) if action.type else str(value)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{file}: {key}: {error}.") from error
+
+
+def _reconcile_total_batch(args, config: dict, accumulation_is_open: bool, file: str) -> None:
+    world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
+    file_total, micro_batch_total = config.get("train_batch_size"), args.batch_size * world_size
+    if (
+        accumulation_is_open
+        and isinstance(file_total, int)
+        and file_total >= micro_batch_total
+        and file_total % micro_batch_total == 0
+    ):
+        steps = _as_flag(
+            "gradient_accumulation_steps",
+            f"train_batch_size / {micro_batch_total}",
+            file_total // micro_batch_total,
+            file,
+        )
+        args.gradient_accumulation_steps = config["gradient_accumulation_steps"] = steps
+    product = global_batch(args, world_size)
+    total = config.get("train_batch_size", AUTO)
+    if total not in (AUTO, product):
+        raise UserError(
+            f"{file} has train_batch_size {total}, but --batch_size {args.batch_size} × "
+            f"--gradient_accumulation_steps {args.gradient_accumulation_steps} × {world_size} "
+            f"ranks = {product}: change one."
+        )
+    config["train_batch_size"] = product
+
+
+def _reconcile_precision(args, config: dict, file: str) -> None:
+    enabled = {name: lookup(config, f"{name}.enabled") for name in ("bf16", "fp16")}
+    if enabled["bf16"] is True and enabled["fp16"] is True:
+        raise UserError(f"{file} enables both bf16 and fp16: keep one.")
+    requested = args.precision if "precision" in args.given else AUTO
+    enabled_name = next((name for name, value in enabled.items() if value is True), None)
+    if enabled_name and requested not in (AUTO, enabled_name):
+        raise UserError(
+            f"--precision {requested} contradicts {enabled_name}.enabled true in {file}: "
+            "change one of them."
+        )
+    if requested != AUTO and enabled.get(requested) is False:
+        raise UserError(
+            f"--precision {requested} contradicts {requested}.enabled false in {file}: "
+            "change one of them."
+        )
+    if enabled_name:
+        args.precision = enabled_name
+    elif requested == AUTO and enabled["bf16"] is False:
+        args.precision = "fp32"
+
+
+def _reconcile_scheduler(args, config: dict, file: str) -> None:
+    scheduler = config.get("scheduler")
+    if scheduler is None:
+        return
+    flag = next(
+        (name for name in ("lr_scheduler", "warmup_steps", "lr") if name in args.given), None
+    )
+    if flag:
+        raise UserError(
+            f"--{flag} contradicts the scheduler {lookup(scheduler, 'type')} in {file}: "
+            "leave one out."
+        )
+    if AUTO in (lookup(scheduler, "params") or {}).values():
+        raise UserError(
+            f'{file}: give the scheduler its numbers instead of "auto", '
+            "or leave it out and use --lr_scheduler."
+        )
+
+
+def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[str, int]:
+    """Choose the sizes of DeepSpeed's buckets for a model.
+
+    DeepSpeed's default buckets hold 5e8 elements, more than the whole of GPT-2 medium. Ours hold
+    one transformer block, about 12 · hidden² parameters (4 · hidden² in attention, 8 · hidden² in
+    the MLP), so that communication overlaps with the computation of the next transformer block and
+    a bucket is small compared with the model.
+
+    Args:
+        hidden_size: hidden size of the model.
+        parameters: number of parameters of the model.
+        tied_on_nvme: parameters are offloaded to NVMe, and two layers share one.
+    Returns:
+        Numbers of elements, by their keys under zero_optimization.
+    """
+    block = min(max(12 * hidden_size**2, 1_000_000), max(parameters, 1))
+    return {
+        "reduce_bucket_size": block,
+        "allgather_bucket_size": block,
+        # DeepSpeed 0.19 prefetches a tied weight from NVMe a second time while it is being read,
+        # and stops with "already assigned swap buffer"; without prefetching it does not.
+        "stage3_prefetch_bucket_size": 0 if tied_on_nvme else block,
+        # Norms and biases are not sharded: they are small, and an all-gather of each costs time.
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+        # An all-gathered parameter is freed at once if the next transformer block does not need it.
+        "stage3_max_live_parameters": 2 * block,
+        "stage3_max_reuse_distance": block,
+        "sub_group_size": max(4 * block, 10_000_000),
+    }
+
+
+def complete_ds_config(
+    config: dict,
+    *,
+    precision: str,
+    hidden_size: int,
+    parameters: int,
+    largest_parameter: int,
+    tied: bool,
+    world_size: int,
+    nvme_folder: str | None,
+) -> dict:
+    """Fill in the values that depend on the device and the model.
+
+    Args:
+        config: the reconciled configuration; changed in place.
+        precision: "fp32", "bf16" or "fp16".
+        hidden_size: hidden size of the model.
+        parameters: number of parameters of the model.
+        largest_parameter: number of elements of the largest one (usually the embedding).
+        tied: the output layer shares the input embedding's weights.
+        world_size: number of ranks; each keeps 1 / world_size of a parameter.
+        nvme_folder: this job's own folder, for infinity.
+    Returns:
+        `config`, without any "auto".
+    Raises:
+        UserError: a value is "auto", and there is no rule for it.
+    """
+    for name in ("bf16", "fp16"):
+        if precision == name or name in config:
+            config.setdefault(name, {})["enabled"] = precision == name
+    for key, value in DEEPSPEED_LOSS_SCALING.items() if "fp16" in config else ():
+        if config["fp16"].get(key) in (None, AUTO):
+            config["fp16"][key] = value
+    zero = config["zero_optimization"]
+    for key, value in bucket_sizes(
+        hidden_size, parameters, tied and lookup(zero, "offload_param.device") == "nvme"
+    ).items():
+        if zero.get(key) == AUTO:
+            zero[key] = value
+    if zero.get("overlap_comm") == AUTO:
+        # A single rank has no communication to overlap. Stages 1 and 2 would still synchronise the
+        # device after each backward, and allocate a second bucket.
+        zero["overlap_comm"] = world_size > 1
+    for part in ("offload_optimizer", "offload_param"):
+        if lookup(zero, f"{part}.device") == "nvme":
+            zero[part]["nvme_path"] = nvme_folder
+    if lookup(zero, "offload_param.buffer_size") == AUTO:
+        # A buffer must hold a rank's shard of any parameter, with its padding.
+        zero["offload_param"]["buffer_size"] = -(-largest_parameter // world_size) + 4096
+    if lookup(config, "aio.block_size") == AUTO:
+        # Reading or writing a rank's part of the largest parameter (2 bytes an element) fills the
+        # queue once. A block has at least 128 KiB and at most 1 MiB.
+        part, depth = 2 * largest_parameter // world_size, lookup(config, "aio.queue_depth") or 8
+        config["aio"]["block_size"] = min(
+            2**20, max(2**17, 2 ** ((part // depth).bit_length() - 1))
+        )
+    auto_key = _find_auto(config)
+    if auto_key:
+        raise UserError(
+            f'DeepSpeed configuration: "auto" cannot be filled in for {auto_key}: give a value.'
+        )
+    return config
+
+
+def _find_auto(config: dict, prefix: str = "") -> str | None:
+    for key, value in config.items():
+        if value == AUTO:
+            return prefix + key
+        if isinstance(value, dict) and (nested_key := _find_auto(value, f"{prefix}{key}.")):
+            return nested_key
+    return None

@@ -1,0 +1,79 @@
+"""The folders in which the Hugging Face libraries and this project cache files."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+
+def huggingface_home() -> Path:
+    """Return the folder with the caches of the Hugging Face libraries (HF_HOME)."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Return the folder of tokenized datasets and of the embedded tokenizer (--cache_dir)."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    return huggingface_home() / "distributed_training"
+
+
+def cached_repository(kind: str, name: str) -> bool:
+    """Return whether the cache holds a repository.
+
+    Args:
+        kind: "models" or "datasets".
+        name: of the repository.
+    """
+    if kind == "datasets":  # offline, the prepared Arrow files are loaded
+        prepared = Path(
+            os.environ.get("HF_DATASETS_CACHE") or huggingface_home() / "datasets"
+        ).expanduser()
+        return (prepared / name.replace("/", "___").lower()).is_dir() or (
+            prepared / name.replace("/", "___")
+        ).is_dir()
+    return any(cached_model(name).glob("snapshots/*/*"))
+
+
+def cached_model(name: str) -> Path:
+    """Return the folder of a model in the hub's cache, whether or not it exists."""
+    env = os.environ
+    hub = Path(
+        env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or huggingface_home() / "hub"
+    ).expanduser()
+    return hub / f"models--{name.replace('/', '--')}"
+
+
+def missing_of_model(name: str, with_weights: bool) -> list[str]:
+    """Return which kinds of files the cached snapshot of a model lacks.
+
+    Other programs cache parts of a model, for example the weights only.
+
+    Args:
+        name: of the model on the hub.
+        with_weights: the run needs the weights.
+    Returns:
+        Descriptions for a message, such as "tokenizer files"; empty also if the cache has no
+        branch "main".
+    """
+    folder = cached_model(name)
+    try:
+        snapshot = (
+            folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+        )
+    except OSError:
+        return []  # the cache holds a commit without a branch; the libraries decide
+    # exists(): an interrupted download leaves dangling links.
+    files = {file.name for file in snapshot.glob("*") if file.exists()}
+    missing_files = [] if "config.json" in files else ["config.json"]
+    if not any(
+        re.fullmatch(r"tokenizer\.json|vocab.*|.*\.model|.*\.tiktoken", file) for file in files
+    ):
+        missing_files.append("tokenizer files")
+    if with_weights and not any(
+        re.fullmatch(r".*\.safetensors|pytorch_model.*\.bin", file) for file in files
+    ):
+        missing_files.append("weights")
+    return missing_files

@@ -1,0 +1,124 @@
+"""The start of a run, before torch is imported: arguments, first checks, settings of the process.
+
+Each check fails within a second, with one line that says what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from support import process
+from support.cli import paths
+from support.cli.arguments import Arguments
+from support.cli.hub import ask_hub
+from support.cli.parse import ignored_flags, parse_arguments
+from support.cli.run_file import as_yaml
+from support.cluster import launch as launching
+from support.cluster.launch import Launch
+from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
+from support.memory import architectures
+from support.redaction import redact
+
+
+def start(argv: list[str]) -> tuple[Arguments, Launch]:
+    """Read the arguments and the launcher's environment, run the first checks, tune the process.
+
+    If a check fails, the process exits with one line and code 2. With --print_config it prints the
+    flags and exits with code 0.
+
+    Args:
+        argv: the arguments, without the program's name.
+    Returns:
+        The arguments, which cannot be changed, and this process's place in the run.
+    """
+    process.protect_output()
+    verbose = "--verbose" in argv
+    # For errors while libraries are imported: a broken installation, or too little memory.
+    sys.excepthook = lambda _kind, error, _traceback: launching.exit_before_start(error, verbose)
+    try:
+        if not os.path.isdir(os.curdir):
+            raise UserError("The current folder was removed: change to another one.")
+        # Before the arguments: the DeepSpeed file's train_batch_size depends on the world size.
+        launch = launching.detect_launch()
+        args = parse_arguments(argv)
+        if args.print_config:
+            print(redact(as_yaml(args)), end="")
+            process.check_output()
+            sys.exit(EXIT_COMPLETED)
+        launching.tune_process(args, launch)
+        if args.simulate_gpus:
+            launch = launching.simulated(launch, args.simulate_gpus)
+        check_model_path(args)
+        paths.check_data_paths(args)
+        if args.prefetch and launch.world_size > 1:
+            raise UserError(
+                "--prefetch fills the cache from one process: start it with python, "
+                "without a launcher."
+            )
+        # --prefetch writes no results, and may run where the run's disks and packages are missing.
+        if not args.prefetch:
+            check_run(args)
+        hub_offline, hub_problem = ask_hub(args, launch.is_main, launch.is_node_leader)
+        args = args.replace(hub_offline=hub_offline, hub_problem=hub_problem)
+        for line in ignored_flags(args) if launch.is_main and not args.quiet else ():
+            print(f"ℹ️  {line}")
+    except UserError as error:
+        launching.exit_before_start(error, verbose)
+    return args, launch
+
+
+def check_run(args) -> None:
+    """Check what the run needs: writable folders, an NVMe folder, packages.
+
+    Raises:
+        UserError: a folder cannot be used.
+        MissingRequirement: a package is missing.
+    """
+    if not args.check:  # --check may be given with the folders of an existing run
+        paths.check_output_dir(args)
+        paths.check_export_folder(args)
+        paths.check_logging_dir(args)
+    paths.check_nvme_path(args)
+    check_packages(args)
+
+
+def check_packages(args) -> None:
+    """Check that the optional packages that the flags need are installed.
+
+    Raises:
+        MissingRequirement: one is missing.
+    """
+    for name in args.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise MissingRequirement(f"--report_to {name} needs it: pip install {name}.")
+    if args.lora_r and importlib.util.find_spec("peft") is None:
+        raise MissingRequirement("--lora_r needs peft: pip install peft.")
+
+
+def check_model_path(args) -> None:
+    """Check that a model given as a folder exists and is a Hugging Face model.
+
+    Raises:
+        UserError: there is no such folder, or it holds adapters only, no config.json or an invalid
+            one.
+    """
+    if not paths.is_local_model(args.model):
+        return
+    folder = Path(args.model).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"--model {args.model}: no such folder.")
+    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"--model {args.model}: the folder holds adapters only: train with --merge_lora to "
+            "have the whole model, or go on with their run (--resume, "
+            "and --lora_r and --model as then)."
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"--model {args.model}: the folder has no config.json, "
+            "so it holds no Hugging Face model."
+        )
+    architectures.check_config(str(folder / "config.json"))
