@@ -11,8 +11,8 @@ import re
 import jinja2
 import numpy as np
 
+from support.data import templates
 from support.data.sources import BadRow, Example
-from support.data.templates import EndlessTemplate, check_length, limits
 from support.errors import UserError
 
 # For tokenizers without a chat template, such as GPT-2's: plain headings, and the end-of-text token
@@ -172,8 +172,8 @@ class Encoder:
         )
 
     def _text_of(self, messages: list[dict]) -> str:
-        with limits():
-            return check_length(
+        with templates.limits():
+            return templates.check_length(
                 self.tokenizer.apply_chat_template(messages, tokenize=False), messages
             )
 
@@ -219,9 +219,10 @@ def _refused(example: Example, error: Exception) -> BadRow:
         raise UserError(
             f"The chat template cannot be read: line {error.lineno}: {error.message}."
         ) from error
-    if isinstance(error, EndlessTemplate):
+    if isinstance(error, templates.EndlessTemplate):
         raise UserError(
-            f"The chat template does not end: {error} for {example.where} (--chat_template FILE)."
+            f"The chat template does not end: it computes for more than {templates.SECONDS} s for "
+            f"{example.where} (--chat_template FILE)."
         ) from error
     name, lines = type(error).__name__, str(error).splitlines()
     reason = {

@@ -8,9 +8,9 @@ renders templates in Jinja's sandbox, which prevents access to files and to Pyth
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,13 +19,14 @@ from support import patches
 from support.errors import UserError
 
 SECONDS = 20  # CPU time for one row
+WATCH_SECONDS = 1  # between two checks of the limits
 BYTES = 4 << 30  # memory for one row
 MOST_BITS, MOST_ITEMS = 1 << 14, 1 << 24  # of a result of `*` or `**`: an integer; a text or list
 MOST_CHARACTERS = 1 << 22  # of a rendered row, plus 100 for each character of the row's messages
 
 
 class EndlessTemplate(UserError):
-    """An error of a chat template that computes too long."""
+    """An error of a chat template that computes for more than SECONDS."""
 
 
 def _product(left, right):
@@ -53,35 +54,54 @@ def _power(base, exponent):
 
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
-    """Limit the time and memory that a template uses.
-
-    The limits apply in the main thread only, because Python handles signals in no other thread.
+    """Limit the time and memory that a template uses, in any thread.
 
     Raises:
         EndlessTemplate: the template used more than SECONDS of CPU time.
         MemoryError: the template used more than BYTES of memory.
     """
     patches.limit_template_operators({"*": _product, "**": _power})
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    started = time.thread_time()
-
-    def look(_number, _frame) -> None:
-        # Not wall time: it also passes while the machine is suspended or busy with other processes.
-        if time.thread_time() - started > SECONDS:
-            raise EndlessTemplate(f"it computes for more than {SECONDS} s")
-
-    previous_handler = signal.signal(signal.SIGALRM, look)
-    memory_limits = _limit_memory()
+    # The kernel's limit applies to the whole process. With --streaming a second thread renders,
+    # while the main thread may need memory for training.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    old_limits = _limit_memory() if in_main_thread else None
+    done = threading.Event()
+    watcher = threading.Thread(
+        target=_watch, args=(threading.get_ident(), done, not in_main_thread), daemon=True
+    )
+    watcher.start()
     try:
-        signal.setitimer(signal.ITIMER_REAL, 1, 1)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous_handler)
-        if memory_limits:
-            resource.setrlimit(resource.RLIMIT_AS, memory_limits)
+        try:  # the watcher's exception may be raised as late as here
+            done.set()
+            watcher.join()
+        finally:
+            if old_limits:
+                resource.setrlimit(resource.RLIMIT_AS, old_limits)
+
+
+def _watch(thread: int, done: threading.Event, watch_memory: bool) -> None:
+    """Raise an exception in a thread that renders a template beyond its limits, and end.
+
+    Args:
+        thread: the identifier of the thread.
+        done: is set when the template is rendered.
+        watch_memory: also compare the growth of this process with BYTES.
+    """
+    # Not wall time: it also passes while the machine is suspended or busy with other processes.
+    clock = time.CLOCK_MONOTONIC
+    if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
+        clock = time.pthread_getcpuclockid(thread)
+    started, size = time.clock_gettime(clock), _address_space()
+    while not done.wait(WATCH_SECONDS):
+        seconds = time.clock_gettime(clock) - started
+        full = watch_memory and seconds > WATCH_SECONDS and _address_space() - size > BYTES
+        if full or seconds > SECONDS:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread), ctypes.py_object(MemoryError if full else EndlessTemplate)
+            )
+            return
 
 
 def check_length(text: str, messages: list[dict]) -> str:
@@ -99,18 +119,23 @@ def check_length(text: str, messages: list[dict]) -> str:
     return text
 
 
+def _address_space() -> int:
+    """Return the bytes of this process's address space; 0 where there is no /proc."""
+    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
 def _limit_memory() -> tuple[int, int] | None:
     """Limit the address space of this process to BYTES more than it uses now.
 
     Returns:
         The previous (soft, hard) limits in bytes; None where the limit cannot be set.
     """
-    # Only Linux has /proc, and macOS refuses the limit.
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/self/statm") as file:
-            wanted = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + BYTES
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses the limit
         old_limits = resource.getrlimit(resource.RLIMIT_AS)
         allowed = [limit for limit in old_limits if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min([wanted, *allowed]), old_limits[1]))
+        new_limit = min([_address_space() + BYTES, *allowed])
+        resource.setrlimit(resource.RLIMIT_AS, (new_limit, old_limits[1]))
         return old_limits
     return None

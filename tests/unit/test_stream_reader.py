@@ -3,12 +3,14 @@
 import json
 import threading
 import time
+from copy import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizer_zoo import tokenizer_of
 
+from support.data import templates
 from support.errors import UserError
 
 
@@ -168,3 +170,23 @@ def test_too_many_bad_rows_end_the_run_from_the_thread(tmp_path):
     with pytest.raises(UserError, match="--max_bad_rows"):
         for _ in stream.step_batches(torch.device("cpu")):
             pass
+
+
+LOOPS = "{%% for a in range(99999) %%}{%% for b in range(99999) %%}%s{%% endfor %%}{%% endfor %%}"
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [("", "does not end"), ("{{ 'abc' * (999 + a) }}", "more memory than a row may have")],
+)
+def test_a_chat_template_is_limited_in_the_thread_that_reads(tmp_path, monkeypatch, text, reason):
+    monkeypatch.setattr(templates, "SECONDS", 3)
+    monkeypatch.setattr(templates, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(templates, "BYTES", 1 << 28)
+    messages = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]
+    (tmp_path / "chat.jsonl").write_text(8 * (json.dumps({"messages": messages}) + "\n"))
+    tokenizer = copy(tokenizer_of("gpt2"))
+    tokenizer.chat_template = LOOPS % text
+    stream, _ = stream_of(tmp_path / "chat.jsonl", tokenizer, max_bad_rows=0)
+    with pytest.raises(UserError, match=f"chat template.*{reason}"):
+        next(stream.step_batches(torch.device("cpu")))
