@@ -2,7 +2,7 @@
 
 sources         the documents and examples of a corpus, read from files or from the hub
 tokenize        a corpus tokenized once, in the cache of the node
-json_documents  the token ids of a document of any length, computed in chunks
+long_documents  the token ids of a document of any length, computed in chunks
 chat            conversations and prompt-completion pairs as token ids with a loss mask
 templates       limits on the time and memory of a chat template
 batches         sequences and micro-batches, in one order for any number of ranks

@@ -47,7 +47,7 @@ from support.data.batches import (
     stack_examples,
 )
 from support.data.chat import PLAIN_NOTICE, Encoder, use_plain_template
-from support.data.json_documents import Chunk, DocumentTokenizer
+from support.data.long_documents import Chunk, DocumentTokenizer
 from support.data.sources import (
     BadRow,
     Document,

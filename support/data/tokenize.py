@@ -18,7 +18,7 @@ import numpy as np
 
 from support.cluster.context import DistContext, describe_difference
 from support.data.chat import PLAIN_NOTICE, PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
-from support.data.json_documents import DocumentTokenizer
+from support.data.long_documents import DocumentTokenizer
 from support.data.sources import BadRow, Document, Example, Item, Notice, Source, open_source
 from support.errors import UserError
 from support.files.cache import Cache

@@ -202,7 +202,7 @@ class OneRank:
     """All lanes of a corpus that is streamed, without a script around them."""
 
     def __init__(self, dataset, tokenizer, slots, chunk=256, rows=None):
-        from support.data.json_documents import DocumentTokenizer
+        from support.data.long_documents import DocumentTokenizer
         from support.data.streaming import BatchSlot, Reader, Stream, _files_to_read, _open_rows
 
         documents = DocumentTokenizer(tokenizer, chunk, overlap=256)

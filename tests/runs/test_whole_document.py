@@ -10,7 +10,7 @@ import pytest
 from conftest import SHARED, skip
 from tokenizer_zoo import CHINESE, EMOJI, KINDS, MARKS, SPECIAL, random_text, tokenizer_of
 
-from support.data.json_documents import DocumentTokenizer
+from support.data.long_documents import DocumentTokenizer
 from support.errors import UserError
 
 ALL = [make.__name__ for make in KINDS]
