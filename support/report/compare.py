@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from support.cli.ds_config import lookup
 from support.files.user_files import shown
@@ -86,9 +87,7 @@ class Attempt:
     reason: str  # why the run did not complete; empty otherwise
     command: str
     results: dict  # results.json, or {}
-    losses: list[float]  # of each optimizer step
-    lrs: list[float]
-    token_rates: list[float]  # tokens per second of each step, of all ranks together
+    steps: list[dict]  # the record of each optimizer step in metrics.jsonl
 
     @property
     def completed(self) -> bool:
@@ -98,6 +97,10 @@ class Attempt:
     def simulated_ranks(self) -> int | None:
         """The number of ranks of a memory simulation; None for a run that trained."""
         return self.results.get("simulated_world_size")
+
+    @property
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.steps]
 
     def number(self, key: str) -> float:
         """Return the number at a dotted key of results.json; see `_numbers`."""
@@ -117,8 +120,7 @@ def read_attempt(folder: Path) -> Attempt:
     steps = [record for record in read_json_lines(folder / "metrics.jsonl") if "loss" in record]
     status, reason = _status(folder, results, len(steps))
     command = _read_text(folder / "command.txt").strip() or str(results.get("command", ""))
-    columns = ([step.get(key) for step in steps] for key in ("loss", "lr", "tokens_per_second"))
-    attempt = Attempt(folder, folder.parent.name, status, reason, command, results, *columns)
+    attempt = Attempt(folder, folder.parent.name, status, reason, command, results, steps)
     if attempt.completed:
         try:
             _check_values(attempt)
@@ -153,7 +155,7 @@ def _check_values(attempt: Attempt) -> None:
     if not attempt.simulated_ranks:
         attempt.number("train_loss_first")
         _numbers(attempt.losses, "a loss")
-        _numbers(attempt.lrs, "a learning rate")
+        _numbers([step.get("lr") for step in attempt.steps], "a learning rate")
         _compare(row, row, TOLERANCES[attempt.results["precision"]], 1)
 
 
@@ -246,6 +248,10 @@ def _objects(texts: list[str]) -> list[dict]:
 # ----------------------------------------------------------------------------------------- all runs
 
 
+# A number; None if there is none, as of a strategy that did not complete.
+Measured = Any
+
+
 @dataclass
 class Row:
     """One strategy: medians over its completed repeats.
@@ -256,9 +262,9 @@ class Row:
     strategy: str
     attempts: list[Attempt]
     # Peak of the GPU's allocator; on a CPU the model states that a GPU would hold.
-    memory_bytes: float | None = None
+    memory_bytes: Measured = None
     planned_bytes: float | None = None  # the estimate of memory_bytes (support/memory/estimate.py)
-    planned: dict[str, int] = field(default_factory=dict)  # the whole estimate, by kind
+    planned: dict[str, float] = field(default_factory=dict)  # the whole estimate, by kind
     # Largest sum of live tensors in the measured step; not known on a CPU for ordinary runs, nor
     # where part of the tensors would not be on a GPU.
     step_peak_bytes: float | None = None
@@ -270,24 +276,24 @@ class Row:
     # 1 minus the ratio of memory_bytes to the reference's. None for the reference, and for a
     # strategy that only shards, on one rank.
     saved: float | None = None
-    host_bytes: float | None = None  # peak of the process in host memory
-    nvme_bytes: float | None = None  # of all ranks
+    host_bytes: Measured = None  # peak of the process in host memory
+    nvme_bytes: Measured = None  # of all ranks
     # _low and _high: the slowest and fastest repeat; with one repeat the tenth and ninetieth
     # percentile of its steps.
-    samples_per_second: float | None = None
-    samples_per_second_low: float | None = None
-    samples_per_second_high: float | None = None
-    tokens_per_second_per_gpu: float | None = None
-    speed: float | None = None  # samples_per_second relative to the reference's
-    speed_low: float | None = None
-    speed_high: float | None = None
-    final_loss: float | None = None
-    difference: float | None = None  # largest difference of a loss; see `differences`
-    difference_step: int | None = None
-    departs_at: int | None = None  # first step whose difference exceeds the tolerance
-    departing_loss: float | None = None  # the loss of that step
+    samples_per_second: Measured = None
+    samples_per_second_low: Measured = None
+    samples_per_second_high: Measured = None
+    tokens_per_second_per_gpu: Measured = None
+    speed: Measured = None  # samples_per_second relative to the reference's
+    speed_low: Measured = None
+    speed_high: Measured = None
+    final_loss: Measured = None
+    difference: Measured = None  # largest difference of a loss; see `differences`
+    difference_step: Measured = None
+    departs_at: Measured = None  # first step whose difference exceeds the tolerance
+    departing_loss: Measured = None  # the loss of that step
     sent_bytes: float | None = None  # by a rank per step, the mean over the ranks
-    volume: float | None = None  # of the collectives of a step, in units of P; see `volumes`
+    volume: Measured = None  # of the collectives of a step, in units of P; see `volumes`
     collectives: dict = field(default_factory=dict)  # results.json's communication_per_step
     phases_seconds: dict[str, float] = field(default_factory=dict)  # of a step
 
@@ -327,7 +333,7 @@ class Comparison:
     # was left out. None if none completed.
     reference: Row | None
     step_cap: int | None  # the default --max_steps that was added to the user's arguments
-    tolerance: float | None  # largest relative loss difference that counts as the same model
+    tolerance: Measured  # largest relative loss difference that counts as the same model
     work: dict = field(default_factory=dict)  # the reference's values of SAME_WORK
     # The reference run again with a higher learning rate, to see whether the losses would show a
     # difference. It is not in `rows`.
@@ -497,8 +503,9 @@ def _measure_speed(row: Row) -> None:
     }
     # With one repeat: the spread of its steps, without the slowest and the fastest tenth.
     if len(row.attempts) == 1:
-        results, rates = row.completed[0].results, row.completed[0].token_rates
-        rates = sorted(_numbers(rates[results["warmup_steps_excluded"] :], "tokens_per_second"))
+        results, steps = row.completed[0].results, row.completed[0].steps
+        rates = [step["tokens_per_second"] for step in steps[results["warmup_steps_excluded"] :]]
+        rates = sorted(_numbers(rates, "tokens_per_second"))
         tenth = (len(rates) - 1) // 10
         speeds = [rate / results["seq_length"] for rate in rates[tenth : len(rates) - tenth]]
     row.samples_per_second_low, row.samples_per_second_high = min(speeds), max(speeds)

@@ -237,7 +237,7 @@ def draw_losses(axes: Axes, rows: list[Row]) -> None:
             "linewidth": 1.5 + 1.7 * (len(rows) - 1 - number),
         }
         for attempt in row.completed:
-            label = row.strategy if attempt is row.completed[0] else None
+            label = row.strategy if attempt is row.completed[0] else ""
             axes.plot(_steps_of(attempt), attempt.losses, label=label, **style)
     axes.set_ylabel("training loss (nats per token)")
     axes.set_title("Loss (curves that are alike lie over each other, the first one widest)")
@@ -246,8 +246,12 @@ def draw_losses(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
-    """Draw the relative loss differences from the reference, and the tolerance, on a log axis."""
-    reference_run = comparison.reference.completed[0]
+    """Draw the relative loss differences from the reference, and the tolerance, on a log axis.
+
+    Args:
+        rows: those that completed; the first is the reference.
+    """
+    reference = rows[0]
     rows = rows + ([comparison.control] if comparison.control else [])
     for row in rows:
         style = {
@@ -259,12 +263,12 @@ def draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> Non
         }
         label = "control: higher lr" if row is comparison.control else row.strategy
         for attempt in row.completed:
-            if attempt is reference_run:
+            if attempt is reference.completed[0]:
                 continue
-            values = differences(attempt, reference_run, comparison.lasting)
+            values = differences(attempt, reference.completed[0], comparison.lasting)
             values = [max(SMALLEST_DIFFERENCE, value) for value in values]
             axes.plot(_steps_of(attempt), values, label=label, **style)
-            label = None  # one legend entry for all repeats
+            label = ""  # one legend entry for all repeats
     tolerance, lasting = comparison.tolerance, comparison.lasting
     axes.axhline(tolerance, label=f"tolerance, {tolerance:g}", **LIMIT_STYLE)
     axes.set_yscale("log")
@@ -273,8 +277,7 @@ def draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> Non
     axes.set_ylabel("relative difference of the loss")
     medians = f", medians of {lasting} steps" if lasting > 1 else ""
     axes.set_title(
-        f"Difference from {comparison.reference.strategy}{medians} "
-        f"(none: {SMALLEST_DIFFERENCE:.0e})"
+        f"Difference from {reference.strategy}{medians} (none: {SMALLEST_DIFFERENCE:.0e})"
     )
     axes.legend(fontsize=8, ncols=4, loc="upper center")
     _show_steps(axes)

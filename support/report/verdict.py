@@ -8,16 +8,21 @@ from support.units import human_bytes, human_rate
 
 def verdict(comparison: Comparison) -> list[str]:
     """Return the conclusions of the comparison, one or more sentences each."""
-    if comparison.reference is None:
+    reference = comparison.reference
+    if reference is None:
         return ["❌ No strategy completed, so there is nothing to compare."]
     if comparison.simulated:
         return [*_simulated(comparison), *_incomplete(comparison)]
-    sentences = [*_departing(comparison), *_same_model(comparison), *_control(comparison)]
+    sentences = [
+        *_departing(comparison, reference),
+        *_same_model(comparison, reference),
+        *_control(comparison, reference),
+    ]
     rows = [row for row in comparison.rows if row.completed and row.departs_at is None]
     if rows:
         sentences += [
             _fastest(comparison, rows),
-            _smallest(comparison, rows),
+            _smallest(comparison, reference, rows),
             *_limits(comparison, rows),
         ]
     return sentences + _incomplete(comparison)
@@ -54,9 +59,9 @@ def _median_text(comparison: Comparison) -> str:
     return f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
 
 
-def _departing(comparison: Comparison) -> list[str]:
+def _departing(comparison: Comparison, reference: Row) -> list[str]:
     """Name the reference if it is not dp, and the strategies that train another model."""
-    reference, sentences = comparison.reference, []
+    sentences = []
     if reference.strategy != "dp":
         dp = next((row for row in comparison.rows if row.strategy == "dp"), None)
         reason = f"did not complete ({dp.status})" if dp else "was left out"
@@ -89,9 +94,9 @@ def _departing(comparison: Comparison) -> list[str]:
     return sentences
 
 
-def _same_model(comparison: Comparison) -> list[str]:
+def _same_model(comparison: Comparison, reference: Row) -> list[str]:
     """Name the strategies that train what the reference trains."""
-    reference, sentences = comparison.reference, []
+    sentences = []
     rows = [row for row in comparison.compared if row.departs_at is None]
     if rows:
         worst = max(rows, key=lambda row: row.difference)
@@ -111,15 +116,15 @@ def _same_model(comparison: Comparison) -> list[str]:
     return sentences
 
 
-def _control(comparison: Comparison) -> list[str]:
+def _control(comparison: Comparison, reference: Row) -> list[str]:
     """Say whether the losses would show a strategy that trains slightly differently."""
-    reference, control = comparison.reference, comparison.control
+    control = comparison.control
     if control is None or not comparison.compared:
         return []
-    higher = 100 * (control.completed[0].lrs[0] / reference.completed[0].lrs[0] - 1)
+    lr, usual_lr = (row.completed[0].steps[0]["lr"] for row in (control, reference))
     text = (
-        f"Control: {reference.strategy} with a learning rate {higher:.0f}% higher is off by up to "
-        f"{control.difference:.1e}"
+        f"Control: {reference.strategy} with a learning rate {100 * (lr / usual_lr - 1):.0f}% "
+        f"higher is off by up to {control.difference:.1e}"
     )
     if control.departs_at:
         return [
@@ -151,9 +156,9 @@ def _fastest(comparison: Comparison, rows: list[Row]) -> str:
     return f"{text}."
 
 
-def _smallest(comparison: Comparison, rows: list[Row]) -> str:
+def _smallest(comparison: Comparison, reference: Row, rows: list[Row]) -> str:
     by_memory = sorted(rows, key=lambda row: row.memory_bytes)
-    least, reference = by_memory[0], comparison.reference
+    least = by_memory[0]
     usage = (
         "needs least, at its peak"
         if comparison.on_gpu
