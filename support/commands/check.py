@@ -6,7 +6,6 @@ with a remedy.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -19,8 +18,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -64,9 +63,12 @@ class Line:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{MARKS[self.status]} {self.name:13} {self.text}" + (
-            f": {self.remedy}" if self.remedy else ""
-        )
+        text = f"{MARKS[self.status]} {self.name:13} {self.text}"
+        return f"{text}: {self.remedy}" if self.remedy else text
+
+
+def _line(is_ok: bool, name: str, text: str, remedy: str, status: str = WARNING) -> Line:
+    return Line(OK, name, text) if is_ok else Line(status, name, text, remedy)
 
 
 def check(args, ctx: DistContext) -> int:
@@ -84,30 +86,26 @@ def check(args, ctx: DistContext) -> int:
     parts = (_software, _gpu, _compiler, _ops, _nvme, _disk, _limits, _memory, _hub)
     own_lines = [line for part in parts for line in part(args, ctx)]
     # Printed before the ranks communicate, because the communication may fail.
-    for line in own_lines if ctx.is_main else ():
-        ctx.console.print(str(line))
+    _print(own_lines, ctx)
     communication = _communication(ctx)
     ranks = ctx.all_gather((socket.gethostname(), own_lines))
     others = _what_differs(ranks)
-    more = [communication, *others, *_cluster(ctx)]
-    for line in more if ctx.is_main else ():
+    _print((communication, *others, *_cluster(ctx)), ctx)
+    problems = sum(line.status == PROBLEM for line in (communication, *ranks[0][1], *others))
+    verdict = f"{_count(problems, 'problem')} to solve first" if problems else "it can run"
+    processes = _count(ctx.world_size, "GPU" if ctx.device.type == "cuda" else "CPU process")
+    mark = MARKS[PROBLEM if problems else OK]
+    _print([f"{mark} --strategy {args.strategy} on {processes}: {verdict}"], ctx)
+    return EXIT_FAILED if problems else EXIT_COMPLETED
+
+
+def _print(lines: Iterable[Line | str], ctx: DistContext) -> None:
+    for line in lines if ctx.is_main else ():
         ctx.console.print(str(line))
-    problem_count = sum(line.status == PROBLEM for line in [communication, *ranks[0][1], *others])
-    verdict = (
-        f"{problem_count} problem{'s' * (problem_count > 1)} to solve first"
-        if problem_count
-        else "it can run"
-    )
-    singular, plural = (
-        ("GPU", "GPUs") if ctx.device.type == "cuda" else ("CPU process", "CPU processes")
-    )
-    processes = f"{ctx.world_size} {plural if ctx.world_size > 1 else singular}"
-    if ctx.is_main:
-        ctx.console.print(
-            f"{MARKS[PROBLEM if problem_count else OK]} "
-            f"--strategy {args.strategy} on {processes}: {verdict}"
-        )
-    return EXIT_FAILED if problem_count else EXIT_COMPLETED
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def _what_differs(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
@@ -117,23 +115,20 @@ def _what_differs(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
     for Python, the GPU and the compiler are compared, because sizes of memory and disks differ
     between machines.
     """
-    rank0_texts = {line.name: line.text for line in ranks[0][1]}
-    selected, reported = [], set()
+    rank0_host, rank0_lines = ranks[0]
+    rank0_texts = {line.name: line.text for line in rank0_lines}
+    selected = {}
     for rank, (host, lines) in enumerate(ranks[1:], 1):
         for line in lines:
-            own = rank0_texts.get(line.name, "")
-            differs = line.name in ("Python", "GPU", "compiler") and _without_sizes(
-                line.text
-            ) != _without_sizes(own)
-            is_new = (line.status != OK or differs) and not (
-                host == ranks[0][0] and line.text == own
+            expected = rank0_texts.get(line.name, "")
+            differs = line.name in ("Python", "GPU", "compiler") and (
+                _without_sizes(line.text) != _without_sizes(expected)
             )
-            if is_new and (host, line.name, line.text) not in reported:
-                reported.add((host, line.name, line.text))
-                selected.append(
-                    Line(line.status, line.name, f"{host}, rank {rank}: {line.text}", line.remedy)
-                )
-    return selected
+            is_repeated = host == rank0_host and line.text == expected
+            if (line.status != OK or differs) and not is_repeated:
+                text = f"{host}, rank {rank}: {line.text}"
+                selected.setdefault((host, line.name, line.text), replace(line, text=text))
+    return list(selected.values())
 
 
 def _without_sizes(text: str) -> str:
@@ -144,22 +139,17 @@ def _without_sizes(text: str) -> str:
 
 
 def _software(args, ctx: DistContext) -> Iterator[Line]:
-    tested = dict(re.findall(r"^([\w-]+)==(\S+)", (PROJECT / "constraints.txt").read_text(), re.M))
-    minimum = dict(
-        re.findall(r"^([\w-]+)>=(\S+)", (PROJECT / "requirements.txt").read_text(), re.M)
-    )
+    tested, minimum = _releases("constraints.txt", "=="), _releases("requirements.txt", ">=")
     installed, differing, problems = [], [], []
     for name in IMPORTED:
-        try:
-            installed_version = version(name)
-        except PackageNotFoundError:
-            if name != "deepspeed":
-                problems.append(f"{name} is missing")
+        release = _version(name)
+        if not release:
+            problems += [f"{name} is missing"] if name != "deepspeed" else []
             continue
-        installed.append(f"{name} {installed_version}")
-        if _numbers(installed_version) < _numbers(minimum.get(name, "0")):
-            problems.append(f"{name} {installed_version} is older than {minimum[name]}")
-        elif name in tested and _numbers(installed_version) != _numbers(tested[name]):
+        installed.append(f"{name} {release}")
+        if _numbers(release) < _numbers(minimum.get(name, "0")):
+            problems.append(f"{name} {release} is older than {minimum[name]}")
+        elif name in tested and _numbers(release) != _numbers(tested[name]):
             differing.append(f"{name} {tested[name]}")
     text = f"{sys.version.split()[0]}; {', '.join(installed)}"
     if problems:
@@ -168,143 +158,132 @@ def _software(args, ctx: DistContext) -> Iterator[Line]:
         yield Line(WARNING, "Python", text, f"tested with {', '.join(differing)}")
     else:
         yield Line(OK, "Python", f"{text} (the tested versions)")
-    if args.ds_config_dict and not _has("deepspeed"):
-        yield Line(
-            PROBLEM,
-            "deepspeed",
-            f"No module named deepspeed, which {args.strategy} needs",
-            "pip install deepspeed",
-        )
+    if args.ds_config_dict and not _version("deepspeed"):
+        text = f"No module named deepspeed, which {args.strategy} needs"
+        yield Line(PROBLEM, "deepspeed", text, "pip install deepspeed")
+
+
+def _releases(file: str, relation: str) -> dict[str, str]:
+    """Read the lines NAME==RELEASE or NAME>=RELEASE of a file of requirements."""
+    lines = (PROJECT / file).read_text()
+    return dict(re.findall(rf"^([\w-]+){relation}(\S+)", lines, re.MULTILINE))
+
+
+def _version(package: str) -> str:
+    """Return the installed release of a package, or ""."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", text.split("+")[0])[:3])
 
 
-def _has(module: str) -> bool:
-    with contextlib.suppress(PackageNotFoundError):
-        return bool(version(module))
-    return False
-
-
 def _gpu(args, ctx: DistContext) -> Iterator[Line]:
     if ctx.device.type != "cuda":
-        text = f"none seen; training in {ctx.precision} on {available_cores()} CPU cores"
-        if has_nvidia_gpu():
-            built = (
-                f"this torch {torch.__version__} is built for CUDA {torch.version.cuda or 'none'}"
-            )
-            yield Line(
-                WARNING,
-                "GPU",
-                text,
-                f"the host has one: {built}; see nvidia-smi and CUDA_VISIBLE_DEVICES",
-            )
-        else:
-            yield Line(OK, "GPU", text)
+        text = f"none found; training in {ctx.precision} on {available_cores()} CPU cores"
+        built = f"this torch {torch.__version__} is built for CUDA {torch.version.cuda or 'none'}"
+        remedy = f"the host has one: {built}; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+        yield _line(not has_nvidia_gpu(), "GPU", text, remedy)
         return
     properties = torch.cuda.get_device_properties(ctx.device)
     free, total = torch.cuda.mem_get_info(ctx.device)
-    capability = f"{properties.major}.{properties.minor}"
     text = (
         f"{properties.name}, {free / GB:.1f} of {total / GB:.1f} GB free, "
-        f"compute capability {capability}, torch for CUDA {torch.version.cuda}, "
+        f"compute capability {properties.major}.{properties.minor}, "
+        f"torch for CUDA {torch.version.cuda}, "
         f"driver {_nvidia_smi('driver_version')}, {ctx.precision}"
     )
-    if free < 0.8 * total:
-        yield Line(
-            WARNING, "GPU", text, "another process holds a part of it (nvidia-smi shows which)"
-        )
-    else:
-        yield Line(OK, "GPU", text)
+    remedy = "another process uses a part of it (nvidia-smi shows which)"
+    yield _line(free >= 0.8 * total, "GPU", text, remedy)
     if torch.cuda.device_count() > 1:
-        topology = _run("nvidia-smi", "topo", "-m") or ""
-        linked = "NVLink" if re.search(r"\bNV\d+", topology) else "PCIe" if topology else "unknown"
-        yield Line(OK, "GPUs joined by", f"{linked} ({torch.cuda.device_count()} on this host)")
+        topology = _run("nvidia-smi", "topo", "-m")
+        link = "NVLink" if re.search(r"\bNV\d+", topology) else "PCIe" if topology else "unknown"
+        yield Line(OK, "GPU links", f"{link} ({torch.cuda.device_count()} on this host)")
 
 
 def _nvidia_smi(field: str) -> str:
-    return (_run("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader") or "unknown").split(
-        "\n"
-    )[0]
+    answer = _run("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader") or "unknown"
+    return answer.split("\n")[0]
 
 
-def _run(*command: str) -> str | None:
+def _run(*command: str) -> str:
+    """Return what a command prints, or "" if it fails or does not exist."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=20, check=True
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
+        return ""
 
 
 def _compiler(args, ctx: DistContext) -> Iterator[Line]:
-    compiler, ninja = shutil.which(os.environ.get("CXX", "c++")), shutil.which("ninja")
-    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    missing = [] if compiler else ["a C++ compiler (apt install build-essential, module load gcc)"]
-    missing += [] if ninja else ["ninja (pip install ninja)"]
-    missing += [] if headers.exists() else ["Python's headers (apt install python3-dev)"]
-    if missing:
-        needed = args.ds_config_dict is not None and not _passes(
-            requirements.check_compiler, args.strategy, ctx.device
-        )
-        needed = needed or bool(
-            args.ds_config_dict and requirements.ops_to_compile(args.strategy, ctx.device)
-        )
-        reason = (
-            f"{args.strategy} compiles parts of DeepSpeed"
-            if needed
-            else "DeepSpeed's strategies may need them"
-        )
-        yield Line(
-            PROBLEM if needed else WARNING, "compiler", f"missing: {', '.join(missing)}", reason
-        )
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    found = {
+        "a C++ compiler (apt install build-essential, module load gcc)": compiler,
+        "ninja (pip install ninja)": shutil.which("ninja"),
+        "Python's headers (apt install python3-dev)": (
+            Path(sysconfig.get_paths()["include"]) / "Python.h"
+        ).exists(),
+    }
+    missing = [name for name, is_found in found.items() if not is_found]
+    if not missing:
+        release = _run(compiler, "--version").split("\n")[0]
+        yield Line(OK, "compiler", f"{release}; ninja and Python's headers found")
+    elif _must_compile(args, ctx):
+        reason = f"{args.strategy} compiles parts of DeepSpeed"
+        yield Line(PROBLEM, "compiler", f"missing: {', '.join(missing)}", reason)
     else:
-        release = (_run(compiler, "--version") or "").split("\n")[0]
-        yield Line(OK, "compiler", f"{release}; ninja and Python's headers are there")
+        reason = "DeepSpeed's strategies may need them"
+        yield Line(WARNING, "compiler", f"missing: {', '.join(missing)}", reason)
     if ctx.device.type == "cuda":
-        nvcc = shutil.which("nvcc") or os.path.join(
-            os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"
-        )
-        release_match = re.search(r"release ([\d.]+)", _run(nvcc, "--version") or "")
-        remedy = "infinity compiles with the toolkit of torch's CUDA (module load cuda, CUDA_HOME)"
-        if release_match and release_match[1].split(".")[0] == torch.version.cuda.split(".")[0]:
-            yield Line(OK, "nvcc", f"release {release_match[1]}")
-        else:
-            text = (
-                f"release {release_match[1]}, torch is for CUDA {torch.version.cuda}"
-                if release_match
-                else "not found"
-            )
-            yield Line(
-                PROBLEM if STRATEGIES[args.strategy].uses_nvme else WARNING, "nvcc", text, remedy
-            )
+        yield _cuda_toolkit(args)
 
 
-def _passes(check, *args) -> bool:
-    try:
-        check(*args)
-    except UserError:
+def _must_compile(args, ctx: DistContext) -> bool:
+    if args.ds_config_dict is None:
         return False
-    return True
+    try:
+        requirements.check_compiler(args.strategy, ctx.device)
+    except UserError:
+        return True
+    return bool(requirements.ops_to_compile(args.strategy, ctx.device))
+
+
+def _cuda_toolkit(args) -> Line:
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = shutil.which("nvcc") or os.path.join(toolkit, "bin", "nvcc")
+    found = re.search(r"release ([\d.]+)", _run(nvcc, "--version"))
+    if found and found[1].split(".")[0] == torch.version.cuda.split(".")[0]:
+        return Line(OK, "nvcc", f"release {found[1]}")
+    return Line(
+        PROBLEM if STRATEGIES[args.strategy].uses_nvme else WARNING,
+        "nvcc",
+        f"release {found[1]}, torch is for CUDA {torch.version.cuda}" if found else "not found",
+        "infinity compiles with the toolkit of torch's CUDA (module load cuda, CUDA_HOME)",
+    )
 
 
 def _ops(args, ctx: DistContext) -> Iterator[Line]:
-    if not _has("deepspeed"):
+    if not _version("deepspeed"):
         return
     states = []
-    for strategy in ("zero1", "offload", "infinity"):
-        to_compile = requirements.ops_to_compile(strategy, ctx.device)
-        names = {"zero1": "zero1, zero2, zero3"}.get(strategy, strategy)
-        states.append(
-            f"{names} {'will compile ' + ', '.join(to_compile) if to_compile else 'ready'}"
-        )
+    for strategy, names in {
+        "zero1": "zero1, zero2, zero3",
+        "offload": "offload",
+        "infinity": "infinity",
+    }.items():
+        ops = requirements.ops_to_compile(strategy, ctx.device)
+        states.append(f"{names} will compile {', '.join(ops)}" if ops else f"{names} ready")
     try:
         requirements.check_async_io(ctx.device)
         yield Line(OK, "DeepSpeed ops", "; ".join(states))
     except UserError as error:
         status = PROBLEM if args.ds_config_dict and uses_nvme(args.ds_config_dict) else WARNING
-        yield Line(status, "DeepSpeed ops", "; ".join(states[:2]) + "; infinity cannot", str(error))
+        text = "; ".join([*states[:2], "infinity cannot run"])
+        yield Line(status, "DeepSpeed ops", text, str(error))
 
 
 def _nvme(args, ctx: DistContext) -> Iterator[Line]:
@@ -318,9 +297,8 @@ def _nvme(args, ctx: DistContext) -> Iterator[Line]:
             f"{folder}: {free / GB:.1f} GB free, "
             f"writes {written / GB:.2f} and reads {read / GB:.2f} GB/s (direct I/O)"
         )
-        slow = min(written, read) < 0.5 * GB
-        remedy = "slow for infinity: name a local NVMe disk with --nvme_path" if slow else ""
-        yield Line(WARNING if slow else OK, "NVMe", text, remedy)
+        remedy = "slow for infinity: name a local NVMe disk with --nvme_path"
+        yield _line(min(written, read) >= 0.5 * GB, "NVMe", text, remedy)
     except OSError as error:
         remedy = (
             "name a folder with space on a local disk with --nvme_path; "
@@ -365,69 +343,44 @@ def _disk(args, ctx: DistContext) -> Iterator[Line]:
     }
     free = {}
     for purpose, folder in folders.items():
-        existing_parent = next(
-            parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()
-        )
-        free[f"{purpose} {folder}"] = shutil.disk_usage(existing_parent).free
+        existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
+        free[f"{purpose} {folder}"] = shutil.disk_usage(existing).free
     try:
         paths.check_export_folder(args)
     except UserError as error:
         yield Line(PROBLEM, "output", str(error))
+    least = min(free.values())
+    remedy = (
+        "a checkpoint has 12 bytes per parameter: free some space (df -h, quota -s), "
+        "or name other folders with --output_dir and --cache_dir"
+    )
     text = "; ".join(f"{purpose} {size / GB:.1f} GB free" for purpose, size in free.items())
-    minimum = min(free.values())
-    if minimum < GB:
-        remedy = (
-            "free some space (df -h, quota -s), "
-            "or name other folders with --output_dir and --cache_dir"
-        )
-        yield Line(
-            PROBLEM if minimum < 50 * MB else WARNING,
-            "disk",
-            text,
-            f"a checkpoint has 12 bytes a parameter: {remedy}",
-        )
-    else:
-        yield Line(OK, "disk", text)
+    yield _line(least >= GB, "disk", text, remedy, PROBLEM if least < 50 * MB else WARNING)
 
 
 def _limits(args, ctx: DistContext) -> Iterator[Line]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files < 1024:
-        yield Line(
-            PROBLEM if files < 128 else WARNING,
-            "open files",
-            f"{files} (ulimit -n)",
-            "ulimit -n 65536 before the run",
-        )
-    else:
-        yield Line(OK, "open files", f"{files} (ulimit -n)")
+    status = PROBLEM if files < 128 else WARNING
+    remedy = "ulimit -n 65536 before the run"
+    yield _line(files >= 1024, "open files", f"{files} (ulimit -n)", remedy, status)
     if ctx.device.type == "cuda" and STRATEGIES[args.strategy].offloads:
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if locked == resource.RLIM_INFINITY:
             yield Line(OK, "locked memory", "unlimited")
         else:
-            yield Line(
-                WARNING,
-                "locked memory",
-                f"{locked / MB:.0f} MB (ulimit -l)",
-                "offload pins host memory: ulimit -l unlimited, if pinning fails",
-            )
+            remedy = "offload pins host memory: ulimit -l unlimited, if pinning fails"
+            yield Line(WARNING, "locked memory", f"{locked / MB:.0f} MB (ulimit -l)", remedy)
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
-        small = free < 256 * MB * ctx.launch.local_world_size
-        yield Line(
-            WARNING if small else OK,
-            "/dev/shm",
-            f"{free / GB:.1f} GB free",
-            "NCCL and DeepSpeed share memory there: docker run --shm-size=8g" if small else "",
-        )
+        remedy = "NCCL and DeepSpeed share memory there: docker run --shm-size=8g"
+        is_enough = free >= 256 * MB * ctx.launch.local_world_size
+        yield _line(is_enough, "/dev/shm", f"{free / GB:.1f} GB free", remedy)
 
 
 def _memory(args, ctx: DistContext) -> Iterator[Line]:
-    limits = advise.memory_limits(ctx)
-    capacity = (
-        f"{limits.gpu / GB:.1f} GB for each {'GPU' if ctx.device.type == 'cuda' else 'process'}"
-    )
+    limits = preflight.memory_limits(ctx)
+    owner = "GPU" if ctx.device.type == "cuda" else "process"
+    capacity = f"{limits.gpu / GB:.1f} GB for each {owner}"
     try:
         model = architectures.find_architecture(args.model)
         try:
@@ -435,35 +388,24 @@ def _memory(args, ctx: DistContext) -> Iterator[Line]:
         except UserError as error:
             yield Line(PROBLEM, "sequence length", str(error))
             return
-        work = advise.planned_work(args.replace(seq_length=seq_length), ctx, model)
-    # The model's config.json is not on this machine, or the planner does not support the flags.
+        work = preflight.planned_work(args.replace(seq_length=seq_length), ctx, model)
     except UserError:
-        yield Line(
-            OK,
-            "memory",
-            f"{capacity}; not planned: "
-            "no config.json of the model here, or your own DeepSpeed or FSDP file",
-        )
+        reason = "the model's config.json is not local, or the configuration file is your own"
+        yield Line(OK, "memory", f"{capacity}; not planned, because {reason}")
         return
     estimate = planner.predict(work, args.strategy)
     text = f"planned {estimate.total / GB:.1f} of {capacity}"
     if limits.host and estimate.host:
-        text += (
-            f", {estimate.host * limits.ranks_per_node / GB:.1f} "
-            f"of {limits.host / GB:.1f} GB of host memory"
-        )
+        host = estimate.host * limits.ranks_per_node
+        text += f", {host / GB:.1f} of {limits.host / GB:.1f} GB of host memory"
     if limits.hold(estimate):
         yield Line(OK, "memory", text)
     else:
-        remedies = [way.flags for way in planner.ways_to_fit(work, args.strategy, limits)]
-        yield Line(
-            PROBLEM,
-            "memory",
-            text,
-            f"it would fit with {' or '.join(remedies)}"
-            if remedies
-            else "see scripts/plan_memory.py",
+        flags = [way.flags for way in planner.ways_to_fit(work, args.strategy, limits)]
+        remedy = (
+            f"it would fit with {' or '.join(flags)}" if flags else "see scripts/plan_memory.py"
         )
+        yield Line(PROBLEM, "memory", text, remedy)
 
 
 # --------------------------------------------------------------------------------- between machines
@@ -476,7 +418,7 @@ def _communication(ctx: DistContext) -> Line:
     sends 2 · (N − 1) / N times the message.
     """
     if ctx.world_size == 1:
-        return Line(OK, "communication", f"{ctx.backend}; one process, nobody to talk to")
+        return Line(OK, "communication", f"{ctx.backend}; a single process")
     seconds = {}
     for name, size in (("large", 64 * MB), ("small", 8)):
         tensor = torch.ones(size // 4, device=ctx.device)
@@ -491,19 +433,15 @@ def _communication(ctx: DistContext) -> Line:
     bandwidth = 2 * (ctx.world_size - 1) / ctx.world_size * 64 * MB / seconds["large"]
     hosts = sorted(set(ctx.all_gather(socket.gethostname())))
     interface = os.environ.get(
-        "NCCL_SOCKET_IFNAME" if ctx.backend == "nccl" else "GLOO_SOCKET_IFNAME", "chosen by itself"
+        "NCCL_SOCKET_IFNAME" if ctx.backend == "nccl" else "GLOO_SOCKET_IFNAME", "automatic"
     )
     text = (
         f"{ctx.backend}, all-reduce over {ctx.world_size} ranks on {', '.join(hosts)}: "
         f"{bandwidth / GB:.2f} GB/s, {1e6 * seconds['small']:.0f} µs; network interface {interface}"
     )
-    slow = ctx.backend == "nccl" and bandwidth < GB
-    remedy = (
-        "slow for GPUs: see NCCL_DEBUG=INFO for the network it took, docs/MULTI_NODE.md"
-        if slow
-        else ""
-    )
-    return Line(WARNING if slow else OK, "communication", text, remedy)
+    is_fast = ctx.backend != "nccl" or bandwidth >= GB
+    remedy = "slow for GPUs: NCCL_DEBUG=INFO shows the network in use; see docs/MULTI_NODE.md"
+    return _line(is_fast, "communication", text, remedy)
 
 
 def _wait_for(ctx: DistContext) -> None:
@@ -517,41 +455,30 @@ def _hub(args, ctx: DistContext) -> Iterator[Line]:
     if args.hub_problem:
         yield Line(PROBLEM, "hub", args.hub_problem)
     elif args.hub_offline:
-        yield Line(OK, "hub", "not needed: model and data are here or in the cache")
+        yield Line(OK, "hub", "not needed: the model and the dataset are local or cached")
     else:
-        yield Line(
-            OK, "hub", redact(f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co')} answers")
-        )
+        endpoint = redact(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+        yield Line(OK, "hub", f"{endpoint} answers")
 
 
 def _cluster(ctx: DistContext) -> Iterator[Line]:
-    env = os.environ
+    env, launch = os.environ, ctx.launch
     if "SLURM_JOB_ID" in env:
-        tasks, cpus = env.get("SLURM_NTASKS", "1"), env.get("SLURM_CPUS_PER_TASK", "1")
-        nodes = env.get("SLURM_JOB_NODELIST", "")
-        gpus = env.get("SLURM_GPUS_ON_NODE", 0)
+        cores = env.get("SLURM_CPUS_PER_TASK", "1")
         text = (
-            f"job {env['SLURM_JOB_ID']} on {nodes}, "
-            f"{tasks} tasks, {cpus} cores each, {gpus} GPUs a node"
+            f"job {env['SLURM_JOB_ID']} on {env.get('SLURM_JOB_NODELIST', '')}, "
+            f"{env.get('SLURM_NTASKS', '1')} tasks, cores per task: {cores}, "
+            f"GPUs per node: {env.get('SLURM_GPUS_ON_NODE', 0)}"
         )
-        few = ctx.launch.launcher == "srun" and cpus == "1"
-        yield Line(
-            WARNING if few else OK,
-            "Slurm",
-            text,
-            "--cpus-per-task=8 lets data and offload keep up" if few else "",
-        )
+        is_enough = launch.launcher != "srun" or cores != "1"
+        remedy = "data preparation and offload need more cores: --cpus-per-task=8"
+        yield _line(is_enough, "Slurm", text, remedy)
     elif shutil.which("squeue"):
-        yield Line(
-            OK,
-            "Slurm",
-            "there; not inside of a job "
-            "(a pending one: squeue --me --start says why and until when)",
-        )
-    address = f"{ctx.launch.master_addr}:{ctx.launch.master_port}"
+        reason = "squeue --me --start shows when a pending job starts, and why it waits"
+        yield Line(OK, "Slurm", f"installed; this is not a job ({reason})")
     yield Line(
         OK,
         "rendezvous",
-        f"{ctx.launch.launcher}, master {address}, {ctx.nodes} node{'s' * (ctx.nodes > 1)}, "
-        f"{ctx.launch.local_world_size} rank{'s' * (ctx.launch.local_world_size > 1)} on each",
+        f"{launch.launcher}, master {launch.master_addr}:{launch.master_port}, "
+        f"{_count(ctx.nodes, 'node')}, {_count(launch.local_world_size, 'rank')} per node",
     )
