@@ -66,17 +66,14 @@ from torch.nn.parallel import DistributedDataParallel
 from support.checkpoints import manager as checkpoint
 from support.cli.arguments import choose_seq_length
 from support.cli.parse import NEED_EVALUATIONS
-from support.cluster import devices
-from support.cluster.context import (
-    ARRIVAL_SECONDS,
-    DistContext,
-    group_options,
-    identify_gpu,
-    open_store,
-    rendezvous,
-    simulate_process_group,
-)
+from support.cluster.context import DistContext
+from support.cluster.devices import choose_device, choose_precision, identify_gpu
+from support.cluster.failures import FailureMonitor
 from support.cluster.launch import exit_before_start, keep_freed_memory
+from support.cluster.peers import PeerMonitor
+from support.cluster.process_group import group_options, simulate_process_group
+from support.cluster.rendezvous import ARRIVAL_SECONDS, open_store, rendezvous
+from support.cluster.stop_signal import StopSignal
 from support.commands import check as checks
 from support.commands.prefetch import prefetch
 from support.console import Console
@@ -123,25 +120,28 @@ def setup_distributed(args, launch) -> DistContext:
         TrainingError: a rank did not arrive in time, or the ranks do not fit together.
         UserError: this rank has no GPU of its own.
     """
-    if torch.cuda.is_available():
-        device = torch.device("cuda", devices.check_visible_gpus(launch, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-        backend = "nccl"
-    else:
-        device, backend = torch.device("cpu"), "gloo"
+    device = choose_device(launch)
+    precision = choose_precision(args.precision, device)
     limit = timedelta(seconds=args.ddp_timeout)
-    console = Console(launch.is_main, args.quiet, args.verbose)
+    failures = FailureMonitor(
+        launch, Console(launch.is_main, args.quiet, args.verbose), StopSignal()
+    )
+    ctx = DistContext(launch, device, "fake", failures.console, failures, precision)
     if args.simulate_gpus:
-        ctx = DistContext(launch, device, "fake", console)
+        failures.stop.install()
         simulate_process_group(launch.world_size, limit)
     else:
-        rendezvous_seconds = min(args.ddp_timeout, ARRIVAL_SECONDS)
-        store, attempt = rendezvous(launch, backend, rendezvous_seconds, identify_gpu(device))
-        ctx = DistContext(launch, device, backend, console, attempt)
+        ctx.backend = "nccl" if device.type == "cuda" else "gloo"
+        store, ctx.attempt = rendezvous(
+            launch, ctx.backend, min(args.ddp_timeout, ARRIVAL_SECONDS), identify_gpu(device)
+        )
+        failures.stop.install()
         # Before NCCL connects the ranks: it would wait for a rank that has already failed.
         if launch.world_size > 1:
-            ctx.store = open_store(launch, attempt)
-            ctx.watch_for_failures()
+            failures.watch(
+                open_store(launch, ctx.attempt),
+                PeerMonitor(open_store(launch, ctx.attempt), launch.rank, launch.world_size),
+            )
         options = group_options(args, device, launch.world_size)
         dist.init_process_group(
             store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit, **options
@@ -214,7 +214,7 @@ def load_model_and_tokenizer(args, ctx: DistContext, spec: models.ModelSpec):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dist.barrier()
     if not args.merge_lora:  # --merge_lora reads the weights again at the end
-        ctx.clean_up(spec.weights)
+        ctx.temporary.clean_up(spec.weights)
     ctx.console.print0(
         f"✅ Model loaded: {spec.parameters:,} parameters ({spec.parameters / 1e6:.1f}M)"
     )
@@ -703,15 +703,14 @@ def main(args, launch) -> None:
     except BaseException as error:
         exit_before_start(error, args.verbose, linger=2)
     try:
-        ctx.precision = devices.choose_precision(args.precision, ctx.device)
         if args.check:
-            ctx.end_together(None, checks.check(args, ctx))
+            ctx.failures.end_together(None, checks.check(args, ctx))
         engine = train_one_model(args, ctx)
     except Preempted as preempted:
-        ctx.end_together(preempted.engine, EXIT_PREEMPTED)
+        ctx.failures.end_together(preempted.engine, EXIT_PREEMPTED)
     except BaseException as error:  # also KeyboardInterrupt: no other rank may wait for this one
-        ctx.end_failed(error)
-    ctx.end_together(engine, EXIT_COMPLETED)
+        ctx.failures.end_failed(error)
+    ctx.failures.end_together(engine, EXIT_COMPLETED)
 
 
 def train_one_model(args, ctx: DistContext):
@@ -729,9 +728,8 @@ def train_one_model(args, ctx: DistContext):
     results = reporting.open_results(args, ctx, folder)
     target = export.target_of(args, folder, results.before)
     memory_by_phase = memory.MemoryByPhase(ctx.device)
-    ctx.memory_facts.append(memory_by_phase.describe)
-    if args.memory_snapshot:
-        tracing.record_memory(args.memory_snapshot, ctx)
+    ctx.failures.memory_facts.append(memory_by_phase.describe)
+    at_end = [tracing.record_memory(args.memory_snapshot, ctx)] if args.memory_snapshot else []
     if args.ds_config_dict:
         requirements.check_requirements(args, ctx.device)
 
@@ -740,7 +738,7 @@ def train_one_model(args, ctx: DistContext):
     spec = find_model(args, ctx)
     positions = models.max_positions(spec.config)
     args = args.replace(seq_length=choose_seq_length(args, positions))
-    ctx.ways_to_fit = lambda: advise.ways_to_fit(args, ctx, spec)
+    ctx.failures.remedies = lambda: advise.ways_to_fit(args, ctx, spec)
     ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
     train, validation, dataset = prepare_dataset(args, ctx, spec.tokenizer)
     if not validation.num_sequences and (
@@ -798,6 +796,7 @@ def train_one_model(args, ctx: DistContext):
         train.num_sequences,
     )
     manager.after_save.append(meter.restart_clock)  # leave the time of a save out of the next step
+    meter.at_end += at_end
     # All checks have passed: only now may files of an earlier run be changed.
     manager.take_over(counters["best"])
     results.begin()

@@ -17,6 +17,7 @@ patches      all patches of other libraries
 process      output that cannot fail, signal handlers before the run has its own
 progress     progress bars
 unwrap       the plain module, optimizer and tensor inside a strategy's wrapper
+versions     versions of the libraries that affect the results
 redaction    removal of secrets from messages and files
 strategy     the table of strategies
 known_models shapes of the embedded model and of GPT-2

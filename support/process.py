@@ -136,7 +136,7 @@ def _raise_at_signal(number: int, _frame) -> NoReturn:
 def catch_signals(numbers: Iterable[int] = ()) -> None:
     """Install handlers that end the process with one line, until StopSignal replaces them.
 
-    `StopSignal` is in support/cluster/context.py.
+    `StopSignal` is in support/cluster/stop_signal.py.
 
     Args:
         numbers: signals to handle even if the parent process set them to be ignored, as a shell
@@ -160,3 +160,11 @@ def _end_before_start(number: int, _frame) -> NoReturn:
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
     os._exit(EXIT_FAILED)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exit at once, without the interpreter's shutdown, after flushing the standard streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the stream is closed
+            stream.flush()
+    os._exit(code)

@@ -1,10 +1,14 @@
 """Processes and machines: launchers, rendezvous, failures of ranks, and Slurm.
 
-launch       the launcher and the rank of this process; settings made before torch is imported
-context      `DistContext`: ranks, preparation once per node, errors, stop signals, end of a run
-failures     detection of ranks that were killed or stopped
-devices      the GPU of a rank, and the precision in which it computes
-comm_volume  collectives, message bytes and sent bytes per optimizer step
-slurm        batch scripts, filled in from the files in templates/
-setup_files  the configurations and scripts that scripts/distributed_setup.py writes
+launch         the launcher and the rank of this process; settings made before torch is imported
+rendezvous     waiting for all ranks, and checking that they fit together
+devices        the GPU of a rank, and the precision in which it computes
+process_group  the backend of the process group, and the simulated process group
+context        `DistContext`: rank, device, collectives of objects, preparation once per node
+failures       `FailureMonitor`: the first failure is reported, and every rank exits
+peers          detection of ranks that were killed or stopped
+stop_signal    what SIGTERM, SIGINT, SIGUSR1 and SIGHUP do
+comm_volume    collectives, message bytes and sent bytes per optimizer step
+slurm          batch scripts, filled in from the files in templates/
+setup_files    the configurations and scripts that scripts/distributed_setup.py writes
 """

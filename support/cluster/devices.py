@@ -11,6 +11,19 @@ from support.cluster.launch import Launch
 from support.errors import UserError
 
 
+def choose_device(launch: Launch) -> torch.device:
+    """Return this rank's GPU, and make it the current device; without GPUs the CPU.
+
+    Raises:
+        UserError: this node has more ranks than visible GPUs.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", check_visible_gpus(launch, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
 def check_visible_gpus(launch: Launch, visible: int) -> int:
     """Choose this rank's GPU.
 
@@ -74,3 +87,26 @@ def cpu_computes_bf16() -> bool:
     except (OSError, StopIteration):
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def identify_gpu(device: torch.device) -> str | None:
+    """Return an identity of this process's GPU that is unique on its host.
+
+    Slices of a GPU (MIG) may all report the UUID of the whole GPU. A process uses only one slice,
+    and CUDA_VISIBLE_DEVICES names it, so the value of this variable is appended.
+
+    Returns:
+        The GPU's UUID; None on a CPU, on AMD GPUs, which may all have the same UUID, or where ranks
+        may share a GPU (NCCL_MULTI_RANK_GPU_ENABLE of NCCL 2.30 or newer).
+    """
+    if (
+        device.type != "cuda"
+        or torch.version.hip
+        or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0")
+    ):
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    identity = str(properties.uuid)
+    if "MIG" in properties.name:
+        identity += f" {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    return identity

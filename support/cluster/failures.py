@@ -1,174 +1,236 @@
-"""Detection of ranks that cannot report an error: killed, stopped, or on a host that hangs."""
+"""The first failure of a run is reported once, and every rank exits."""
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
-import queue
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn
 
-import psutil
+import torch
+import torch.distributed as dist
 
-PERIOD_SECONDS = 1  # between two rounds
-# Maximum that one period counts. A longer period means that this process itself did not run.
-COUNTED_SECONDS = 2
-# A rank that does not answer for this time is lost. With the time to exit it makes less than 30 s.
-SILENT_SECONDS = 18
-STARTING_SECONDS = 60  # for the first answer
-# Limit for a neighbor on this host that computes: its monitoring thread may be unable to run.
-BUSY_SECONDS = 600
+from support import progress
+from support.cluster.launch import Launch
+from support.cluster.peers import PERIOD_SECONDS, PeerMonitor, in_time
+from support.cluster.stop_signal import StopSignal
+from support.console import Console
+from support.errors import EXIT_FAILED, LESS_MEMORY, OutOfMemory, TrainingError, UserError, explain
+from support.files.temporary import TemporaryPaths
+from support.process import exit_now
+from support.redaction import print_traceback
 
-KILLED = "was it killed, or out of host memory (`dmesg | grep -i oom`)?"
-
-
-class Silence:
-    """Time for which a value has not changed, in seconds during which this process was running.
-
-    A suspended process (SIGSTOP, a scheduler's suspend, a closed laptop) does not observe the value
-    in that time, and on a host that swaps it does so rarely. So a period counts as COUNTED_SECONDS
-    at most, regardless of its real length.
-
-    Attributes:
-        seconds: time without a change.
-    Args:
-        clock: returns the present time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]):
-        self.seconds = 0.0
-        self._clock, self._value, self._at = clock, None, clock()
-
-    def observe(self, value: Any) -> float:
-        """Compare `value` with the last one; return the seconds without a change."""
-        now = self._clock()
-        period, self._at = min(now - self._at, COUNTED_SECONDS), now
-        self.seconds = self.seconds + period if value == self._value else 0.0
-        self._value = value
-        return self.seconds
+HOST_IS_FULL = (
+    "It is the host's memory, not the GPU's: "
+    "fewer ranks on a node, or a strategy that offloads less."
+)
+GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
+STORE_SECONDS = 2  # time limit of the store when an error is reported
+DISK_SECONDS = 5  # time limit of each function in `FailureMonitor.on_failure`
+END_SECONDS = 20  # time limit of what a failed rank does before it exits
+LONGEST_MESSAGE = 2000  # characters of an error in the store
+RESERVE_BYTES = 64 << 20
+# A disk is full or hangs (TimeoutError), or the host cannot start a thread: the error is printed
+# nevertheless.
+NO_REASON_FOR_SILENCE = (OSError, RuntimeError, MemoryError)
 
 
 class FailureMonitor:
-    """Monitor that detects whether this rank must end because another rank has failed.
+    """Reports the first failure of a run, and ends this process.
 
-    A rank that raises an error writes it into the store. A rank that is killed or stopped cannot do
-    that. So each rank increments a counter of its own in the store, and reads that of its neighbor,
-    the next rank. If rank 0 is stopped while it hosts the store, calls to the store block without a
-    limit. So one thread makes the calls (`ask`), and another one only reads their results and the
-    clock (`look`).
-
+    Args:
+        launch: the place of this process in the run.
+        console: output of this rank.
+        stop: handler of the stop signals, which are ignored while the process exits.
     Attributes:
-        lost: True after a call to the store has failed.
-    Args:
-        store: a connection that no other thread uses, because its calls may block.
-        rank, world_size: place of this process in the run.
-        clock: returns the present time in seconds; tests pass their own.
+        temporary: folders and files to remove, at the latest when this process exits.
+        on_failure: functions that record an error; each returns False if another rank has already
+            recorded one.
+        memory_facts: functions whose lines are printed when memory runs out.
+        remedies: returns lines on what would fit into the memory.
+        flushes: functions that write what other programs read of this run.
+        store: where the first rank that fails writes its error; None with a single process.
     """
 
-    def __init__(
-        self, store, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
-    ):
-        self._store, self._rank, self._neighbour = store, rank, (rank + 1) % world_size
-        self._reported = self.lost = False
-        self._answers = self._count = 0
-        self._place = ""  # the neighbor's "host pid"
-        self._store_silence, self._neighbour_silence = Silence(clock), Silence(clock)
+    def __init__(self, launch: Launch, console: Console, stop: StopSignal):
+        self.launch, self.console, self.stop = launch, console, stop
+        self.temporary = TemporaryPaths()
+        self.on_failure: list[Callable[[UserError], bool]] = []
+        self.memory_facts: list[Callable[[], list[str]]] = []
+        self.remedies: Callable[[], list[str]] = list
+        self.flushes: list[Callable[[], None]] = []
+        self.store: dist.Store | None = None
+        self._ending = threading.Event()  # this process is exiting
+        # Address space that is released to report that no memory is left (a thread, a file, lines).
+        # Nothing is written to it, so it uses no pages.
+        self._reserve = mmap.mmap(-1, RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
 
-    def ask(self) -> bool:
-        """Do one round of calls to the store; return False if one of them failed."""
-        try:
-            if self._answers == 0:
-                self._store.set(f"place/{self._rank}", f"{socket.gethostname()} {os.getpid()}")
-            self._reported = self._store.check(["failure"])
-            self._store.add(f"alive/{self._rank}", 1)
-            self._count = self._store.add(f"alive/{self._neighbour}", 0)
-            if self._count and not self._place:  # set before the first count
-                self._place = self._store.get(f"place/{self._neighbour}").decode()
-            self._answers += 1
-        except Exception:  # torch raises several classes for a broken connection
-            self.lost = True
-        return not self.lost
+    def watch(self, store: dist.Store, peers: PeerMonitor) -> None:
+        """Start the threads that end this process when another rank has failed.
 
-    def ask_until(self, ending: threading.Event) -> None:
-        """Call `ask` in every period until the store fails or `ending` is set; runs in a thread."""
-        while self.ask() and not ending.wait(PERIOD_SECONDS):
-            pass
-
-    def look(self) -> str | None:
-        """Return what has failed; call it once per period, in another thread than `ask`.
-
-        Returns:
-            None if no failure is detected, "" if another rank reports an error itself, otherwise
-            the line that this rank must report.
+        Args:
+            store: where the first rank that fails writes its error.
+            peers: detects ranks that have failed; it needs a connection of its own to the store.
         """
-        silent = self._store_silence.observe(self._answers)
-        if self._reported:
-            return ""
-        host = "torchrun's agent, which connects the ranks," if agent_hosts_store() else "Rank 0"
-        if self.lost:
-            return f"{host} ended without reporting an error: {KILLED}"
-        if silent > SILENT_SECONDS:
-            return (
-                f"{host} does not answer: "
-                "the process was stopped, or its host hangs or cannot be reached."
-            )
-        if silent > 0:
-            return None  # the neighbor's counter was not read either
-        limit = SILENT_SECONDS if self._count else STARTING_SECONDS
-        quiet = self._neighbour_silence.observe(self._count)
-        if quiet > limit and not (quiet < BUSY_SECONDS and computes(self._place)):
-            return (
-                f"Rank {self._neighbour} ended without reporting an error, or was stopped: {KILLED}"
-            )
-        return None
+        self.store = store
+        threading.Thread(target=peers.ask_until, args=(self._ending,), daemon=True).start()
+        threading.Thread(target=self._watch, args=(peers,), daemon=True).start()
 
+    def _watch(self, peers: PeerMonitor) -> None:
+        """End the process when another rank has failed; runs in a thread.
 
-def agent_hosts_store() -> bool:
-    """Return whether torchrun's agent hosts the store instead of rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        The main thread may be blocked in a collective that never completes.
+        """
+        while not self._ending.wait(PERIOD_SECONDS):
+            failure_text = peers.look()
+            if failure_text is None:
+                continue
+            # The store also exits when the run completes, and the main thread may have a more
+            # precise error.
+            if peers.lost and self._ending.wait(GRACE_SECONDS):
+                return
+            if failure_text:
+                self._report(TrainingError(failure_text))
+            if not peers.lost and self._ending.wait(GRACE_SECONDS):
+                return
+            end_at_latest(EXIT_FAILED)
+            self._flush()
+            self.temporary.clean_up()
+            exit_now(EXIT_FAILED)
 
+    def end_failed(self, error: BaseException) -> NoReturn:
+        """Report an error and exit with its exit code.
 
-def computes(place: str) -> bool:
-    """Return whether the process `place` ("host pid") is on this host and in the running state.
-
-    A library function that holds Python's global interpreter lock for a long time, such as the JSON
-    parser on a huge file, prevents the other threads of its process from running.
-    """
-    host, _, process = place.partition(" ")
-    try:
-        return (
-            host == socket.gethostname()
-            and psutil.Process(int(process)).status() == psutil.STATUS_RUNNING
-        )
-    except (psutil.Error, ValueError):
-        return False
-
-
-def in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """Return the result of a call that may block.
-
-    Args:
-        call: called without arguments in a daemon thread.
-        seconds: time limit.
-    Raises:
-        TimeoutError: the call took longer than `seconds`; its thread continues to run.
-        BaseException: whatever `call` raised.
-    """
-    answers: queue.SimpleQueue = queue.SimpleQueue()
-
-    def run() -> None:
+        Only the rank that fails first reports its error: the errors of the other ranks are
+        consequences.
+        """
+        self._reserve.close()
+        self.stop.ignore()
+        user_error = explain(error)
+        end_at_latest(user_error.exit_code)
         try:
-            answers.put((call(), None))
-        except BaseException as error:
-            answers.put((None, error))
+            if self.console.verbose:
+                print_traceback(error)
+            # Before anything is written: an incomplete checkpoint may fill the disk.
+            with contextlib.suppress(*NO_REASON_FOR_SILENCE):
+                in_time(self.temporary.clean_up, END_SECONDS / 2)
+            self._report(user_error, error)
+            # The other ranks must read the error in the store, which this process may host.
+            if self.launch.is_main and self.launch.world_size > 1:
+                time.sleep(2 * PERIOD_SECONDS)
+            self._flush()
+            self._ending.set()
+        finally:  # not sys.exit: the destructor of a communicator with a broken peer can hang
+            exit_now(user_error.exit_code)
 
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        result, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return result
+    def _flush(self) -> None:
+        for flush in self.flushes:
+            with contextlib.suppress(Exception):  # must not replace the error that ends the run
+                flush()
+
+    def _report(self, shown: UserError, error: BaseException | None = None) -> None:
+        """Record and print an error, unless another rank has reported one.
+
+        The first rank to write its error into the store reports it. If the store has exited with
+        rank 0, or does not answer, it is the rank that changes the status in results.json.
+        """
+        if not self._may_report(str(shown)):
+            return
+        recorded = False
+        # Starting a thread needs memory, and there may not be enough.
+        with contextlib.suppress(*NO_REASON_FOR_SILENCE):
+            if not self._record(shown):
+                return
+            recorded = True
+        rank_label = (
+            f" [rank {self.launch.rank} on {socket.gethostname()}]"
+            if self.launch.world_size > 1
+            else ""
+        )
+        progress.write(f"❌ {shown}{rank_label}", sys.stderr)
+        if isinstance(shown, OutOfMemory):
+            self._ending.set()  # `_about_memory` may take longer than GRACE_SECONDS
+            for line in self._about_memory(shown):
+                progress.write(f"   {line}", sys.stderr)
+        if not recorded:
+            free_variables(error)
+            with contextlib.suppress(*NO_REASON_FOR_SILENCE):
+                self._record(shown)
+
+    def _record(self, shown: UserError) -> bool:
+        """Call the functions in `on_failure`; return False if another rank has recorded one."""
+        return all(in_time(partial(record, shown), DISK_SECONDS) for record in self.on_failure)
+
+    def _may_report(self, message: str) -> bool:
+        """Write the error into the store; return False if another rank or thread was first."""
+        if self.store is None:
+            return True
+        # The store accepts no large values.
+        text = message[:LONGEST_MESSAGE].encode(errors="replace").decode()
+        entry = f"{self.launch.rank} {threading.get_ident()}: {text}"
+        try:
+            return (
+                in_time(
+                    lambda: self.store.compare_set("failure", "", entry), STORE_SECONDS
+                ).decode()
+                == entry
+            )
+        except Exception:  # the store has exited or does not answer
+            return True
+
+    def _about_memory(self, shown: OutOfMemory) -> Iterator[str]:
+        """Yield lines on what used the memory that ran out, and on what would fit."""
+        lines = [HOST_IS_FULL] if shown.on_host and torch.cuda.is_available() else []
+        for describe in self.memory_facts:
+            with contextlib.suppress(Exception):  # there may be too little memory left
+                lines += describe()
+        remedies = []
+        if not (shown.on_host and torch.cuda.is_available()):
+            with contextlib.suppress(Exception):  # an architecture that the planner does not know
+                remedies = self.remedies()
+        yield from lines
+        yield from remedies or [LESS_MEMORY]
+
+    def end_together(self, engine: Any, code: int) -> NoReturn:
+        """Exit with `code` at the same time as all other ranks, after everything is written.
+
+        Ranks that exit one after the other make ZeRO-3 abort. The interpreter's shutdown is
+        skipped, because it sometimes destroys the I/O threads of infinity's NVMe handles while they
+        run ("terminate called").
+
+        Args:
+            engine: its `destroy` method is called if it has one (DeepSpeed).
+            code: the exit code.
+        """
+        self.stop.ignore()
+        try:
+            dist.barrier()
+            self._ending.set()
+            if hasattr(engine, "destroy"):
+                engine.destroy()
+            dist.destroy_process_group()
+        finally:
+            self.temporary.clean_up()
+            exit_now(code)
+
+
+def free_variables(error: BaseException | None) -> None:
+    """Free the local variables in the traceback of an error and of its causes (activations)."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def end_at_latest(code: int) -> None:
+    """Exit after END_SECONDS, even if the main thread blocks (hung disk, stopped terminal)."""
+    timer = threading.Timer(END_SECONDS, os._exit, (code,))
+    timer.daemon = True
+    with contextlib.suppress(RuntimeError):  # this host cannot start a thread
+        timer.start()

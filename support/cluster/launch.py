@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from support import process
 from support.errors import LESS_MEMORY, OutOfMemory, UserError, explain
 from support.redaction import print_traceback
 
@@ -385,12 +387,16 @@ def _mallopt(**settings: int) -> bool:
     return all(mallopt(numbers[name], value) for name, value in settings.items())
 
 
+START_SKEW_SECONDS = 10  # time between the starts of the ranks on busy machines
+
+
 def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) -> NoReturn:
     """Report an error raised before the ranks can communicate, and exit with its exit code.
 
     Usually every rank raises such an error, and the message of rank 0 is enough. The other ranks
-    wait 4 s before they print, because a launcher ends all ranks when one exits, and rank 0 must
-    print first. A rank that still runs after the wait has an error of its own.
+    wait before they print, because a launcher ends all ranks when one exits, and rank 0 must print
+    first, also if it started some seconds later. A rank that still runs after the wait has an error
+    of its own.
 
     Args:
         error: the exception; `explain` turns it into one line and an exit code.
@@ -404,10 +410,13 @@ def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) ->
     )  # RANK may be the invalid value
     host, user_error = "", explain(error)
     if rank != 0:
-        time.sleep(4)
+        time.sleep(START_SKEW_SECONDS)
         host = f" [rank {rank} on {socket.gethostname()}]"
     if verbose:
         print_traceback(error)
+    # A launcher that ends this rank from here on must not cause a second message.
+    for number in process.STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     print(f"❌ {user_error}{host}", file=sys.stderr, flush=True)
     if isinstance(user_error, OutOfMemory):
         print(f"   {LESS_MEMORY}", file=sys.stderr, flush=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
 from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
@@ -26,12 +24,11 @@ def prefetch(args, launch: Launch) -> None:
         args: the flags of the run.
         launch: the place of this process, which is the only one.
     Raises:
-        SystemExit: the downloads are complete. `DistContext.end_failed` ends it after an error.
+        SystemExit: the downloads are complete. `FailureMonitor.end_failed` ends it after an error.
     """
-    # The "fake" backend of simulations: this process is the only one.
-    ctx = DistContext(
-        launch, torch.device("cpu"), "fake", Console(launch.is_main, args.quiet, args.verbose)
-    )
+    console = Console(launch.is_main, args.quiet, args.verbose)
+    ctx = DistContext.of_single_process(launch, console)
+    ctx.stop.install()
     try:
         ctx.console.print0(f"⏳ Downloading {args.model}, where it is not in the cache")
         tokenizer = models.prefetch(args, ctx)
@@ -46,11 +43,11 @@ def prefetch(args, launch: Launch) -> None:
             tokens.tokenize_corpus(
                 args, ctx, tokenizer, args.dataset, args.dataset_config, args.validation_file
             )
-        ctx.clean_up()
+        ctx.temporary.clean_up()
         ctx.console.print0(
             f"✅ Prefetched into {huggingface_home()}: "
             "with HF_HUB_OFFLINE=1 a run with these flags needs no network."
         )
     except BaseException as error:
-        ctx.end_failed(error)
+        ctx.failures.end_failed(error)
     sys.exit(EXIT_COMPLETED)

@@ -308,7 +308,7 @@ class TemporaryFolder:
         mode: permissions of the new folder, less the umask.
     Attributes:
         path: the folder.
-        paths: the paths to remove at the end, for `DistContext.temporary`.
+        paths: the paths to remove at the end, for `TemporaryPaths`.
     Raises:
         OSError: `parent` is not writable.
     """

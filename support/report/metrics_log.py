@@ -10,6 +10,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -126,6 +127,7 @@ class Meter:
         self.memory_by_phase, self.step_memory = memory_by_phase, step_memory
         self.trace = None  # --profile
         self.trackers = None  # --report_to
+        self.at_end: list[Callable[[], None]] = []  # calls that finish files for other tools
         self._bar = None
         # Number of the epoch, and the step after which this process started it.
         self._epoch_began: tuple[int, int] | None = None
@@ -450,7 +452,7 @@ class Meter:
             self._bar.close()
         trackers = [lambda: self.trackers.sample(self.step, sample)] if sample else []
         for finish in ([self.trace.stop] if self.trace else []) + [
-            *self.ctx.at_end,
+            *self.at_end,
             *trackers,
             self.trackers.close,
         ]:
@@ -563,7 +565,7 @@ def open_meter(
         return module.get_output_embeddings().kept_bytes if spec.chunked_loss else all_logits
 
     step_memory = memory.StepMemory(module, optimizer, memory_by_phase.peak, detailed, kept_by_loss)
-    ctx.memory_facts.append(step_memory.describe)
+    ctx.failures.memory_facts.append(step_memory.describe)
     meter = Meter(
         args,
         ctx,

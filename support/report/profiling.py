@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -64,14 +65,16 @@ class Trace:
 SNAPSHOT_ENTRIES = 100_000  # allocations and releases that the snapshot keeps
 
 
-def record_memory(file: str, ctx: DistContext) -> None:
+def record_memory(file: str, ctx: DistContext) -> Callable[[], None]:
     """Record every allocation on the GPU with its stack, for pytorch.org/memory_viz.
 
-    The file is written at the end of the run, or when memory runs out. With several ranks each rank
+    The file is also written when memory runs out. With several ranks each rank
     writes its own file.
 
     Args:
         file: the argument of --memory_snapshot; its folder is created if it does not exist.
+    Returns:
+        A function that writes the file at the end of the run.
     Raises:
         UserError: the run has no GPU, or the folder cannot be created.
     """
@@ -94,5 +97,5 @@ def record_memory(file: str, ctx: DistContext) -> None:
         torch.cuda.memory._dump_snapshot(str(path))
         return [f"📁 {path} (for pytorch.org/memory_viz)"]
 
-    ctx.memory_facts.append(write)
-    ctx.at_end.append(lambda: ctx.console.print0(write()[0]))
+    ctx.failures.memory_facts.append(write)
+    return lambda: ctx.console.print0(write()[0])

@@ -20,7 +20,7 @@ import torch
 from support.cli.arguments import global_batch
 from support.cli.ds_config import nvme_folder
 from support.cluster.comm_volume import Traffic
-from support.cluster.context import DistContext, versions
+from support.cluster.context import DistContext
 from support.cluster.launch import available_cores
 from support.errors import TrainingError, UserError
 from support.files.atomic import (
@@ -38,6 +38,7 @@ from support.redaction import redact
 from support.report.metrics_log import Meter
 from support.report.peak_flops import peak_flops
 from support.units import GB, human_bytes
+from support.versions import versions
 
 PROCESS_STARTED = psutil.Process().create_time()
 
@@ -190,7 +191,7 @@ class Results:
         self.was_complete = (
             self.kept and self.before is not None and self.before["status"] == "completed"
         )
-        ctx.on_failure.append(self.fail)
+        ctx.failures.on_failure.append(self.fail)
 
     def begin(self) -> None:
         """Write this run's file in place of an earlier run's (rank 0); rename a damaged one."""

@@ -158,14 +158,14 @@ class Trackers:
             if isinstance(value, str | int | float | bool)
         }
         self.active = bool(args.report_to)
-        self._run = ctx
+        self._console = ctx.console
         folders = {"tensorboard": Path(args.logging_dir or folder / "tensorboard"), "wandb": folder}
         self._all = (
             [KINDS[name](folders[name], step, arguments) for name in args.report_to]
             if ctx.is_main
             else []
         )
-        ctx.flushes += [tracker.flush for tracker in self._all]
+        ctx.failures.flushes += [tracker.flush for tracker in self._all]
 
     def _curves(self, step: int, values: dict[str, float]) -> None:
         for tracker in list(self._all):
@@ -173,7 +173,7 @@ class Trackers:
                 tracker.curves(step, values)
             except Exception as error:  # a full disk or a lost network does not end the training
                 self._all.remove(tracker)
-                self._run.console.warn(
+                self._console.warn(
                     f"--report_to {type(tracker).__name__.lower()} gets no more: {explain(error)}"
                 )
 

@@ -11,7 +11,7 @@ import torch
 from conftest import FAULT, PROJECT, finish, free_port, start
 
 from support.cli.parse import parse_arguments
-from support.cluster import context as distributed
+from support.cluster import devices, process_group
 from support.errors import MissingRequirement
 from support.strategies import requirements
 
@@ -103,7 +103,7 @@ def gpu_of(monkeypatch):
         gpu = SimpleNamespace(name=name, uuid=uuid)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: gpu)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        return distributed.identify_gpu(GPU)
+        return devices.identify_gpu(GPU)
 
     return identify
 
@@ -166,13 +166,13 @@ def test_group_that_deepspeed_clones_is_bound_to_the_gpu(
     monkeypatch, strategy, ranks, torch_version, bound
 ):
     monkeypatch.setattr(torch, "__version__", torch_version)
-    options = distributed.group_options(parse_arguments(["--strategy", strategy]), GPU, ranks)
+    options = process_group.group_options(parse_arguments(["--strategy", strategy]), GPU, ranks)
     assert options == {"backend": "nccl", **({"device_id": GPU} if bound else {})}
 
 
 def test_group_on_a_cpu(tmp_path):
     args = parse_arguments(offloading(tmp_path))
-    assert distributed.group_options(args, torch.device("cpu"), 2) == {"backend": "gloo"}
+    assert process_group.group_options(args, torch.device("cpu"), 2) == {"backend": "gloo"}
 
 
 @pytest.mark.parametrize("offloads", [True, False])
@@ -181,7 +181,7 @@ def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, offlo
     host; without offload, where gradients are on the GPU, the group cannot reduce these.
     """
     args = parse_arguments(offloading(tmp_path) if offloads else ["--strategy", "fsdp"])
-    backend = distributed.group_options(args, GPU, 2)["backend"]
+    backend = process_group.group_options(args, GPU, 2)["backend"]
     backend = {"nccl": "cuda:nccl"}.get(backend, backend).replace("nccl", "gloo")
     command = [
         sys.executable,

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from support import process
-from support.cluster import failures
+from support.cluster import failures, peers
 from support.errors import StoppedBySignal, TrainingError, explain
 
 
@@ -56,7 +56,7 @@ def watch(
 @pytest.fixture
 def watched():
     store = FakeStore()
-    return store, failures.FailureMonitor(store, 0, 2, clock=lambda: store.now)
+    return store, peers.PeerMonitor(store, 0, 2, clock=lambda: store.now)
 
 
 def test_healthy_ranks_are_left_alone(watched):
@@ -138,42 +138,36 @@ def test_an_error_of_another_rank_is_its_own_to_report(watched):
 def test_a_call_that_blocks_is_given_up():
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
-        failures.in_time(lambda: threading.Event().wait(60), 0.2)
+        peers.in_time(lambda: threading.Event().wait(60), 0.2)
     assert time.monotonic() - begun < 5
-    assert failures.in_time(lambda: 3, 5) == 3
+    assert peers.in_time(lambda: 3, 5) == 3
     with pytest.raises(KeyError):
-        failures.in_time(lambda: {}["nothing"], 5)
+        peers.in_time(lambda: {}["nothing"], 5)
 
 
 @pytest.fixture
 def stop():
     """A StopSignal whose handlers are removed afterwards."""
-    from support.cluster.context import StopSignal
+    from support.cluster.stop_signal import StopSignal
 
     before = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
-    yield StopSignal()
+    signals = StopSignal()
+    signals.install()
+    yield signals
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 def test_a_disk_that_hangs_hides_no_message(stop, monkeypatch, capfd):
-    import torch
-
-    from support.cluster import context as distributed
     from support.cluster.launch import Launch
     from support.console import Console
 
-    monkeypatch.setattr(distributed, "DISK_SECONDS", 0.1)
-    run = distributed.DistContext(
-        Launch("python", 0, 0, 1, 1, 0, "", 0),
-        torch.device("cpu"),
-        "gloo",
-        Console(True),
-        stop=stop,
-    )
-    run.on_failure.append(lambda _: time.sleep(20))
+    monkeypatch.setattr(failures, "DISK_SECONDS", 0.1)
+    launch = Launch("python", 0, 0, 1, 1, 0, "", 0)
+    monitor = failures.FailureMonitor(launch, Console(True), stop)
+    monitor.on_failure.append(lambda _: time.sleep(20))
     begun = time.monotonic()
-    run._report(TrainingError("the first error"))
+    monitor._report(TrainingError("the first error"))
     assert "the first error" in capfd.readouterr().err and time.monotonic() - begun < 15
 
 

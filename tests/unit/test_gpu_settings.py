@@ -8,7 +8,7 @@ import torch
 
 from support.cli.ds_config import GROWTH_INTERVAL, complete_ds_config
 from support.cli.parse import parse_arguments
-from support.cluster import context as distributed
+from support.cluster import rendezvous
 from support.strategies import gradients
 
 
@@ -126,7 +126,7 @@ def arrived(*places: tuple[str, str | None]) -> dict:
     ],
 )
 def test_ranks_with_a_gpu_each(seen):
-    assert distributed._describe_shared_gpus(seen) == ""
+    assert rendezvous._describe_shared_gpus(seen) == ""
 
 
 def test_every_host_whose_ranks_share_a_gpu_is_named():
@@ -138,5 +138,5 @@ def test_every_host_whose_ranks_share_a_gpu_is_named():
         ("node3", "d"),
         ("node3", "d"),
     )
-    said = distributed._describe_shared_gpus(seen)
+    said = rendezvous._describe_shared_gpus(seen)
     assert "ranks 0, 1 on node1" in said and "ranks 4, 5 on node3" in said and "node2" not in said

@@ -93,14 +93,14 @@ def test_an_export_replaces_only_what_it_may(tmp_path, own, overwrite, names):
 
 def test_what_cannot_be_removed_hides_no_error(tmp_path):
     """A disk that became read-only also refuses to remove a lock file. The message comes after it."""
-    from support.cluster.context import DistContext
+    from support.files.temporary import TemporaryPaths
 
     (tmp_path / "file").write_text("x")
     unusual = tmp_path / "file" / "x.lock"  # unlink raises NotADirectoryError, also for root
     ordinary = tmp_path / "y.lock"
     ordinary.write_text("x")
-    paths = [str(unusual), str(ordinary)]
-    DistContext.clean_up(SimpleNamespace(temporary=paths))
+    paths = TemporaryPaths([str(unusual), str(ordinary)])
+    paths.clean_up()
     assert not paths and not ordinary.exists()
 
 

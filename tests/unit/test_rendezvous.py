@@ -1,7 +1,7 @@
 """The ranks agree on versions and code before they wait for each other."""
 
-from support.cluster.context import _describe_differing_rank, _describe_missing_ranks
 from support.cluster.launch import Launch
+from support.cluster.rendezvous import _describe_differing_rank, _describe_missing_ranks
 
 
 def test_a_library_that_a_rank_lacks_is_named():

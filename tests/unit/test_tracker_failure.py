@@ -30,7 +30,8 @@ def test_a_failing_tracker_is_dropped(monkeypatch, tmp_path, capsys):
     kinds = {"tensorboard": lambda *_: broken, "wandb": lambda *_: working}
     monkeypatch.setattr(trackers, "KINDS", kinds)
     args = SimpleNamespace(report_to=["tensorboard", "wandb"], logging_dir=None)
-    ctx = SimpleNamespace(is_main=True, console=Console(is_main=True), flushes=[])
+    failures = SimpleNamespace(flushes=[])
+    ctx = SimpleNamespace(is_main=True, console=Console(is_main=True), failures=failures)
     every = trackers.Trackers(args, ctx, tmp_path, 0)
     for step in (1, 2):
         every.log({"step": step, "loss": 2.0})

@@ -1,0 +1,52 @@
+"""The backend of the process group, and the simulated process group."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def group_options(args, device: torch.device, world_size: int) -> dict[str, Any]:
+    """Choose the backend of the process group, and whether the group is bound to a device.
+
+    FSDP with CPU offload also reduces tensors in host memory, which NCCL cannot do: GradScaler's
+    found_inf flag (torch/distributed/tensor/_dispatch.py, found_inf_reduce_handler). Gloo is added
+    only in this case, because it needs a network interface that all hosts reach by name.
+
+    DeepSpeed creates a second group of all ranks (deepspeed/utils/groups.py, _clone_world_group).
+    If the first group is bound to a device, NCCL splits its communicator instead of creating
+    another one. torch 2.6.1 to 2.7.0 may hang then (pytorch issue 153960), and with a single rank
+    there is nothing to split.
+
+    Args:
+        args: --strategy, and the settings of FSDP or DeepSpeed.
+        device: device of this rank.
+        world_size: number of ranks.
+    Returns:
+        Keyword arguments of `dist.init_process_group`: `backend`, and in some cases `device_id`.
+    """
+    if device.type == "cpu":
+        return {"backend": "gloo"}
+    if args.strategy == "fsdp" and args.fsdp.offload:
+        return {"backend": "cpu:gloo,cuda:nccl"}
+    release = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:3])
+    if args.ds_config_dict and world_size > 1 and not (2, 6, 0) < release < (2, 7, 1):
+        return {"backend": "nccl", "device_id": device}
+    return {"backend": "nccl"}
+
+
+def simulate_process_group(world_size: int, timeout: timedelta) -> None:
+    """Initialize a process group of `world_size` simulated ranks, with this process as rank 0.
+
+    It uses PyTorch's "fake" backend for tests, whose collectives return at once and transfer no
+    data. Every strategy allocates the same memory as among real ranks.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=world_size, timeout=timeout
+    )

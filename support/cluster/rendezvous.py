@@ -1,0 +1,282 @@
+"""Rendezvous: wait until all ranks have started, and check that they fit together.
+
+It uses a key-value store (torch's TCPStore, hosted by rank 0 or by torchrun's agent) and no
+collective: a collective needs every rank, and hangs when one rank has exited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from support import PROJECT, progress
+from support.cluster.launch import Launch
+from support.cluster.peers import agent_hosts_store
+from support.errors import EXIT_FAILED, TrainingError
+from support.process import exit_now
+from support.versions import versions
+
+CONNECT_SECONDS = 5  # time limit of one connection attempt
+ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
+
+
+def rendezvous(
+    launch: Launch, backend: str, timeout: float, gpu: str | None = None
+) -> tuple[dist.Store, str]:
+    """Rendezvous: wait for all ranks, and check that their versions, backend and GPUs fit together.
+
+    It uses no collective, so it cannot hang. torchrun's store outlives its ranks. After a restart
+    it still has the keys of the previous attempt, and each agent counts restarts separately. So
+    every process draws a random number. Rank 0 publishes the numbers that it reads under a new
+    attempt name, until all ranks have confirmed an attempt that includes their number.
+
+    Args:
+        launch: the place of this process in the run.
+        backend: backend of the process group that is created afterwards.
+        timeout: time to wait for the last rank, in seconds.
+        gpu: identity of this rank's GPU from `identify_gpu`.
+    Returns:
+        The store for `dist.init_process_group`, and the attempt's name, the prefix of keys.
+    Raises:
+        TrainingError: ranks have not arrived, differ in what must be the same, or share a GPU; the
+            message names them and their hosts. Ranks other than 0 raise it only if rank 0 does not
+            answer; otherwise they exit with EXIT_FAILED after rank 0 has reported the error.
+    """
+    unanswered = (
+        f"The store at {launch.master_addr}:{launch.master_port} does not answer: "
+        "is the host of rank 0 up?"
+    )
+    with ends_within(timeout + 15, unanswered):
+        store = connect(launch, timeout)
+    with ends_within(timeout + 15, unanswered):  # a new limit: rank 0's starts later
+        own_entry = {
+            "number": uuid.uuid4().hex,
+            "host": socket.gethostname(),
+            "gpu": gpu,
+            "facts": {**what_must_agree(), "backend": backend},
+        }
+        place = f"meeting/{launch.world_size}"
+        store.set(f"{place}/here/{launch.rank}", json.dumps(own_entry))
+        deadline = time.monotonic() + timeout
+        if launch.is_main:
+            attempt, error_text = _announce_ranks(store, place, launch, deadline)
+        else:
+            attempt, error_text = _answer_announcements(
+                store, place, launch, deadline, own_entry["number"]
+            )
+    if error_text and not launch.is_main:
+        time.sleep(5)  # rank 0 must report it first: a launcher ends all ranks when one exits
+        exit_now(EXIT_FAILED)
+    if error_text:
+        raise TrainingError(error_text)
+    return dist.PrefixStore(f"{attempt}/group", store), attempt
+
+
+def connect(launch: Launch, timeout: float) -> dist.Store:
+    """Connect to the store of the run; rank 0 hosts it, unless torchrun's agent does.
+
+    Args:
+        launch: the place of this process in the run.
+        timeout: time limit of the connection and of each call to the store, in seconds.
+    Raises:
+        TrainingError: the store's port accepts no connection within `timeout` seconds.
+    """
+    host, deadline = launch.is_main and not agent_hosts_store(), time.monotonic() + timeout
+    # Probe the port first: Python handles no signal while torch waits for a connection.
+    while not host:
+        try:
+            socket.create_connection(
+                (launch.master_addr, launch.master_port), CONNECT_SECONDS
+            ).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"Rank 0 does not answer at {launch.master_addr}:{launch.master_port}. "
+                    "Has it started, and is the port open between the hosts?"
+                ) from error
+            time.sleep(0.1)
+    return dist.TCPStore(
+        launch.master_addr,
+        launch.master_port,
+        launch.world_size,
+        is_master=host,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def _announce_ranks(store: dist.Store, place: str, launch: Launch, until: float) -> tuple[str, str]:
+    """Rank 0's side of the rendezvous: publish the present ranks until all have confirmed.
+
+    Returns:
+        The attempt's name, and the error message, or "" if all ranks fit together.
+    """
+    announced, attempt, unconfirmed = {}, "", list(range(launch.world_size))
+    while unconfirmed and time.monotonic() < until:
+        present = {
+            r: json.loads(store.get(f"{place}/here/{r}"))
+            for r in range(launch.world_size)
+            if store.check([f"{place}/here/{r}"])
+        }
+        if present != announced:
+            announced, attempt = present, f"attempt/{uuid.uuid4().hex}"
+            numbers = {r: rank["number"] for r, rank in present.items()}
+            store.set(f"{place}/roll", json.dumps({"attempt": attempt, "numbers": numbers}))
+        unconfirmed = [
+            r for r in range(1, launch.world_size) if not store.check([f"{attempt}/present/{r}"])
+        ]
+        time.sleep(0.05 if unconfirmed else 0)
+    if unconfirmed:
+        error_text = _describe_missing_ranks(unconfirmed, announced, launch)
+    else:
+        error_text = _describe_differing_rank(announced) or _describe_shared_gpus(announced)
+    store.set(f"{attempt}/verdict", error_text)
+    return attempt, error_text
+
+
+def _answer_announcements(
+    store: dist.Store, place: str, launch: Launch, until: float, number: str
+) -> tuple[str, str]:
+    """Other ranks' side: confirm each attempt that includes `number`, until rank 0's verdict.
+
+    Returns:
+        The attempt's name, and rank 0's error message, or "".
+    Raises:
+        TrainingError: rank 0 has not given a verdict 5 s after `until`.
+    """
+    attempt = ""
+    while time.monotonic() < until + 5:  # rank 0 reports missing ranks at `until`
+        try:
+            roll = (
+                json.loads(store.get(f"{place}/roll"))
+                if store.check([f"{place}/roll"])
+                else {"numbers": {}}
+            )
+            if roll["numbers"].get(str(launch.rank)) == number:
+                attempt = roll["attempt"]
+                store.set(f"{attempt}/present/{launch.rank}", "")
+                if store.check([f"{attempt}/verdict"]):
+                    return attempt, store.get(f"{attempt}/verdict").decode()
+        except RuntimeError:  # the store has exited with rank 0, which has printed the reason
+            return attempt, "rank 0 has ended"
+        time.sleep(0.05)
+    raise TrainingError(
+        f"Rank 0 has not arrived at {launch.master_addr}:{launch.master_port}: "
+        "look at what it prints."
+    )
+
+
+def _describe_missing_ranks(missing: list[int], seen: dict, launch: Launch) -> str:
+    """Name the missing ranks and the hosts of the others; which node a rank misses is unknown."""
+    listed = ", ".join(str(rank) for rank in missing[:8]) + ", …" * (len(missing) > 8)
+    present_hosts = sorted({rank["host"] for number, rank in seen.items() if number not in missing})
+    return (
+        f"{len(missing)} of {launch.world_size} ranks have not arrived "
+        f"(rank{'s' * (len(missing) > 1)} {listed}). The others are on {', '.join(present_hosts)}. "
+        "Look at what the missing ranks print, and whether their hosts reach "
+        f"{launch.master_addr}:{launch.master_port}."
+    )
+
+
+def _describe_differing_rank(seen: dict) -> str:
+    first = seen[0]
+    for number, rank in seen.items():
+        differences = [
+            f"{key} {value or 'missing'} there and {first['facts'].get(key, 'missing')} on "
+            f"{first['host']}"
+            for key in sorted({*rank["facts"], *first["facts"]})
+            if (value := rank["facts"].get(key)) != first["facts"].get(key)
+        ]
+        if differences:
+            return (
+                f"Rank {number} on {rank['host']} is not as rank 0: {'; '.join(differences)}. "
+                "Make them the same."
+            )
+    return ""
+
+
+def _describe_shared_gpus(seen: dict) -> str:
+    """Return an error message if several ranks use the same GPU, otherwise "".
+
+    Slurm may give each task all GPUs of its node, only its own GPU, or the same GPU as the other
+    tasks; only the last case is an error.
+    """
+    ranks_of: dict[tuple[str, str], list[str]] = {}
+    for number, rank in sorted(seen.items()):
+        if rank["gpu"]:
+            ranks_of.setdefault((rank["host"], rank["gpu"]), []).append(str(number))
+    shared = [
+        f"ranks {', '.join(ranks)} on {host}"
+        for (host, _), ranks in ranks_of.items()
+        if len(ranks) > 1
+    ]
+    if not shared:
+        return ""
+    return (
+        f"More than one rank has the same GPU ({'; '.join(shared)}), and NCCL needs one for each: "
+        "start as many ranks on a node as it has GPUs, each with its own "
+        "(srun --ntasks-per-node=N --gpus-per-node=N)."
+    )
+
+
+def open_store(launch: Launch, attempt: str, timeout: float = 60) -> dist.Store:
+    """Open another connection to the store that rank 0 or torchrun's agent hosts.
+
+    Args:
+        launch: the place of this process in the run.
+        attempt: prefix of the keys, from `rendezvous`.
+        timeout: time limit of each call, in seconds.
+    """
+    store = dist.TCPStore(
+        launch.master_addr,
+        launch.master_port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
+    return dist.PrefixStore(attempt, store)
+
+
+def what_must_agree() -> dict[str, str]:
+    """Return library versions and a digest of this project's code, which all ranks must share.
+
+    Ranks that differ in them may wait for each other without end.
+    """
+    digest = hashlib.sha256()
+    for path in [PROJECT / "real_model_example.py", *sorted((PROJECT / "support").rglob("*.py"))]:
+        digest.update(path.read_bytes())
+    installed = versions()
+    names = ("python", "torch", "transformers", "deepspeed", "cuda")
+    selected = {name: installed[name] for name in names if name in installed}
+    return {**selected, "script": digest.hexdigest()[:12]}
+
+
+@contextlib.contextmanager
+def ends_within(seconds: float, message: str) -> Iterator[None]:
+    """Exit with a message if the `with` block takes longer than `seconds`.
+
+    Calls to a store whose host hangs have no time limit of their own.
+    """
+
+    def end() -> None:
+        progress.write(f"❌ {message}", sys.stderr)
+        exit_now(EXIT_FAILED)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,70 @@
+"""Stop signals: what SIGTERM, SIGINT, SIGUSR1 and SIGHUP do before, during and after training."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import NoReturn
+
+from support import process
+from support.errors import StoppedBySignal
+
+SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one (launchers do this)
+
+
+class StopSignal:
+    """Handler of the signals that ask the run to stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
+
+    Before training there is nothing to save, and a signal ends the run like an error. After
+    `defer()` a signal is only recorded, and the ranks agree on it between two steps. Launchers send
+    several signals for one request: those within SAME_REQUEST_SECONDS of the first are ignored. A
+    later Ctrl-C (SIGINT) interrupts the run at once.
+
+    Attributes:
+        requested: True after the first signal.
+    """
+
+    def __init__(self):
+        self.requested, self._name = False, ""
+        self._deferred, self._first = False, 0.0
+
+    def install(self) -> None:
+        """Install the handlers; only the main thread can do this."""
+        for number in process.STOP_SIGNALS:
+            if number in process.ALSO_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._arrived)
+
+    def defer(self) -> None:
+        """Record further signals instead of ending the run; called when training starts.
+
+        Raises:
+            StoppedBySignal: a signal has already arrived, and its exception was lost because Python
+                ignores exceptions in some places, such as destructors.
+        """
+        if self.requested:
+            self._end()
+        self._deferred = True
+
+    def ignore(self) -> None:
+        """Ignore all further stop signals, because the run is about to exit."""
+        # Python allows only the main thread to change handlers.
+        if threading.current_thread() is threading.main_thread():
+            for number in process.STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
+    def _arrived(self, number: int, _frame) -> None:
+        now, repeated = time.monotonic(), self.requested
+        if not repeated:
+            self.requested, self._name, self._first = True, signal.Signals(number).name, now
+        elif now - self._first <= SAME_REQUEST_SECONDS:
+            return  # `finally` and `except` blocks of the first signal may be running
+        if not self._deferred:
+            self._end()
+        if repeated and number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def _end(self) -> NoReturn:
+        raise StoppedBySignal(
+            f"Stopped by {self._name}; if another rank failed first, its message is above."
+        )
