@@ -185,7 +185,7 @@ def export_model(trained: Trained, target: Target, args, card: str) -> dict:
     temporary = errors.attempt(start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
     if temporary:
-        ctx.temporary += temporary.paths
+        ctx.temporary.extend(temporary.paths)
         errors.attempt(describe, spec, folder, dtype, args.merge_lora)
     write = _write_merged if spec.lora and args.merge_lora else _write_trained
     write(trained, folder, dtype, errors)

@@ -528,7 +528,7 @@ def _save_temporarily(model: nn.Module, ctx: DistContext) -> str:
     temporary = TemporaryFolder(
         Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
     )
-    ctx.temporary += temporary.paths
+    ctx.temporary.extend(temporary.paths)
     folder = str(temporary.path)
     # model.save_pretrained writes nothing on ranks other than 0, but every node needs the folder.
     for name, value in as_dtype(torch.float32).items():

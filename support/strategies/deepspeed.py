@@ -50,7 +50,7 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
                 1 if ctx.simulated else ctx.launch.local_world_size,
                 ctx.world_size,
             )
-            ctx.temporary += folder.paths
+            ctx.temporary.extend(folder.paths)
             return str(folder.path)
 
         nvme_folder = ctx.once_per_node("nvme folder", make_folder)
