@@ -378,7 +378,7 @@ def _limits(args, ctx: DistContext) -> Iterator[Line]:
 
 
 def _memory(args, ctx: DistContext) -> Iterator[Line]:
-    limits = preflight.memory_limits(ctx)
+    limits = advise.memory_limits(ctx)
     owner = "GPU" if ctx.device.type == "cuda" else "process"
     capacity = f"{limits.gpu / GB:.1f} GB for each {owner}"
     try:
@@ -388,7 +388,7 @@ def _memory(args, ctx: DistContext) -> Iterator[Line]:
         except UserError as error:
             yield Line(PROBLEM, "sequence length", str(error))
             return
-        work = preflight.planned_work(args.replace(seq_length=seq_length), ctx, model)
+        work = advise.planned_work(args.replace(seq_length=seq_length), ctx, model)
     except UserError:
         reason = "the model's config.json is not local, or the configuration file is your own"
         yield Line(OK, "memory", f"{capacity}; not planned, because {reason}")
