@@ -23,7 +23,7 @@ from support.errors import explain
 from support.files.atomic import naming, only_finite, open_regular, set_aside, write_text
 from support.memory import measure as memory
 from support.report import profiling as tracing
-from support.report.trackers import Trackers
+from support.report.trackers import start_trackers
 from support.strategies import gradients
 from support.units import human_bytes
 from support.unwrap import unwrapped
@@ -577,7 +577,7 @@ def open_meter(
         step_memory,
     )
     meter.traffic.start()
-    meter.trackers = Trackers(args, ctx, folder, before["step"])
+    meter.trackers = start_trackers(args, ctx, folder, before["step"])
     if args.profile:
         meter.trace = tracing.Trace(args.profile, ctx)
     return meter

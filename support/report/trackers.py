@@ -9,6 +9,7 @@ from pathlib import Path
 
 from support.cli.paths import EVENT_FILES
 from support.cluster.context import DistContext
+from support.console import Console
 from support.errors import UserError, explain
 from support.files.atomic import open_regular, set_aside, write_text
 from support.redaction import redact
@@ -36,14 +37,11 @@ class TensorBoard:
     def __init__(self, folder: Path, step: int, arguments: dict):
         from torch.utils.tensorboard import SummaryWriter
 
-        if step == 0:  # event files of an earlier run, which --overwrite replaces
-            for file in folder.glob(EVENT_FILES):
-                file.unlink(missing_ok=True)
-        # The steps after the checkpoint are run again. With purge_step TensorBoard hides their
-        # first points.
+        # The steps after the checkpoint are run again. With purge_step TensorBoard hides the points
+        # that earlier event files have of them; of a run that starts at step 0, all points.
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
-        shown = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
-        self._writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{shown}", step)
+        table = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
+        self._writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{table}", step)
 
     def curves(self, step: int, values: dict[str, float]) -> None:
         """Log one point of each curve."""
@@ -134,70 +132,74 @@ def wandb_run_of(folder: Path, step: int) -> str:
     return identifier
 
 
-KINDS = {"tensorboard": TensorBoard, "wandb": WandB}
-
-
-class Trackers:
-    """All trackers that --report_to names.
-
-    They exist on rank 0 only; on the other ranks every method does nothing.
+def start_trackers(args, ctx: DistContext, folder: Path, step: int) -> Trackers:
+    """Start the trackers that --report_to names.
 
     Args:
         folder: the run's output folder.
         step: the optimizer step from which the run continues; 0 for a new run.
     Raises:
         UserError: wandb could not start.
-    Attributes:
-        active: whether --report_to names a tracker; the same on every rank.
     """
-
-    def __init__(self, args, ctx: DistContext, folder: Path, step: int):
+    trackers: list[TensorBoard | WandB] = []
+    if ctx.is_main:
         arguments = {
             name: redact(value) if isinstance(value, str) else value
             for name, value in vars(args).items()
             if isinstance(value, str | int | float | bool)
         }
-        self.active = bool(args.report_to)
-        self._console = ctx.console
-        folders = {"tensorboard": Path(args.logging_dir or folder / "tensorboard"), "wandb": folder}
-        self._all = (
-            [KINDS[name](folders[name], step, arguments) for name in args.report_to]
-            if ctx.is_main
-            else []
-        )
-        ctx.failures.flushes += [tracker.flush for tracker in self._all]
+        if "tensorboard" in args.report_to:
+            events = Path(args.logging_dir or folder / "tensorboard")
+            if args.overwrite:
+                for file in events.glob(EVENT_FILES):
+                    file.unlink(missing_ok=True)
+            trackers.append(TensorBoard(events, step, arguments))
+        if "wandb" in args.report_to:
+            trackers.append(WandB(folder, step, arguments))
+    ctx.failures.flushes += [tracker.flush for tracker in trackers]
+    return Trackers(trackers, ctx.console, active=bool(args.report_to))
 
-    def _curves(self, step: int, values: dict[str, float]) -> None:
-        for tracker in list(self._all):
+
+class Trackers:
+    """All trackers of a run. One that fails is dropped with a warning, and training continues.
+
+    Args:
+        trackers: empty on every rank but rank 0.
+        active: whether --report_to names a tracker; the same on every rank.
+    """
+
+    def __init__(self, trackers: list, console: Console, active: bool):
+        self._trackers, self._console, self.active = trackers, console, active
+
+    def _call(self, method: str, *values) -> None:
+        for tracker in list(self._trackers):
             try:
-                tracker.curves(step, values)
-            except Exception as error:  # a full disk or a lost network does not end the training
-                self._all.remove(tracker)
+                getattr(tracker, method)(*values)
+            except Exception as error:  # a full disk, or a lost network connection
+                self._trackers.remove(tracker)
                 self._console.warn(
-                    f"--report_to {type(tracker).__name__.lower()} gets no more: {explain(error)}"
+                    f"--report_to {type(tracker).__name__.lower()} failed, and is not used any "
+                    f"more: {explain(error)}"
                 )
 
     def log(self, record: dict) -> None:
         """Log the curves of one record of metrics.jsonl."""
-        self._curves(
-            record["step"],
-            {name: record[key] for name, key in CURVES.items() if record.get(key) is not None},
-        )
+        values = {name: record[key] for name, key in CURVES.items() if record.get(key) is not None}
+        self._call("curves", record["step"], values)
 
-    def memory(self, step: int, held: list[int]) -> None:
+    def memory(self, step: int, allocated: list[int]) -> None:
         """Log the memory of each rank's device.
 
         Args:
-            held: bytes by rank.
+            allocated: bytes by rank.
         """
-        self._curves(step, {f"memory_gb/rank{rank}": size / GB for rank, size in enumerate(held)})
+        values = {f"memory_gb/rank{rank}": size / GB for rank, size in enumerate(allocated)}
+        self._call("curves", step, values)
 
     def sample(self, step: int, text: str) -> None:
         """Log the text that --generate produced."""
-        for tracker in self._all:
-            tracker.text(step, "sample", text)
+        self._call("text", step, "sample", text)
 
     def close(self) -> None:
         """Close all trackers."""
-        for tracker in self._all:
-            tracker.close()
+        self._call("close")

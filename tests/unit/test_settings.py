@@ -79,21 +79,5 @@ def test_results_of_several_machines_name_their_host(nodes, host_is_named):
     assert shown.startswith("runs/x/results.json") and (platform.node() in shown) == host_is_named
 
 
-def test_tensorboard_replaces_only_its_own_files(tmp_path):
-    from support.report.trackers import TensorBoard
-
-    for name in ("events.out.tfevents.1.x", "mine.txt"):
-        (tmp_path / name).write_text("mine")
-    board = TensorBoard(tmp_path, 0, {})
-    board.curves(1, {"train/loss": 1.0})
-    board.close()
-    assert (tmp_path / "mine.txt").read_text() == "mine" and not (
-        tmp_path / "events.out.tfevents.1.x"
-    ).exists()
-    assert (
-        len(list(tmp_path.glob("events.out.tfevents.*"))) == 1 and not (tmp_path / "out").exists()
-    )
-
-
 def test_bucket_sizes_of_any_model():
     assert all(isinstance(size, int) for size in bucket_sizes(10**8, 10**20, False).values())

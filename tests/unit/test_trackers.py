@@ -1,0 +1,52 @@
+"""Trackers: which files of an earlier run they replace, and what happens to one that fails."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from support.console import Console
+from support.report.trackers import Trackers, start_trackers
+
+EARLIER = "events.out.tfevents.1.x"
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_only_overwrite_deletes_event_files(tmp_path, overwrite):
+    """A run with --resume that finds no checkpoint starts at step 0, too."""
+    for name in (EARLIER, "mine.txt"):
+        (tmp_path / name).write_text("mine")
+    args = SimpleNamespace(
+        report_to=["tensorboard"], logging_dir=str(tmp_path), overwrite=overwrite
+    )
+    failures = SimpleNamespace(flushes=[])
+    ctx = SimpleNamespace(is_main=True, console=Console(is_main=True), failures=failures)
+    trackers = start_trackers(args, ctx, tmp_path / "run", 0)
+    trackers.log({"step": 1, "loss": 1.0})
+    trackers.close()
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    assert (tmp_path / EARLIER).exists() is not overwrite
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == (1 if overwrite else 2)
+    assert not (tmp_path / "run").exists()
+
+
+class Recorder:
+    """A tracker that keeps what it is given, or raises."""
+
+    def __init__(self, error: Exception | None = None):
+        self.points: list = []
+        self.error = error
+
+    def curves(self, step: int, values: dict) -> None:
+        if self.error:
+            raise self.error
+        self.points.append((step, values))
+
+
+@pytest.mark.attack
+def test_a_failing_tracker_is_dropped(capsys):
+    broken, working = Recorder(OSError(28, "No space left on device")), Recorder()
+    trackers = Trackers([broken, working], Console(is_main=True), active=True)
+    for step in (1, 2):
+        trackers.log({"step": step, "loss": 2.0})
+    assert working.points == [(1, {"train/loss": 2.0}), (2, {"train/loss": 2.0})]
+    assert capsys.readouterr().out.count("No space left") == 1
