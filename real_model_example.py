@@ -69,11 +69,12 @@ from support.cli.parse import NEED_EVALUATIONS
 from support.cluster.context import DistContext
 from support.cluster.devices import choose_device, choose_precision, identify_gpu
 from support.cluster.failures import FailureMonitor
-from support.cluster.launch import exit_before_start, keep_freed_memory
+from support.cluster.launch import exit_before_start
 from support.cluster.peers import PeerMonitor
 from support.cluster.process_group import group_options, simulate_process_group
 from support.cluster.rendezvous import ARRIVAL_SECONDS, open_store, rendezvous
 from support.cluster.stop_signal import StopSignal
+from support.cluster.tuning import keep_freed_memory
 from support.commands import check as checks
 from support.commands.prefetch import prefetch
 from support.console import Console

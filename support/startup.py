@@ -17,6 +17,7 @@ from support.cli.hub import ask_hub
 from support.cli.parse import ignored_flags, parse_arguments
 from support.cli.run_file import as_yaml
 from support.cluster import launch as launching
+from support.cluster import tuning
 from support.cluster.launch import Launch
 from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
 from support.memory import architectures
@@ -48,7 +49,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
             print(redact(as_yaml(args)), end="")
             process.check_output()
             sys.exit(EXIT_COMPLETED)
-        launching.tune_process(args, launch)
+        tuning.tune_process(args, launch)
         if args.simulate_gpus:
             launch = launching.simulated(launch, args.simulate_gpus)
         check_model_path(args)

@@ -1,6 +1,7 @@
 """Processes and machines: launchers, rendezvous, failures of ranks, and Slurm.
 
-launch         the launcher and the rank of this process; settings made before torch is imported
+launch         the launcher and the rank of this process
+tuning         settings of this process that libraries read when they are imported
 rendezvous     waiting for all ranks, and checking that they fit together
 devices        the GPU of a rank, and the precision in which it computes
 process_group  the backend of the process group, and the simulated process group

@@ -1,22 +1,17 @@
-"""Detection of the launcher, and the process settings that must be made before torch is imported.
+"""Detection of the launcher, and the end of a run whose ranks cannot communicate yet.
 
-This module imports nothing heavy, so that wrong arguments are reported within a fraction of a
-second.
+Imports nothing heavy, so that wrong arguments are reported within a fraction of a second.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -60,6 +55,10 @@ class Launch:
         return self.local_rank == 0
 
 
+# Variables that only these launchers set.
+LAUNCHER_MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
+
+
 def detect_launch() -> Launch:
     """Read the launcher's environment variables, and set those that torch and DeepSpeed read.
 
@@ -90,16 +89,15 @@ def detect_launch() -> Launch:
             f"The launcher's environment is incomplete: {error}. "
             "Start with python, torchrun or srun."
         ) from error
-    if not 0 <= launch.rank < launch.world_size:
-        raise UserError(
-            f"RANK={launch.rank} does not fit WORLD_SIZE={launch.world_size}: "
-            "unset both or use torchrun."
-        )
-    if not 0 <= launch.local_rank < launch.local_world_size:
-        raise UserError(
-            f"LOCAL_RANK={launch.local_rank} does not fit "
-            f"LOCAL_WORLD_SIZE={launch.local_world_size}: unset both or use torchrun."
-        )
+    for prefix, rank, size in (
+        ("", launch.rank, launch.world_size),
+        ("LOCAL_", launch.local_rank, launch.local_world_size),
+    ):
+        if not 0 <= rank < size:
+            raise UserError(
+                f"{prefix}RANK={rank} does not fit {prefix}WORLD_SIZE={size}: "
+                "unset both or use torchrun."
+            )
     if not 0 < launch.master_port < 65536:
         raise UserError(
             f"MASTER_PORT={launch.master_port} is not a port: unset it, or use 1024 to 65535."
@@ -143,13 +141,7 @@ def _from_rank_variables(env) -> Launch:
         raise ValueError(f"WORLD_SIZE={world}, of which {local_world} are on this node")
     local_rank = int(env.get("LOCAL_RANK") or rank % local_world)
     node = int(env.get("GROUP_RANK") or env.get("CROSS_RANK") or rank // local_world)
-    launcher = (
-        "torchrun"
-        if "TORCHELASTIC_RUN_ID" in env
-        else "deepspeed"
-        if "CROSS_RANK" in env
-        else "python"
-    )
+    launcher = next((name for name, mark in LAUNCHER_MARKS.items() if mark in env), "python")
     address, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", 29500))
     return Launch(launcher, rank, local_rank, world, local_world, node, address, port)
 
@@ -171,8 +163,7 @@ def _exported_to_all_tasks(env) -> bool:
     contain it. The result must be the same in every task, so it cannot depend on the value of RANK
     alone.
     """
-    set_by_launcher = any(name in env for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"))
-    if set_by_launcher or _tasks(env) < 2:
+    if any(mark in env for mark in LAUNCHER_MARKS.values()) or _tasks(env) < 2:
         return False
     try:
         started_with = Path(f"/proc/{int(env['SLURM_TASK_PID'])}/environ").read_bytes().split(b"\0")
@@ -261,130 +252,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def has_nvidia_gpu() -> bool:
-    """Return whether this host has an NVIDIA GPU, without importing torch."""
-    return (
-        Path("/dev/nvidiactl").exists()
-        or Path("/dev/dxg").exists()
-        or shutil.which("nvidia-smi") is not None
-    )
-
-
-# Values of CUBLAS_WORKSPACE_CONFIG that PyTorch accepts for deterministic algorithms.
-DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
-
-
-def tune_process(args, launch: Launch) -> None:
-    """Set what libraries read once, when they are imported: threads, allocator, log levels.
-
-    Args:
-        args: --deterministic, --verbose, --quiet.
-        launch: the place of this process in the run.
-    Raises:
-        UserError: the environment contradicts a flag.
-    """
-    env = os.environ
-    if env.get("ACCELERATE_USE_CPU", "").lower() == "true":  # accelerate launch --cpu
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    # torchrun sets OMP_NUM_THREADS=1, with which CPU training and the CPU optimizer of offload are
-    # very slow.
-    if env.get("OMP_NUM_THREADS", "1") == "1":
-        cores_per_task = env.get("SLURM_CPUS_PER_TASK") if launch.launcher == "srun" else None
-        env["OMP_NUM_THREADS"] = cores_per_task or str(
-            max(1, available_cores() // launch.local_world_size)
-        )
-    if has_nvidia_gpu():
-        enable_expandable_segments()
-    else:
-        return_freed_memory()
-    # DeepSpeed builds its ops with ninja, and pip installs ninja next to this interpreter. If it
-    # exists, use it in every run: a different version would compile the ops again, and so would the
-    # next run that finds the first version.
-    interpreter_folder = Path(sys.executable).parent
-    if (interpreter_folder / "ninja").exists():
-        env["PATH"] = f"{interpreter_folder}{os.pathsep}{env.get('PATH', '')}"
-    if args.deterministic:
-        check_workspace(env.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0]))
-    env.setdefault("TOKENIZERS_PARALLELISM", "true")
-    env.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs its start and end
-    if not args.verbose:
-        warnings.simplefilter("ignore")
-        # A torch built for CUDA logs a message about nvcc on a machine with nvcc and without a GPU.
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        env.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        env.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        env.setdefault("DATASETS_VERBOSITY", "error")
-        if args.quiet or not (launch.is_main and sys.stderr.isatty()):
-            env.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-            env.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-
-
-def check_workspace(workspace: str) -> None:
-    """Check the cuBLAS workspace that --deterministic needs on a GPU; a CPU needs none.
-
-    Args:
-        workspace: value of CUBLAS_WORKSPACE_CONFIG.
-    Raises:
-        UserError: PyTorch does not accept this value, and the host has a GPU.
-    """
-    if has_nvidia_gpu() and workspace not in DETERMINISTIC_WORKSPACES:
-        needed = " or ".join(DETERMINISTIC_WORKSPACES)
-        raise UserError(
-            f"--deterministic needs CUBLAS_WORKSPACE_CONFIG={needed}, and this shell "
-            f"sets {workspace}: unset it."
-        )
-
-
-def available_cores() -> int:
-    """Return the number of cores this process may use, often fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# Every torch from 2.6 to 2.13 reads the first variable. torch 2.9 announces the second one but does
-# not read it (pytorch/pytorch#183387).
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-
-def enable_expandable_segments() -> None:
-    """Enable expandable segments in PyTorch's CUDA allocator, unless the user has configured it.
-
-    Batches of chat examples differ in length, and a sharding strategy gathers and frees tensors of
-    many sizes. With segments of fixed sizes, those that fit no new tensor stay reserved.
-    """
-    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
-
-
-def return_freed_memory() -> None:
-    """Return each large tensor to the kernel as soon as it is freed; used while a model loads.
-
-    By default glibc raises its mmap threshold when the first large tensor is freed. The parameters
-    that ZeRO-3 holds temporarily while it shards would then remain in the process's memory.
-    """
-    _mallopt(mmap_threshold=1 << 20)
-
-
-def keep_freed_memory() -> None:
-    """Keep the memory of one step's activations for the next step; used while a CPU trains.
-
-    Returning it to the kernel causes page faults at every step (benchmarks/RESULTS.md has the cost
-    for GPT-2 124M). Tensors of 8 MB and more are returned, because keeping them would fragment the
-    heap.
-    """
-    _mallopt(mmap_threshold=8 << 20, trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
-
-
-def _mallopt(**settings: int) -> bool:
-    """Call glibc's mallopt(3); return False if the C library lacks it or rejects a setting."""
-    numbers = {"trim_threshold": -1, "top_pad": -2, "mmap_threshold": -3}  # from <malloc.h>
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    return all(mallopt(numbers[name], value) for name, value in settings.items())
 
 
 START_SKEW_SECONDS = 10  # time between the starts of the ranks on busy machines

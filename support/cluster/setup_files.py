@@ -24,6 +24,7 @@ DIGEST_LINE = r'^(# |  "_digest": ")sha256:[0-9a-f]{64}'
 DIGEST_OF_SCRIPTS = (
     f"# {NO_DIGEST}\n# is this file's digest: without an edit the generator replaces it."
 )
+CHANGES_OF_DIRECTION = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 HOST = r"[A-Za-z0-9._:%\[\]-]+"
 
 
@@ -41,17 +42,7 @@ def check_values(args) -> None:
     """
     for name, value in vars(args).items():
         for character in str(value) if isinstance(value, str | Path) else "":
-            reverses = unicodedata.bidirectional(character) in (
-                "LRE",
-                "RLE",
-                "LRO",
-                "RLO",
-                "PDF",
-                "LRI",
-                "RLI",
-                "FSI",
-                "PDI",
-            )
+            reverses = unicodedata.bidirectional(character) in CHANGES_OF_DIRECTION
             if reverses or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
                 raise UserError(
                     f"--{name} {str(value)!r} contains the character U+{ord(character):04X}, "
@@ -240,13 +231,11 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
     for number, words in enumerate((line.split("#")[0].split() for line in lines), 1):
         if not words:
             continue
-        host, slots_match = (
-            words[0],
-            re.fullmatch(r"slots=([1-9][0-9]{0,3})", words[1]) if len(words) == 2 else None,
-        )
+        host, *options = words
+        slots_match = re.fullmatch(r"slots=([1-9][0-9]{0,3})", " ".join(options))
         if not re.fullmatch(rf"([A-Za-z0-9._-]+@)?{HOST}", host) or host.startswith("-"):
             raise UserError(f"--hosts {path}, line {number}: {host!r} is not a host name.")
-        if len(words) > 1 and not slots_match:
+        if options and not slots_match:
             raise UserError(
                 f"--hosts {path}, line {number}: after the host name only slots=N can follow."
             )
@@ -389,14 +378,10 @@ def config_path(path: str) -> str:
 def next_step(args) -> str:
     """Return the command that uses the written file."""
     output = shlex.quote(str(args.output))
+    by_hand = args.command == "launcher" and not args.hosts and args.num_nodes > 1
     return {
         "deepspeed": f"python real_model_example.py --ds_config {output}",
         "fsdp": f"python real_model_example.py --strategy fsdp --fsdp_config {output}",
-        "launcher": f"bash {output}"
-        + (
-            ""
-            if getattr(args, "hosts", None) or getattr(args, "num_nodes", 1) == 1
-            else "    # on each machine, with NODE_RANK=0, 1, …"
-        ),
+        "launcher": f"bash {output}" + ("    # on each machine, with NODE_RANK=0, 1, …" * by_hand),
         "slurm": f"sbatch {output}",
     }[args.command]

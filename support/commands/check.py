@@ -31,7 +31,7 @@ from support.cli import paths
 from support.cli.arguments import choose_seq_length
 from support.cli.ds_config import uses_nvme
 from support.cluster.context import DistContext
-from support.cluster.launch import available_cores, has_nvidia_gpu
+from support.cluster.tuning import available_cores, has_nvidia_gpu
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.files import hub_cache
 from support.memory import advise, architectures

@@ -21,7 +21,7 @@ from support.cli.arguments import global_batch
 from support.cli.ds_config import nvme_folder
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
-from support.cluster.launch import available_cores
+from support.cluster.tuning import available_cores
 from support.errors import TrainingError, UserError
 from support.files.atomic import (
     lock,

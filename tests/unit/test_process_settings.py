@@ -23,13 +23,13 @@ from support.errors import UserError
 )
 def test_the_allocator_of_a_gpu_grows_its_segments(monkeypatch, gpu, given, found):
     """Unless the user has configured it, under any of its names."""
-    from support.cluster import launch
+    from support.cluster import launch, tuning
 
-    monkeypatch.setattr(launch, "has_nvidia_gpu", lambda: gpu)
-    monkeypatch.setattr(launch, "return_freed_memory", lambda: None)
+    monkeypatch.setattr(tuning, "has_nvidia_gpu", lambda: gpu)
+    monkeypatch.setattr(tuning, "return_freed_memory", lambda: None)
     monkeypatch.setattr(launch.os, "environ", {"PATH": "", **given})
     args = SimpleNamespace(deterministic=False, verbose=True, quiet=False)
-    launch.tune_process(args, launch.Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", 29500))
+    tuning.tune_process(args, launch.Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", 29500))
     assert {name: value for name, value in launch.os.environ.items() if "ALLOC" in name} == found
 
 
@@ -45,8 +45,8 @@ def test_the_allocator_of_a_gpu_grows_its_segments(monkeypatch, gpu, given, foun
 def test_deterministic_needs_a_workspace_of_cublas_where_there_is_a_gpu(
     monkeypatch, gpu, workspace, refused
 ):
-    from support.cluster import launch
+    from support.cluster import tuning
 
-    monkeypatch.setattr(launch, "has_nvidia_gpu", lambda: gpu)
+    monkeypatch.setattr(tuning, "has_nvidia_gpu", lambda: gpu)
     with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG") if refused else nullcontext():
-        launch.check_workspace(workspace)
+        tuning.check_workspace(workspace)
