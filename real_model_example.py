@@ -65,7 +65,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support.checkpoints import manager as checkpoint
 from support.cli.arguments import choose_seq_length
-from support.cli.parse import NEED_EVALUATIONS
+from support.cli.conflicts import NEED_EVALUATIONS
 from support.cluster.context import DistContext
 from support.cluster.devices import choose_device, choose_precision, identify_gpu
 from support.cluster.failures import FailureMonitor

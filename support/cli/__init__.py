@@ -1,8 +1,9 @@
 """The command line: flags, the files that set them, and checks of what the flags name.
 
-flags           the parser of all flags
+flags           the tables of all flags, and their parser
 argument_types  types of flags with their limits, and a parser whose errors are one line
-parse           from the command line to the arguments: defaults, flags that contradict each other
+parse           from the command line to the arguments: files, defaults
+conflicts       flags that exclude each other, or need another one
 arguments       the arguments, which cannot be changed after parsing
 run_file        --config: flags in a YAML file
 ds_config       --ds_config: DeepSpeed's configuration, and how it is reconciled with the flags

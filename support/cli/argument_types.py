@@ -7,7 +7,6 @@ is not valid.
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import re
@@ -16,10 +15,9 @@ from pathlib import Path
 
 from support.cli.arguments import Arguments
 from support.errors import UserError
-from support.files.user_files import shown
+from support.files.user_files import did_you_mean, shown
 
 REPORTERS = ("tensorboard", "wandb")
-CLOSE = 0.75  # least similarity of a suggestion, as difflib counts: --hostfile is not --profile
 
 
 # ------------------------------------------------------------------------------------------ numbers
@@ -159,12 +157,7 @@ def reporters(text: str) -> list[str]:
     )
     for name in names:
         if name not in REPORTERS:
-            matches = difflib.get_close_matches(name, REPORTERS, n=1)
-            guess = (
-                f": did you mean {matches[0]}?"
-                if matches
-                else f" (there are {', '.join(REPORTERS)})"
-            )
+            guess = did_you_mean(name, REPORTERS) or f" (there are {', '.join(REPORTERS)})"
             raise argparse.ArgumentTypeError(f"{shown(name)} is no tracker{guess}")
     return names
 
@@ -182,8 +175,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            matches = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
-            message += f": did you mean {matches[0]}?" if matches else ""
+            message += did_you_mean(choice[1], re.findall(r"[\w.-]+", choice[2]))
         raise UserError(f"{shown(message, 400)} (--help lists every flag)")
 
     def parse_known_args(self, args=None, namespace=None):
@@ -209,8 +201,4 @@ class Parser(argparse.ArgumentParser):
         """
         flag = argument.split("=")[0]
         flags = [option for action in self._actions for option in action.option_strings]
-        matches = difflib.get_close_matches(flag, flags, n=1, cutoff=CLOSE)
-        self.error(
-            f"unknown argument {shown(argument)}"
-            + (f": did you mean {matches[0]}?" if matches else "")
-        )
+        self.error(f"unknown argument {shown(argument)}{did_you_mean(flag, flags)}")

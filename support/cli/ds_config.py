@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import dataclass
 
 from support.cli.arguments import global_batch
 from support.cli.flags import build_parser
@@ -17,7 +18,7 @@ AUTO = "auto"
 # Loss scaling in fp16, the same for torch's GradScaler and DeepSpeed: an overflow skips the update
 # and halves the scale; GROWTH_INTERVAL steps without an overflow double it.
 INITIAL_SCALE_POWER, GROWTH_INTERVAL = 16, 2000
-DEEPSPEED_LOSS_SCALING = {
+LOSS_SCALING = {
     "initial_scale_power": INITIAL_SCALE_POWER,
     # DeepSpeed does not count the first step after an overflow. (From the second doubling without
     # an overflow in between, it doubles one step earlier than torch.)
@@ -25,88 +26,35 @@ DEEPSPEED_LOSS_SCALING = {
     "hysteresis": 1,  # DeepSpeed's default of 2 does not reduce the scale at the first overflow
 }
 # Keys of DeepSpeed's files by the type of their values. A key has the same type in all sections.
-OBJECTS_OF_DEEPSPEED = frozenset(
-    (
-        "optimizer",
-        "scheduler",
-        "params",
-        "bf16",
-        "fp16",
-        "zero_optimization",
-        "offload_optimizer",
-        "offload_param",
-        "aio",
-        "data_types",
-        "activation_checkpointing",
-        "flops_profiler",
-        "comms_logger",
-    )
+OBJECTS = frozenset(
+    """
+    optimizer scheduler params bf16 fp16 zero_optimization offload_optimizer offload_param aio
+    data_types activation_checkpointing flops_profiler comms_logger
+    """.split()
 )
-DEVICES_OF_DEEPSPEED = ("none", "cpu", "nvme")  # values of offload_….device
-NEVER_NULL = frozenset(("optimizer", "scheduler", "params", "bf16", "fp16", "zero_optimization"))
-SWITCHES_OF_DEEPSPEED = frozenset(
-    (
-        "enabled",
-        "torch_adam",
-        "fused",
-        "adam_w_mode",
-        "amsgrad",
-        "overlap_comm",
-        "contiguous_gradients",
-        "reduce_scatter",
-        "allgather_partitions",
-        "round_robin_gradients",
-        "pin_memory",
-        "pipeline_read",
-        "pipeline_write",
-        "fast_init",
-        "single_submit",
-        "overlap_events",
-        "use_gds",
-        "auto_cast",
-        "check_grad_overflow",
-        "consecutive_hysteresis",
-        "stage3_gather_16bit_weights_on_model_save",
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "prescale_gradients",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "load_from_fp32_weights",
-        "elastic_checkpoint",
-        "ignore_unused_parameters",
-        "save_muon_momentum_buffer_in_memory",
-    )
+NEVER_NULL = frozenset("optimizer scheduler params bf16 fp16 zero_optimization".split())
+SWITCHES = frozenset(
+    """
+    enabled torch_adam fused adam_w_mode amsgrad overlap_comm contiguous_gradients reduce_scatter
+    allgather_partitions round_robin_gradients pin_memory pipeline_read pipeline_write fast_init
+    single_submit overlap_events use_gds auto_cast check_grad_overflow consecutive_hysteresis
+    stage3_gather_16bit_weights_on_model_save wall_clock_breakdown memory_breakdown dump_state
+    prescale_gradients zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    load_from_fp32_weights elastic_checkpoint ignore_unused_parameters
+    save_muon_momentum_buffer_in_memory
+    """.split()
 )
-NUMBERS_OF_DEEPSPEED = frozenset(
-    (
-        "stage",
-        "train_batch_size",
-        "steps_per_print",
-        "gradient_predivide_factor",
-        "reduce_bucket_size",
-        "allgather_bucket_size",
-        "sub_group_size",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "buffer_count",
-        "buffer_size",
-        "max_in_cpu",
-        "block_size",
-        "queue_depth",
-        "intra_op_parallelism",
-        "loss_scale",
-        "initial_scale_power",
-        "loss_scale_window",
-        "hysteresis",
-        "min_loss_scale",
-        "eps",
-        "ratio",
-    )
+NUMBERS = frozenset(
+    """
+    stage train_batch_size steps_per_print gradient_predivide_factor reduce_bucket_size
+    allgather_bucket_size sub_group_size stage3_prefetch_bucket_size
+    stage3_param_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
+    buffer_count buffer_size max_in_cpu block_size queue_depth intra_op_parallelism loss_scale
+    initial_scale_power loss_scale_window hysteresis min_loss_scale eps ratio
+    """.split()
 )
+DEVICES = ("none", "cpu", "nvme")  # values of offload_….device
+
 # Key of a DeepSpeed file -> the flag with the same meaning.
 FLAG_OF_KEY = {
     "train_micro_batch_size_per_gpu": "batch_size",
@@ -163,34 +111,30 @@ def _check_types(section: dict, file: str, prefix: str = "") -> None:
         UserError: names the first key whose value has the wrong type.
     """
     for key, value in section.items():
-        location = f"{file}: {prefix}{key}"
-        optional = value is None and key not in NEVER_NULL
-        if key in OBJECTS_OF_DEEPSPEED and not isinstance(value, dict) and not optional:
+        if expected := _expected(key, value):
             raise UserError(
-                f"{location} must be an object, {{ … }}, and is {shown(json.dumps(value))}."
+                f"{file}: {prefix}{key} must be {expected}, and is {shown(json.dumps(value))}."
             )
-        if value is None or value == AUTO:
-            continue
-        if key in SWITCHES_OF_DEEPSPEED and not isinstance(value, bool):
-            raise UserError(
-                f"{location} must be true or false, without quotes, "
-                f"and is {shown(json.dumps(value))}."
-            )
-        if key in NUMBERS_OF_DEEPSPEED and (
-            isinstance(value, bool) or not isinstance(value, int | float)
-        ):
-            raise UserError(
-                f"{location} must be a number, without quotes, and is {shown(json.dumps(value))}."
-            )
-        if (key == "stage" and isinstance(value, float)) or (
-            key == "device" and value not in DEVICES_OF_DEEPSPEED
-        ):
-            expected = (
-                "a whole number" if key == "stage" else f"one of {', '.join(DEVICES_OF_DEEPSPEED)}"
-            )
-            raise UserError(f"{location} must be {expected}, and is {shown(json.dumps(value))}.")
         if isinstance(value, dict):
             _check_types(value, file, f"{prefix}{key}.")
+
+
+def _expected(key: str, value) -> str | None:
+    """Return what the value of a key must be; None if it is."""
+    if key in OBJECTS:
+        is_right = isinstance(value, dict) or (value is None and key not in NEVER_NULL)
+        return None if is_right else "an object, { … }"
+    if value is None or value == AUTO:
+        return None
+    if key in SWITCHES:
+        return None if isinstance(value, bool) else "true or false, without quotes"
+    if key in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
+        return "a number, without quotes"
+    if key == "stage" and isinstance(value, float):
+        return "a whole number"
+    if key == "device" and value not in DEVICES:
+        return f"one of {', '.join(DEVICES)}"
+    return None
 
 
 def _swallowed_a_line(value) -> bool:
@@ -235,21 +179,22 @@ def _put(config: dict, key: str, value) -> None:
     config[last] = value
 
 
-def adopt_strategy(args, config: dict) -> None:
-    """Without --strategy, derive the strategy from the DeepSpeed file."""
-    if "strategy" in args.given:
-        return
+def choose_strategy(config: dict, file: str) -> str:
+    """Return the strategy that a DeepSpeed file describes.
+
+    Raises:
+        UserError: its stage is not 1, 2 or 3.
+    """
     stage = lookup(config, "zero_optimization.stage")
-    optimizer_on = lookup(config, "zero_optimization.offload_optimizer.device")
-    if stage == 3:
-        args.strategy = "infinity" if optimizer_on == "nvme" else "zero3"
-    elif stage in (1, 2):
-        args.strategy = "offload" if stage == 2 and optimizer_on == "cpu" else f"zero{stage}"
-    else:
+    offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
+    if stage not in (1, 2, 3):
         raise UserError(
-            f"{args.ds_config} has zero_optimization.stage {stage}: it must be 1, "
-            "2 or 3 (0 is --strategy dp)."
+            f"{file} has zero_optimization.stage {stage}: it must be 1, 2 or 3 "
+            "(0 is --strategy dp)."
         )
+    return {(2, "cpu"): "offload", (3, "nvme"): "infinity"}.get(
+        (stage, offloads_to), f"zero{stage}"
+    )
 
 
 def reconcile(args, config: dict, file: str) -> dict:
@@ -270,61 +215,71 @@ def reconcile(args, config: dict, file: str) -> dict:
         UserError: the file contradicts --strategy or another given flag, or has a value that is not
             supported.
     """
-    stage = lookup(config, "zero_optimization.stage")
-    if stage != STRATEGIES[args.strategy].stage:
-        raise UserError(
-            f"{file} has zero_optimization.stage {stage}, but --strategy {args.strategy} is stage "
-            f"{STRATEGIES[args.strategy].stage}: change one of them."
-        )
-    if stage == 1 and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
-        raise UserError(
-            f"{file}: with data_types.grad_accum_dtype stage 1 has another optimizer, which "
-            "checkpoints and the export do not know: leave it out, or take stage 2."
-        )
-    optimizer_on = lookup(config, "zero_optimization.offload_optimizer.device")
-    required = {"offload": "cpu", "infinity": "nvme"}.get(args.strategy)
-    if required and optimizer_on != required:
-        raise UserError(
-            f"{file} has zero_optimization.offload_optimizer.device {optimizer_on}, but --strategy "
-            f"{args.strategy} keeps the optimizer on {required}: change one of them."
-        )
-    if not required and optimizer_on == "nvme":
-        raise UserError(
-            f"{file} keeps the optimizer on nvme, but --strategy is {args.strategy}: "
-            "write --strategy infinity."
-        )
-
-    if "optimizer" not in config:
-        params = {"lr": AUTO, "weight_decay": AUTO, "betas": [0.9, 0.999], "eps": 1e-8}
-        config["optimizer"] = {"type": "AdamW", "params": params}
-        if not optimizer_on or optimizer_on == "none":
-            params.update(torch_adam=True, fused=True)
-    for name, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):  # have no flags
-        if lookup(config, f"optimizer.params.{name}") == AUTO:
-            _put(config, f"optimizer.params.{name}", default)
+    _check_strategy(args.strategy, config, file)
+    _set_optimizer(config)
     accumulation_is_open = "gradient_accumulation_steps" not in args.given and config.get(
         "gradient_accumulation_steps"
     ) in (None, AUTO)
     for key, flag in FLAG_OF_KEY.items():
-        value, given = lookup(config, key), flag in args.given
+        value = lookup(config, key)
         if flag == "nvme_path" and (
             value is None or lookup(config, key.rsplit(".", 1)[0] + ".device") != "nvme"
         ):
             continue
-        if value in (None, AUTO):
-            _put(config, key, getattr(args, flag))
-        elif (required := _as_flag(flag, key, value, file)) == getattr(args, flag) or not given:
+        if value not in (None, AUTO):
+            required = _as_flag(flag, key, value, file)  # the file may have a number in quotes
+            if flag in args.given and required != getattr(args, flag):
+                raise _contradiction(f"{flag} {getattr(args, flag)}", f"{key} {value}", file)
             setattr(args, flag, required)
-            _put(config, key, required)  # converted: the file may have a number in quotes
-        else:
-            raise UserError(
-                f"--{flag} {getattr(args, flag)} contradicts {key} {value} in {file}: "
-                "change one of them."
-            )
+        _put(config, key, getattr(args, flag))
     _reconcile_total_batch(args, config, accumulation_is_open, file)
     _reconcile_precision(args, config, file)
-    _reconcile_scheduler(args, config, file)
+    _check_scheduler(args, config, file)
     return config
+
+
+def _contradiction(flag: str, value: str, file: str) -> UserError:
+    return UserError(f"--{flag} contradicts {value} in {file}: change one of them.")
+
+
+def _check_strategy(strategy: str, config: dict, file: str) -> None:
+    stage = lookup(config, "zero_optimization.stage")
+    if stage != STRATEGIES[strategy].stage:
+        raise UserError(
+            f"{file} has zero_optimization.stage {stage}, but --strategy {strategy} is stage "
+            f"{STRATEGIES[strategy].stage}: change one of them."
+        )
+    if stage == 1 and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
+        raise UserError(
+            f"{file}: data_types.grad_accum_dtype gives stage 1 another optimizer, which "
+            "checkpoints and the export do not support: leave it out, or use stage 2."
+        )
+    offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
+    required = {"offload": "cpu", "infinity": "nvme"}.get(strategy)
+    if required and offloads_to != required:
+        raise UserError(
+            f"{file} has zero_optimization.offload_optimizer.device {offloads_to}, but --strategy "
+            f"{strategy} keeps the optimizer on {required}: change one of them."
+        )
+    if not required and offloads_to == "nvme":
+        raise UserError(
+            f"{file} keeps the optimizer on nvme, but --strategy is {strategy}: "
+            "use --strategy infinity."
+        )
+
+
+def _set_optimizer(config: dict) -> None:
+    """Add AdamW, unless the file has an optimizer, and the values for which there are no flags."""
+    offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
+    defaults = {"betas": [0.9, 0.999], "eps": 1e-8}
+    if "optimizer" not in config:
+        params = {"lr": AUTO, "weight_decay": AUTO, **defaults}
+        if offloads_to in (None, "none"):
+            params |= {"torch_adam": True, "fused": True}
+        config["optimizer"] = {"type": "AdamW", "params": params}
+    for name, default in defaults.items():
+        if lookup(config, f"optimizer.params.{name}") == AUTO:
+            _put(config, f"optimizer.params.{name}", default)
 
 
 def _as_flag(flag: str, key: str, value, file: str):
@@ -370,37 +325,26 @@ def _reconcile_precision(args, config: dict, file: str) -> None:
     requested = args.precision if "precision" in args.given else AUTO
     enabled_name = next((name for name, value in enabled.items() if value is True), None)
     if enabled_name and requested not in (AUTO, enabled_name):
-        raise UserError(
-            f"--precision {requested} contradicts {enabled_name}.enabled true in {file}: "
-            "change one of them."
-        )
+        raise _contradiction(f"precision {requested}", f"{enabled_name}.enabled true", file)
     if requested != AUTO and enabled.get(requested) is False:
-        raise UserError(
-            f"--precision {requested} contradicts {requested}.enabled false in {file}: "
-            "change one of them."
-        )
+        raise _contradiction(f"precision {requested}", f"{requested}.enabled false", file)
     if enabled_name:
         args.precision = enabled_name
     elif requested == AUTO and enabled["bf16"] is False:
         args.precision = "fp32"
 
 
-def _reconcile_scheduler(args, config: dict, file: str) -> None:
+def _check_scheduler(args, config: dict, file: str) -> None:
     scheduler = config.get("scheduler")
     if scheduler is None:
         return
-    flag = next(
-        (name for name in ("lr_scheduler", "warmup_steps", "lr") if name in args.given), None
-    )
-    if flag:
-        raise UserError(
-            f"--{flag} contradicts the scheduler {lookup(scheduler, 'type')} in {file}: "
-            "leave one out."
-        )
+    for flag in ("lr_scheduler", "warmup_steps", "lr"):
+        if flag in args.given:
+            raise _contradiction(flag, f"the scheduler {lookup(scheduler, 'type')}", file)
     if AUTO in (lookup(scheduler, "params") or {}).values():
         raise UserError(
-            f'{file}: give the scheduler its numbers instead of "auto", '
-            "or leave it out and use --lr_scheduler."
+            f'{file}: replace "auto" in the scheduler by numbers, '
+            "or remove the scheduler and use --lr_scheduler."
         )
 
 
@@ -435,26 +379,32 @@ def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[
     }
 
 
+@dataclass(frozen=True)
+class ModelSizes:
+    """What DeepSpeed's configuration depends on.
+
+    Attributes:
+        hidden_size: hidden size of the model.
+        parameters: number of parameters.
+        largest_parameter: number of elements of the largest one (usually the embedding).
+        tied: the output layer shares the input embedding's weights.
+    """
+
+    hidden_size: int
+    parameters: int
+    largest_parameter: int
+    tied: bool
+
+
 def complete_ds_config(
-    config: dict,
-    *,
-    precision: str,
-    hidden_size: int,
-    parameters: int,
-    largest_parameter: int,
-    tied: bool,
-    world_size: int,
-    nvme_folder: str | None,
+    config: dict, precision: str, model: ModelSizes, world_size: int, nvme_folder: str | None
 ) -> dict:
     """Fill in the values that depend on the device and the model.
 
     Args:
         config: the reconciled configuration; changed in place.
         precision: "fp32", "bf16" or "fp16".
-        hidden_size: hidden size of the model.
-        parameters: number of parameters of the model.
-        largest_parameter: number of elements of the largest one (usually the embedding).
-        tied: the output layer shares the input embedding's weights.
+        model: the sizes of the model.
         world_size: number of ranks; each keeps 1 / world_size of a parameter.
         nvme_folder: this job's own folder, for infinity.
     Returns:
@@ -465,38 +415,44 @@ def complete_ds_config(
     for name in ("bf16", "fp16"):
         if precision == name or name in config:
             config.setdefault(name, {})["enabled"] = precision == name
-    for key, value in DEEPSPEED_LOSS_SCALING.items() if "fp16" in config else ():
-        if config["fp16"].get(key) in (None, AUTO):
-            config["fp16"][key] = value
+    if "fp16" in config:
+        _set_if(config["fp16"], (None, AUTO), LOSS_SCALING)
     zero = config["zero_optimization"]
-    for key, value in bucket_sizes(
-        hidden_size, parameters, tied and lookup(zero, "offload_param.device") == "nvme"
-    ).items():
-        if zero.get(key) == AUTO:
-            zero[key] = value
-    if zero.get("overlap_comm") == AUTO:
-        # A single rank has no communication to overlap. Stages 1 and 2 would still synchronise the
-        # device after each backward, and allocate a second bucket.
-        zero["overlap_comm"] = world_size > 1
+    tied_on_nvme = model.tied and lookup(zero, "offload_param.device") == "nvme"
+    _set_if(zero, (AUTO,), bucket_sizes(model.hidden_size, model.parameters, tied_on_nvme))
+    # A single rank has no communication to overlap. Stages 1 and 2 would still synchronise the
+    # device after each backward, and allocate a second bucket.
+    _set_if(zero, (AUTO,), {"overlap_comm": world_size > 1})
     for part in ("offload_optimizer", "offload_param"):
         if lookup(zero, f"{part}.device") == "nvme":
             zero[part]["nvme_path"] = nvme_folder
-    if lookup(zero, "offload_param.buffer_size") == AUTO:
-        # A buffer must hold a rank's shard of any parameter, with its padding.
-        zero["offload_param"]["buffer_size"] = -(-largest_parameter // world_size) + 4096
+    # A buffer must hold a rank's shard of any parameter, with its padding.
+    shard = -(-model.largest_parameter // world_size) + 4096
+    _set_if(zero.get("offload_param") or {}, (AUTO,), {"buffer_size": shard})
     if lookup(config, "aio.block_size") == AUTO:
-        # Reading or writing a rank's part of the largest parameter (2 bytes an element) fills the
-        # queue once. A block has at least 128 KiB and at most 1 MiB.
-        part, depth = 2 * largest_parameter // world_size, lookup(config, "aio.queue_depth") or 8
-        config["aio"]["block_size"] = min(
-            2**20, max(2**17, 2 ** ((part // depth).bit_length() - 1))
-        )
-    auto_key = _find_auto(config)
-    if auto_key:
+        config["aio"]["block_size"] = _io_block_size(config, model, world_size)
+    if auto_key := _find_auto(config):
         raise UserError(
             f'DeepSpeed configuration: "auto" cannot be filled in for {auto_key}: give a value.'
         )
     return config
+
+
+def _set_if(section: dict, open_values: tuple, defaults: dict) -> None:
+    """Set the keys whose values are among `open_values`; a missing key has the value None."""
+    section.update(
+        {key: value for key, value in defaults.items() if section.get(key) in open_values}
+    )
+
+
+def _io_block_size(config: dict, model: ModelSizes, world_size: int) -> int:
+    """Return the bytes of one read or write of NVMe, from 128 KiB to 1 MiB.
+
+    Reading or writing a rank's part of the largest parameter (2 bytes an element) then fills the
+    queue once.
+    """
+    part, depth = 2 * model.largest_parameter // world_size, lookup(config, "aio.queue_depth") or 8
+    return min(2**20, max(2**17, 2 ** ((part // depth).bit_length() - 1)))
 
 
 def _find_auto(config: dict, prefix: str = "") -> str | None:

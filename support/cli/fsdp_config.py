@@ -5,16 +5,15 @@ Their keys are those of FSDP1; each is converted, or a note says what FSDP2 does
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass, field
 
-from support.cli.argument_types import CLOSE
 from support.errors import UserError
-from support.files.user_files import read_json, shown
+from support.files.user_files import did_you_mean, read_json, shown
 
 # accelerate also writes them as numbers, from 1.
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PRECISIONS = {
     "BFLOAT16": "bf16",
     "BF16": "bf16",
@@ -25,21 +24,22 @@ PRECISIONS = {
     "NO": "fp32",
 }
 
+PREFETCHES = "FSDP2 always fetches the next layer while backward computes one"
 # Key -> (the value that describes what FSDP2 always does, the note for any other value).
 ALWAYS = {
-    "fsdp_backward_prefetch_policy": (
-        "BACKWARD_PRE",
-        "FSDP2 always fetches the next layer while backward computes one",
-    ),
-    "fsdp_backward_prefetch": (
-        "BACKWARD_PRE",
-        "FSDP2 always fetches the next layer while backward computes one",
-    ),
+    "fsdp_backward_prefetch_policy": ("BACKWARD_PRE", PREFETCHES),
+    "fsdp_backward_prefetch": ("BACKWARD_PRE", PREFETCHES),
     "fsdp_use_orig_params": (True, "FSDP2 always keeps the original parameters"),
-    "fsdp_sync_module_states": (True, "rank 0's weights are always handed to all ranks"),
-    "fsdp_cpu_ram_efficient_loading": (True, "only rank 0 of the run ever holds the whole model"),
-    "fsdp_cuda_graphs": (False, "CUDA graphs are not used; --compile is what saves launch time"),
+    "fsdp_sync_module_states": (True, "rank 0's weights are always broadcast to all ranks"),
+    "fsdp_cpu_ram_efficient_loading": (True, "only rank 0 ever holds the whole model"),
+    "fsdp_cuda_graphs": (False, "CUDA graphs are not used; --compile reduces the launch time"),
     "fsdp_version": (2, "this is FSDP2"),
+}
+# Key -> attribute of FsdpOptions, for true and false.
+SWITCHES = {
+    "fsdp_reshard_after_forward": "reshard_after_forward",
+    "fsdp_offload_params": "offload",
+    "fsdp_forward_prefetch": "forward_prefetch",
 }
 
 
@@ -93,84 +93,59 @@ def _take(options: FsdpOptions, key: str, value, path: str) -> None:
         always, note = ALWAYS[name]
         if value != always:
             options.notes.append(f"{key} {json.dumps(value)}: {note}")
-    elif name in TAKEN:
-        TAKEN[name](options, key, value, path)
+    elif name in SWITCHES:
+        if not isinstance(value, bool):
+            raise UserError(f"{path}: {key} must be true or false, and is {json.dumps(value)}.")
+        setattr(options, SWITCHES[name], value)
+    elif name in CONVERTERS:
+        CONVERTERS[name](options, value, f"{path}: {key}")
     else:
-        matches = difflib.get_close_matches(name, [*ALWAYS, *TAKEN], n=1, cutoff=CLOSE)
-        raise UserError(
-            f"{path}: unknown key {shown(key)}"
-            + (f": did you mean {matches[0]}?" if matches else ".")
-        )
+        guess = did_you_mean(name, [*ALWAYS, *SWITCHES, *CONVERTERS]) or "."
+        raise UserError(f"{path}: unknown key {shown(key)}{guess}")
 
 
-def _sharding(options, key, value, path) -> None:
+def _one_of(value, known: tuple[str, ...], place: str) -> str:
+    if value not in known:
+        raise UserError(f"{place} {json.dumps(value)} is none of {', '.join(known)}.")
+    return value
+
+
+def _sharding(options: FsdpOptions, value, place: str) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= len(SHARDING):
         value = SHARDING[value - 1]
-    if value not in SHARDING:
-        raise UserError(f"{path}: {key} {json.dumps(value)} is none of {', '.join(SHARDING)}.")
+    _one_of(value, SHARDING, place)
     options.reshard_after_forward = value != "SHARD_GRAD_OP"
     options.hybrid, options.no_shard = value == "HYBRID_SHARD", value == "NO_SHARD"
 
 
-def _reshard(options, key, value, path) -> None:
-    options.reshard_after_forward = _boolean(key, value, path)
-
-
-def _layers(options, key, value, path) -> None:
+def _layers(options: FsdpOptions, value, place: str) -> None:
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{path}: {key} must be the name of a layer class, or a list of them.")
+        raise UserError(f"{place} must be the name of a layer class, or a list of them.")
     options.layers = names
 
 
-def _wrap(options, key, value, path) -> None:
-    if value not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"):
-        raise UserError(
-            f"{path}: {key} {json.dumps(value)} is none of TRANSFORMER_BASED_WRAP, "
-            "SIZE_BASED_WRAP, NO_WRAP."
-        )
-    options.wrap_layers = value != "NO_WRAP"
+def _wrap(options: FsdpOptions, value, place: str) -> None:
+    options.wrap_layers = _one_of(value, WRAPPING, place) != "NO_WRAP"
     if value == "SIZE_BASED_WRAP":
-        options.notes.append(
-            f"{key} SIZE_BASED_WRAP: layers are sharded one by one, whatever their size"
-        )
+        options.notes.append("SIZE_BASED_WRAP: each layer is a unit of its own, whatever its size")
 
 
-def _precision(options, key, value, path) -> None:
-    name = str(value).upper()
-    if name not in PRECISIONS:
-        raise UserError(f"{path}: {key} {json.dumps(value)} is none of BFLOAT16, FLOAT16, FLOAT32.")
-    options.precision = PRECISIONS[name]
+def _precision(options: FsdpOptions, value, place: str) -> None:
+    options.precision = PRECISIONS[_one_of(str(value).upper(), tuple(PRECISIONS), place)]
 
 
-def _offload(options, key, value, path) -> None:
-    options.offload = _boolean(key, value, path)
-
-
-def _forward_prefetch(options, key, value, path) -> None:
-    options.forward_prefetch = _boolean(key, value, path)
-
-
-def _state_dict(options, key, value, path) -> None:
+def _state_dict(options: FsdpOptions, value, _place: str) -> None:
     options.notes.append(
-        f"{key} {value}: checkpoints have this project's own format (every rank writes its part), "
-        "and the trained model is exported whole"
+        f"fsdp_state_dict_type {value}: checkpoints have this project's own format (every rank "
+        "writes its part), and the trained model is exported as a whole"
     )
 
 
-def _boolean(key, value, path) -> bool:
-    if not isinstance(value, bool):
-        raise UserError(f"{path}: {key} must be true or false, and is {json.dumps(value)}.")
-    return value
-
-
-TAKEN = {
+CONVERTERS = {
     "fsdp_sharding_strategy": _sharding,
-    "fsdp_reshard_after_forward": _reshard,
     "fsdp_auto_wrap_policy": _wrap,
     "fsdp_transformer_layer_cls_to_wrap": _layers,
     "fsdp_mixed_precision": _precision,
-    "fsdp_offload_params": _offload,
-    "fsdp_forward_prefetch": _forward_prefetch,
     "fsdp_state_dict_type": _state_dict,
 }

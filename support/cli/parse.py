@@ -1,4 +1,4 @@
-"""Parsing of the command line: defaults that depend on other flags, and flags that contradict."""
+"""From the command line to the arguments: files, defaults that depend on other flags, conflicts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import itertools
 
 from support import PROJECT
 from support.cli.arguments import Arguments
-from support.cli.ds_config import adopt_strategy, read_ds_config, reconcile
+from support.cli.conflicts import refuse_conflicts
+from support.cli.ds_config import choose_strategy, read_ds_config, reconcile
 from support.cli.flags import NEWEST, build_parser
 from support.cli.fsdp_config import FsdpOptions, read_fsdp_config
-from support.cli.run_file import OTHER_NAMES, read_run_file
+from support.cli.run_file import OTHER_NAMES, read_run_file, strategy_of_switches
 from support.errors import UserError
 from support.files.user_files import shown
 from support.known_models import EMBEDDED_MODEL
@@ -18,50 +19,17 @@ from support.strategy import STRATEGIES
 
 CHECK_SECONDS = 60  # --check: the longest wait for another rank
 SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured
-# Flags that need evaluations.
-NEED_EVALUATIONS = ("eval_only", "eval_every", "early_stopping_patience", "load_best_at_end")
 # Flags of torchrun, deepspeed and accelerate launch, which belong before the script's name.
 LAUNCHER_FLAGS = frozenset(
-    (
-        "nnodes",
-        "nproc_per_node",
-        "node_rank",
-        "rdzv_backend",
-        "rdzv_endpoint",
-        "rdzv_id",
-        "rdzv_conf",
-        "standalone",
-        "max_restarts",
-        "monitor_interval",
-        "start_method",
-        "role",
-        "master_addr",
-        "master_port",
-        "local_addr",
-        "log_dir",
-        "redirects",
-        "tee",
-        "hostfile",
-        "exclude",
-        "num_nodes",
-        "num_gpus",
-        "launcher",
-        "launcher_args",
-        "ssh_port",
-        "no_ssh",
-        "force_multi",
-        "enable_each_rank_log",
-        "bind_cores_to_rank",
-        "multi_gpu",
-        "cpu",
-        "num_processes",
-        "num_machines",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "config_file",
-        "gpu_ids",
-    )
+    """
+    nnodes nproc_per_node node_rank rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone
+    max_restarts monitor_interval start_method role master_addr master_port local_addr log_dir
+    redirects tee
+    hostfile exclude num_nodes num_gpus launcher launcher_args ssh_port no_ssh force_multi
+    enable_each_rank_log bind_cores_to_rank
+    multi_gpu cpu num_processes num_machines machine_rank main_process_ip main_process_port
+    config_file gpu_ids
+    """.split()
 )
 
 
@@ -89,19 +57,9 @@ def parse_arguments(argv: list[str]) -> Arguments:
         parser.refuse_unknown(unknown[0])
     args.given = _given_flags(parser, argv)
     args.resume = "" if args.resume is NEWEST else args.resume
-    _refuse_contradictions(args)
-    if args.check:
-        args.ddp_timeout = min(args.ddp_timeout, CHECK_SECONDS)
-    if args.simulate_gpus:
-        _only_measure(args)
-    if args.dataset is None:
-        args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
-    if args.lr is None:
-        random = args.from_scratch or args.model == EMBEDDED_MODEL
-        # At 1e-3 the embedded model's loss sometimes jumps; at such a step rounding differences
-        # between strategies become visible.
-        args.lr = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
-    _settle_strategy(args)
+    refuse_conflicts(args)
+    _set_defaults(args)
+    _resolve_strategy(args)
     args.hub_offline, args.hub_problem = False, None
     return args.freeze()
 
@@ -143,44 +101,40 @@ def _given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
     return set(vars(parser.parse_known_args(argv)[0]))
 
 
-def _settle_strategy(args) -> None:
+def _set_defaults(args) -> None:
+    """Set the values that depend on other flags."""
+    if args.check:
+        args.ddp_timeout = min(args.ddp_timeout, CHECK_SECONDS)
+    if args.simulate_gpus:
+        args.eval, args.no_save, args.no_export = False, True, True
+        args.max_steps, args.epochs = args.max_steps or SIMULATED_STEPS, None
+    if args.dataset is None:
+        args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
+    if args.lora_r and args.lora_alpha is None:
+        args.lora_alpha = 2.0 * args.lora_r
+    if args.lr is None:
+        random = args.from_scratch or args.model == EMBEDDED_MODEL
+        # At 1e-3 the embedded model's loss sometimes jumps; at such a step rounding differences
+        # between strategies become visible.
+        args.lr = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
+
+
+def _resolve_strategy(args) -> None:
     """Resolve the strategy and its settings from the flags, a DeepSpeed file and an FSDP file."""
-    _follow_switches(args)
-    config, args.ds_config_dict = None, None
+    given = args.strategy if "strategy" in args.given else None
+    chosen = strategy_of_switches(args.use_deepspeed, args.use_fsdp, given, args.ds_config)
+    del args.use_deepspeed, args.use_fsdp
+    config, args.ds_config_dict, args.fsdp = None, None, FsdpOptions()
     if args.ds_config is not None:
         config = read_ds_config(args.ds_config)
-        adopt_strategy(args, config)
-    args.fsdp = FsdpOptions()
+        chosen = chosen or choose_strategy(config, args.ds_config)
+    args.strategy = chosen or args.strategy
     if args.fsdp_config is not None and args.strategy == "fsdp":
         args.fsdp = read_fsdp_config(args.fsdp_config)
         _follow_fsdp_config(args)
     if STRATEGIES[args.strategy].uses_deepspeed:
         file = args.ds_config or str(PROJECT / STRATEGIES[args.strategy].config_file)
         args.ds_config_dict = reconcile(args, config or read_ds_config(file), file)
-
-
-def _follow_switches(args) -> None:
-    """Apply --deepspeed, --use_deepspeed and --use_fsdp, which choose the library that shards."""
-    given = args.strategy if "strategy" in args.given else None
-    deepspeed, fsdp = args.use_deepspeed, args.use_fsdp
-    del args.use_deepspeed, args.use_fsdp
-    if deepspeed and fsdp:
-        raise UserError("--deepspeed and --use_fsdp cannot both hold: leave one out.")
-    if deepspeed and given and not STRATEGIES[given].uses_deepspeed:
-        raise UserError(
-            f"--deepspeed contradicts --strategy {given}, which runs without DeepSpeed: "
-            "leave one out."
-        )
-    if deepspeed and not given and args.ds_config is None:
-        raise UserError(
-            "--deepspeed needs a configuration (--deepspeed FILE), or --strategy zero1, zero2, "
-            "zero3, offload or infinity."
-        )
-    if fsdp and given not in (None, "fsdp"):
-        raise UserError(f"--use_fsdp contradicts --strategy {given}: leave one out.")
-    if fsdp:
-        args.strategy = "fsdp"
-        args.given.add("strategy")
 
 
 def _follow_fsdp_config(args) -> None:
@@ -193,156 +147,19 @@ def _follow_fsdp_config(args) -> None:
         )
     args.precision = fsdp_precision or args.precision
     if args.fsdp.no_shard:
-        args.fsdp.notes.append(
-            "NO_SHARD: a whole model on each rank is --strategy dp, which this run takes"
-        )
+        args.fsdp.notes.append("NO_SHARD: each rank holds the whole model, as with --strategy dp")
         args.strategy = "dp"
 
 
-def _refuse_contradictions(args) -> None:
-    """Refuse flags that exclude each other, or a flag without another one that it needs.
-
-    Raises:
-        UserError: names the flags.
-    """
-    if args.eval_only and not args.eval:
-        raise UserError("--eval_only and --no_eval cannot both hold: leave one out.")
-    if args.resume == "" and args.output_dir is None:
-        raise UserError(
-            "--resume needs --output_dir, the run to go on with; or name a checkpoint: "
-            "--resume PATH."
-        )
-    if args.no_save and (args.save_every or args.save_epochs):
-        raise UserError("--no_save contradicts --save_every and --save_epochs: leave one out.")
-    if args.eval_only and (args.save_every or args.save_epochs or args.resume is not None):
-        raise UserError(
-            "--eval_only neither saves nor resumes: leave out --save_every, "
-            "--save_epochs and --resume."
-        )
-    _check_evaluation(args)
-    _check_lora(args)
-    if args.streaming:
-        _check_streaming(args)
-    if args.export_hf and (args.no_export or args.eval_only):
-        raise UserError(
-            f"--export_hf contradicts {'--no_export' if args.no_export else '--eval_only'}: "
-            "leave one out."
-        )
-    if args.export_dtype != "fp32" and (args.no_export or args.eval_only):
-        other = "--no_export" if args.no_export else "--eval_only"
-        raise UserError(f"--export_dtype {args.export_dtype} contradicts {other}: leave one out.")
-    if args.resume_force and args.resume is None:
-        raise UserError("--resume_force needs --resume.")
-    if args.profile and (args.profile_memory or args.simulate_gpus):
-        other = "--profile_memory" if args.profile_memory else "--simulate_gpus"
-        raise UserError(f"--profile and {other} both need torch's profiler: leave one out.")
-    if args.prefetch and (args.check or args.simulate_gpus):
-        raise UserError(
-            f"--prefetch and --{'check' if args.check else 'simulate_gpus'} cannot both hold: "
-            "leave one out."
-        )
-    if args.logging_dir and "tensorboard" not in args.report_to:
-        raise UserError("--logging_dir is TensorBoard's: add --report_to tensorboard.")
-    if args.check and args.simulate_gpus:
-        raise UserError(
-            "--check looks at what there is, and --simulate_gpus at what there is not: "
-            "leave one out."
-        )
-
-
-def _check_evaluation(args) -> None:
-    if args.validation_file and args.validation_split:
-        raise UserError("--validation_file and --validation_split cannot both hold: leave one out.")
-    for flag in NEED_EVALUATIONS[1:]:
-        other = "--no_eval" if not args.eval else "--eval_only" if args.eval_only else None
-        if other and getattr(args, flag):
-            raise UserError(
-                f"--{flag} needs evaluations during training, which {other} leaves out: "
-                "drop one of them."
-            )
-    if args.load_best_at_end and args.no_save:
-        raise UserError(
-            "--load_best_at_end goes back to a checkpoint, which --no_save forbids: leave one out."
-        )
-
-
-def _check_lora(args) -> None:
-    for flag in ("lora_alpha", "lora_dropout", "lora_targets", "merge_lora"):
-        if flag in args.given and getattr(args, flag) and args.lora_r is None:
-            raise UserError(f"--{flag} needs --lora_r.")
-    if args.lora_r and args.eval_only:
-        raise UserError(
-            "--eval_only evaluates --model as it is, and new adapters change nothing: "
-            "leave out --lora_r."
-        )
-    if args.merge_lora and args.no_export:
-        raise UserError(
-            "--merge_lora is for the export, which --no_export leaves out: drop one of them."
-        )
-    if args.lora_r and args.lora_alpha is None:
-        args.lora_alpha = 2.0 * args.lora_r
-
-
-def _check_streaming(args) -> None:
-    if args.max_steps is None or args.epochs:
-        raise UserError(
-            "--streaming has no end that is known before: give --max_steps, and no --epochs."
-        )
-    if args.early_stopping_patience and not args.eval_every:
-        raise UserError(
-            "--streaming has no epochs after which to evaluate: "
-            "--early_stopping_patience needs --eval_every."
-        )
-    for flag in ("num_samples", "validation_split"):
-        if getattr(args, flag):
-            raise UserError(
-                f"--{flag} needs to know how long the corpus is, which --streaming does not: "
-                "leave one out" + (" (--validation_file)." if flag == "validation_split" else ".")
-            )
-    if args.dataset == "pydocs" or (args.dataset is None and args.model == EMBEDDED_MODEL):
-        raise UserError(
-            "--streaming is for files and for the hub, and pydocs is in Python itself: "
-            "leave it out."
-        )
-
-
-def _only_measure(args) -> None:
-    """Refuse flags that a memory simulation cannot use, and switch off evaluation and saving."""
-    for flag in (
-        "resume",
-        "save_every",
-        "save_epochs",
-        "eval_only",
-        "eval_first",
-        "generate",
-        "export_hf",
-        "eval_every",
-        "early_stopping_patience",
-        "load_best_at_end",
-        "merge_lora",
-    ):
-        if getattr(args, flag) not in (None, False):
-            raise UserError(
-                f"--simulate_gpus trains no model, so --{flag} has nothing to work on: "
-                "leave one out."
-            )
-    if args.max_steps == 1:
-        raise UserError(
-            "--simulate_gpus needs --max_steps 2 or more: Adam's states are there after the first."
-        )
-    args.eval, args.no_save, args.no_export = False, True, True
-    args.max_steps, args.epochs = args.max_steps or SIMULATED_STEPS, None
-
-
-def ignored_flags(args: argparse.Namespace) -> list[str]:
+def ignored_flags(args) -> list[str]:
     """Return one line for each given flag that the chosen strategy ignores, and FSDP's notes."""
-    lines = []
-    if "ds_config" in args.given and args.ds_config_dict is None:
-        lines.append(
-            f"--ds_config is used by the DeepSpeed strategies only: ignored under {args.strategy}"
-        )
-    if "nvme_path" in args.given and not STRATEGIES[args.strategy].uses_nvme:
-        lines.append(f"--nvme_path is used by infinity only: ignored under {args.strategy}")
-    if "fsdp_config" in args.given and args.strategy != "fsdp" and not args.fsdp.no_shard:
-        lines.append(f"--fsdp_config is used by fsdp only: ignored under {args.strategy}")
-    return lines + [f"{args.fsdp_config}: {note}" for note in args.fsdp.notes]
+    uses = {
+        "ds_config": ("the DeepSpeed strategies", args.ds_config_dict is not None),
+        "nvme_path": ("infinity", STRATEGIES[args.strategy].uses_nvme),
+        "fsdp_config": ("fsdp", args.strategy == "fsdp" or args.fsdp.no_shard),
+    }
+    return [
+        f"--{flag} is used by {users} only: ignored under {args.strategy}"
+        for flag, (users, is_used) in uses.items()
+        if flag in args.given and not is_used
+    ] + [f"{args.fsdp_config}: {note}" for note in args.fsdp.notes]

@@ -8,11 +8,9 @@ placed in front of the command line, so the command line overrides the file.
 from __future__ import annotations
 
 import argparse
-import difflib
 
-from support.cli.argument_types import CLOSE
 from support.errors import UserError
-from support.files.user_files import read_yaml, shown
+from support.files.user_files import did_you_mean, read_yaml, shown
 
 SECTIONS = ("training", "distributed")
 # Names that other trainers use -> our flag; accepted in files and on the command line.
@@ -77,8 +75,7 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
                 continue
             name = "ds_config"
         if name not in flags:
-            matches = difflib.get_close_matches(key, [*flags, *OTHER_NAMES], n=1, cutoff=CLOSE)
-            guess = f": did you mean {matches[0]}?" if matches else " (--help lists all)."
+            guess = did_you_mean(key, [*flags, *OTHER_NAMES]) or " (--help lists all)."
             raise UserError(f"{path}: unknown key {shown(key)}{guess}")
         if name in settings:
             raise UserError(f"{path} gives {name} twice, the second time as {key}: leave one out.")
@@ -103,41 +100,66 @@ def _flatten(content: dict, path: str) -> dict:
     return values
 
 
-def _apply_switches(found: dict, path: str) -> None:
+def _apply_switches(settings: dict, path: str) -> None:
     """Let use_deepspeed and use_fsdp choose the strategy, or check that they fit the given one.
 
     Args:
-        found: settings by flag; changed in place.
+        settings: values by flag; changed in place.
         path: of the file, for messages.
     Raises:
         UserError: the switches contradict each other or the strategy.
     """
     for name in SWITCHES:
-        if not isinstance(found.get(name, False), bool):
-            _wrong(path, name, found[name])
-    without_deepspeed = found.get("use_deepspeed") is False
-    deepspeed, fsdp = (found.pop(name, False) for name in SWITCHES)
-    strategy = found.get("strategy")
-    if deepspeed and fsdp:
-        raise UserError(f"{path}: use_deepspeed and use_fsdp cannot both be true.")
-    if fsdp and strategy not in (None, "fsdp"):
-        raise UserError(f"{path}: use_fsdp is true, but strategy is {strategy}: leave one out.")
-    if deepspeed and strategy in ("dp", "fsdp"):
-        raise UserError(
-            f"{path}: use_deepspeed is true, but strategy is {strategy}: leave one out."
-        )
-    if deepspeed and strategy is None and not found.get("ds_config"):
-        raise UserError(
-            f"{path}: use_deepspeed needs deepspeed_config, or strategy: zero1, zero2, zero3, "
-            "offload or infinity."
-        )
-    if fsdp:
-        found["strategy"] = "fsdp"
+        if not isinstance(settings.get(name, False), bool):
+            _wrong(path, name, settings[name])
+    without_deepspeed = settings.get("use_deepspeed") is False
+    deepspeed, fsdp = (settings.pop(name, False) for name in SWITCHES)
+    strategy = strategy_of_switches(
+        deepspeed, fsdp, settings.get("strategy"), settings.get("ds_config"), path
+    )
+    if strategy is not None:
+        settings["strategy"] = strategy
     # A file may configure both libraries: ignore the configuration of the one that is off.
     if fsdp or (without_deepspeed and strategy in (None, "dp", "fsdp")):
-        found.pop("ds_config", None)
-    if not fsdp and strategy != "fsdp":
-        found.pop("fsdp_config", None)
+        settings.pop("ds_config", None)
+    if strategy != "fsdp":
+        settings.pop("fsdp_config", None)
+
+
+def strategy_of_switches(
+    deepspeed: bool, fsdp: bool, strategy: str | None, ds_config: str | None, path: str = ""
+) -> str | None:
+    """Return the strategy that --deepspeed, --use_deepspeed, --use_fsdp and --strategy choose.
+
+    Args:
+        deepspeed, fsdp: whether the switch is on.
+        strategy: the given strategy, or None.
+        ds_config: the given DeepSpeed file, or None.
+        path: the run file that has the switches; empty for the command line.
+    Returns:
+        The strategy; None if the DeepSpeed file or the default decides.
+    Raises:
+        UserError: the switches contradict each other or the strategy.
+    """
+    place, dashes = (f"{path}: ", "") if path else ("", "--")
+    if deepspeed and fsdp:
+        raise UserError(
+            f"{place}{dashes}use_deepspeed and {dashes}use_fsdp cannot both hold: leave one out."
+        )
+    for switch, is_on, contradicts in (
+        ("deepspeed", deepspeed, strategy in ("dp", "fsdp")),
+        ("use_fsdp", fsdp, strategy not in (None, "fsdp")),
+    ):
+        if is_on and contradicts:
+            raise UserError(
+                f"{place}{dashes}{switch} contradicts {dashes}strategy {strategy}: leave one out."
+            )
+    if deepspeed and strategy is None and not ds_config:
+        raise UserError(
+            f"{place}{dashes}deepspeed needs a configuration ({dashes}deepspeed_config), or "
+            f"{dashes}strategy zero1, zero2, zero3, offload or infinity."
+        )
+    return "fsdp" if fsdp else strategy
 
 
 def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[str]:

@@ -6,9 +6,11 @@ its size, its nesting, its numbers, duplicate keys.
 
 from __future__ import annotations
 
+import difflib
 import json
 import stat
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from support.errors import UserError
@@ -36,6 +38,13 @@ def shown(value, most: int = 100) -> str:
     if not text.strip():
         return f"'{text}'"
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ": did you mean X?" with the most similar known word; "" if none is similar."""
+    # With difflib's default of 0.6, --hostfile would be similar to --profile.
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    return f": did you mean {matches[0]}?" if matches else ""
 
 
 def read_text(flag: str, path: str, most: int = MOST_CHARACTERS) -> str:

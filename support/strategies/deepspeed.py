@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from support import patches
-from support.cli.ds_config import complete_ds_config, uses_nvme
+from support.cli.ds_config import ModelSizes, complete_ds_config, uses_nvme
 from support.cluster.context import DistContext
 from support.strategies import op_builds, requirements
 
@@ -81,16 +81,10 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
     if ctx.simulated and "fp16" in config:
         # With a larger scale gradients would overflow and their steps would be skipped.
         config["fp16"]["loss_scale"] = 1
-    return complete_ds_config(
-        config,
-        precision=ctx.precision,
-        hidden_size=spec.text_config.hidden_size,
-        parameters=spec.parameters,
-        largest_parameter=spec.largest_parameter,
-        tied=spec.tied,
-        world_size=ctx.world_size,
-        nvme_folder=nvme_folder,
+    sizes = ModelSizes(
+        spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
     )
+    return complete_ds_config(config, ctx.precision, sizes, ctx.world_size, nvme_folder)
 
 
 class OneByOne(nn.Module):

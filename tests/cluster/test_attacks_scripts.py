@@ -356,7 +356,7 @@ def test_the_run_decides_what_the_deepspeed_file_leaves_open(generate, flags, st
     """Batch size, accumulation and clipping of a run file; the file is complete once they are
     filled in.
     """
-    from support.cli.ds_config import complete_ds_config
+    from support.cli.ds_config import ModelSizes, complete_ds_config
     from support.cli.parse import parse_arguments
 
     assert generate("deepspeed", *flags).code == 0
@@ -377,14 +377,7 @@ def test_the_run_decides_what_the_deepspeed_file_leaves_open(generate, flags, st
     args = parse_arguments(["--config", "config.yaml"])
     assert args.strategy == strategy
     whole = complete_ds_config(
-        args.ds_config_dict,
-        precision="fp32",
-        hidden_size=64,
-        parameters=10**6,
-        largest_parameter=10**5,
-        tied=True,
-        world_size=1,
-        nvme_folder="nvme",
+        args.ds_config_dict, "fp32", ModelSizes(64, 10**6, 10**5, tied=True), 1, "nvme"
     )
     assert (whole["train_micro_batch_size_per_gpu"], whole["gradient_accumulation_steps"]) == (2, 3)
     assert whole["gradient_clipping"] == 0.5 and whole["train_batch_size"] == 6

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import nn
 
-from support.cli.ds_config import complete_ds_config
+from support.cli.ds_config import ModelSizes, complete_ds_config
 from support.cli.parse import parse_arguments
 from support.strategies import gradients
 
@@ -41,16 +41,7 @@ def main(strategy: str) -> dict:
     import deepspeed
 
     config = parse_arguments(["--strategy", strategy, "--precision", "bf16"]).ds_config_dict
-    complete_ds_config(
-        config,
-        precision="bf16",
-        hidden_size=8,
-        parameters=72,
-        largest_parameter=64,
-        tied=False,
-        world_size=1,
-        nvme_folder=None,
-    )
+    complete_ds_config(config, "bf16", ModelSizes(8, 72, 64, tied=False), 1, None)
     config["optimizer"]["params"]["lr"] = 0.1
     model = nn.Linear(8, 8)
     engine, *_ = deepspeed.initialize(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from support.cli.ds_config import GROWTH_INTERVAL, complete_ds_config
+from support.cli.ds_config import GROWTH_INTERVAL, ModelSizes, complete_ds_config
 from support.cli.parse import parse_arguments
 from support.cluster import rendezvous
 from support.strategies import gradients
@@ -18,14 +18,7 @@ def completed(strategy: str, precision: str, world_size: int, **sections) -> dic
     for name, values in sections.items():
         config[name] = {**config.get(name, {}), **values}
     return complete_ds_config(
-        config,
-        precision=precision,
-        hidden_size=256,
-        parameters=10**6,
-        largest_parameter=10**5,
-        tied=True,
-        world_size=world_size,
-        nvme_folder="folder",
+        config, precision, ModelSizes(256, 10**6, 10**5, tied=True), world_size, "folder"
     )
 
 

@@ -1,0 +1,107 @@
+"""Flags that exclude each other, and flags that need another one."""
+
+from __future__ import annotations
+
+from support.errors import UserError
+from support.known_models import EMBEDDED_MODEL
+
+# Flags that need evaluations; all but the first need them during training.
+NEED_EVALUATIONS = ("eval_only", "eval_every", "early_stopping_patience", "load_best_at_end")
+NEED_TRAINING = (
+    "resume",
+    "save_every",
+    "save_epochs",
+    "eval_only",
+    "eval_first",
+    "generate",
+    "export_hf",
+    "eval_every",
+    "early_stopping_patience",
+    "load_best_at_end",
+    "merge_lora",
+)
+UNKNOWN_LENGTH = "the length of a stream is not known in advance"
+
+# Two flags, and why they exclude each other, where that needs an explanation.
+EXCLUDING = (
+    ("eval_only", "no_eval", ""),
+    ("eval_only", "save_every", "an evaluation writes no checkpoint"),
+    ("eval_only", "save_epochs", "an evaluation writes no checkpoint"),
+    ("eval_only", "resume", "it evaluates --model"),
+    ("eval_only", "lora_r", "it evaluates --model as it is, and new adapters change nothing"),
+    ("eval_only", "export_hf", "nothing is trained"),
+    ("eval_only", "export_dtype", "nothing is trained"),
+    ("no_save", "save_every", ""),
+    ("no_save", "save_epochs", ""),
+    ("no_save", "load_best_at_end", "the best weights are loaded from a checkpoint"),
+    ("no_export", "export_hf", ""),
+    ("no_export", "export_dtype", ""),
+    ("no_export", "merge_lora", "the adapters are merged for the export"),
+    ("validation_file", "validation_split", ""),
+    ("profile", "profile_memory", "both need torch's profiler"),
+    ("profile", "simulate_gpus", "both need torch's profiler"),
+    ("prefetch", "check", ""),
+    ("prefetch", "simulate_gpus", ""),
+    ("check", "simulate_gpus", "--check tests real ranks"),
+    ("streaming", "epochs", UNKNOWN_LENGTH),
+    ("streaming", "num_samples", UNKNOWN_LENGTH),
+    ("streaming", "validation_split", f"{UNKNOWN_LENGTH} (use --validation_file)"),
+    *(("no_eval", flag, "it needs evaluations") for flag in NEED_EVALUATIONS[1:]),
+    *(("eval_only", flag, "it needs training") for flag in NEED_EVALUATIONS[1:]),
+    *(("simulate_gpus", flag, "a simulation trains no model") for flag in NEED_TRAINING),
+)
+
+# A flag, one that it needs, and why.
+NEEDING = (
+    ("lora_alpha", "lora_r", ""),
+    ("lora_dropout", "lora_r", ""),
+    ("lora_targets", "lora_r", ""),
+    ("merge_lora", "lora_r", ""),
+    ("resume_force", "resume", ""),
+    ("streaming", "max_steps", UNKNOWN_LENGTH),
+)
+
+
+def refuse_conflicts(args) -> None:
+    """Check that the flags can hold together.
+
+    Raises:
+        UserError: two flags exclude each other, or a flag lacks one that it needs.
+    """
+    for flag, other, reason in EXCLUDING:
+        if _is_set(args, flag) and _is_set(args, other):
+            reason = f" ({reason})" if reason else ""
+            raise UserError(f"--{flag} and --{other} cannot both hold{reason}: leave one out.")
+    for flag, other, reason in NEEDING:
+        if _is_set(args, flag) and not _is_set(args, other):
+            raise UserError(f"--{flag} needs --{other}" + (f": {reason}." if reason else "."))
+    if args.resume == "" and args.output_dir is None:
+        raise UserError(
+            "--resume needs --output_dir, the run to continue; or name a checkpoint: --resume PATH."
+        )
+    if args.logging_dir and "tensorboard" not in args.report_to:
+        raise UserError("--logging_dir is TensorBoard's: add --report_to tensorboard.")
+    if args.streaming and args.early_stopping_patience and not args.eval_every:
+        raise UserError(
+            "--early_stopping_patience needs --eval_every with --streaming, which has no epochs "
+            "after which to evaluate."
+        )
+    reads_pydocs = args.dataset == "pydocs" or (not args.dataset and args.model == EMBEDDED_MODEL)
+    if args.streaming and reads_pydocs:
+        raise UserError(
+            "--streaming reads files or a dataset on the hub, and pydocs is a part of Python: "
+            "leave it out."
+        )
+    if args.simulate_gpus and args.max_steps == 1:
+        raise UserError(
+            "--simulate_gpus needs --max_steps 2 or more: the first step creates Adam's states."
+        )
+
+
+def _is_set(args, flag: str) -> bool:
+    if flag == "no_eval":
+        return not args.eval
+    if flag == "export_dtype":
+        return args.export_dtype != "fp32"
+    value = getattr(args, flag)
+    return bool(value) or value == ""  # --resume without a path
