@@ -88,9 +88,11 @@ from support.model import export
 from support.model import generate as sampling
 from support.model import resolve as models
 from support.model.loss import loss_in_place_of_logits
+from support.report import console_lines, output_dir
 from support.report import metrics_log as metering
 from support.report import profiling as tracing
 from support.report import results as reporting
+from support.report.summary import summarize
 from support.strategies import gradients, requirements
 from support.strategies.deepspeed import OneByOne, configure_deepspeed, quiet
 from support.strategy import STRATEGIES
@@ -724,8 +726,8 @@ def train_one_model(args, ctx: DistContext):
         TrainingError: the run failed.
         Preempted: a rank received a stop signal, and the checkpoint is complete.
     """
-    reporting.say_setup(ctx)
-    folder = reporting.new_output_dir(args, ctx)
+    console_lines.say_setup(ctx)
+    folder = output_dir.new_output_dir(args, ctx)
     results = reporting.open_results(args, ctx, folder)
     target = export.target_of(args, folder, results.before)
     memory_by_phase = memory.MemoryByPhase(ctx.device)
@@ -830,11 +832,11 @@ def train_one_model(args, ctx: DistContext):
         )
 
     results.update(checkpoint_seconds=manager.seconds)
-    results.update(**reporting.summarize(ctx, meter, memory_by_phase, evaluation, args, spec))
-    reporting.say_results(ctx, results.facts, args)
+    results.update(**summarize(ctx, meter, memory_by_phase, evaluation, args, spec))
+    console_lines.say_results(ctx, results.facts, args)
     finalize(model, manager, results, target, args, ctx, spec, meter)
     meter.close(results.facts.get("sample"))
-    ctx.console.print0(f"📁 {reporting.place_of(results.path, ctx)}")
+    ctx.console.print0(f"📁 {console_lines.place_of(results.path, ctx)}")
     return model
 
 

@@ -119,7 +119,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     import fcntl
 
     from support.files import atomic as files
-    from support.report.results import lock_folder
+    from support.report.output_dir import lock_folder
 
     (tmp_path / "x-1").mkdir()
     (tmp_path / "x-1.lock").write_text(json.dumps(files._this_machine()))
@@ -145,7 +145,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 )
 def test_what_has_the_lock_files_name_is_not_touched(tmp_path, how):
     from support.errors import UserError
-    from support.report.results import lock_folder
+    from support.report.output_dir import lock_folder
 
     (tmp_path / "precious").write_text("content")
     how(tmp_path / ".lock")

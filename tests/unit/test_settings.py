@@ -73,7 +73,7 @@ def test_the_split_that_fits_is_the_largest(batch_size):
 def test_results_of_several_machines_name_their_host(nodes, host_is_named):
     from types import SimpleNamespace
 
-    from support.report.results import place_of
+    from support.report.console_lines import place_of
 
     shown = place_of(Path("runs/x/results.json"), SimpleNamespace(nodes=nodes))
     assert shown.startswith("runs/x/results.json") and (platform.node() in shown) == host_is_named

@@ -1,0 +1,82 @@
+"""The output folder of a run and its lock, which keeps a second run out."""
+
+from __future__ import annotations
+
+import platform
+import time
+from pathlib import Path
+
+from support.cluster.context import DistContext
+from support.errors import UserError
+from support.files.atomic import lock
+
+
+def new_output_dir(args, ctx: DistContext) -> Path:
+    """Create the output folder, named by --output_dir or by rank 0, and lock it.
+
+    Raises:
+        UserError: the folder cannot be created, is in use by another run, or is not on a disk that
+            all nodes share although the run writes checkpoints or the export.
+    """
+    name = (
+        args.output_dir
+        or f"runs/{Path(args.model).name}-{args.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    if ctx.is_main:
+        while not args.output_dir and Path(name).exists():  # two runs started in the same second
+            name += "x"
+        try:
+            Path(name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output_dir {name} cannot be created: {error.strerror}.") from error
+        ctx.lock = lock_folder(Path(name))
+    folder = Path(ctx.broadcast_from_rank0(name))
+    if ctx.nodes > 1 and not (args.no_save and args.no_export):
+        check_all_see(folder, ctx)
+    return folder
+
+
+def check_all_see(folder: Path, ctx: DistContext) -> None:
+    """Check that every rank sees the output folder, because each writes its part of a checkpoint.
+
+    All ranks call it at the start, so that the run does not fail hours later at its first save.
+
+    Raises:
+        UserError: some hosts do not see the folder; the message names them.
+    """
+    deadline = time.monotonic() + 10  # NFS shows a new folder with a delay
+    while not (folder / ".lock").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hosts_without_folder = sorted(
+        {
+            host
+            for host in ctx.all_gather("" if (folder / ".lock").exists() else platform.node())
+            if host
+        }
+    )
+    if hosts_without_folder:
+        raise UserError(
+            f"--output_dir {folder} is on no disk that {', '.join(hosts_without_folder)} shares "
+            "with rank 0: name one that all nodes see, or use --no_save --no_export."
+        )
+
+
+def lock_folder(folder: Path):
+    """Lock an output folder against other runs until this process ends.
+
+    Returns:
+        The open file that holds the lock; None on a file system without locks.
+    Raises:
+        UserError: another run holds the lock, or the lock file cannot be used.
+    """
+    try:
+        return lock(folder / ".lock")
+    except BlockingIOError:
+        raise UserError(
+            f"--output_dir {folder} is in use by another run: wait for it, or name another folder."
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {folder}: its lock file .lock cannot be used ({error.strerror}): "
+            "remove it."
+        ) from error
