@@ -47,7 +47,9 @@ from benchmarks.bench import (
     losses_unlike,
 )
 from support.memory import architectures
-from support.memory import estimate as planner
+from support.memory.activations import activation_bytes
+from support.memory.estimate import predict
+from support.memory.workload import Workload
 from support.strategy import STRATEGIES
 
 LOW_PRECISION_TOLERANCE = 0.01  # relative difference of 16-bit losses from fp32 losses
@@ -222,7 +224,7 @@ def too_large_batch(bench: Bench) -> int:
     """
     model, batch = architectures.find_architecture("gpt2"), 1
     memory = bench.machine.gpu_memory
-    while planner.activation_bytes(planner.Workload(model, 1, batch, 1024), "dp") <= memory:
+    while activation_bytes(Workload(model, 1, batch, 1024), "dp") <= memory:
         batch *= 2
     return batch
 
@@ -341,7 +343,7 @@ def check_speed(bench: Bench) -> None:
         return
     model = architectures.find_architecture("gpt2")
     for batch in (4, 32):
-        needed_bytes = planner.predict(planner.Workload(model, 1, batch, 1024), "dp").total
+        needed_bytes = predict(Workload(model, 1, batch, 1024), "dp").total
         if needed_bytes > bench.machine.gpu_memory:
             bench.skip(
                 f"speed, batch {batch}", f"planned {needed_bytes / GB:.0f} GB, more than there is"

@@ -35,7 +35,7 @@ from support.cluster.tuning import available_cores, has_nvidia_gpu
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.files import hub_cache
 from support.memory import advise, architectures
-from support.memory import estimate as planner
+from support.memory.estimate import predict
 from support.redaction import redact
 from support.strategies import requirements
 from support.strategy import STRATEGIES
@@ -393,7 +393,7 @@ def _memory(args, ctx: DistContext) -> Iterator[Line]:
         reason = "the model's config.json is not local, or the configuration file is your own"
         yield Line(OK, "memory", f"{capacity}; not planned, because {reason}")
         return
-    estimate = planner.predict(work, args.strategy)
+    estimate = predict(work, args.strategy)
     text = f"planned {estimate.total / GB:.1f} of {capacity}"
     if limits.host and estimate.host:
         host = estimate.host * limits.ranks_per_node
@@ -401,7 +401,7 @@ def _memory(args, ctx: DistContext) -> Iterator[Line]:
     if limits.hold(estimate):
         yield Line(OK, "memory", text)
     else:
-        flags = [way.flags for way in planner.ways_to_fit(work, args.strategy, limits)]
+        flags = [way.flags for way in advise.remedies(work, args.strategy, limits)]
         remedy = (
             f"it would fit with {' or '.join(flags)}" if flags else "see scripts/plan_memory.py"
         )

@@ -1,7 +1,10 @@
 """Memory of a run: estimated before it starts, and measured while it runs.
 
 architectures  dimensions of a model that determine memory, read from its config.json
-estimate       bytes on each GPU, in host memory and on NVMe for each strategy; what fits
+workload       model, batches, ranks and adapters of a run
+activations    bytes that autograd and the loss keep
+estimate       bytes on each GPU, in host memory and on NVMe for each strategy
+fit            what fits: the simplest strategy, the largest batch or model, the fewest GPUs
 advise         the estimate of this run, and advice if it runs out of memory
 measure        live bytes by category and peak bytes by phase of a run
 """

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 
 import psutil
 
 from support.errors import UserError
-from support.memory import architectures
-from support.memory import estimate as planner
+from support.memory.architectures import Architecture, read_architecture
+from support.memory.estimate import MemoryEstimate, predict
+from support.memory.fit import PREFERENCE, Limits, fitting_split
 from support.memory.measure import memory_limit
+from support.memory.workload import Workload, adapters
+from support.units import GB
+
+ADVISED_SHARE = 0.9  # share of a GPU that advice may fill: peaks are predicted within 10 %
 
 
-def planned_work(args, ctx, model: architectures.Architecture) -> planner.Workload:
-    """Describe this run for the memory estimate (support/memory/estimate.py).
+def planned_work(args, ctx, model: Architecture) -> Workload:
+    """Describe this run for the memory estimate.
 
     Raises:
         UserError: the estimate does not support the run: it uses the user's own DeepSpeed or FSDP
@@ -21,9 +26,10 @@ def planned_work(args, ctx, model: architectures.Architecture) -> planner.Worklo
     """
     if args.ds_config or args.fsdp_config or args.eval_only:
         raise UserError(
-            "The planner knows this project's own DeepSpeed files, FSDP's defaults, and training."
+            "The memory estimate supports training with this project's DeepSpeed files and FSDP's "
+            "defaults only."
         )
-    return planner.Workload(
+    return Workload(
         model,
         ctx.world_size,
         args.batch_size,
@@ -33,17 +39,17 @@ def planned_work(args, ctx, model: architectures.Architecture) -> planner.Worklo
         args.gradient_accumulation_steps,
         ctx.device.type,
         0 if ctx.simulated else None,
-        planner.adapters(model, args.lora_r, args.lora_targets),
+        adapters(model, args.lora_r, args.lora_targets),
         args.fused_gelu,
     )
 
 
-def memory_limits(ctx) -> planner.Limits:
+def memory_limits(ctx) -> Limits:
     """Return the memory limits of this rank's device and of its node, in bytes."""
     ranks = 1 if ctx.simulated else ctx.launch.local_world_size
     if ctx.device.type == "cuda":
-        return planner.Limits(memory_limit(ctx.device), psutil.virtual_memory().total, None, ranks)
-    return planner.Limits(memory_limit(ctx.device) // ranks)  # the ranks share the host's memory
+        return Limits(memory_limit(ctx.device), psutil.virtual_memory().total, None, ranks)
+    return Limits(memory_limit(ctx.device) // ranks)  # the ranks share the host's memory
 
 
 def predicted_bytes(args, ctx, spec) -> dict[str, int] | None:
@@ -54,11 +60,10 @@ def predicted_bytes(args, ctx, spec) -> dict[str, int] | None:
         configuration.
     """
     try:
-        model = architectures.read_architecture(spec.config.to_dict(), args.model)
-        estimate = asdict(planner.predict(planned_work(args, ctx, model), args.strategy))
+        model = read_architecture(spec.config.to_dict(), args.model)
+        return predict(planned_work(args, ctx, model), args.strategy).sizes()
     except UserError:
         return None
-    return {name: size for name, size in estimate.items() if isinstance(size, int)}
 
 
 def ways_to_fit(args, ctx, spec) -> list[str]:
@@ -67,5 +72,67 @@ def ways_to_fit(args, ctx, spec) -> list[str]:
     Raises:
         UserError: the estimate does not support the architecture or the configuration.
     """
-    model = architectures.read_architecture(spec.config.to_dict(), args.model)
-    return planner.describe_ways(planned_work(args, ctx, model), args.strategy, memory_limits(ctx))
+    model = read_architecture(spec.config.to_dict(), args.model)
+    return describe_remedies(planned_work(args, ctx, model), args.strategy, memory_limits(ctx))
+
+
+# ----------------------------------------------------------------------------------------- remedies
+
+
+def with_margin(limits: Limits) -> Limits:
+    """Return the limits for advice, which leave a margin on the GPU."""
+    return replace(limits, gpu=None if limits.gpu is None else int(ADVISED_SHARE * limits.gpu))
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of flags that would make a run fit, with the changed run's memory estimate."""
+
+    flags: str
+    need: MemoryEstimate
+
+
+def remedies(work: Workload, strategy: str, limits: Limits) -> list[Remedy]:
+    """Return the changes that make a run fit with a margin, the smallest change first.
+
+    The candidates are: another strategy with the same batch; a smaller micro-batch with more
+    accumulation; gradient checkpointing; sequences of half the length.
+    """
+    limits, present = with_margin(limits), predict(work, strategy).total
+    candidates = [Remedy(f"--strategy {other}", predict(work, other)) for other in PREFERENCE]
+    candidates = [remedy for remedy in candidates if remedy.need.total < 0.98 * present]
+
+    def add(flags: str, changed: Workload) -> None:
+        candidates.append(Remedy(flags, predict(changed, strategy)))
+
+    split = fitting_split(work, strategy, limits)
+    if split and split.batch_size < work.batch_size:
+        accumulation = f"--gradient_accumulation_steps {split.accumulation}"
+        add(f"--batch_size {split.batch_size} {accumulation}", split)
+    if not work.gradient_checkpointing:
+        add("--gradient_checkpointing", replace(work, gradient_checkpointing=True))
+    if work.seq_length >= 64:
+        half = work.seq_length // 2
+        add(f"--seq_length {half}", replace(work, seq_length=half))
+    return [remedy for remedy in candidates if limits.hold(remedy.need)]
+
+
+def describe_remedies(work: Workload, strategy: str, limits: Limits) -> list[str]:
+    """Return lines of advice with memory estimates, for a run that ran out of memory."""
+    need, capacity = predict(work, strategy), f" of {limits.gpu / GB:.1f}" if limits.gpu else ""
+    estimate = f"Memory estimate for {strategy}: {need.total / GB:.1f}{capacity} GB"
+    if with_margin(limits).hold(need):
+        return [
+            f"{estimate}, which should fit. Check whether another process uses this memory. "
+            "The estimate does not include dropout or a long prompt."
+        ]
+    fitting = remedies(work, strategy, limits)
+    if not fitting:
+        return [
+            f"{estimate}. No single change makes it fit: "
+            "see scripts/plan_memory.py --solve gpus and --solve model."
+        ]
+    return [
+        f"{estimate}. It would fit with one of:",
+        *(f"  {w.flags}: {w.need.total / GB:.1f}{capacity} GB" for w in fitting),
+    ]

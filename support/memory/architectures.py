@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from support.errors import UserError
 from support.files.user_files import read_json, shown
@@ -30,6 +31,18 @@ DEFAULTS = {
 }
 
 
+class Linear(NamedTuple):
+    """Shape of a linear layer."""
+
+    inputs: int
+    outputs: int
+    bias: bool
+
+    def parameters(self) -> list[int]:
+        """Return the elements of its weight and of its bias, if it has one."""
+        return [self.inputs * self.outputs] + [self.outputs] * self.bias
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Dimensions of a decoder-only transformer that determine memory.
@@ -42,7 +55,7 @@ class Architecture:
         tied: the output layer shares the weight of the input embedding.
         activation: of the MLP, by transformers' name.
         qkv_bias, out_bias, mlp_bias: biases on query, key and value; on attention's output; in the
-            MLP (GPT-2 has all).
+            MLP. GPT-2 has all, GPT-NeoX the last one, and with qkv_bias the first two.
         qk_norm, parallel: a norm on query and key; attention and MLP in parallel.
     """
 
@@ -74,23 +87,48 @@ class Architecture:
         """Width of all keys together; less than `query` with grouped-query attention."""
         return self.kv_heads * self.head_dim
 
-    def block(self) -> list[int]:
-        """Return the elements of each parameter of one transformer block, in the model's order."""
+    def linear_layers(self) -> dict[str, Linear]:
+        """Return the linear layers of a transformer block, in the model's order.
+
+        The keys are suffixes of the layers' names in transformers.
+        """
         h, f, q, k = self.hidden, self.intermediate, self.query, self.key
         if self.family == "gpt2":
-            return [h, h, 3 * h * h, 3 * h, h * h, h, h, h, h * f, f, f * h, h]
+            return {
+                "attn.c_attn": Linear(h, 3 * h, True),
+                "attn.c_proj": Linear(h, h, True),
+                "mlp.c_fc": Linear(h, f, True),
+                "mlp.c_proj": Linear(f, h, True),
+            }
         if self.family == "gpt_neox":
-            biases = (3 * h, h) if self.qkv_bias else (0, 0)
-            return [
-                n
-                for n in (h, h, h, h, 3 * h * h, biases[0], h * h, biases[1], h * f, f, f * h, h)
-                if n
-            ]
-        qkv, out = [q, k, k] if self.qkv_bias else [0, 0, 0], h if self.out_bias else 0
-        attention = [q * h, qkv[0], k * h, qkv[1], k * h, qkv[2], q * h, out]
-        norms = [self.head_dim, self.head_dim] if self.qk_norm else []
-        gate, down = (f, h) if self.mlp_bias else (0, 0)
-        return [n for n in (*attention, *norms, h * f, gate, h * f, gate, f * h, down, h, h) if n]
+            return {
+                "attention.query_key_value": Linear(h, 3 * h, self.qkv_bias),
+                "attention.dense": Linear(h, h, self.qkv_bias),
+                "mlp.dense_h_to_4h": Linear(h, f, True),
+                "mlp.dense_4h_to_h": Linear(f, h, True),
+            }
+        return {
+            "self_attn.q_proj": Linear(h, q, self.qkv_bias),
+            "self_attn.k_proj": Linear(h, k, self.qkv_bias),
+            "self_attn.v_proj": Linear(h, k, self.qkv_bias),
+            "self_attn.o_proj": Linear(q, h, self.out_bias),
+            "mlp.gate_proj": Linear(h, f, self.mlp_bias),
+            "mlp.up_proj": Linear(h, f, self.mlp_bias),
+            "mlp.down_proj": Linear(f, h, self.mlp_bias),
+        }
+
+    def block(self) -> list[int]:
+        """Return the elements of each parameter of one transformer block, in the model's order."""
+        attention, mlp = [], []
+        for name, layer in self.linear_layers().items():
+            (mlp if name.startswith("mlp.") else attention).extend(layer.parameters())
+        norm = [self.hidden, self.hidden]  # weight and bias
+        if self.family == "gpt2":
+            return [*norm, *attention, *norm, *mlp]
+        if self.family == "gpt_neox":
+            return [*norm, *norm, *attention, *mlp]
+        head_norms = [self.head_dim, self.head_dim] if self.qk_norm else []
+        return [*attention, *head_norms, *mlp, self.hidden, self.hidden]
 
     def parameters(self) -> list[int]:
         """Return the elements of each parameter, in the model's order."""
@@ -104,36 +142,6 @@ class Architecture:
         """Number of parameters; tied weights count once."""
         return sum(self.parameters())
 
-    def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Return (inputs, outputs) of a transformer block's linear layers, in the model's order.
-
-        The keys are suffixes of the layers' names in transformers.
-        """
-        h, f, q, k = self.hidden, self.intermediate, self.query, self.key
-        if self.family == "gpt2":
-            return {
-                "attn.c_attn": (h, 3 * h),
-                "attn.c_proj": (h, h),
-                "mlp.c_fc": (h, f),
-                "mlp.c_proj": (f, h),
-            }
-        if self.family == "gpt_neox":
-            return {
-                "attention.query_key_value": (h, 3 * h),
-                "attention.dense": (h, h),
-                "mlp.dense_h_to_4h": (h, f),
-                "mlp.dense_4h_to_h": (f, h),
-            }
-        return {
-            "self_attn.q_proj": (h, q),
-            "self_attn.k_proj": (h, k),
-            "self_attn.v_proj": (h, k),
-            "self_attn.o_proj": (q, h),
-            "mlp.gate_proj": (h, f),
-            "mlp.up_proj": (h, f),
-            "mlp.down_proj": (f, h),
-        }
-
     def is_matrix(self, numel: int) -> bool:
         """Return whether a parameter of this size is a matrix (weight decay), no bias or norm."""
         return numel > max(3 * self.hidden, self.intermediate, self.query)
@@ -143,19 +151,10 @@ def gpt2(
     layers: int, heads: int, hidden: int, vocabulary: int = 50257, positions: int = 1024
 ) -> Architecture:
     """Return a GPT-2 architecture of any size."""
+    heads_and_size = (heads, heads, hidden // heads)
     return Architecture(
-        "gpt2",
-        layers,
-        hidden,
-        heads,
-        heads,
-        hidden // heads,
-        4 * hidden,
-        vocabulary,
-        positions,
-        positions,
-        True,
-        "gelu_new",
+        *("gpt2", layers, hidden, *heads_and_size, 4 * hidden, vocabulary),
+        *(positions, positions, True, "gelu_new"),
     )
 
 

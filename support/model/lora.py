@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from support.errors import UserError
+from support.memory.workload import ALL_LINEAR, is_target, target_names
 
 ADAPTER = "default"  # peft's name for a model's only adapter
-ALL_LINEAR = "all-linear"
 
 
 @dataclass
@@ -51,12 +51,9 @@ class Lora:
             return None
         targets = args.lora_targets
         if targets not in (None, ALL_LINEAR):
-            targets = [name.strip() for name in targets.split(",") if name.strip()]
-        base = (
-            str(Path(args.model).expanduser().resolve())
-            if Path(args.model).expanduser().is_dir()
-            else args.model
-        )
+            targets = target_names(targets)
+        folder = Path(args.model).expanduser()
+        base = str(folder.resolve()) if folder.is_dir() else args.model
         return cls(args.lora_r, args.lora_alpha, args.lora_dropout, targets, base, args.seed)
 
     def attach(self, model: nn.Module) -> None:
@@ -72,12 +69,10 @@ class Lora:
         from peft.tuners.lora import LoraLayer
 
         on_meta = next(model.parameters()).is_meta
-        names = self.targets if isinstance(self.targets, list) else []
         layers = [name for name, module in model.named_modules() if _is_linear(module)]
-        if missing := [
-            name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in layers)
-        ]:
-            raise self._no_such_layer(missing[0], layers)
+        for name in self.targets if isinstance(self.targets, list) else []:
+            if not any(is_target(layer, name) for layer in layers):
+                raise _no_such_layer(name, layers)
         weights = Counter(
             id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
         )
@@ -87,7 +82,7 @@ class Lora:
             with torch.device("meta" if on_meta else "cpu"):
                 peft.inject_adapter_in_model(config, model, ADAPTER)
         except ValueError as error:
-            raise self._no_such_layer(self.targets, layers) from error
+            raise _no_such_layer(self.targets, layers) from error
         # peft sets this if the weights are transposed, as GPT-2's are.
         self.settled.fan_in_fan_out = config.fan_in_fan_out
         self.settled.inference_mode = True  # for users who load the adapters
@@ -106,13 +101,6 @@ class Lora:
                 # peft's own initialisation, repeated in fp32: peft rounds A to the model's type.
                 if ".lora_A." in name and not on_meta:
                     nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
-
-    def _no_such_layer(self, name, layers: list[str]) -> UserError:
-        layer_names = ", ".join(sorted({layer.rsplit(".", 1)[-1] for layer in layers}))
-        return UserError(
-            f"--lora_targets {name}: this model has no such linear layer; "
-            f"there are {layer_names}, and {ALL_LINEAR} for all but the output."
-        )
 
     def _config(self, model: nn.Module):
         """Return peft's configuration of these adapters, with the targets resolved."""
@@ -134,6 +122,14 @@ class Lora:
     def describe(self, folder: Path) -> None:
         """Write adapter_config.json in peft's format into an existing folder, after `attach`."""
         self.settled.save_pretrained(folder)
+
+
+def _no_such_layer(name, layers: list[str]) -> UserError:
+    layer_names = ", ".join(sorted({layer.rsplit(".", 1)[-1] for layer in layers}))
+    return UserError(
+        f"--lora_targets {name}: this model has no such linear layer; "
+        f"it has {layer_names}. {ALL_LINEAR} selects all except the output layer."
+    )
 
 
 def _is_linear(module: nn.Module) -> bool:

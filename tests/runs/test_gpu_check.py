@@ -285,12 +285,14 @@ def test_every_check_can_fail(pretend, part, fault, failed):
 @pytest.mark.parametrize("gpu", [12, 80, 180])
 def test_batch_that_is_too_large_is_one_that_the_planner_can_split(tmp_path, gpu):
     from support.memory import architectures
-    from support.memory import estimate as planner
+    from support.memory.advise import describe_remedies
+    from support.memory.fit import Limits
+    from support.memory.workload import Workload
 
     machine = bench.Machine(1, gpu * GB, [])
     batch = gpu_check.too_large_batch(bench.Bench(machine, tmp_path, tmp_path / "r", ["dp"], ""))
-    work = planner.Workload(architectures.find_architecture("gpt2"), 1, batch, 1024)
-    advice = "\n".join(planner.describe_ways(work, "dp", planner.Limits(gpu * GB)))
+    work = Workload(architectures.find_architecture("gpt2"), 1, batch, 1024)
+    advice = "\n".join(describe_remedies(work, "dp", Limits(gpu * GB)))
     flags = gpu_check.ADVICE.search(advice)[1].split()
     assert int(flags[1]) * int(flags[3]) == batch
 

@@ -427,7 +427,11 @@ def test_out_of_memory_says_where_and_what_would_fit(tmp_path):
     assert code == 3 and out.count("❌") == 1 and "Traceback" not in out
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert (results["status"], results["error_kind"]) == ("oom", "out_of_memory")
-    assert "It happened in: forward" in out and "Held by kind" in out and "Planned for dp" in out
+    assert (
+        "It happened in: forward" in out
+        and "Held by kind" in out
+        and "Memory estimate for dp" in out
+    )
     advice = next(
         line
         for line in out.splitlines()
@@ -450,7 +454,7 @@ def test_out_of_memory_is_reported_although_nothing_is_left(script):
         ok=False,
     )
     assert (run.code, run.err.count("❌")) == (3, 1), run.err
-    assert run.results["status"] == "oom" and "Planned for dp" in run.err
+    assert run.results["status"] == "oom" and "Memory estimate for dp" in run.err
 
 
 # ------------------------------------------------------------------------------- shown and recorded

@@ -9,7 +9,7 @@ from conftest import STRATEGIES
 def test_adapters_go_where_peft_puts_them():
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
-    from support.memory.estimate import USUAL_TARGETS
+    from support.memory.workload import USUAL_TARGETS
 
     families = {
         "gpt2": "gpt2",
@@ -66,12 +66,13 @@ LOCKED_BY_DEEPSPEED = 5 * 2 * (LARGEST + 4096) + 4 * 4 * 28_311_552
 )
 def test_cuda_locks_host_memory_in_powers_of_two(strategy, accumulation, on_cpu, with_cuda):
     from support.memory import architectures
-    from support.memory import estimate as planner
+    from support.memory.estimate import predict
+    from support.memory.workload import Workload
 
     def host(device):
         model = architectures.find_architecture("gpt2")
-        work = planner.Workload(model, 1, 4, 512, accumulation=accumulation, device=device)
-        return planner.predict(work, strategy).host
+        work = Workload(model, 1, 4, 512, accumulation=accumulation, device=device)
+        return predict(work, strategy).host
 
     assert (host("cpu"), host("cuda")) == (on_cpu, with_cuda)
 
@@ -79,13 +80,15 @@ def test_cuda_locks_host_memory_in_powers_of_two(strategy, accumulation, on_cpu,
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-xl"])
 def test_every_way_that_is_advised_fits(model):
     from support.memory import architectures
-    from support.memory import estimate as planner
+    from support.memory.advise import remedies
+    from support.memory.fit import Limits
+    from support.memory.workload import Workload
 
     advised = 0
     for gpu, ranks, batch, strategy in itertools.product((3, 8, 24), (1, 4), (2, 6), STRATEGIES):
-        work = planner.Workload(architectures.find_architecture(model), ranks, batch, 512)
-        limits = planner.Limits(gpu << 30, 16 << 30, None, ranks)
-        ways = planner.ways_to_fit(work, strategy, limits)
+        work = Workload(architectures.find_architecture(model), ranks, batch, 512)
+        limits = Limits(gpu << 30, 16 << 30, None, ranks)
+        ways = remedies(work, strategy, limits)
         assert all(limits.hold(way.need) and way.need.total <= 0.9 * limits.gpu for way in ways)
         advised += len(ways)
     assert advised > 20

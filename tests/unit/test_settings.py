@@ -9,6 +9,7 @@ import pytest
 
 from support.cli.ds_config import bucket_sizes
 from support.cli.parse import parse_arguments
+from support.units import GB
 
 
 def test_printed_settings_are_read_back(tmp_path):
@@ -36,37 +37,35 @@ def test_printed_settings_are_read_back(tmp_path):
 
 def test_advice_for_any_batch_is_there_at_once():
     """After an out-of-memory error, where a signal can no longer end the process."""
-    from support.memory import estimate as planner
+    from support.memory.advise import remedies
     from support.memory.architectures import find_architecture
+    from support.memory.fit import Limits
+    from support.memory.workload import Workload
 
     begun = time.monotonic()
-    work = planner.Workload(
-        find_architecture("gpt2"), world_size=1, batch_size=10**12, seq_length=512
-    )
-    ways = planner.ways_to_fit(work, "dp", planner.Limits(16 * planner.GB))
+    work = Workload(find_architecture("gpt2"), world_size=1, batch_size=10**12, seq_length=512)
+    ways = remedies(work, "dp", Limits(16 * GB))
     assert time.monotonic() - begun < 2
     assert any(way.flags.startswith("--batch_size ") for way in ways)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 12, 36, 97, 360])
 def test_the_split_that_fits_is_the_largest(batch_size):
-    from support.memory import estimate as planner
     from support.memory.architectures import find_architecture
+    from support.memory.estimate import predict
+    from support.memory.fit import Limits, fitting_split
+    from support.memory.workload import Workload
 
-    work = planner.Workload(
-        find_architecture("gpt2"), world_size=2, batch_size=batch_size, seq_length=256
-    )
+    work = Workload(find_architecture("gpt2"), world_size=2, batch_size=batch_size, seq_length=256)
     for memory in (3, 6, 9, 20, 60):
-        limits = planner.Limits(memory * planner.GB)
+        limits = Limits(memory * GB)
         splits = [
             replace(work, batch_size=size, accumulation=batch_size // size)
             for size in range(batch_size, 0, -1)
             if batch_size % size == 0
         ]
-        wanted = next(
-            (split for split in splits if limits.hold(planner.predict(split, "zero2"))), None
-        )
-        assert planner.fitting_split(work, "zero2", limits) == wanted
+        wanted = next((split for split in splits if limits.hold(predict(split, "zero2"))), None)
+        assert fitting_split(work, "zero2", limits) == wanted
 
 
 @pytest.mark.parametrize("nodes, host_is_named", [(1, False), (2, True)])

@@ -1,0 +1,147 @@
+"""What fits in a given memory: a strategy, the largest batch or model, the fewest GPUs."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from support.memory.architectures import Architecture, gpt2
+from support.memory.estimate import MemoryEstimate, predict
+from support.memory.workload import Workload, adapters
+
+# The order of recommendation: the first that fits is the simplest and usually the fastest.
+PREFERENCE = ("dp", "zero1", "zero2", "fsdp", "zero3", "offload", "infinity")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Available memory in bytes; None if it is not known, which sets no limit.
+
+    Attributes:
+        gpu: memory of one GPU.
+        host, nvme: of one node, shared by its ranks.
+        ranks_per_node: number of these ranks.
+    """
+
+    gpu: int | None
+    host: int | None = None
+    nvme: int | None = None
+    ranks_per_node: int = 1
+
+    def hold(self, need: MemoryEstimate) -> bool:
+        """Return whether a strategy's memory estimate fits."""
+        return all(
+            available is None or size <= available
+            for size, available in (
+                (need.total, self.gpu),
+                (need.host * self.ranks_per_node, self.host),
+                (need.nvme * self.ranks_per_node, self.nvme),
+            )
+        )
+
+
+def recommend(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Workload]:
+    """Choose the first strategy of PREFERENCE that fits, if necessary with smaller micro-batches.
+
+    Returns:
+        The memory estimate, or None if nothing fits; and the workload, in which gradient
+        accumulation makes up for smaller micro-batches.
+    """
+    for strategy in PREFERENCE:
+        if limits.hold(need := predict(work, strategy)):
+            return need, work
+    for strategy in PREFERENCE:
+        if split := fitting_split(work, strategy, limits):
+            return predict(split, strategy), split
+    return None, work
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number from 1 to `most` for which `fits` is true, or 0.
+
+    `fits` must be true for all smaller numbers if it is true for a number.
+    """
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
+
+
+def largest_batch(work: Workload, strategy: str, limits: Limits) -> int:
+    """Return the number of sequences in the largest micro-batch that fits; 0 if not even one fits.
+
+    Sizes up to 65,536 are tried.
+    """
+    return _largest(
+        lambda size: limits.hold(predict(replace(work, batch_size=size), strategy)), 65536
+    )
+
+
+def fewest_gpus(work: Workload, strategy: str, limits: Limits) -> int | None:
+    """Return the number of GPUs that the model needs at this batch per GPU.
+
+    Tried are all numbers up to 64, then powers of two. None if 4,096 are not enough.
+    """
+    for number in (*range(1, 65), *(2**power for power in range(7, 13))):
+        on_nodes = replace(limits, ranks_per_node=min(limits.ranks_per_node, number))
+        if on_nodes.hold(predict(replace(work, world_size=number), strategy)):
+            return number
+    return None
+
+
+def gpt2_of_width(hidden: int, like: Architecture) -> Architecture:
+    """Return a model of GPT-2's shape with the given width.
+
+    The number of layers grows linearly with the width, as in GPT-2's sizes (12 at 768, 48 at 1600),
+    and continues beyond them. Below 768 it is one layer per 64.
+
+    Args:
+        hidden: width, a multiple of 64.
+        like: its vocabulary is used if it is a GPT-2, and its number of positions if it is not 0.
+    """
+    linear = round(12 + (hidden - 768) * (48 - 12) / (1600 - 768))
+    layers = linear if hidden >= 768 else hidden // 64
+    vocabulary = like.vocabulary if like.family == "gpt2" else 50257
+    return gpt2(layers, hidden // 64, hidden, vocabulary, like.positions or 1024)
+
+
+def largest_gpt2(work: Workload, strategy: str, limits: Limits) -> Architecture | None:
+    """Return the largest model of GPT-2's shape that fits, with a width that is a multiple of 64.
+
+    With adapters, a model of another family is replaced by a GPT-2 with GPT-2's default targets.
+    None if a width of 64 does not fit. The largest width that is tried is 65,536.
+    """
+    if work.lora and work.model.family != "gpt2":
+        work = replace(work, lora=adapters(gpt2_of_width(768, work.model), work.lora.r, None))
+
+    def fits(heads: int) -> bool:
+        model = gpt2_of_width(64 * heads, work.model)
+        return limits.hold(predict(replace(work, model=model), strategy))
+
+    heads = _largest(fits, 1024)
+    return gpt2_of_width(64 * heads, work.model) if heads else None
+
+
+def fitting_split(work: Workload, strategy: str, limits: Limits) -> Workload | None:
+    """Return the same step in the largest micro-batches that fit.
+
+    None if not even micro-batches of one sequence fit.
+    """
+
+    def split(size: int) -> Workload:
+        accumulation = work.accumulation * work.batch_size // size
+        return replace(work, batch_size=size, accumulation=accumulation)
+
+    def fits(size: int) -> bool:
+        return limits.hold(predict(split(size), strategy))
+
+    if fits(work.batch_size):  # without accumulation, it may need less than half of it
+        return work
+    sizes = divisors(work.batch_size)
+    first_too_large = bisect_left(sizes, True, key=lambda size: not fits(size))
+    return split(sizes[first_too_large - 1]) if first_too_large else None
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number in ascending order."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]

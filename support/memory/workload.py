@@ -1,0 +1,138 @@
+"""The workload of a run, as far as its memory depends on it: model, batches, ranks and adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from support.errors import UserError
+from support.memory.architectures import Architecture
+from support.strategy import STRATEGIES
+
+# Default targets of adapters, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
+USUAL_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value", "llama": "q_proj,v_proj"}
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA adapters on some linear layers of each transformer block.
+
+    Attributes:
+        r: rank of the adapters.
+        layers: the layers, as in Architecture.linear_layers.
+    """
+
+    r: int
+    layers: tuple[str, ...]
+
+    def of_block(self, model: Architecture) -> list[int]:
+        """Return the elements of A and B of each adapted layer of a transformer block."""
+        shapes = [model.linear_layers()[layer] for layer in self.layers]
+        return [self.r * width for shape in shapes for width in (shape.inputs, shape.outputs)]
+
+
+def target_names(targets: str) -> list[str]:
+    """Return the suffixes of layers' names that --lora_targets lists."""
+    return [name.strip() for name in targets.split(",") if name.strip()]
+
+
+def is_target(layer: str, name: str) -> bool:
+    """Return whether a name of --lora_targets is the end of a layer's path."""
+    return f".{layer}".endswith(f".{name}")
+
+
+def adapters(model: Architecture, r: int | None, targets: str | None) -> Adapters | None:
+    """Return the adapters that --lora_r and --lora_targets request; None without --lora_r.
+
+    Raises:
+        UserError: a target is not one of the linear layers of a transformer block.
+    """
+    if r is None:
+        return None
+    layers = tuple(model.linear_layers())
+    if targets == ALL_LINEAR:
+        return Adapters(r, layers)
+    names = target_names(targets or USUAL_TARGETS[model.family])
+    for name in names:
+        if not any(is_target(layer, name) for layer in layers):
+            raise UserError(
+                f"--lora_targets {name}: the memory estimate supports {', '.join(layers)}, "
+                f"and {ALL_LINEAR}."
+            )
+    return Adapters(
+        r, tuple(layer for layer in layers if any(is_target(layer, name) for name in names))
+    )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Workload of a run: the model, its batches and the number of ranks.
+
+    Attributes:
+        model: its architecture.
+        world_size: number of ranks, one per GPU.
+        batch_size, seq_length: sequences in one micro-batch, and tokens in each.
+        precision: "fp32", "bf16" or "fp16".
+        gradient_checkpointing: keep only the inputs of the transformer blocks for backward.
+        accumulation: micro-batches per optimizer step.
+        device: "cuda", or "cpu" for a simulation on a CPU (the rules of autocast differ).
+        rank: the rank to estimate; None: the one that needs the most memory.
+        lora: adapters on frozen weights; None: all parameters are trained.
+        fused_gelu: one kernel computes GPT-2's activation.
+    """
+
+    model: Architecture
+    world_size: int
+    batch_size: int = 4
+    seq_length: int = 512
+    precision: str = "bf16"
+    gradient_checkpointing: bool = False
+    accumulation: int = 1
+    device: str = "cuda"
+    rank: int | None = None
+    lora: Adapters | None = None
+    fused_gelu: bool = True
+
+    @property
+    def trained(self) -> list[int]:
+        """Elements of each trained parameter, in the model's order."""
+        if self.lora is None:
+            return self.model.parameters()
+        return self.model.layers * self.lora.of_block(self.model)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter, in the model's order, then of the adapters."""
+        return self.model.parameters() + ([] if self.lora is None else self.trained)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one micro-batch."""
+        return self.batch_size * self.seq_length
+
+    @property
+    def item(self) -> int:
+        """Bytes per element in computations."""
+        return 4 if self.precision == "fp32" else 2
+
+    def autocast(self, strategy: str) -> bool:
+        """Return whether weights are fp32 and computations 16-bit: always for dp, in fp16 for fsdp.
+
+        In all other 16-bit runs DeepSpeed or FSDP2 converts the weights.
+        """
+        in_16_bit_under = {"ddp": ("bf16", "fp16"), "fsdp": ("fp16",), "deepspeed": ()}
+        return self.precision in in_16_bit_under[STRATEGIES[strategy].engine]
+
+    def stream(self, strategy: str) -> int:
+        """Return the bytes per element of the residual stream: it is fp32 under autocast."""
+        return 4 if self.autocast(strategy) else self.item
+
+    def saves(self, layer: str, strategy: str) -> bool:
+        """Return whether autograd saves a linear layer's input.
+
+        Only the gradient of the layer's own weights needs it. DeepSpeed's stage 3 replaces
+        torch.nn.Linear by a version that always saves its input; GPT-2 has no such layer except its
+        output layer.
+        """
+        own_linear = STRATEGIES[strategy].stage == 3 and self.model.family != "gpt2"
+        return self.lora is None or layer in self.lora.layers or own_linear
