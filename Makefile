@@ -11,7 +11,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-# Without an NVIDIA GPU, a CPU build of torch is taken where pip's own configuration offers one; it is much smaller.
+# Without an NVIDIA GPU, a CPU build of torch is installed if pip's own configuration offers one; it is much smaller.
 TORCH_PIN := $(shell grep -E '^torch==' constraints.txt)
 CPU_ONLY  := $(shell test -e /dev/nvidiactl || test -e /dev/dxg || echo yes)
 
@@ -37,12 +37,12 @@ endif
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
-	@echo "== Installing what the tests need"
+	@echo "== Installing the dependencies of the tests"
 	$(BIN)/python -m pip install -q -r requirements-dev.txt $(if $(TORCH),,-c constraints.txt)
 	@touch $@
 
 demo: setup
-	@echo "== Comparing the strategies on the embedded model (2 to 4 minutes; the first time DeepSpeed compiles for some more)"
+	@echo "== Comparing the strategies on the embedded model (2 to 4 minutes, and some more the first time, to compile DeepSpeed's ops)"
 	PYTHON=$(BIN)/python bash compare_strategies.sh
 
 lint: setup-dev

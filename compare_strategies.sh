@@ -6,22 +6,22 @@
 #   bash compare_strategies.sh gpt2 --batch_size 8 --precision fp32
 #
 # bash compare_strategies.sh [MODEL] [arguments]        MODEL: tiny-gpt2 (default), or any other --model
-# The arguments are passed on to real_model_example.py, the same for every strategy. Without --max_steps, --epochs or
-# --num_samples among them a run has 40 steps (tiny-gpt2) or 30 (any other model). Environment variables:
+# The arguments are passed to real_model_example.py, the same for every strategy. Without --max_steps, --epochs or
+# --num_samples a run has 40 steps (tiny-gpt2) or 30 (any other model). Environment variables:
 #
-#   STRATEGIES="dp zero2"   only these (default: dp zero1 zero2 zero3 offload infinity fsdp)
+#   STRATEGIES="dp zero2"   the strategies to compare (default: dp zero1 zero2 zero3 offload infinity fsdp)
 #   NUM_GPUS=4              ranks (default: all visible GPUs; on a CPU 2 processes)
 #   SIMULATE_GPUS=4         no training: the memory of rank 0 of 4 under each strategy, on one GPU or the CPU
-#   REPEATS=3               run each strategy so often, in turn: medians and spread (default: 1)
-#   TIMEOUT=1800            seconds for one run, the first compilation of DeepSpeed's parts included (default: 1800)
-#   CONTROL=0               leave out the control: dp with a 10% higher learning rate, which shows whether the losses of
-#                           this comparison would tell a strategy that trains a little differently (default: 1)
+#   REPEATS=3               runs of each strategy, in turn: medians and spread (default: 1)
+#   TIMEOUT=1800            seconds for one run, including the first compilation of DeepSpeed's ops (default: 1800)
+#   CONTROL=0               leave out the control: dp with a 10% higher learning rate, which shows whether the
+#                           comparison would detect a strategy that trains slightly differently (default: 1)
 #   RESUME=1                keep the completed runs of the same comparison, run only what is missing
-#   PYTHON=python3.12       interpreter (default: the active environment's, else .venv's beside this file)
+#   PYTHON=python3.12       interpreter (default: the active environment's, else .venv in this folder)
 #
 # Runs are kept under comparison_runs/<MODEL>/<strategy>/<repeat>/ (log.txt, results.json, metrics.jsonl); the report is
-# comparison_results_<MODEL>.txt, .json, .md and .png. Exit code: 0, 1 if a loss curve departs or a strategy failed, 2 for
-# wrong usage, 130 after Ctrl-C, with the report on what had completed.
+# comparison_results_<MODEL>.txt, .json, .md and .png. Exit code: 0, 1 if a loss curve differs or a strategy failed, 2 for
+# wrong usage, 130 after Ctrl-C, with the report of the completed runs.
 set -euo pipefail
 
 project=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -41,7 +41,7 @@ usage() {
     exit 0
 }
 
-# ------------------------------------------------------------------------------------------ what is asked for
+# ------------------------------------------------------------------------------------------ arguments and settings
 
 model=tiny-gpt2
 case "${1-}" in
@@ -57,7 +57,7 @@ for argument in "$@"; do
         -h | --help) usage ;;
         --model | --model_name | --model_name_or_path | --strategy | --use_deepspeed | --use_fsdp | --output_dir | --overwrite | \
             --ds_config | --deepspeed | --deepspeed_config | --eval_only | --check | --prefetch | --print_config)
-            die "$flag is not for a comparison: it trains the same under every strategy (MODEL comes first, STRATEGIES=\"…\" chooses)." ;;
+            die "$flag is not for a comparison, which sets it or trains the same under every strategy (name MODEL first, and strategies with STRATEGIES=\"…\")." ;;
         --max_steps | --epochs | --num_epochs | --num_train_epochs | --num_samples | --data_size) cap_steps=no ;;
     esac
 done
@@ -74,7 +74,7 @@ done
 for name in RESUME CONTROL; do
     [[ ${!name-0} == [01] ]] || die "$name=${!name} must be 0 or 1."
 done
-[[ $model == *[^./]* ]] || die "MODEL is $model: name a model, or a folder by its own name."
+[[ $model == *[^./]* ]] || die "MODEL is $model: use the name of a model or of a folder."
 command -v timeout > /dev/null || die "timeout is missing: apt install coreutils (brew install coreutils on a Mac)."
 for name in NUM_GPUS SIMULATE_GPUS REPEATS TIMEOUT; do
     [[ ! -v $name || ${!name} =~ ^[1-9][0-9]{0,5}$ ]] || die "$name=${!name} must be a whole number from 1 to 999999."
@@ -101,11 +101,11 @@ gpus = torch.cuda.device_count()
 print(gpus)
 print("device", hardware(torch.device("cuda" if gpus else "cpu"))["gpu" if gpus else "cpu"])
 print("cores", hardware(torch.device("cpu"))["cores"], "versions", versions())') ||
-    die "A package is missing: make setup installs all into .venv (then set PYTHON=.venv/bin/python if another environment is active); or pip install -r requirements.txt."
+    die "A package is missing: make setup installs all packages into .venv (then set PYTHON=.venv/bin/python if another environment is active); or pip install -r requirements.txt."
 gpus=${facts%%$'\n'*}
 ranks=${NUM_GPUS:-$((gpus > 0 ? gpus : 2))}
 [[ -z ${SIMULATE_GPUS-} ]] || ranks=1
-((gpus == 0 || ranks <= gpus)) || die "NUM_GPUS=$ranks, but only $gpus GPU(s) are visible: ask for fewer, or check CUDA_VISIBLE_DEVICES."
+((gpus == 0 || ranks <= gpus)) || die "NUM_GPUS=$ranks, but only $gpus GPU(s) are visible: use fewer, or check CUDA_VISIBLE_DEVICES."
 
 # Dropout off: it would draw other numbers for each strategy, and the losses could not be compared.
 arguments=(--dropout 0 --no_eval --no_save --no_export)
@@ -118,12 +118,12 @@ elif [[ $cap_steps == yes ]]; then
     arguments+=(--max_steps "$cap")
 fi
 arguments+=("$@")
-# Wrong arguments would fail every run alike, so the script is asked once; as infinity, if it is among them, because that
+# Invalid arguments would fail in every run, so the script checks them once; with infinity if it is compared, because that
 # strategy uses every flag.
-asked=${strategies[0]}
-[[ $named != *" infinity "* ]] || asked=infinity
+checked=${strategies[0]}
+[[ $named != *" infinity "* ]] || checked=infinity
 in_project 'from support import startup; startup.start(sys.argv[1:])' \
-    --model "$model" --strategy "$asked" "${arguments[@]}" || exit 2
+    --model "$model" --strategy "$checked" "${arguments[@]}" || exit 2
 
 # ------------------------------------------------------------------------------------------ the folder of this comparison
 
@@ -142,7 +142,7 @@ fi
 if [[ ${RESUME-} == 1 && -f $runs/configuration.txt ]]; then
     difference=$(diff <(cat "$runs/configuration.txt") <(printf '%s\n' "$configuration") | grep '^[<>]' | tr '\n' ' ') ||
         true
-    [[ -z $difference ]] || die "RESUME=1, but $runs holds another comparison (< there, > asked for now): ${difference}Repeat that one's arguments, or leave RESUME out to start anew."
+    [[ -z $difference ]] || die "RESUME=1, but $runs holds another comparison (< there, > requested now): ${difference}Use the same settings, or leave RESUME out to start again."
 elif [[ -e $runs ]]; then
     rm -rf "$runs.previous" && mv "$runs" "$runs.previous" # one generation is kept, in case this was a slip
 fi
@@ -156,13 +156,13 @@ printf '%s\n' "${strategies[@]}" > "$runs/planned.txt"
 running="" scratch="" interrupted=0
 trap '' PIPE # compare_strategies.sh | head
 
-# The run in progress is asked to end, and at a second signal killed; run_once waits until it has ended.
+# Terminate the current run, and kill it at a second signal; run_once waits until it has exited.
 # shellcheck disable=SC2329 # the traps below call it
 stop() { # $1: exit code
     local signal=TERM
     [[ $interrupted == 0 ]] || signal=KILL
     interrupted=$1
-    [[ $1 != 129 ]] || exec > /dev/null 2>&1 # the terminal has gone, and writing to it would end this script
+    [[ $1 != 129 ]] || exec > /dev/null 2>&1 # the terminal was closed, and writing to it would end this script
     [[ -z $running ]] || kill -"$signal" "$running" 2> /dev/null || true
 }
 trap 'stop 129' HUP
@@ -196,7 +196,7 @@ run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments f
     # timeout gives the run a process group of its own, out of reach of the terminal's Ctrl-C, which is for this script.
     COMPARISON_RUN=$mark TMPDIR=$scratch timeout --kill-after=10 "$limit" "${command[@]}" > "$folder/log.txt" 2>&1 9>&- &
     running=$!
-    [[ $interrupted == 0 ]] || kill -TERM "$running" 2> /dev/null || true # the signal came while it was being started
+    [[ $interrupted == 0 ]] || kill -TERM "$running" 2> /dev/null || true # the signal arrived while the run was being started
     while kill -0 "$running" 2> /dev/null; do # a signal to this script ends `wait` early
         code=0 && wait "$running" || code=$?
     done
@@ -245,7 +245,7 @@ control=${CONTROL-1}
 total=$((repeats * ${#strategies[@]} + control))
 doing="Comparing ${strategies[*]}"
 [[ -z ${SIMULATE_GPUS-} ]] || doing="Simulating the memory of ${SIMULATE_GPUS} ranks under ${strategies[*]}"
-say '%s\n' "$doing on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The first use of a DeepSpeed strategy on a machine compiles for some minutes. What a run prints is in $runs/STRATEGY/1/log.txt."
+say '%s\n' "$doing on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The first use of a DeepSpeed strategy on a machine compiles for some minutes. The output of a run is in $runs/STRATEGY/1/log.txt."
 for ((repeat = 1; repeat <= repeats; repeat++)); do # in turn, so that a machine that slows down does so for all
     for strategy in "${strategies[@]}"; do
         run_and_say "$strategy" "$repeat" --strategy "$strategy"

@@ -22,7 +22,8 @@ from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABU
 NO_DIGEST = "sha256:" + 64 * "0"
 DIGEST_LINE = r'^(# |  "_digest": ")sha256:[0-9a-f]{64}'
 DIGEST_OF_SCRIPTS = (
-    f"# {NO_DIGEST}\n# is this file's digest: without an edit the generator replaces it."
+    f"# {NO_DIGEST}\n"
+    "# is this file's digest. The generator replaces the file only if it was not edited."
 )
 CHANGES_OF_DIRECTION = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 HOST = r"[A-Za-z0-9._:%\[\]-]+"
@@ -46,7 +47,7 @@ def check_values(args) -> None:
             if reverses or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
                 raise UserError(
                     f"--{name} {str(value)!r} contains the character U+{ord(character):04X}, "
-                    "which a script cannot hold: leave it out."
+                    "which a script cannot contain: remove it."
                 )
 
 
@@ -87,14 +88,14 @@ def deepspeed_config(args) -> dict:
         UserError: flags contradict each other, or the model is unknown.
     """
     if args.bf16 and args.fp16:
-        raise UserError("--bf16 and --fp16 cannot both hold: leave one out.")
+        raise UserError("--bf16 and --fp16 exclude each other: leave one out.")
     if (args.offload_param or args.nvme_path) and args.zero_stage != 3:
         raise UserError(
             f"--{'offload_param' if args.offload_param else 'nvme_path'} needs --zero_stage 3."
         )
     if args.nvme_path and not (args.offload_optimizer or args.offload_param):
         raise UserError(
-            "--nvme_path says where, but not what: "
+            "--nvme_path has no effect without something to offload: "
             "add --offload_optimizer, --offload_param, or both."
         )
     if args.offload_param and not args.offload_optimizer:
@@ -240,7 +241,9 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
                 f"--hosts {path}, line {number}: after the host name only slots=N can follow."
             )
         if host in hosts:
-            raise UserError(f"--hosts {path}, line {number}: {host} is there twice: leave one out.")
+            raise UserError(
+                f"--hosts {path}, line {number}: {host} is listed twice: remove one line."
+            )
         hosts[host] = None
         slots |= {int(slots_match[1])} if slots_match else set()
     if not hosts:
@@ -279,7 +282,7 @@ def launch_script(args, made_by: str) -> str:
     if nodes > 1 and not hosts and args.master_addr == "127.0.0.1":
         raise UserError(
             "--num_nodes above 1 needs --master_addr, "
-            "the first machine as the others see it; or --hosts."
+            "the address at which the other nodes reach the first one; or --hosts."
         )
     if not re.fullmatch(HOST, args.master_addr) or args.master_addr.startswith("-"):
         raise UserError(f"--master_addr {args.master_addr!r} is not a host name or address.")
@@ -327,7 +330,7 @@ def slurm_job(args, made_by: str) -> str:
         if getattr(args, flag) and not re.fullmatch(
             r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", getattr(args, flag)
         ):
-            raise UserError(f"--{flag} {getattr(args, flag)!r} is not a name that Slurm knows.")
+            raise UserError(f"--{flag} {getattr(args, flag)!r} is not a valid name in Slurm.")
     gpus = args.num_gpus_per_node or 1
     values = {
         "NODES": args.num_nodes,

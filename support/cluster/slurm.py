@@ -15,12 +15,12 @@ from textwrap import indent
 TEMPLATES = Path(__file__).parent / "templates"
 REQUEUE_LINES = [
     "#SBATCH --requeue",
-    "#SBATCH --open-mode=append                # one log for all turns",
+    "#SBATCH --open-mode=append                # one log for all starts",
     "#SBATCH --signal=USR1@120                 "
-    "# EDIT: seconds for the step that runs, and the save",
+    "# EDIT: seconds for the current step and the checkpoint",
 ]
 SITE_LINES = [
-    "##SBATCH --partition=gpu                # EDIT: one # less where your site wants it",
+    "##SBATCH --partition=gpu                # EDIT: remove one # if your site requires it",
     "##SBATCH --account=my-project           # EDIT",
 ]
 
@@ -114,49 +114,44 @@ def output_dir(argv: list[str]) -> str:
 
 def examples() -> dict[str, str]:
     """Return the example batch scripts of the folder slurm/ as {file name: text}."""
-    several_nodes = {"NODES": 2}
     tasks_per_gpu = {"NODES": 2, "TASKS": 4, "CPUS": 2}
     rows = [
         (
-            "train_single_node.slurm",
-            "One node, a launcher that starts a rank for each of its GPUs.",
+            "train_single_node",
+            "One node: torchrun starts one rank per GPU.",
             "job_torchrun_one_node",
             {},
         ),
         (
-            "train_multi_node.slurm",
-            "Several nodes: torchrun once on each, ranks for all GPUs.",
+            "train_multi_node",
+            "Several nodes: torchrun, once on each node, starts one rank per GPU.",
             "job_torchrun",
-            several_nodes,
+            {"NODES": 2},
         ),
+        ("train_srun", "One Slurm task per GPU, without a launcher.", "job_srun", tasks_per_gpu),
         (
-            "train_srun.slurm",
-            "One Slurm task for each GPU, and no launcher.",
-            "job_srun",
-            tasks_per_gpu,
-        ),
-        (
-            "train_requeue.slurm",
-            "A run longer than a job may be: saved before the time limit or on preemption, "
-            "requeued, resumed by itself.",
+            "train_requeue",
+            "A run longer than a job's time limit: it is saved before the limit or on preemption,\n"
+            "requeued and resumed.",
             "job_requeue",
             {**tasks_per_gpu, "sbatch": [*REQUEUE_LINES, *SITE_LINES], "arguments": " --resume"},
         ),
     ]
     texts = {}
-    for file, summary, template, values in rows:
+    for name, summary, template, values in rows:
         about = (
-            f"{summary}\n\n    sbatch slurm/{file}      # the embedded model\n"
-            f"    sbatch slurm/{file} --model gpt2 --strategy zero2"
-            "      # further arguments are the script's"
+            f"{summary}\nFurther arguments are those of real_model_example.py.\n\n"
+            f"    sbatch slurm/{name}.slurm      # the embedded model\n"
+            f"    sbatch slurm/{name}.slurm --model gpt2 --strategy zero2"
         )
-        texts[file] = batch_script(template, about, **{"sbatch": SITE_LINES, **values})
+        text = batch_script(template, about, **{"sbatch": SITE_LINES, **values})
+        texts[f"{name}.slurm"] = text
     texts["compare.slurm"] = batch_script(
         "job_compare",
-        "Compare all strategies on one node; tables and figure go to the folder of sbatch.\n\n"
-        "    sbatch slurm/compare.slurm                              # the embedded model\n"
-        "    sbatch slurm/compare.slurm gpt2-medium --batch_size 2"
-        "   # further arguments are compare_strategies.sh's",
+        "Compare all strategies on one node; tables and figure are written to the folder of sbatch.\n"
+        "Further arguments are those of compare_strategies.sh.\n\n"
+        "    sbatch slurm/compare.slurm      # the embedded model\n"
+        "    sbatch slurm/compare.slurm gpt2-medium --batch_size 2",
         SITE_LINES,
         NAME="compare",
     )

@@ -190,7 +190,7 @@ def test_a_name_that_is_only_unusual(generate, stubs, tmp_path, name):
             and None
         ),
         (*LAUNCHER, "--hosts", "hosts"),
-        says="line 200001: n7 is there twice",
+        says="line 200001: n7 is listed twice",
     ),
     Attack("a folder as run file", args=("launcher", "--config", "."), says="no such file"),
     Attack("no name of a run file", args=("launcher", "--config="), says="no such file"),
@@ -207,10 +207,10 @@ def test_a_name_that_is_only_unusual(generate, stubs, tmp_path, name):
         says="cannot be written",
     ),
     Attack(
-        "a host that is there twice",
+        "a host that is listed twice",
         lambda folder: (folder / "hosts").write_text("a\nb\na\n") and None,
         (*LAUNCHER, "--hosts", "hosts"),
-        says="line 3: a is there twice",
+        says="line 3: a is listed twice",
     ),
     Attack(
         "slots that differ",
