@@ -76,7 +76,8 @@ class ExampleFile:
     Attributes:
         folder, split, dtype: `<split>.bin` holds the ids of all examples, `<split>.learned.bin` one
             byte per token, 1 for a valid token (one that the loss counts), and `<split>.rows.bin`
-            two int64 per example: its end in `<split>.bin`, and the index of its first valid token.
+            two int64 per example: its end in `<split>.bin`, and the index of its first target, a
+            valid token other than the first token of the sequence.
         seq_length: maximum number of tokens in a sequence.
         rows: numbers of the examples that belong to this split.
         fixed: always pad to seq_length, because each new length needs another compilation.
@@ -232,8 +233,7 @@ def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile
     if split["kind"] in ("chat", "pair"):
         table = np.fromfile(f"{folder}/{name}.rows.bin", dtype=np.int64).reshape(-1, 2)
         lengths = np.diff(table[:, 0], prepend=0)
-        # A valid token must remain after truncation; the first token of a sequence has no target.
-        usable = np.maximum(table[:, 1], 1) < np.minimum(lengths, length)
+        usable = table[:, 1] < np.minimum(lengths, length)  # a target remains after truncation
         counts["truncated"], counts["skipped"] = (
             int((usable & (lengths > length)).sum()),
             int((~usable).sum()),

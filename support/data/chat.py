@@ -16,11 +16,11 @@ from support.data.sources import BadRow, Example
 from support.errors import UserError
 
 # For tokenizers without a chat template, such as GPT-2's: plain headings, and the end-of-text token
-# after each answer.
+# (if the tokenizer has one) after each answer.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}### Assistant:\n"
-    "{{ message['content'] + eos_token }}\n\n"
+    "{{ message['content'] }}{{ eos_token }}\n\n"
     "{% else %}### {{ message['role'] | capitalize }}:\n{{ message['content'] }}\n\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}### Assistant:\n{% endif %}"

@@ -24,7 +24,7 @@ from support.errors import UserError
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
 
-CACHE_VERSION = 5  # increase it when the layout of the cache or the tokenization changes
+CACHE_VERSION = 6  # increase it when the layout of the cache or the tokenization changes
 BATCH_EXAMPLES = 256
 BAD_ROWS = "bad_rows.json"  # file in a folder of the cache
 SHOWN_BAD_ROWS = 10
@@ -321,7 +321,8 @@ def _write_examples(
                 row[0].astype(dtype).tofile(ids)
                 row[1].astype(np.uint8).tofile(learned)
                 end += len(row[0])
-                np.array([end, row[1].argmax()], dtype=np.int64).tofile(rows)
+                first_target = 1 + row[1][1:].argmax()  # the first token has no target
+                np.array([end, first_target], dtype=np.int64).tofile(rows)
             advance(sum(len(example.as_json()) for example in batch))
     return end
 

@@ -1,15 +1,21 @@
 """Which files of a folder are data, where the cache is, and bad rows of a stream."""
 
 import errno
+import json
 import os
 import time
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from tokenizer_zoo import tokenizer_of
 
-from support.data.sources import BadRow
+from support.data.batches import IGNORED, open_split
+from support.data.sources import BadRow, open_source
 from support.data.streaming import Place, Stream
+from support.data.tokenize import tokenize_once
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.folders import files_of
@@ -51,6 +57,40 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
     arrive()
     assert "line 7" in stream.progress()["bad"] and len(stream.progress()["bad"]) == 120_002
     assert [len(fresh) for _, fresh in sent] == [120_000, 0, 1, 0] and len(lines) < 20
+
+
+def tokenized(tokenizer, folder, conversations):
+    """A tokenized corpus of conversations, given as lists of (role, content)."""
+    rows = [
+        {"messages": [{"role": role, "content": content} for role, content in turns]}
+        for turns in conversations
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(str(folder / "chat.jsonl"), None, None, None)
+    return tokenize_once(source, tokenizer, Cache(folder, [], print), lambda n: None, 0)
+
+
+def test_an_example_without_a_target_in_the_sequence_is_skipped(tmp_path):
+    """The first token of a sequence is not predicted, so it does not count as a target."""
+    tokenizer = copy(tokenizer_of("gpt2"))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    late = [("assistant", "a"), ("user", " and" * 50), ("assistant", "late")]
+    early = [("assistant", "a long answer"), ("user", " and" * 50)]
+    prepared = tokenized(tokenizer, tmp_path, [late, early])
+    args = SimpleNamespace(seq_length=16, compile=False, simulate_gpus=None)
+    file, facts = open_split(prepared, "train", args)
+    assert (facts["blocks"], facts["skipped"], facts["truncated"]) == (1, 1, 1)
+    assert (file.read(np.arange(1))[1][:, 1:] != IGNORED).any()
+
+
+def test_the_plain_template_without_an_end_of_text_token(tmp_path):
+    tokenizer = copy(tokenizer_of("gpt2"))
+    tokenizer.eos_token, tokenizer.chat_template = None, None
+    prepared = tokenized(tokenizer, tmp_path, [[("user", "fox?"), ("assistant", "dog")]])
+    args = SimpleNamespace(seq_length=64, compile=False, simulate_gpus=None)
+    inputs, labels = open_split(prepared, "train", args)[0].read(np.arange(1))
+    learned = inputs[0][labels[0] != IGNORED]
+    assert "".join(tokenizer.convert_ids_to_tokens(learned)) == "dog"
 
 
 PLACES = {
