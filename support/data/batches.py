@@ -54,17 +54,24 @@ class TokenFile:
             Two int64 tensors of shape [len(indices), seq_length].
         """
         stream = np.memmap(self.path, dtype=self.dtype, mode="r")
-        rows = np.empty((len(indices), self.seq_length), dtype=np.int64)
-        for row, start in zip(
-            rows, (self.first + np.asarray(indices, dtype=np.int64)) * self.seq_length, strict=True
-        ):
+        inputs = torch.empty(len(indices), self.seq_length, dtype=torch.int64)
+        for row, index in zip(inputs.numpy(), indices, strict=True):
+            start = (self.first + int(index)) * self.seq_length
             row[:] = stream[start : start + self.seq_length]
-        inputs = torch.from_numpy(rows)
         return inputs, inputs.clone()
 
     def tokens(self, indices: np.ndarray) -> int:
         """Return the number of tokens in these sequences."""
         return len(indices) * self.seq_length
+
+    def take(self, count: int) -> TokenFile:
+        """Return the first `count` sequences."""
+        return replace(self, num_sequences=min(count, self.num_sequences))
+
+    def hold_out(self, count: int) -> tuple[TokenFile, TokenFile]:
+        """Return all sequences but the last `count`, and these."""
+        kept = self.num_sequences - count
+        return self.take(kept), replace(self, first=self.first + kept, num_sequences=count)
 
 
 @dataclass(frozen=True)
@@ -97,9 +104,8 @@ class ExampleFile:
 
     def _bounds(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the start of each example in the file, and how many of its tokens are read."""
-        ends = np.memmap(f"{self.folder}/{self.split}.rows.bin", dtype=np.int64, mode="r").reshape(
-            -1, 2
-        )[:, 0]
+        table = np.memmap(f"{self.folder}/{self.split}.rows.bin", dtype=np.int64, mode="r")
+        ends = table[::2]
         rows = self.rows[np.asarray(indices, dtype=np.int64)]
         starts = np.where(rows > 0, ends[rows - 1], 0)
         return starts, np.minimum(ends[rows] - starts, self.seq_length)
@@ -115,19 +121,29 @@ class ExampleFile:
         """
         ids = np.memmap(f"{self.folder}/{self.split}.bin", dtype=self.dtype, mode="r")
         learned = np.memmap(f"{self.folder}/{self.split}.learned.bin", dtype=np.uint8, mode="r")
-        parts = [
-            slice(start, start + length)
-            for start, length in zip(*self._bounds(indices), strict=True)
-        ]
-        rows = [
-            (ids[part], np.where(learned[part], ids[part].astype(np.int64), IGNORED))
-            for part in parts
-        ]
+        rows = []
+        for start, length in zip(*self._bounds(indices), strict=True):
+            part = slice(start, start + length)
+            targets = np.where(learned[part], ids[part].astype(np.int64), IGNORED)
+            rows.append((ids[part], targets))
         return stack_examples(rows, self.seq_length, self.fixed)
 
     def tokens(self, indices: np.ndarray) -> int:
         """Return the number of tokens in these examples, without padding."""
         return int(self._bounds(indices)[1].sum())
+
+    def take(self, count: int) -> ExampleFile:
+        """Return the first `count` examples."""
+        return replace(self, rows=self.rows[:count])
+
+    def hold_out(self, count: int) -> tuple[ExampleFile, ExampleFile]:
+        """Return all examples but `count` that are drawn at random, the same in each run; these."""
+        order = np.random.default_rng(0).permutation(self.rows)
+        kept, held_out = np.sort(order[count:]), np.sort(order[:count])
+        return replace(self, rows=kept), replace(self, rows=held_out)
+
+
+Sequences = TokenFile | ExampleFile
 
 
 def stack_examples(rows: list, seq_length: int, fixed: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,45 +170,40 @@ def stack_examples(rows: list, seq_length: int, fixed: bool) -> tuple[torch.Tens
 # ------------------------------------------------------------------------------------------- splits
 
 
-def split_sequences(
-    prepared: dict, args
-) -> tuple[TokenFile | ExampleFile, TokenFile | ExampleFile, dict]:
+def split_sequences(prepared: dict, args) -> tuple[Sequences, Sequences, dict]:
     """Return the training and validation sequences of a tokenized corpus.
 
     If the corpus has no validation split, or with --validation_split, a share of the training
-    sequences is held out: the end of a token stream, or randomly drawn examples (the same in every
-    run). A corpus of one sequence holds out none.
+    sequences is held out: the end of a token stream, or randomly drawn examples. A corpus of one
+    sequence holds out none.
 
     Args:
         prepared: what `tokenize.tokenize_once` returned.
-        args: --seq_length, --num_samples, --validation_split, --validation_file; --compile and
-            --simulate_gpus need one length for all sequences.
+        args: --seq_length, --num_samples, --validation_split, --validation_file, and see
+            `one_length`.
     Returns:
-        (training sequences, validation sequences, {"train", "validation": facts of the split}); for
-        the facts see `open_split`.
+        (training sequences, validation sequences, {"train", "validation": facts of `open_split`}).
     Raises:
         UserError: the corpus or --validation_file is shorter than one sequence.
     """
-    train, split_info = open_split(prepared, "train", args)
-    split_info, validation = {"train": split_info}, nothing(args)
+    train, train_facts = open_split(prepared, "train", args)
+    validation = nothing(args)
     if "validation" in prepared["splits"] and args.validation_split is None:
-        validation, split_info["validation"] = open_split(prepared, "validation", args)
+        validation, validation_facts = open_split(prepared, "validation", args)
     if not validation.num_sequences:
         if args.validation_file:
             raise UserError(
                 f"--validation_file {args.validation_file} has less than one sequence of "
                 f"{args.seq_length} tokens: use another --seq_length, or another file."
             )
-        share = (
-            int(train.num_sequences * args.validation_split)
-            if args.validation_split
-            else train.num_sequences // 10
-        )
-        train, validation = _hold_out(train, min(max(1, share), train.num_sequences - 1))
-        split_info["validation"] = {"blocks": validation.num_sequences}
-    train = _first(train, args.num_samples)
-    split_info["train"]["blocks"] = train.num_sequences
-    return train, validation, split_info
+        share = args.validation_split
+        count = int(train.num_sequences * share) if share else train.num_sequences // 10
+        train, validation = train.hold_out(min(max(1, count), train.num_sequences - 1))
+        validation_facts = {"blocks": validation.num_sequences}
+    if args.num_samples:
+        train = train.take(args.num_samples)
+    train_facts["blocks"] = train.num_sequences
+    return train, validation, {"train": train_facts, "validation": validation_facts}
 
 
 def one_length(args) -> bool:
@@ -209,7 +220,7 @@ def nothing(args) -> TokenFile:
     return TokenFile("", "uint16", args.seq_length, 0, 0)
 
 
-def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile, dict]:
+def open_split(prepared: dict, name: str, args) -> tuple[Sequences, dict]:
     """Return all sequences of a split, and facts about it.
 
     Returns:
@@ -219,58 +230,29 @@ def open_split(prepared: dict, name: str, args) -> tuple[TokenFile | ExampleFile
     Raises:
         UserError: the training split is empty or shorter than one sequence.
     """
-    folder, dtype, split, length = (
-        prepared["folder"],
-        prepared["dtype"],
-        prepared["splits"][name],
-        args.seq_length,
-    )
-    counts = {key: split[key] for key in ("kind", "rows", "tokens", "sha256")} | {
-        "truncated": 0,
-        "skipped": split["empty"],
-    }
-    advice = "a smaller --seq_length or more text"
+    folder, dtype, length = prepared["folder"], prepared["dtype"], args.seq_length
+    split = prepared["splits"][name]
+    facts = {key: split[key] for key in ("kind", "rows", "tokens", "sha256")}
+    facts |= {"truncated": 0, "skipped": split["empty"]}
     if split["kind"] in ("chat", "pair"):
         table = np.fromfile(f"{folder}/{name}.rows.bin", dtype=np.int64).reshape(-1, 2)
         lengths = np.diff(table[:, 0], prepend=0)
         usable = table[:, 1] < np.minimum(lengths, length)  # a target remains after truncation
-        counts["truncated"], counts["skipped"] = (
-            int((usable & (lengths > length)).sum()),
-            int((~usable).sum()),
-        )
+        facts["truncated"] = int((usable & (lengths > length)).sum())
+        facts["skipped"] = int((~usable).sum())
         file = ExampleFile(folder, name, dtype, length, np.flatnonzero(usable), one_length(args))
-        advice = "a larger --seq_length: in no example anything that is learned lies within it"
+        advice = "a larger --seq_length: no example has a target within it"
     else:
         file = TokenFile(f"{folder}/{name}.bin", dtype, length, 0, split["tokens"] // length)
-    if not split["tokens"] and name == "train":
+        advice = "a smaller --seq_length or more text"
+    if name == "train" and not split["tokens"]:
         raise UserError("The corpus is empty: it has no row that can be used.")
-    if file.num_sequences < 1 and name == "train":
+    if name == "train" and not file.num_sequences:
         raise UserError(
             f"The corpus has {split['tokens']:,} tokens, less than one sequence of {length}: "
             f"use {advice}."
         )
-    return file, {**counts, "blocks": file.num_sequences}
-
-
-def _hold_out(file: TokenFile | ExampleFile, count: int) -> tuple:
-    """Split off `count` sequences for validation; returns (training, validation)."""
-    kept = file.num_sequences - count
-    if isinstance(file, TokenFile):
-        return replace(file, num_sequences=kept), replace(
-            file, first=file.first + kept, num_sequences=count
-        )
-    order = np.random.default_rng(0).permutation(file.rows)
-    return replace(file, rows=np.sort(order[count:])), replace(file, rows=np.sort(order[:count]))
-
-
-def _first(file: TokenFile | ExampleFile, count: int | None) -> TokenFile | ExampleFile:
-    if count is None or count >= file.num_sequences:
-        return file
-    return (
-        replace(file, num_sequences=count)
-        if isinstance(file, TokenFile)
-        else replace(file, rows=file.rows[:count])
-    )
+    return file, {**facts, "blocks": file.num_sequences}
 
 
 # -------------------------------------------------------------------------------------------- order
@@ -286,14 +268,14 @@ def epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_sequences)
 
 
-def steps_of(num_sequences: int, together: int) -> int:
-    """Return the number of optimizer steps; the last step may be smaller.
+def steps_of(num_sequences: int, batch: int) -> int:
+    """Return the number of optimizer steps, of which the last may be smaller.
 
     Args:
-        num_sequences: sequences in these steps.
-        together: sequences in a global batch.
+        num_sequences: sequences in all steps.
+        batch: sequences in a global batch.
     """
-    return -(-num_sequences // together)
+    return -(-num_sequences // batch)
 
 
 def total_steps(args, world_size: int, num_sequences: int, step: int = 0, samples: int = 0) -> int:
@@ -331,7 +313,12 @@ class StepBatch:
 
 
 def step_batches(
-    file, order: np.ndarray, batch_size: int, accumulation: int, rank: int, world_size: int
+    file: Sequences,
+    order: np.ndarray,
+    batch_size: int,
+    accumulation: int,
+    rank: int,
+    world_size: int,
 ) -> Iterator[StepBatch]:
     """Yield the step batch of one rank for each optimizer step.
 
@@ -342,10 +329,10 @@ def step_batches(
     loss or the gradient, but every rank takes part in every collective.
 
     Args:
-        file: the sequences, a TokenFile or an ExampleFile.
+        file: the sequences.
         order: sequence numbers in the order of this epoch.
-        batch_size: sequences in a micro-batch of one rank.
-        accumulation: micro-batches in an optimizer step.
+        batch_size, accumulation: sequences in a micro-batch of one rank, and micro-batches in a
+            step.
         rank, world_size: this rank, and the number of ranks.
     """
     all_ranks_batch = batch_size * world_size
@@ -361,7 +348,7 @@ def step_batches(
         )
 
 
-def fill_up(file, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fill_up(file: Sequences, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Read a micro-batch of exactly `rows` rows; missing sequences become ignored rows.
 
     Returns:
@@ -378,12 +365,8 @@ def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
     Every rank and micro-batch draws different numbers, and a resumed run draws the same ones as an
     uninterrupted run.
     """
-    torch.manual_seed(
-        int(
-            np.random.SeedSequence([seed, step, micro_step, rank]).generate_state(1, np.uint64)[0]
-            >> 1
-        )
-    )
+    numbers = np.random.SeedSequence([seed, step, micro_step, rank])
+    torch.manual_seed(int(numbers.generate_state(1, np.uint64)[0] >> 1))
 
 
 def prefetch(steps: Iterator, device: torch.device) -> Iterator:
@@ -406,11 +389,10 @@ def prefetch(steps: Iterator, device: torch.device) -> Iterator:
 
 
 class ReadAhead:
-    """An iterator that reads `steps` in its own thread, at most `depth` + 1 items ahead.
+    """An iterator that reads `steps` in its own thread, in order.
 
-    `depth` items wait in a queue, and the thread keeps one more until the queue has room;
-    `prefetch` keeps another one. The items keep their order. An error of `steps` is raised in the
-    consumer's thread, at the position of the item that it replaces.
+    `depth` items wait in a queue, and the thread keeps one more until the queue has room. An error
+    of `steps` is raised in the consumer's thread, at the position of the item that it replaces.
     """
 
     def __init__(self, steps: Iterator, depth: int):
