@@ -251,7 +251,7 @@ def prepare_dataset(args, ctx: DistContext, tokenizer):
         args, ctx, tokenizer, args.dataset, args.dataset_config, args.validation_file
     )
     train, validation, split_facts = data.split_sequences(prepared, args)
-    tokens.say_dataset(ctx, args, split_facts, tokenizer)
+    tokens.print_splits(ctx, args, split_facts, tokenizer)
     bad_rows = prepared["bad_rows"]
     return (
         train,

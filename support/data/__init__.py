@@ -1,10 +1,12 @@
 """The training data: from --dataset to batches of token ids.
 
-sources         the documents and examples of a corpus, read from files or from the hub
+rows            the rows of a file in each format, as documents and examples
+sources         the documents and examples of a corpus, from files or from the hub
 tokenize        a corpus tokenized once, in the cache of the node
 long_documents  the token ids of a document of any length, computed in chunks
 chat            conversations and prompt-completion pairs as token ids with a loss mask
 templates       limits on the time and memory of a chat template
 batches         sequences and micro-batches, in one order for any number of ranks
 streaming       --streaming: sequences of a corpus that is read during training
+stream_reader   --streaming: the rows of a corpus, assigned to batch slots
 """

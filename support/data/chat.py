@@ -12,7 +12,7 @@ import jinja2
 import numpy as np
 
 from support.data import templates
-from support.data.sources import BadRow, Example
+from support.data.rows import BadRow, Example
 from support.errors import UserError
 
 # For tokenizers without a chat template, such as GPT-2's: plain headings, and the end-of-text token

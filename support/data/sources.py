@@ -1,27 +1,9 @@
-"""Read what --dataset names as one stream of documents and examples.
-
-A row that cannot be used is named by its file and line. A row of a JSON, CSV, Parquet or hub
-dataset has one of three forms:
-
-    {"messages": [{"role": …, "content": …}, …]}   a conversation; the loss counts the assistant's
-                                                   messages
-    {"prompt": …, "completion": …}                 the loss counts the completion
-    {"text": …}                                    a document; the loss counts all of it (another
-                                                   key: --text_column)
-
-Any other file is UTF-8 text, and one document.
-"""
+"""Open what --dataset names, files or a dataset on the hub, as documents and examples."""
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import hashlib
-import itertools
-import json
 import re
-import reprlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,68 +11,22 @@ from pathlib import Path
 
 from support import progress
 from support.cli.paths import is_local_dataset
+from support.data.rows import (
+    BadRow,
+    Document,
+    Example,
+    columns_of_text,
+    contents_of_file,
+    first_line,
+    has_rows,
+    read_row,
+    reading,
+)
 from support.errors import UserError
 from support.files.atomic import sha256_of
 from support.files.folders import advise_include, count_types, describe_twins, files_of
-from support.files.user_files import printable
 
-PIECE_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
-LONGEST_ROW = 1 << 30  # characters; a file with a longer row is probably not of its suffix's format
-SHOWN_KEYS = 10  # keys of a row that a message lists
-# Bytes of memory for each byte of a .json file while it is read; 2.3 were measured with rows of
-# plain text.
-JSON_IN_MEMORY = 3
-# Keys of a message whose values would not be trained on; only the content is.
-NOT_LEARNED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 WIKITEXT = "Salesforce/wikitext"  # its short name on the hub no longer loads with `datasets` 5
-
-
-class BadRow(UserError):
-    """A row that cannot be used, with its place and the reason; or a file that cannot be read."""
-
-    def __init__(self, text: str):
-        # The text may quote bytes that are not UTF-8.
-        super().__init__(printable(text.encode(errors="replace").decode()))
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text; the loss counts all of it.
-
-    Attributes:
-        where: its file and line.
-        pieces: the text, in one or more pieces.
-        kind: always "text".
-    """
-
-    where: str
-    pieces: Iterable[str]
-    kind: str = "text"
-
-
-@dataclass(frozen=True)
-class Example:
-    """A conversation, or a prompt and its completion; the loss counts a part of it.
-
-    Attributes:
-        where: its file and line.
-        messages: the conversation; None for a pair.
-        prompt, completion: the pair; empty for a conversation.
-    """
-
-    where: str
-    messages: list[dict] | None = None
-    prompt: str = ""
-    completion: str = ""
-
-    @property
-    def kind(self) -> str:
-        """The kind of the row: "chat" or "pair"."""
-        return "pair" if self.messages is None else "chat"
-
-    def as_json(self) -> str:
-        """Return its content as JSON, for a digest."""
-        return json.dumps(self.messages or [self.prompt, self.completion], sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -102,7 +38,6 @@ class Notice:
 
 # A bad row is an item too, because bad rows are counted and reported.
 Item = Document | Example | BadRow | Notice
-Row = tuple[object, str] | BadRow  # (the row as it is in the file, its place)
 
 
 @dataclass(frozen=True)
@@ -140,7 +75,7 @@ def open_source(
         dataset: "pydocs", "wikitext", a file, a folder, or a dataset on the hub.
         config: configuration name of a hub dataset.
         text_column: key or column that holds the text; if None, the keys of each row determine its
-            form (see the module docstring).
+            form (see `rows`).
         validation_file: a file or folder that replaces the validation split of the corpus.
         include: which files of a folder are read, see `folders.files_of`.
     Raises:
@@ -155,16 +90,15 @@ def open_source(
         source = _open_hub(dataset, config, text_column)
     if validation_file is None:
         return source
-    other = _open_files(validation_file, text_column, include)
-    digest = hashlib.sha256(f"{source.fingerprint}\0{other.fingerprint}".encode()).hexdigest()
-    splits = {**source.splits, "validation": other.splits["train"]}
+    validation = _open_files(validation_file, text_column, include)
+    digest = hashlib.sha256(f"{source.fingerprint}\0{validation.fingerprint}".encode())
     return Source(
         source.name,
-        digest,
-        splits,
-        source.files + other.files,
-        source.notices + other.notices,
-        source.advice or other.advice,
+        digest.hexdigest(),
+        {**source.splits, "validation": validation.splits["train"]},
+        source.files + validation.files,
+        source.notices + validation.notices,
+        source.advice or validation.advice,
     )
 
 
@@ -181,132 +115,7 @@ def _open_pydocs() -> Source:
     )
 
 
-# --------------------------------------------------------------------------------------------- rows
-
-
-def kind_of(keys: Iterable[str], text_column: str | None) -> str | None:
-    """Return the kind of a row with these keys: "chat", "pair" or "text"; None if unknown."""
-    if text_column is None and "messages" in keys:
-        return "chat"
-    if text_column is None and "prompt" in keys and "completion" in keys:
-        return "pair"
-    return "text" if (text_column or "text") in keys else None
-
-
-def _no_text(text_column: str | None, keys: Iterable) -> str:
-    """Return a message for a row or table whose keys do not match any kind."""
-    key_list = shorten(keys) or "nothing"
-    if text_column:
-        return f"no {text_column!r}, which --text_column names; there is {key_list}."
-    return (
-        f"no 'text', no 'messages', no 'prompt' with 'completion'; there is {key_list}: "
-        "rename what is learned, or name a text with --text_column."
-    )
-
-
-def shorten(keys: Iterable) -> str:
-    """Join keys with commas for a message: the first SHOWN_KEYS, with up to 40 characters each.
-
-    A broken file may have millions of keys.
-    """
-    first = [str(key)[:40] for key in itertools.islice(keys, SHOWN_KEYS + 1)]
-    return ", ".join(first[:SHOWN_KEYS]) + (", …" if len(first) > SHOWN_KEYS else "")
-
-
-def read_row(row, where: str, text_column: str | None) -> Document | Example | BadRow:
-    """Convert a row to a document or an example, or to a BadRow with the reason why it is neither.
-
-    Args:
-        row: a text, or an object with the keys of the module docstring.
-        where: its file and line.
-        text_column: see `open_source`.
-    """
-    if isinstance(row, str):
-        row = {text_column or "text": row}
-    if not isinstance(row, dict):
-        return BadRow(f"{where}: neither a text nor an object with keys such as text or messages.")
-    kind = kind_of(row, text_column)
-    if kind is None:
-        return BadRow(f"{where}: {_no_text(text_column, row)}")
-    names = {
-        "chat": ("messages",),
-        "pair": ("prompt", "completion"),
-        "text": (text_column or "text",),
-    }[kind]
-    try:
-        if kind == "chat" and row.get("tools"):
-            raise ValueError("'tools' would be lost: only messages are learned")
-        if kind == "chat":
-            return Example(
-                where, [_message(message) for message in _list_of_messages(row["messages"])]
-            )
-        texts = [_text(row[name], name, may_be_null=kind == "text") for name in names]
-        return Document(where, texts) if kind == "text" else Example(where, None, *texts)
-    except ValueError as error:
-        return BadRow(f"{where}: {error}.")
-
-
-def _list_of_messages(messages) -> list:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("'messages' is not a list of messages")
-    return messages
-
-
-def _message(message) -> dict:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError("a message is not an object with 'role' and 'content'")
-    if lost := [key for key in NOT_LEARNED if message.get(key)]:
-        raise ValueError(
-            f"a message has {lost[0]!r}, which would be lost: only its 'content' is learned"
-        )
-    if message.get("weight") not in (None, 1):
-        weight = reprlib.repr(message["weight"])
-        raise ValueError(
-            f"a message has the weight {weight}, and all that the assistant says is learned alike"
-        )
-    return {
-        "role": message["role"],
-        "content": _text(message.get("content"), "content", may_be_null=False),
-    }
-
-
-def _text(value, name: str, may_be_null: bool) -> str:
-    if value is None and may_be_null:
-        value = ""  # null is an empty document
-    if not isinstance(value, str):
-        raise ValueError(f"{name!r} is not a text but {reprlib.repr(value)[:40]}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name!r} is not UTF-8 text (iconv -f LATIN1 -t UTF-8 converts a file)"
-        ) from error
-    return value
-
-
 # -------------------------------------------------------------------------------------------- files
-
-
-@contextlib.contextmanager
-def reading(what: Path | str):
-    """Convert an OSError in this context to a UserError which says that `what` cannot be read.
-
-    This distinguishes an error of the corpus from an error of the file that its tokens are written
-    to, which is not converted.
-
-    Raises:
-        UserError: `what` cannot be read.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{what} cannot be read: {error.strerror or _first_line(error)}."
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _signature(file: Path) -> tuple:
@@ -352,20 +161,11 @@ def _items_of_files(signatures: dict[Path, tuple], text_column: str | None) -> I
     yield from map(Notice, describe_twins(twins, "text"))
     for file, signature in signatures.items():
         if file not in twins:
-            yield from _items_of_file(file, text_column)
+            yield from contents_of_file(file, text_column)
         if _signature(file) != signature:
             raise UserError(
                 f"{file} has changed since the run started: start again when it is complete."
             )
-
-
-def _items_of_file(file: Path, text_column: str | None) -> Iterator[Item]:
-    if has_rows(file):
-        for row in rows_of_file(file, text_column):
-            yield row if isinstance(row, BadRow) else read_row(*row, text_column)
-    else:
-        pieces = read_text(file)
-        yield pieces if isinstance(pieces, BadRow) else Document(str(file), pieces)
 
 
 def _same_text(files: list[Path], text_column: str | None) -> dict[Path, Path]:
@@ -404,7 +204,7 @@ def _digest_of_text(file: Path, text_column: str | None, longest: float) -> byte
     """
     digest, size = hashlib.sha256(), 0
     try:
-        for item in _items_of_file(file, text_column):
+        for item in contents_of_file(file, text_column):
             for piece in item.pieces if isinstance(item, Document) else ():
                 text = "".join(piece.split()).encode()
                 digest.update(text)
@@ -414,256 +214,6 @@ def _digest_of_text(file: Path, text_column: str | None, longest: float) -> byte
     except UserError:  # raised again when the items of the file are read
         return None
     return digest.digest() if size else None
-
-
-def has_rows(file: Path) -> bool:
-    """Return whether a file has rows; any other file is one document."""
-    return file.suffix.lower() in READERS
-
-
-def rows_of_file(file: Path, text_column: str | None) -> Iterator[Row]:
-    """Yield the rows of a file; a part that cannot be read is a BadRow.
-
-    Args:
-        file: a file for which `has_rows` is true.
-        text_column: see `open_source`.
-    Raises:
-        UserError: during iteration, if the file cannot be read, or the rest of it cannot be divided
-            into rows.
-    """
-    with reading(file):
-        if flaw := _foreign(file):
-            yield flaw
-        else:
-            # The readers decode a byte that is not UTF-8 to half of a surrogate pair, so that the
-            # row with this byte can be named.
-            yield from READERS[file.suffix.lower()](file, text_column)
-
-
-def read_text(file: Path) -> Iterator[str] | BadRow:
-    """Return the pieces of a text file.
-
-    Returns:
-        The pieces; a BadRow if the file does not begin as text, for instance if it is an image.
-    Raises:
-        UserError: the file cannot be read.
-        NotText: during iteration, if the file does not continue as UTF-8 text.
-    """
-    with reading(file):
-        if flaw := _foreign(file):
-            return flaw
-    pieces = _pieces_of(file)
-    try:
-        first = next(pieces, "")
-    except NotText as error:
-        return BadRow(str(error))
-    return itertools.chain([first], pieces)
-
-
-class NotText(UserError):
-    """An error of a file that was expected to be text and is not."""
-
-
-def _pieces_of(file: Path) -> Iterator[str]:
-    try:
-        with reading(file), open(file, encoding="utf-8-sig", newline="") as stream:
-            while chunk := stream.read(PIECE_CHARACTERS):
-                yield chunk
-    except UnicodeDecodeError as error:
-        raise NotText(
-            f"{file} is not UTF-8 text: convert it first (iconv -f LATIN1 -t UTF-8), or in a "
-            "folder leave it out with --include or --max_bad_rows."
-        ) from error
-
-
-FOREIGN = {
-    b"\x1f\x8b\x08": "compressed with gzip: gunzip it",
-    b"PK\x03\x04": "a zip archive (as .docx and .xlsx are): unpack it, or save it as text",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd: unzstd it",
-    b"\xfd7zXZ\x00": "compressed with xz: unxz it",
-    b"\xff\xfe": "UTF-16 text: convert it (iconv -f UTF-16 -t UTF-8)",
-    b"\xfe\xff": "UTF-16 text: convert it (iconv -f UTF-16 -t UTF-8)",
-}
-
-
-def _foreign(file: Path) -> BadRow | None:
-    """Return a BadRow if a file begins as a compressed file, an archive or UTF-16 text does."""
-    with open(file, "rb") as stream:
-        begin = stream.read(max(map(len, FOREIGN)))
-    advice = next((advice for mark, advice in FOREIGN.items() if begin.startswith(mark)), None)
-    return BadRow(f"{file} is {advice} first.") if advice else None
-
-
-# ------------------------------------------------------------------------------ rows of each format
-
-
-def _parse_json(text: str, file: Path, line: int | None = None) -> object | BadRow:
-    """Parse a JSON value; returns a BadRow with the reason if it cannot be used.
-
-    Args:
-        text: one line of the file, or the whole file.
-        file: the file, for messages.
-        line: number of the line; None for the whole file.
-    """
-    place = f"{file}, line {line}" if line else str(file)
-    try:
-        return json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        return BadRow(
-            f"{file}, line {line or error.lineno}, column {error.colno}: "
-            f"not valid JSON ({error.msg})."
-        )
-    except RecursionError:
-        return BadRow(f"{place}: JSON that is nested too deeply.")
-    except MemoryError:
-        return BadRow(f"{place}: more JSON at a time than fits into this host's memory.")
-    except ValueError as error:  # a duplicate key; a number with more than Python's 4,300 digits
-        return BadRow(f"{place}: {_first_line(error).split(';')[0]}.")
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict:
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        duplicate = next(
-            key for key, count in Counter(key for key, _ in pairs).items() if count > 1
-        )
-        raise ValueError(f"the key {reprlib.repr(duplicate)} is given twice")
-    return mapping
-
-
-def _read_jsonl(file: Path, text_column: str | None) -> Iterator[Row]:
-    with open(file, encoding="utf-8-sig", errors="surrogateescape") as stream:
-        for number in itertools.count(1):
-            place = f"{file}, line {number}"
-            line = stream.readline(LONGEST_ROW)
-            if not line:
-                return
-            if len(line) == LONGEST_ROW and not line.endswith("\n"):
-                yield BadRow(f"{place}: a line of more than {LONGEST_ROW:,} characters.")
-                while line and not line.endswith("\n"):
-                    line = stream.readline(LONGEST_ROW)
-            elif line.strip():
-                row = _parse_json(line.rstrip("\n"), file, number)
-                yield row if isinstance(row, BadRow) else (row, place)
-
-
-def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
-    import psutil
-
-    too_large = BadRow(
-        f"{file} is read as a whole, and does not fit into this host's free memory: make it a "
-        ".jsonl file (jq -c '.[]'), which is read line by line."
-    )
-    if file.stat().st_size * JSON_IN_MEMORY > psutil.virtual_memory().available:
-        yield too_large
-        return
-    try:
-        rows = _parse_json(file.read_text(encoding="utf-8-sig", errors="surrogateescape"), file)
-    except MemoryError:
-        yield too_large
-        return
-    if isinstance(rows, BadRow):
-        yield rows
-        return
-    if isinstance(rows, dict) and kind_of(rows, text_column) is None:  # {"data": [...]}
-        lists = {key: value for key, value in rows.items() if isinstance(value, list)}
-        if len(lists) > 1:
-            yield BadRow(
-                f"{file} has several lists, {shorten(lists)}: make a file of each, and see "
-                "--validation_file."
-            )
-            return
-        rows = next(iter(lists.values()), rows)
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
-        yield row, f"{file}, entry {number}"
-
-
-def _read_csv(file: Path, text_column: str | None) -> Iterator[Row]:
-    csv.field_size_limit(LONGEST_ROW)  # the default, 128 kB, is less than a long document
-    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        rows = csv.DictReader(stream, strict=True)
-        try:
-            columns = rows.fieldnames or []
-        except csv.Error as error:
-            yield BadRow(f"{file}, line 1: {error}.")
-            return
-        if len(set(columns)) < len(columns):
-            yield BadRow(f"{file}, line 1: two columns have the same name.")
-            return
-        while True:
-            begin = rows.reader.line_num + 1
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                if "end of data" in str(error):  # the unclosed quote contains all following rows
-                    raise UserError(
-                        f"{file}, line {begin}: a quote is opened here and never closed."
-                    ) from error
-                yield BadRow(f"{file}, line {begin}: {error}.")
-                continue
-            place = f"{file}, line {rows.line_num}"
-            if None in row or None in row.values():
-                yield BadRow(
-                    f"{place}: not as many cells as the first line's {len(columns)}: "
-                    "quote a text that has commas."
-                )
-            else:
-                yield row, place
-
-
-def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-        columns = columns_of_text(table.schema_arrow.names, text_column, str(file))
-        if duplicates := [name for name in columns if table.schema_arrow.names.count(name) > 1]:
-            raise UserError(f"{file}: two columns have the same name, {duplicates[0]}.")
-        for batch in table.iter_batches(columns=columns, batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield row, f"{file}, row {number}"
-    except (pyarrow.ArrowException, OSError, ValueError, MemoryError, UserError) as error:
-        if getattr(error, "errno", None):  # an error of the system, not of the file's content
-            raise
-        if number:
-            raise UserError(
-                f"{file}: what follows row {number} cannot be read: {_first_line(error)}"
-            ) from error
-        is_user_error = isinstance(error, UserError)
-        yield BadRow(
-            str(error)
-            if is_user_error
-            else f"{file} is not a Parquet file that can be read: {_first_line(error)}"
-        )
-
-
-def columns_of_text(there: list[str], text_column: str | None, where: str) -> list[str]:
-    """Return the columns of a table that are read.
-
-    Args:
-        there: names of the table's columns.
-        text_column: see `open_source`.
-        where: the table, for messages.
-    Raises:
-        UserError: the columns do not match any kind of row.
-    """
-    kind = kind_of(there, text_column)
-    if kind is None:
-        raise UserError(f"{where}: {_no_text(text_column, there)}")
-    names = {
-        "chat": ["messages", "tools"],
-        "pair": ["prompt", "completion"],
-        "text": [text_column or "text"],
-    }[kind]
-    return [name for name in names if name in there]
-
-
-READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
 
 
 # ------------------------------------------------------------------------------------------ the hub
@@ -689,7 +239,7 @@ def load_from_hub(dataset: str, config: str | None, **options):
     try:
         splits = datasets.load_dataset(dataset, config, **options)
     except Exception as error:  # the clients raise a dozen classes; the first line has the reason
-        reason = _first_line(error)
+        reason = first_line(error)
         raise UserError(
             f"--dataset {dataset} cannot be loaded from the hub, and no such file is here: {reason}"
         ) from error

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,8 @@ import numpy as np
 from support.cluster.context import DistContext, describe_difference
 from support.data.chat import PLAIN_NOTICE, PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
 from support.data.long_documents import DocumentTokenizer
-from support.data.sources import BadRow, Document, Example, Item, Notice, Source, open_source
+from support.data.rows import BadRow, Document, Example, OneKind
+from support.data.sources import Item, Notice, Source, open_source
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
@@ -58,20 +58,20 @@ def tokenize_corpus(
 
     def tokenize() -> dict:
         source = open_source(name, config, args.text_column, validation, args.include)
-        say_files(source.files, source.notices, ctx)
+        print_files(source.files, source.notices, ctx)
         cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
-        with ctx.console.bar("Tokenising", unit="characters") as bar:
+        with ctx.console.bar("Tokenizing", unit="characters") as bar:
             return tokenize_once(source, tokenizer, cache, bar.advance, args.max_bad_rows)
 
     prepared = ctx.once_per_node("dataset", tokenize)
-    say_files([], prepared["notices"], ctx)
+    print_files([], prepared["notices"], ctx)
     describe_difference(ctx.all_gather(prepared["splits"]), "The text of the dataset")
     prepared["bad_rows"] = bad_rows_in(prepared["folder"]) if ctx.is_main else []
-    say_bad_rows(prepared["bad_rows"], ctx)
+    print_bad_rows(prepared["bad_rows"], ctx)
     return prepared
 
 
-def say_files(counts: list[str], notices: list[str], ctx: DistContext) -> None:
+def print_files(counts: list[str], notices: list[str], ctx: DistContext) -> None:
     """Print how many files there are of each type, and which files are not used."""
     for line in counts:
         ctx.console.print0(f"📂 {line}")
@@ -79,7 +79,7 @@ def say_files(counts: list[str], notices: list[str], ctx: DistContext) -> None:
         ctx.console.warn(line)
 
 
-def say_bad_rows(bad: list[str], ctx: DistContext) -> None:
+def print_bad_rows(bad: list[str], ctx: DistContext) -> None:
     """Print the first SHOWN_BAD_ROWS rows that are not used, and the number of the others."""
     for row in bad[:SHOWN_BAD_ROWS]:
         ctx.console.warn(f"Left out: {row}")
@@ -90,7 +90,7 @@ def say_bad_rows(bad: list[str], ctx: DistContext) -> None:
         )
 
 
-def say_dataset(ctx: DistContext, args, facts: dict[str, dict], tokenizer) -> None:
+def print_splits(ctx: DistContext, args, facts: dict[str, dict], tokenizer) -> None:
     """Print one line for each split of the corpus.
 
     Args:
@@ -176,187 +176,155 @@ def tokenize_once(
     return {"folder": str(folder), **facts}
 
 
-def of_another_kind(item: Document | Example, kind: str) -> BadRow:
-    """Return the BadRow for an item in a corpus whose rows are of another kind, `kind`."""
-    return BadRow(
-        f"{item.where}: of kind {item.kind} among rows of kind {kind}: "
-        "a corpus has one kind of rows."
-    )
-
-
 def refuse_bad_rows(bad: Sequence[str], allowed: int, advice: str = "") -> None:
-    """Check that there are no more bad rows than allowed.
+    """Check that there are no more than `allowed` bad rows.
 
     Args:
         bad: a line about each bad row.
         allowed: maximum number of bad rows.
         advice: text to add to the message.
     Raises:
-        UserError: there are more; the message is the line of the first row beyond the maximum,
-            followed by the advice.
+        UserError: there are more; the message names the first row beyond the maximum.
     """
     if len(bad) > allowed:
-        more = (
-            f"That is one more than --max_bad_rows {allowed} allows."
-            if allowed
-            else "--max_bad_rows N leaves out up to N."
-        )
-        raise UserError(f"{bad[allowed]} {more}{advice}")
+        limit = f"That is one more than --max_bad_rows {allowed} allows."
+        hint = "--max_bad_rows N leaves out up to N."
+        raise UserError(f"{bad[allowed]} {limit if allowed else hint}{advice}")
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
     """Return a SHA-256 hex digest of everything that determines the token ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = (
-        backend.to_str()
-        if backend is not None
-        else json.dumps(sorted(tokenizer.get_vocab().items()))
-    )
+    if backend is not None:
+        text = backend.to_str()
+    else:
+        text = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()
-
-
-@dataclass
-class GoodRows:
-    """An iterator over the usable rows of a split, all of one kind, which it counts.
-
-    Attributes:
-        items: the items of the source.
-        bad: lines about the rows that cannot be used; shared by the splits of a corpus.
-        allowed: maximum number of bad rows.
-        advice: text to add to the message if there are more.
-        notices: lines for the user about what is read.
-        kind: "text", "chat" or "pair", the kind of the first usable row; None before it.
-        rows, empty: number of rows yielded, and how many of them have no text.
-    """
-
-    items: Iterator[Item]
-    bad: list[str]
-    allowed: int
-    advice: str = ""
-    notices: list[str] = field(default_factory=list)
-    kind: str | None = None
-    rows: int = 0
-    empty: int = 0
-
-    def __iter__(self) -> Iterator[Document | Example]:
-        for item in self.items:
-            if isinstance(item, Notice):
-                self.notices.append(item.text)
-                continue
-            if isinstance(item, BadRow):
-                self.refuse(item)
-                continue
-            self.kind = self.kind or item.kind
-            if item.kind != self.kind:
-                self.refuse(of_another_kind(item, self.kind))
-                continue
-            self.rows += 1
-            self.empty += isinstance(item, Document) and item.pieces == [""]
-            yield item
-
-    def refuse(self, row: BadRow) -> None:
-        """Record a bad row.
-
-        Raises:
-            UserError: there are now more bad rows than allowed.
-        """
-        self.bad.append(str(row))
-        refuse_bad_rows(self.bad, self.allowed, self.advice)
 
 
 def _write_tokens(
     source: Source, tokenizer, folder: Path, advance: Callable[[int], None], max_bad_rows: int
 ) -> dict:
+    """Write the files of a tokenized corpus, and return the facts about it."""
+    bad, notices = [], []
     dtype = "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
-    splits, bad, notices = {}, [], []
+
+    def refuse(row: BadRow) -> None:
+        bad.append(str(row))
+        refuse_bad_rows(bad, max_bad_rows, source.advice)
+
+    splits = {}
     for name, open_items in source.splits.items():
-        digest = hashlib.sha256()
-        good_rows = GoodRows(open_items(), bad, max_bad_rows, source.advice, notices)
-        items = iter(good_rows)
-        first = next(items, None)
-        everything = itertools.chain([] if first is None else [first], items)
-        if isinstance(first, Example):
-            tokens = _write_examples(
-                everything, folder / name, tokenizer, dtype, digest, advance, good_rows
-            )
-        else:
-            tokens = _write_stream(everything, folder / name, tokenizer, dtype, digest, advance)
-        splits[name] = {
-            "kind": good_rows.kind,
-            "tokens": tokens,
-            "rows": good_rows.rows,
-            "empty": good_rows.empty,
-            "sha256": digest.hexdigest(),
-        }
+        writer = SplitWriter(folder / name, tokenizer, dtype, advance, refuse)
+        splits[name] = writer.write(open_items())
+        notices += writer.notices
     (folder / BAD_ROWS).write_text(json.dumps(bad), encoding="utf-8")
     return {"dtype": dtype, "splits": splits, "notices": notices}
 
 
-def _write_stream(documents, path: Path, tokenizer, dtype: str, digest, advance) -> int:
-    tokens = 0
-    with open(f"{path}.bin", "wb") as file:
-        for ids in _token_batches(documents, tokenizer, digest, advance):
-            np.asarray(ids, dtype=dtype).tofile(file)
-            tokens += len(ids)
-    return tokens
+class SplitWriter:
+    """A writer of the tokens of one split, which counts its rows.
 
-
-def _write_examples(
-    examples, path: Path, tokenizer, dtype: str, digest, advance, found: GoodRows
-) -> int:
-    use_plain_template(tokenizer, found.kind)
-    encoder, end = Encoder(tokenizer), 0
-    with (
-        open(f"{path}.bin", "wb") as ids,
-        open(f"{path}.learned.bin", "wb") as learned,
-        open(f"{path}.rows.bin", "wb") as rows,
-    ):
-        for batch in _batches(examples, BATCH_EXAMPLES):
-            for example, row in zip(batch, encoder.encode(batch), strict=True):
-                if isinstance(row, BadRow):
-                    found.rows -= 1
-                    found.refuse(row)
-                    continue
-                digest.update(example.as_json().encode() + b"\0")
-                row[0].astype(dtype).tofile(ids)
-                row[1].astype(np.uint8).tofile(learned)
-                end += len(row[0])
-                first_target = 1 + row[1][1:].argmax()  # the first token has no target
-                np.array([end, first_target], dtype=np.int64).tofile(rows)
-            advance(sum(len(example.as_json()) for example in batch))
-    return end
-
-
-def _batches(items: Iterable, size: int) -> Iterator[list]:
-    batch = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _token_batches(
-    documents: Iterable[Document], tokenizer, digest, advance
-) -> Iterator[list[int]]:
-    """Yield token ids in batches, with the end-of-text token between documents.
-
-    The threads of a fast tokenizer use all cores.
+    Args:
+        path: path of the files without their suffixes.
+        tokenizer: a Hugging Face tokenizer.
+        dtype: of the token ids on disk.
+        advance: called from time to time with the number of characters done since the last call.
+        refuse: called with each bad row.
+    Attributes:
+        notices: lines for the user about what was read.
     """
-    separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    any_ids = False
-    for begins, ids in DocumentTokenizer(tokenizer).encode(
-        (_read(document, digest) for document in documents), advance
+
+    def __init__(
+        self,
+        path: Path,
+        tokenizer,
+        dtype: str,
+        advance: Callable[[int], None],
+        refuse: Callable[[BadRow], None],
     ):
-        yield separator + ids if begins and any_ids else ids
-        any_ids = True
+        self.path, self.tokenizer, self.dtype = path, tokenizer, dtype
+        self.advance, self.refuse, self.notices = advance, refuse, []
+        self.one_kind, self.rows, self.empty = OneKind(), 0, 0
+        self.digest = hashlib.sha256()  # of the text
 
+    def write(self, items: Iterator[Item]) -> dict:
+        """Write the files.
 
-def _read(document: Document, digest) -> Iterator[str]:
-    """Yield the pieces of a document, and add them to the digest of all text."""
-    for piece in document.pieces:
-        digest.update(piece.encode())
-        yield piece
-    digest.update(b"\0")
+        Returns:
+            {kind, tokens, rows, empty, sha256 of the text}.
+        Raises:
+            UserError: see `tokenize_once`.
+        """
+        rows = self._usable(items)
+        first = next(rows, None)
+        rows = itertools.chain([] if first is None else [first], rows)
+        is_example = isinstance(first, Example)
+        tokens = self._write_examples(rows) if is_example else self._write_documents(rows)
+        return {
+            "kind": self.one_kind.kind,
+            "tokens": tokens,
+            "rows": self.rows,
+            "empty": self.empty,
+            "sha256": self.digest.hexdigest(),
+        }
+
+    def _usable(self, items: Iterator[Item]) -> Iterator[Document | Example]:
+        for item in items:
+            if isinstance(item, Notice):
+                self.notices.append(item.text)
+            elif isinstance(row := self.one_kind.check(item), BadRow):
+                self.refuse(row)
+            else:
+                self.rows += 1
+                self.empty += isinstance(row, Document) and row.pieces == [""]
+                yield row
+
+    def _write_documents(self, documents: Iterable[Document]) -> int:
+        """Write one stream of ids, with the end-of-text token between documents.
+
+        Returns:
+            The number of tokens.
+        """
+        end_of_text = self.tokenizer.eos_token_id
+        separator = [] if end_of_text is None else [end_of_text]
+        encode = DocumentTokenizer(self.tokenizer).encode
+        tokens = 0
+        with open(f"{self.path}.bin", "wb") as file:
+            chunks = encode(map(self._read, documents), self.advance)
+            for number, (begins, ids) in enumerate(chunks):
+                ids = separator + ids if begins and number else ids
+                np.asarray(ids, dtype=self.dtype).tofile(file)
+                tokens += len(ids)
+        return tokens
+
+    def _read(self, document: Document) -> Iterator[str]:
+        """Yield the pieces of a document, and add them to the digest."""
+        for piece in document.pieces:
+            self.digest.update(piece.encode())
+            yield piece
+        self.digest.update(b"\0")
+
+    def _write_examples(self, examples: Iterator[Example]) -> int:
+        """Write the files that `batches.ExampleFile` describes; returns the number of tokens."""
+        use_plain_template(self.tokenizer, self.one_kind.kind)
+        encoder, end = Encoder(self.tokenizer), 0
+        with (
+            open(f"{self.path}.bin", "wb") as ids,
+            open(f"{self.path}.learned.bin", "wb") as learned,
+            open(f"{self.path}.rows.bin", "wb") as rows,
+        ):
+            while batch := list(itertools.islice(examples, BATCH_EXAMPLES)):
+                for example, encoded in zip(batch, encoder.encode(batch), strict=True):
+                    if isinstance(encoded, BadRow):
+                        self.rows -= 1
+                        self.refuse(encoded)
+                        continue
+                    self.digest.update(example.as_json().encode() + b"\0")
+                    encoded[0].astype(self.dtype).tofile(ids)
+                    encoded[1].astype(np.uint8).tofile(learned)
+                    end += len(encoded[0])
+                    first_target = 1 + encoded[1][1:].argmax()  # the first token has no target
+                    np.array([end, first_target], dtype=np.int64).tofile(rows)
+                self.advance(sum(len(example.as_json()) for example in batch))
+        return end

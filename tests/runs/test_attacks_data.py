@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 from conftest import PROJECT
 
-from support.data import sources as corpus
+from support.data import rows as corpus
 from support.data import templates
 from support.data.chat import Encoder
-from support.data.sources import BadRow, Document, Example, Notice, open_source
+from support.data.rows import BadRow, Document, Example
+from support.data.sources import Notice, open_source
 from support.data.tokenize import bad_rows_in, tokenize_once
 from support.errors import UserError
 from support.files.cache import META, Cache
@@ -463,7 +464,7 @@ def test_a_json_file_of_a_gigabyte(tmp_path):
             file.write(",\n" + row)
         file.write("]")
     code = (
-        "import resource; from support.data.sources import open_source, Document; import sys\n"
+        "import resource; from support.data.rows import Document; from support.data.sources import open_source; import sys\n"
         "rows = sum(isinstance(i, Document) for i in open_source(sys.argv[1], None, None, None).splits['train']())\n"
         "print(rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
     )

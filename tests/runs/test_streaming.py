@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -203,16 +202,14 @@ class OneRank:
 
     def __init__(self, dataset, tokenizer, slots, chunk=256, rows=None):
         from support.data.long_documents import DocumentTokenizer
-        from support.data.streaming import BatchSlot, Reader, Stream, _files_to_read, _open_rows
+        from support.data.stream_reader import Reader, rows_of_files
+        from support.data.streaming import BatchSlot, RowEncoder
 
         documents = DocumentTokenizer(tokenizer, chunk, overlap=256)
-        encode = partial(Stream._encode_text, SimpleNamespace(documents=documents))
+        encode = RowEncoder(documents, 16, pytest.fail).encode
         self.slots = {number: BatchSlot(number, slots, 1, 16, 0, encode) for number in range(slots)}
-        args = SimpleNamespace(
-            dataset=str(dataset), text_column=None, dataset_config=None, include=None
-        )
-        rows = rows or _open_rows(args, None, _files_to_read(args)[0])
-        self.reader = Reader(rows, documents.parts, None, slots, self.slots, 0, pytest.fail)
+        rows = rows or rows_of_files(sorted(dataset.iterdir()), None)
+        self.reader = Reader(rows, documents.parts, self.slots, slots, 0, pytest.fail)
 
     def blocks(self, steps):
         """What each lane gives in so many steps."""
@@ -291,16 +288,11 @@ def test_resume_within_a_text_file(long_texts):
 
 def lines_of_articles(lines):
     """Rows as WikiText has them on the hub."""
+    from support.data.rows import Document
     from support.data.sources import begins_article
 
     for number, line in enumerate(lines, 1):
-        yield {
-            "row": {"text": line},
-            "where": f"row {number}",
-            "file": False,
-            "begins": begins_article(line),
-            "bad": None,
-        }
+        yield {"content": Document(f"row {number}", [line]), "begins": begins_article(line)}
 
 
 def test_articles_are_tokenized_whole():
@@ -409,7 +401,7 @@ def test_rows_of_which_nothing_can_be_used(script, llama, tmp_path):
         if usable is rows:
             assert run.results["samples"] == 32 and run.results["dataset"]["skipped"] == 8
         else:
-            assert run.code != 0 and "nothing in the corpus can be used" in run.error
+            assert run.code != 0 and "no row of the corpus can be used" in run.error
 
 
 def test_a_corpus_on_the_hub(script, hub, tmp_path):

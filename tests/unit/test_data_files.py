@@ -13,7 +13,9 @@ import pytest
 from tokenizer_zoo import tokenizer_of
 
 from support.data.batches import IGNORED, open_split
-from support.data.sources import BadRow, open_source
+from support.data.rows import BadRow
+from support.data.sources import open_source
+from support.data.stream_reader import StreamCorpus
 from support.data.streaming import Place, Stream
 from support.data.tokenize import tokenize_once
 from support.errors import UserError
@@ -28,16 +30,21 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
             sent.append(value) or [value, ({"1": {}}, ["seen by the other rank"])]
         ),
         is_main=True,
+        rank=0,
+        world_size=2,
         console=SimpleNamespace(print=lines.append, warn=lines.append),
     )
-    stream = Stream.__new__(Stream)
-    stream.ctx, stream.args, stream.advice, stream.shown = (
-        run,
-        SimpleNamespace(max_bad_rows=200_000),
-        "",
-        0,
+    args = SimpleNamespace(
+        max_bad_rows=200_000,
+        seq_length=16,
+        batch_size=1,
+        gradient_accumulation_steps=1,
+        max_steps=1,
+        shuffle_buffer=1,
+        seed=0,
     )
-    stream.bad, stream.found, stream.fresh, stream.gathered = {}, [], [], set()
+    corpus = StreamCorpus("x", "", open_rows=list)
+    stream = Stream(args, run, tokenizer_of("gpt2"), corpus)
 
     def arrive():
         stream._arrive(Place({"0": {}}, stream.found, 0, 0))

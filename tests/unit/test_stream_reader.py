@@ -75,8 +75,8 @@ def test_a_thread_that_has_ended_is_not_waited_for():
 
 
 def stream_of(file, tokenizer, **flags):
-    """A Stream of one rank, without a script around it, and the lines that it says."""
-    from support.data.streaming import Stream
+    """A Stream of one rank, without a script around it, and the lines that it prints."""
+    from support.data.streaming import open_stream
 
     said = []
     args = SimpleNamespace(
@@ -94,6 +94,7 @@ def stream_of(file, tokenizer, **flags):
             "max_bad_rows": 9,
             "compile": False,
             "simulate_gpus": None,
+            "validation_file": None,
         }
         | flags
     )
@@ -105,7 +106,7 @@ def stream_of(file, tokenizer, **flags):
         broadcast_from_rank0=lambda value: value,
         console=SimpleNamespace(print=said.append, print0=said.append, warn=said.append),
     )
-    return Stream(args, run, tokenizer), said
+    return open_stream(args, run, tokenizer)[0], said
 
 
 def test_the_thread_has_a_tokenizer_of_its_own(tmp_path, monkeypatch):
