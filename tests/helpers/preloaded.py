@@ -86,7 +86,8 @@ class Preloaded:
     def _wait(self) -> None:
         """Wait for the servers, so that no time limit of a test includes their imports."""
         for number, server in enumerate(self.servers):
-            while server.poll() is None and not (self.folder / f"server{number}").exists():
+            while not (self.folder / f"server{number}").exists():
+                assert server.poll() is None, "preloaded_server.py has failed"
                 time.sleep(0.02)
 
     def stop(self) -> None:

@@ -185,6 +185,7 @@ def preload() -> _Importer:
     before, environment, path = set(sys.modules), dict(os.environ), list(sys.path)
     os.environ.update(SET_BY_THE_PROGRAM)
     values, streams = dict(os.environ), (sys.stdout, sys.stderr)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's import would start a thread for each core
     sys.stdout, sys.stderr = _CurrentStream("__stdout__"), _CurrentStream("__stderr__")
     with _recorded_atexit() as at_exit:
         for name in PRELOAD:
