@@ -103,8 +103,7 @@ def let_the_live_model_speak(file: str) -> None:
 
 def main() -> None:
     kind, *values = os.environ["FAULT"].split(":")
-    sys.argv[0] = str(SCRIPT)
-    sys.path.insert(0, str(SCRIPT.parent))
+    sys.argv[0], sys.path[0] = str(SCRIPT), str(SCRIPT.parent)  # as if Python had started SCRIPT
     import torch
 
     if kind == "crash":

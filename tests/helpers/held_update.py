@@ -1,6 +1,6 @@
-"""Train a small model with DeepSpeed in bf16 and let its second loss be not a number:
+"""Train a small model with DeepSpeed in bf16 and make its second loss not a number:
 
-    python tests/helpers/held_update.py STRATEGY
+    python -m tests.helpers.held_update STRATEGY
 
 Prints as JSON whether each of the two updates changed the weights, whether the weights are finite
 at the end, and how often DeepSpeed searched the gradients for infinities.
@@ -10,10 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import nn

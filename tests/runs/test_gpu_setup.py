@@ -84,12 +84,15 @@ def test_pin_memory_is_compiled_where_deepspeed_has_it(tmp_path, monkeypatch, ha
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_loss_that_is_not_finite_leaves_the_weights_in_bf16(strategy):
+def test_loss_that_is_not_finite_leaves_the_weights_in_bf16(strategy, preloaded):
     """Without DeepSpeed's own search, too: our flag makes the update do nothing."""
-    command = [sys.executable, PROJECT / "tests" / "helpers" / "held_update.py", strategy]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "tests.helpers.held_update", strategy]
+    if preloaded:
+        command = preloaded.replace(command)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=PROJECT)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"changed": [True, False], "finite": True, "searches": 0}
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == {"changed": [True, False], "finite": True, "searches": 0}
 
 
 # ---------------------------------------------------------------------------- one GPU for each rank
@@ -176,19 +179,17 @@ def test_group_on_a_cpu(tmp_path):
 
 
 @pytest.mark.parametrize("offloads", [True, False])
-def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, offloads):
+def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, preloaded, offloads):
     """fp16 under FSDP with CPU offload. gloo stands for NCCL, and like it gets no tensors of the
     host; without offload, where gradients are on the GPU, the group cannot reduce these.
     """
     args = parse_arguments(offloading(tmp_path) if offloads else ["--strategy", "fsdp"])
     backend = process_group.group_options(args, GPU, 2)["backend"]
     backend = {"nccl": "cuda:nccl"}.get(backend, backend).replace("nccl", "gloo")
-    command = [
-        sys.executable,
-        PROJECT / "tests" / "helpers" / "host_gradients.py",
-        backend,
-        tmp_path / "store",
-    ]
+    program = [sys.executable, "-m", "tests.helpers.host_gradients"]
+    command = [*program, backend, tmp_path / "store"]
+    if preloaded:
+        command = preloaded.replace(command)
     ranks = [start(command, env={"RANK": rank}) for rank in (0, 1)]
     said = [finish(rank, 60) for rank in ranks]
     if not offloads:
