@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import sys
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -32,8 +33,20 @@ from support.versions import versions
 
 
 def open_results(args, ctx: DistContext, folder: Path) -> Results:
-    """Return the run's `Results` with the facts that are known before anything is loaded."""
-    settings = {
+    """Return the run's `Results` with the facts that are known before anything is loaded.
+
+    Rank 0 writes the file. With --resume the file of an earlier run is kept until `Results.begin`,
+    which is called when this run has loaded its checkpoint.
+    """
+    facts = {
+        "schema_version": 1,
+        "status": "running",
+        "reason": None,
+        "error_kind": None,
+        "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": redact(shlex.join([Path(sys.executable).name, *sys.argv])),
+        "versions": versions(),
+        "hardware": hardware(ctx.device),
         "strategy": args.strategy,
         "model": args.model,
         "world_size": ctx.real_world_size,
@@ -47,67 +60,62 @@ def open_results(args, ctx: DistContext, folder: Path) -> Results:
         "global_batch_size": global_batch(args, ctx.world_size),
         "seed": args.seed,
     }
-    return Results(ctx, folder, settings, resuming=args.resume is not None)
+    results = Results(ctx, folder / "results.json", facts)
+    if ctx.is_main:
+        results.before, results.damage = read_results(results.path)
+        earlier_file = results.before is not None or bool(results.damage)
+        results.kept = args.resume is not None and earlier_file
+        if not results.kept:
+            # Before the other ranks continue: if one fails, the file must be this run's.
+            results.begin()
+    results.before, results.kept, facts["started_at"] = ctx.broadcast_from_rank0(
+        (results.before, results.kept, facts["started_at"])
+    )
+    ctx.failures.on_failure.append(results.fail)
+    return results
 
 
+@dataclass
 class Results:
     """results.json, written at the start with the status "running" and again at every kind of end.
-
-    With --resume the file of the earlier run stays until `begin`.
 
     Attributes:
         facts: the content of the file.
         before: the earlier run's results.json, on every rank; None without one.
+        damage: why an earlier run's file cannot be read (rank 0); empty if it can.
         kept: whether the file still is the earlier run's.
-        was_complete: whether the earlier run, whose file is kept, had completed.
     """
 
-    def __init__(self, ctx: DistContext, folder: Path, facts: dict, resuming: bool):
-        self.ctx, self.path = ctx, folder / "results.json"
-        self.facts = {
-            "schema_version": 1,
-            "status": "running",
-            "reason": None,
-            "error_kind": None,
-            "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": redact(shlex.join([Path(sys.executable).name, *sys.argv])),
-            "versions": versions(),
-            "hardware": hardware(ctx.device),
-            **facts,
-        }
-        # An earlier run's file is kept until this run has loaded its checkpoint.
-        self.before, self._damage = read_results(self.path) if ctx.is_main else (None, "")
-        self.kept = resuming and (self.before is not None or bool(self._damage))
-        if ctx.is_main and not self.kept:
-            # Before the other ranks continue: if one fails, the file must be this run's.
-            self.begin()
-        started = self.facts["started_at"]  # all ranks take rank 0's time
-        self.before, self.kept, self.facts["started_at"] = ctx.broadcast_from_rank0(
-            (self.before, self.kept, started)
-        )
-        self.was_complete = (
-            self.kept and self.before is not None and self.before["status"] == "completed"
-        )
-        ctx.failures.on_failure.append(self.fail)
+    ctx: DistContext
+    path: Path
+    facts: dict
+    before: dict | None = None
+    damage: str = ""
+    kept: bool = False
+
+    @property
+    def was_complete(self) -> bool:
+        """Whether the earlier run, whose file is kept, had completed."""
+        return self.kept and self.before is not None and self.before["status"] == "completed"
 
     def begin(self) -> None:
         """Write this run's file in place of an earlier run's (rank 0); rename a damaged one."""
-        self.was_complete = self.kept = False
+        self.kept = False
         if not self.ctx.is_main:
             return
         if self.ctx.lock:
             remove_leftovers(self.path.parent)
-        if self._damage:
+        if self.damage:
             new_path = set_aside(self.path, f"{self.path.name}.damaged")
             self.ctx.console.warn(
-                f"{self.path} is damaged ({self._damage}): ignored, and renamed to {new_path.name}."
+                f"{self.path} is damaged ({self.damage}): ignored, and renamed to {new_path.name}."
             )
-            self._damage = ""
+            self.damage = ""
         self._write()
 
     def continue_complete_run(self) -> None:
         """Take over the facts of the earlier run, which had completed."""
-        self.facts |= self.before
+        self.facts |= self.before or {}
 
     def update(self, **facts) -> None:
         """Add or replace facts; they are written with the next status."""
@@ -128,7 +136,7 @@ class Results:
         Args:
             steps: optimizer steps of the whole run.
         """
-        if not self.was_complete or args.resume != "":
+        if self.before is None or not self.was_complete or args.resume != "":
             return False
         stops_early = (
             bool(args.early_stopping_patience)
@@ -159,10 +167,8 @@ class Results:
             return True
         with locked(self.path.parent):
             recorded, _ = read_results(self.path)
-            is_this_run = (
-                recorded is not None and recorded.get("started_at") == self.facts["started_at"]
-            )
-            if is_this_run and recorded["status"] != "running":
+            is_this_run = recorded and recorded.get("started_at") == self.facts["started_at"]
+            if recorded and is_this_run and recorded["status"] != "running":
                 return recorded["status"] in ("completed", "preempted")
             self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
             try:
@@ -202,7 +208,7 @@ def read_results(path: Path) -> tuple[dict | None, str]:
     try:
         results = read_json(path)
     except OSError as error:
-        return None, error.strerror
+        return None, error.strerror or str(error)
     except ValueError as error:
         return None, str(error)
     if not isinstance(results, dict) or not isinstance(results.get("status"), str):

@@ -6,26 +6,26 @@ import statistics
 
 import psutil
 
+from support.cli.arguments import Arguments
 from support.cli.ds_config import nvme_folder
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
 from support.errors import TrainingError
 from support.memory import advise
 from support.memory import measure as memory
+from support.model.resolve import ModelSpec
 from support.report.metrics_log import Meter
 from support.report.peak_flops import peak_flops
 from support.report.results import progress
-
-PROCESS_STARTED = psutil.Process().create_time()
 
 
 def summarize(
     ctx: DistContext,
     meter: Meter,
     memory_by_phase: memory.MemoryByPhase,
-    evaluation: tuple | None,
-    args,
-    spec,
+    evaluation: tuple[float, float] | None,
+    args: Arguments,
+    spec: ModelSpec,
 ) -> dict:
     """Return the measured part of results.json; all ranks call it together.
 
@@ -34,33 +34,30 @@ def summarize(
     Args:
         memory_by_phase: memory after each phase of the run.
         evaluation: (loss, perplexity) of the last evaluation, or None.
-        spec: the model.
     Raises:
         TrainingError: a memory simulation updated no weights, so Adam's states were not measured.
     """
-    counters, steps = meter.counters(), meter.step - meter.before["step"]
-    rank_facts = {
-        "memory": memory.of_this_rank(
+    counters, traffic = meter.counters(), meter.traffic.per_step(meter.warmup_steps)
+    memory_of_ranks = ctx.all_gather(
+        memory.of_this_rank(
             memory_by_phase,
             meter.step_memory,
             nvme_folder(args.ds_config_dict),
             ctx.launch.is_node_leader,
-        ),
-        "speed": meter.speed(),
-    }
-    traffic = meter.traffic.per_step(meter.warmup_steps)
-    rank_facts["sent"] = sum(collective["sent_bytes"] for collective in traffic.values())
-    ranks = ctx.all_gather(rank_facts)
+        )
+    )
+    speeds = ctx.all_gather(meter.speed())
+    sent = ctx.all_gather(sum(collective["sent_bytes"] for collective in traffic.values()))
+    loss, perplexity = evaluation or (None, None)
+    best = meter.best or {"loss": None, "step": None}
     measured = {
         **progress(counters),
-        "eval_loss": evaluation[0] if evaluation else None,
-        "perplexity": evaluation[1] if evaluation else None,
-        "best_eval_loss": meter.best["loss"] if meter.best else None,
-        "best_step": meter.best["step"] if meter.best else None,
+        "eval_loss": loss,
+        "perplexity": perplexity,
+        "best_eval_loss": best["loss"],
+        "best_step": best["step"],
         "stopped_early": args.early_stopping_patience if meter.stopped_early else None,
-        "seconds_to_first_step": meter.first_step_at - PROCESS_STARTED
-        if meter.first_step_at
-        else None,
+        "seconds_to_first_step": None,
         "communication_bytes_per_step": None,
         "communication_per_step": None,
         "step_seconds": None,
@@ -69,33 +66,28 @@ def summarize(
         "tokens_per_second": None,
         "tokens_per_second_per_gpu": None,
         "mfu": None,
-        **mean_over_ranks([rank["speed"] for rank in ranks]),
+        **mean_over_ranks(speeds),
     }
+    if meter.first_step_at:
+        process_started = psutil.Process().create_time()
+        measured["seconds_to_first_step"] = meter.first_step_at - process_started
     if measured["tokens_per_second"]:
-        measured["tokens_per_second_per_gpu"] = measured["tokens_per_second"] / ctx.world_size
+        tokens_per_second = measured["tokens_per_second"] / ctx.world_size
+        measured["tokens_per_second_per_gpu"] = tokens_per_second
         if peak := peak_flops(ctx.device, ctx.precision):
-            text_config, weights = (
-                spec.text_config,
-                (spec.matmul_parameters, spec.trainable_matmul),
-            )
-            flops = flops_per_token(
-                *weights, text_config.num_hidden_layers, text_config.hidden_size, args.seq_length
-            )
-            measured["mfu"] = measured["tokens_per_second_per_gpu"] * flops / peak
+            measured["mfu"] = tokens_per_second * flops_per_token(spec, args.seq_length) / peak
+    steps = meter.step - meter.before["step"]
     if steps and Traffic.complete(ctx.device, args.ds_config_dict is not None):
-        measured["communication_bytes_per_step"] = statistics.mean(rank["sent"] for rank in ranks)
+        measured["communication_bytes_per_step"] = statistics.mean(sent)
         measured["communication_per_step"] = traffic
-    measured["memory"] = memory.over_ranks([rank["memory"] for rank in ranks])
-    if (
-        ctx.simulated
-        and not measured["memory"]["moments_bytes"]
-        and measured["memory"]["placement"]["optimizer"] != "nvme"
-    ):
-        raise TrainingError(
-            "The simulated steps updated nothing, so Adam's states are missing in what was "
-            "measured."
-        )
+    measured["memory"] = memory.over_ranks(memory_of_ranks)
     measured["memory"]["predicted_bytes"] = advise.predicted_bytes(args, ctx, spec)
+    on_nvme = measured["memory"]["placement"]["optimizer"] == "nvme"
+    if ctx.simulated and not measured["memory"]["moments_bytes"] and not on_nvme:
+        raise TrainingError(
+            "The simulated steps updated no weights, so Adam's states are missing in the measured "
+            "memory."
+        )
     return measured
 
 
@@ -108,21 +100,15 @@ def mean_over_ranks(values: list[dict]) -> dict:
     }
 
 
-def flops_per_token(
-    matmul_parameters: int, trained: int, layers: int, hidden: int, seq_length: int
-) -> float:
+def flops_per_token(spec: ModelSpec, seq_length: int) -> float:
     """Return the floating-point operations per token of the forward and backward passes.
 
-    The formula is 6N + 12·L·H·T (PaLM, arXiv 2204.02311, appendix B). Of the 6 operations per
-    parameter, 2 are the forward pass, 2 the gradient of its input, and 2 its own gradient, which a
-    frozen parameter does not have.
-
-    Args:
-        matmul_parameters: number of parameters that take part in matrix multiplications (not
-            position embeddings or untied input embeddings).
-        trained: how many of them are trained.
-        layers: L, the number of transformer blocks.
-        hidden: H, the hidden size.
-        seq_length: T, the tokens of a sequence.
+    The formula is 6N + 12·L·H·T (PaLM, arXiv 2204.02311, appendix B) with N the parameters that
+    take part in matrix multiplications, L the transformer blocks, H the hidden size and T the
+    tokens of a sequence. Of the 6 operations per parameter, 2 are the forward pass, 2 the gradient
+    of its input, and 2 its own gradient, which a frozen parameter does not have.
     """
-    return 4 * matmul_parameters + 2 * trained + 12 * layers * hidden * seq_length
+    layers, hidden = spec.text_config.num_hidden_layers, spec.text_config.hidden_size
+    return (
+        4 * spec.matmul_parameters + 2 * spec.trainable_matmul + 12 * layers * hidden * seq_length
+    )

@@ -147,22 +147,13 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path):
 
 def results_of(folder, main=True):
     """A Results as a rank has it, without a process group."""
-    import torch
-
     from support.report.results import Results
 
-    run = SimpleNamespace(
-        is_main=main,
-        broadcast_from_rank0=lambda value: value,
-        device=torch.device("cpu"),
-        on_failure=[],
-        lock=None,
-    )
-    results = Results(run, folder, {}, resuming=False)
-    if not main:  # what rank 0 has announced
-        results.facts["started_at"] = json.loads((folder / "results.json").read_text())[
-            "started_at"
-        ]
+    ctx = SimpleNamespace(is_main=main, lock=None)
+    facts = {"status": "running", "reason": None, "started_at": "2026-01-01T00:00:00+00:00"}
+    results = Results(ctx, folder / "results.json", facts)
+    if main:
+        results.begin()
     return results
 
 
