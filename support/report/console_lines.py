@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -51,18 +52,15 @@ def say_results(ctx: DistContext, facts: dict, args) -> None:
     say_throughput(ctx, facts)
 
 
-def say_memory(ctx: DistContext, memory_by_rank: dict) -> None:
+def say_memory(ctx: DistContext, memory: dict) -> None:
     """Print one line with the largest memory values of any rank.
 
     Args:
-        memory_by_rank: "memory" of results.json.
+        memory: "memory" of results.json.
     """
-    allocated, peak = (
-        max(memory_by_rank["allocated_bytes"]) / GB,
-        max(memory_by_rank["peak_bytes"]) / GB,
-    )
+    allocated, peak = (max(memory[f"{key}_bytes"]) / GB for key in ("allocated", "peak"))
     if ctx.device.type == "cuda":
-        reserved = max(memory_by_rank["reserved_bytes"]) / GB
+        reserved = max(memory["reserved_bytes"]) / GB
         ctx.console.print0(
             f"GPU Memory: {allocated:.2f} GB allocated | {reserved:.2f} GB reserved | "
             f"{peak:.2f} GB peak"
@@ -71,76 +69,84 @@ def say_memory(ctx: DistContext, memory_by_rank: dict) -> None:
         ctx.console.print0(f"Process Memory: {allocated:.2f} GB resident | {peak:.2f} GB peak")
 
 
-def say_memory_profile(ctx: DistContext, found: dict) -> None:
+def say_memory_profile(ctx: DistContext, memory: dict) -> None:
     """Print the lines of --profile_memory: device, phases, kinds of state, host and NVMe.
 
     With several ranks these show the largest value, and the smallest in brackets if it differs.
 
     Args:
-        found: "memory" of results.json.
+        memory: "memory" of results.json.
     """
-    kind = "GPU" if ctx.device.type == "cuda" else "Process"
-    names = (("Allocated", "allocated"), ("Reserved", "reserved"), ("Peak", "peak"))
-    for rank in range(len(found["peak_bytes"])):
-        ctx.console.print0(f"{kind} {rank} Memory:")
-        for name, key in names:
-            value = found[f"{key}_bytes"][rank]
-            ctx.console.print0(
-                f"  {name}: " + (f"{value / GB:.2f} GB" if value is not None else "—")
-            )
-    ctx.console.print0(
+    on_gpu = ctx.device.type == "cuda"
+    for line in (
+        *_lines_by_rank(memory, on_gpu),
+        *_lines_by_phase(memory, on_gpu),
+        *_lines_of_live_tensors(memory),
+        *_lines_outside_of_pytorch(memory),
+    ):
+        ctx.console.print0(line)
+
+
+def _lines_by_rank(memory: dict, on_gpu: bool) -> Iterator[str]:
+    for rank in range(len(memory["peak_bytes"])):
+        yield f"{'GPU' if on_gpu else 'Process'} {rank} Memory:"
+        for name in ("Allocated", "Reserved", "Peak"):
+            value = memory[f"{name.lower()}_bytes"][rank]
+            yield f"  {name}: " + ("—" if value is None else f"{value / GB:.2f} GB")
+
+
+def _lines_by_phase(memory: dict, on_gpu: bool) -> Iterator[str]:
+    yield (
         "Memory after each phase "
         "(of the rank that holds most, and of the one that holds least in brackets):"
     )
-    for phase, values in found["phases_bytes"].items():
-        shown_columns = PHASE_COLUMNS if ctx.device.type == "cuda" else PHASE_COLUMNS[-1:]
-        columns = [f"{name} {most_and_least(values[key])}" for name, key in shown_columns]
-        ctx.console.print0(f"  {phase:20}" + " | ".join(columns))
-    if found["step_bytes_by_rank"][0]:
-        ctx.console.print0("Live tensors in the last step:")
-        for phase in found["step_bytes_by_rank"][0]:
-            steps = [step[phase] for step in found["step_bytes_by_rank"]]
-            live, peak = ([step[key] for step in steps] for key in ("live", "peak"))
-            ctx.console.print0(
-                f"  {phase:20}at its end {most_and_least(live)} | "
-                f"at its peak {most_and_least(peak)}"
+    columns = {"host": "host_resident"}
+    if on_gpu:
+        columns = {name: f"device_{name}" for name in ("allocated", "reserved", "peak")} | columns
+    for phase, values in memory["phases_bytes"].items():
+        cells = [f"{name} {most_and_least(values[key])}" for name, key in columns.items()]
+        yield f"  {phase:20}" + " | ".join(cells)
+
+
+def _lines_of_live_tensors(memory: dict) -> Iterator[str]:
+    by_rank = memory["step_bytes_by_rank"]
+    if by_rank[0]:
+        yield "Live tensors in the last step:"
+        for phase in by_rank[0]:
+            live, peak = (
+                most_and_least([rank[phase][key] for rank in by_rank]) for key in ("live", "peak")
             )
-    ctx.console.print0(
+            yield f"  {phase:20}at its end {live} | at its peak {peak}"
+    yield (
         "Live tensors by kind in the last step "
         "(end of backward; activations and logits: end of forward):"
     )
-    for name in found["categories_bytes"] or ():
-        total, on_device = (
-            [rank[name] for rank in found[key]]
-            for key in ("categories_bytes_by_rank", CATEGORIES_ON_DEVICE)
-        )
+    for kind in memory["categories_bytes"] or ():
+        total = [rank[kind] for rank in memory["categories_bytes_by_rank"]]
+        on_device = [rank[kind] for rank in memory["device_categories_bytes_by_rank"]]
         if total[0] is not None:
-            device_text = (
-                "" if total == on_device else f" | of it on the device {most_and_least(on_device)}"
-            )
-            ctx.console.print0(f"  {name:20}{most_and_least(total)}{device_text}")
-    host, pinned = (most_and_least(found[key]) for key in ("host_peak_bytes", "pinned_bytes"))
-    ctx.console.print0(f"Host: {host} at its peak, {pinned} pinned")
-    if found["nvme_bytes"]:
-        stored, written = (
-            human_bytes(found[key]) for key in ("nvme_bytes", "nvme_written_bytes_per_step")
-        )
-        ctx.console.print0(f"NVMe: {stored} held, {written} written in a step, by all ranks")
-    if found["device_used"][0]:
-        used, unseen = ([rank[key] for rank in found["device_used"]] for key in ("used", "unseen"))
-        ctx.console.print0(
-            f"The device itself: {most_and_least(used)} in use, of it {most_and_least(unseen)} "
-            "that PyTorch does not see (CUDA context, libraries, NCCL, other processes)"
-        )
+            line = f"  {kind:20}{most_and_least(total)}"
+            if on_device != total:
+                line += f" | of it on the device {most_and_least(on_device)}"
+            yield line
 
 
-PHASE_COLUMNS = (
-    ("allocated", "device_allocated"),
-    ("reserved", "device_reserved"),
-    ("peak", "device_peak"),
-    ("host", "host_resident"),
-)
-CATEGORIES_ON_DEVICE = "device_categories_bytes_by_rank"
+def _lines_outside_of_pytorch(memory: dict) -> Iterator[str]:
+    host, pinned = (most_and_least(memory[key]) for key in ("host_peak_bytes", "pinned_bytes"))
+    yield f"Host: {host} at its peak, {pinned} pinned"
+    if memory["nvme_bytes"]:
+        stored = human_bytes(memory["nvme_bytes"])
+        written = human_bytes(memory["nvme_written_bytes_per_step"])
+        yield f"NVMe: {stored} held, {written} written in a step, by all ranks"
+    if memory["device_used"][0]:
+        used, unseen = (
+            most_and_least([rank[key] for rank in memory["device_used"]])
+            for key in ("used", "unseen")
+        )
+        yield (
+            f"The device itself: {used} in use, of it {unseen} that PyTorch does not see "
+            "(CUDA context, libraries, NCCL, other processes)"
+        )
 
 
 def most_and_least(values: list[int]) -> str:
