@@ -197,7 +197,7 @@ def check_output(args) -> None:
     for flag in ("config", "hosts"):
         source = getattr(args, flag, None)
         if source and path.exists() and Path(source).exists() and path.samefile(source):
-            raise UserError(f"--output {path} is also the file of --{flag}: name another one.")
+            raise UserError(f"--output {path} is the file of --{flag}: name another one.")
     if path.exists() and not path.is_file():
         raise UserError(f"--output {path} is not a file: name another one.")
     if path.exists() and not args.force and not setup_files.is_unedited(path):
