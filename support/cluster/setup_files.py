@@ -87,12 +87,32 @@ def deepspeed_config(args) -> dict:
     Raises:
         UserError: flags contradict each other, or the model is unknown.
     """
+    _check_deepspeed_flags(args)
+    sets_precision = args.bf16 or args.fp16
+    config = {
+        "train_micro_batch_size_per_gpu": args.batch_size or "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": args.bf16 if sets_precision else "auto"},
+        "fp16": {"enabled": args.fp16 if sets_precision else "auto"},
+        "zero_optimization": _zero_config(args, read_model(args.model)),
+    }
+    if args.nvme_path:
+        config["aio"] = {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    return config
+
+
+def _check_deepspeed_flags(args) -> None:
     if args.bf16 and args.fp16:
         raise UserError("--bf16 and --fp16 exclude each other: leave one out.")
-    if (args.offload_param or args.nvme_path) and args.zero_stage != 3:
-        raise UserError(
-            f"--{'offload_param' if args.offload_param else 'nvme_path'} needs --zero_stage 3."
-        )
+    for flag in ("offload_param", "nvme_path"):
+        if getattr(args, flag) and args.zero_stage != 3:
+            raise UserError(f"--{flag} needs --zero_stage 3.")
     if args.nvme_path and not (args.offload_optimizer or args.offload_param):
         raise UserError(
             "--nvme_path has no effect without something to offload: "
@@ -103,55 +123,35 @@ def deepspeed_config(args) -> dict:
             "--offload_param without --offload_optimizer would leave the larger part on the GPU: "
             "add it."
         )
-    model = read_model(args.model)
+
+
+def _zero_config(args, model: dict) -> dict:
+    zero: dict = {"stage": args.zero_stage}
     device = (
         {"device": "nvme", "nvme_path": args.nvme_path} if args.nvme_path else {"device": "cpu"}
     )
-    zero: dict = {"stage": args.zero_stage}
-    if args.offload_optimizer:
-        zero["offload_optimizer"] = {**device, "pin_memory": True}
-    if args.offload_param:
-        zero["offload_param"] = {**device, "pin_memory": True}
+    for flag in ("offload_optimizer", "offload_param"):
+        if getattr(args, flag):
+            zero[flag] = {**device, "pin_memory": True}
+    params_on_nvme = bool(args.nvme_path and args.offload_param)
+    if params_on_nvme:
         # A buffer must hold a rank's shard of any parameter. With one rank that is the whole
         # parameter.
-        if args.nvme_path:
-            zero["offload_param"].update(
-                buffer_count=5, buffer_size=model["largest"] + 4096, max_in_cpu=0
-            )
-    sizes = bucket_sizes(
-        model["width"],
-        model["parameters"],
-        model["tied"] and bool(args.nvme_path and args.offload_param),
-    )
-    stage3_only = ("stage3_", "sub_group")
-    zero |= {
-        key: size
-        for key, size in sizes.items()
-        if key == "reduce_bucket_size" or key.startswith(stage3_only) == (args.zero_stage == 3)
-    }
+        zero["offload_param"].update(
+            buffer_count=5, buffer_size=model["largest"] + 4096, max_in_cpu=0
+        )
+    sizes = bucket_sizes(model["width"], model["parameters"], model["tied"] and params_on_nvme)
+    for key, size in sizes.items():
+        stage3_only = key.startswith(("stage3_", "sub_group"))
+        if key == "reduce_bucket_size" or stage3_only == (args.zero_stage == 3):
+            zero[key] = size
     # ZeRO-3 and offload have copies that can overlap with computation on a single rank, too.
     overlaps_on_one_rank = args.zero_stage == 3 or args.offload_optimizer
-    zero |= {
+    return zero | {
         "overlap_comm": True if overlaps_on_one_rank else "auto",
         "reduce_scatter": True,
         "contiguous_gradients": True,
     }
-    config = {
-        "train_micro_batch_size_per_gpu": args.batch_size or "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": args.bf16 if args.bf16 or args.fp16 else "auto"},
-        "fp16": {"enabled": args.fp16 if args.bf16 or args.fp16 else "auto"},
-        "zero_optimization": zero,
-    }
-    if args.nvme_path:
-        config["aio"] = {
-            "block_size": 1048576,
-            "queue_depth": 8,
-            "single_submit": False,
-            "overlap_events": True,
-        }
-    return config
 
 
 def read_model(name: str) -> dict:
