@@ -63,7 +63,7 @@ from support.files.atomic import (
     remove_leftovers,
     set_aside,
     sha256_of,
-    sync_folder,
+    sync,
     sync_tree,
     write_text,
 )
@@ -648,11 +648,11 @@ def _complete_checkpoint(unfinished: Path, final: Path, manifest: dict, describe
     }
     sync_tree(unfinished / "model")
     write_manifest(unfinished, manifest)
-    sync_folder(unfinished)
+    sync(unfinished)
     os.replace(unfinished, final)
     write_text(final.parent / "latest", final.name + "\n")
-    sync_folder(final.parent)
-    sync_folder(final.parent.parent)
+    sync(final.parent)
+    sync(final.parent.parent)
 
 
 def _remove_old(folder: Path, keep_last: int | None) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -41,11 +40,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name, and rename it when it is complete and on disk.
+    """Replace a file by what `write` writes to the path that it gets, in the same folder.
 
-    Args:
-        path: the file; an existing one is replaced.
-        write: writes the content to the path that it gets, in the same folder.
     Raises:
         OSError: the disk is full or not writable; `path` is unchanged.
     """
@@ -53,20 +49,15 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     try:
         with naming(path):
             write(partial)
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
+        sync(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, in UTF-8.
-
-    Raises:
-        OSError: the disk is full or not writable; `path` is unchanged.
-    """
-    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    """Write a text file in UTF-8; see `write_atomically`."""
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 @contextlib.contextmanager
@@ -94,9 +85,9 @@ def overwrite(path: Path, text: str) -> None:
         file.truncate()
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the directory entries of a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or the directory entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -105,13 +96,8 @@ def sync_folder(folder: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Flush a folder and everything in it to disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
-        else:
-            sync_folder(path)
-    sync_folder(folder)
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
 
 
 def sha256_of(path: Path) -> str:
@@ -146,32 +132,35 @@ def only_finite(value):
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
+    """Open a regular file for reading; see `_open_descriptor`."""
+    return open(_open_descriptor(path, os.O_RDONLY), "rb")
 
-    A pipe is refused because opening it would block until another process opens it for writing, and
+
+def _open_descriptor(path: Path, flags: int) -> int:
+    """Open a regular file.
+
+    A pipe is refused because opening it would block until another process opens its other end, and
     a symbolic link because it may refer to a file elsewhere.
 
     Raises:
         OSError: the file does not exist, cannot be opened, or is not a regular file.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        flags |= os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return open(descriptor, "rb")
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
 
 
 def read_json(path: Path, most: int = SMALL_FILE_BYTES):
-    """Return the value in a JSON file.
+    """Return the value in a JSON file of at most `most` bytes.
 
-    Args:
-        path: the file.
-        most: maximum size in bytes.
     Raises:
         OSError: the file does not exist, cannot be read, or is not a regular file.
         ValueError: the file is empty, is not UTF-8 or not JSON, is nested in more than DEEPEST_JSON
@@ -186,22 +175,17 @@ def read_json(path: Path, most: int = SMALL_FILE_BYTES):
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
     except RecursionError:
-        value = None
+        raise ValueError("it is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(
-            f"it is no JSON: {str(error)[:100]}" if content.strip() else "it is empty"
-        ) from None
-    else:
-        if depth(value) <= DEEPEST_JSON:
-            return value
-    raise ValueError("it is nested too deeply")
+        reason = f"it is not JSON: {str(error)[:100]}" if content.strip() else "it is empty"
+        raise ValueError(reason) from None
+    if depth(value) > DEEPEST_JSON:
+        raise ValueError("it is nested too deeply")
+    return value
 
 
 def depth(value) -> int:
-    """Return the levels of nesting of a JSON value.
-
-    The function is not recursive, because the nesting may exceed Python's recursion limit.
-    """
+    """Return the levels of nesting of a JSON value, which may exceed Python's recursion limit."""
     levels, level = 0, [value]
     while level:
         levels += 1
@@ -215,20 +199,17 @@ def depth(value) -> int:
 
 
 def set_aside(path: Path, name: str) -> Path:
-    """Rename a file or folder within its folder, to a name that is not in use.
+    """Rename a file or folder to `name`, or if that is in use to `name`.2, `name`.3 and so on.
 
-    Args:
-        path: the file or folder.
-        name: the new name; if it is in use, `name`.2, `name`.3 and so on.
     Returns:
         The new path.
     Raises:
         OSError: the folder is not writable.
     """
-    names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
-    new_path = next(
-        path.with_name(free) for free in names if not os.path.lexists(path.with_name(free))
-    )
+    new_path, number = path.with_name(name), 1
+    while os.path.lexists(new_path):
+        number += 1
+        new_path = path.with_name(f"{name}.{number}")
     os.rename(path, new_path)
     return new_path
 
@@ -242,23 +223,16 @@ def lock(path: Path, create: bool = True) -> BinaryIO | None:
     The lock lasts until the returned file is closed. The kernel also releases it when this process
     ends in any way.
 
-    Args:
-        path: the lock file.
-        create: create the file if it does not exist.
     Returns:
         The open lock file; None on a file system without locks.
     Raises:
         BlockingIOError: another process has the lock.
         OSError: the file cannot be opened for writing, or is not a regular file.
     """
-    # Other users may write to the folder, too: do not follow a symbolic link to another file, and
-    # do not wait until a pipe is opened at its other end.
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-    descriptor = os.open(path, flags, 0o666)
+    # Other users may write to the folder, too, so it may be something else than a regular file.
+    descriptor = _open_descriptor(path, os.O_RDWR | (os.O_CREAT if create else 0))
     file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115 (the caller closes it)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
@@ -269,11 +243,7 @@ def lock(path: Path, create: bool = True) -> BinaryIO | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished files and checkpoints of killed runs from a folder.
-
-    Args:
-        folder: a folder to which only this run writes.
-    """
+    """Remove the unfinished files of killed runs from a folder to which only this run writes."""
     if folder.is_dir():
         for entry in os.scandir(folder):
             if LEFTOVERS.fullmatch(entry.name):
@@ -351,28 +321,17 @@ def _this_machine() -> dict:
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove the temporary folders of this user whose processes have ended.
-
-    Args:
-        parent: the folder that contains them.
-        prefix: prefix of their names.
-    """
-    try:
-        names = [entry.name for entry in os.scandir(parent)]
-    except OSError:
-        return
+    """Remove the temporary folders in `parent` of this user whose processes have ended."""
+    names = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(parent)
     for name in names:
         path = parent / name
-        if (
-            name.startswith(prefix)
-            and name.endswith(".lock")
-            and path.with_suffix("") not in _locks
-        ):
-            try:
-                _remove_if_abandoned(path)
+        is_lock = name.startswith(prefix) and name.endswith(".lock")
+        if is_lock and path.with_suffix("") not in _locks:
             # The lock file was removed, is locked, is of another user, or has another content.
-            except (OSError, ValueError, AttributeError, RecursionError):
-                continue
+            with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+                _remove_if_abandoned(path)
 
 
 def _remove_if_abandoned(path: Path) -> None:

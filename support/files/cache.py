@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from support.errors import UserError
-from support.files.atomic import TemporaryFolder, digest_of_json, read_json, sha256_of, sync_folder
+from support.files.atomic import TemporaryFolder, digest_of_json, read_json, sha256_of, sync
 
 META = "meta.json"
 
@@ -28,7 +28,7 @@ class Cache:
     Args:
         root: the folder that contains them, shared by all runs with the same --cache_dir.
         temporary: paths that the run removes if it ends early; includes the folder in progress.
-        say: prints a line for the user.
+        print0: prints a line for the user.
     """
 
     def __init__(self, root: Path, temporary: list[str], print0: Callable[[str], None]):
@@ -38,11 +38,8 @@ class Cache:
         """Return a folder and the facts about it; it is written if it is missing or damaged.
 
         Args:
-            name: must be different for different content, so that all runs write the same files
-                to a folder of this name.
+            name: of the folder; all runs must write the same files to a folder of this name.
             write: writes files to an empty folder, and returns the facts as a JSON object.
-        Returns:
-            (path of the folder, facts).
         Raises:
             UserError: the cache cannot be read or written. Errors of `write` are raised unchanged,
                 except an OSError, which counts as an error of the cache.
@@ -69,7 +66,7 @@ class Cache:
                 _verify(folder / name, **expected)
         except PermissionError as error:
             raise UserError(
-                f"The cache {error.filename} may not be read by this user: use --cache_dir."
+                f"This user may not read the cache {error.filename}: use --cache_dir."
             ) from error
         except OSError as error:
             if not os.path.lexists(folder):
@@ -110,8 +107,8 @@ class Cache:
             # folder can open every file at any time, and its memory maps stay valid.
             for file in sorted(written.iterdir(), key=lambda file: file.name == META):
                 os.replace(file, folder / file.name)
-            sync_folder(folder)
-        sync_folder(self.root)
+            sync(folder)
+        sync(self.root)
 
     def _is_whole(self, folder: Path) -> bool:
         try:
@@ -137,7 +134,7 @@ def _read_meta(path: Path) -> tuple[dict, dict]:
         content = {"facts": meta["facts"], "files": meta["files"]}
         whole = meta["sha256"] == digest_of_json(content)
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{path.name} is not whole") from error
+        raise Damaged(f"{path.name} is incomplete") from error
     if not whole:
         raise Damaged(f"{path.name} was changed")
     return content["facts"], content["files"]
@@ -161,12 +158,10 @@ def _write_meta(folder: Path, facts: dict) -> None:
     """Flush a folder's files to disk, and write `meta.json` with their sizes and digests."""
     files = {}
     for path in sorted(folder.iterdir()):
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
+        sync(path)
         files[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
     content = {"facts": facts, "files": files}
-    with open(folder / META, "w", encoding="utf-8") as file:
-        json.dump({"sha256": digest_of_json(content), **content}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)
+    meta = json.dumps({"sha256": digest_of_json(content), **content})
+    (folder / META).write_text(meta, encoding="utf-8")
+    sync(folder / META)
+    sync(folder)

@@ -29,7 +29,7 @@ from torch import nn
 
 from support.cluster.context import DistContext
 from support.errors import FirstError, TrainingError, UserError
-from support.files.atomic import TemporaryFolder, sync_folder, sync_tree, write_text
+from support.files.atomic import TemporaryFolder, sync, sync_tree, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory import measure as memory
 from support.model import lora
@@ -304,7 +304,7 @@ def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Pa
             if old.exists():
                 os.rename(old, folder)
             raise
-        sync_folder(folder.parent)
+        sync(folder.parent)
         return final
     raise FileExistsError(errno.EEXIST, "exists, and so do 1,000 numbered ones", str(folder))
 
