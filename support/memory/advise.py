@@ -10,7 +10,7 @@ from support.errors import UserError
 from support.memory.architectures import Architecture, read_architecture
 from support.memory.estimate import MemoryEstimate, predict
 from support.memory.fit import PREFERENCE, Limits, fitting_split
-from support.memory.measure import memory_limit
+from support.memory.system import memory_limit
 from support.memory.workload import Workload, adapters
 from support.units import GB
 

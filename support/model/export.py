@@ -31,7 +31,7 @@ from support.cluster.context import DistContext
 from support.errors import FirstError, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, sync, sync_tree, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
-from support.memory import measure as memory
+from support.memory.system import host_bytes
 from support.model import lora
 from support.model import resolve as models
 from support.model.card import model_card
@@ -208,7 +208,7 @@ def export_model(trained: Trained, target: Target, args, card: str) -> dict:
     return {
         "folder": str(export_path),
         "seconds": time.monotonic() - start,
-        "host_peak_bytes": ctx.all_gather(memory.host_bytes()[1]),
+        "host_peak_bytes": ctx.all_gather(host_bytes()[1]),
     }
 
 

@@ -15,6 +15,7 @@ from support.commands import check as checks
 from support.data import batches as data
 from support.errors import UserError
 from support.memory import measure as memory
+from support.memory import system
 from support.report import metrics_log as metering
 
 GPU = torch.device("cuda", 0)
@@ -63,8 +64,8 @@ def test_peak_of_a_part_and_of_the_run(gpu_memory):
 
 def test_what_the_device_holds_beside_the_allocator(gpu_memory):
     gpu_memory.take(50)
-    assert memory.unseen_bytes(GPU) == {"used": GB + 150, "total": 80 * GB, "unseen": GB}
-    assert memory.memory_limit(GPU) == 80 * GB
+    assert system.unseen_bytes(GPU) == {"used": GB + 150, "total": 80 * GB, "unseen": GB}
+    assert system.memory_limit(GPU) == 80 * GB
 
 
 def test_memory_of_a_step_by_phase(gpu_memory, monkeypatch):

@@ -1,0 +1,189 @@
+"""Live tensors of this process: bytes by category, for every strategy.
+
+Tensors that Python can access are counted. Tensors that autograd saves for backward, and tensors
+that are freed within a step, are not accessible; see `StepMemory` in measure.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from support.unwrap import base_optimizer, is_dtensor, local_part
+
+
+def gathered_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of parameters that are gathered at present, or being gathered, on this rank.
+
+    0 under strategies that do not shard parameters.
+    """
+    parameters = list(model.parameters())
+    if any(hasattr(p, "ds_tensor") for p in parameters):
+        gathered = [
+            p
+            for p in parameters
+            if not p.ds_persist and p.ds_status.name != "NOT_AVAILABLE" and not _is_its_shard(p)
+        ]
+        return sum(p.ds_numel * p.element_size() for p in gathered)
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return sum(p.nbytes for p in parameters if not is_dtensor(p)) if sharded else 0
+
+
+def _is_its_shard(parameter: torch.Tensor) -> bool:
+    """Return whether the parameter's data is this rank's ZeRO-3 shard, as on a single rank."""
+    return parameter.numel() > 0 and parameter.data_ptr() == parameter.ds_tensor.data_ptr()
+
+
+def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
+    """Count live tensors by category. Call it at the end of backward, before the update.
+
+    Every storage is counted once, in the first category that contains it. The function supports
+    plain, FSDP2 (DTensor) and DeepSpeed-partitioned models. "optimizer" contains the fp32 master
+    weights, if any, and Adam's moments. "buffers" contains the model's own and the communication
+    buffers.
+
+    Args:
+        model: the unwrapped module.
+        optimizer: PyTorch's optimizer, or DeepSpeed's wrapper around one.
+        device: the training device.
+    Returns:
+        {"categories": bytes by category, on any device, "on_device": bytes on the training device,
+        "moments": bytes of Adam's moments alone (part of "optimizer"),
+        "placement": "device", "host" or "nvme" for parameters, gradients and optimizer}.
+    """
+    base = base_optimizer(optimizer)
+    addresses: set[int] = set()
+    moments = count(_optimizer_moments(base), set())
+    counted = {
+        "parameters": count(_parameters(model), addresses),
+        "gradients": count(_gradients(model, optimizer, base), addresses),
+        "optimizer": count(_optimizer_states(optimizer, base), addresses),
+        "buffers": count((*model.buffers(), *_communication_buffers(optimizer)), addresses),
+        "other": count(all_tensors(), addresses),
+    }
+    placement = _placement(optimizer)
+    on_device = {name: sizes[device.type] for name, sizes in counted.items()}
+    # On a CPU the device is the host. The strategy determines what would be on a GPU.
+    if device.type == "cpu":
+        on_device.update(
+            {name: 0 for name in ("gradients", "optimizer") if placement[name] != "device"}
+        )
+        if placement["parameters"] == "nvme":
+            on_device["parameters"] = count(_kept_beside_nvme(model), set())[device.type]
+    return {
+        "categories": {
+            **{name: sum(sizes.values()) for name, sizes in counted.items()},
+            "activations": None,
+            "logits": None,
+        },
+        "on_device": {**on_device, "activations": None, "logits": None},
+        "moments": sum(moments.values()),
+        "placement": placement,
+    }
+
+
+def all_tensors() -> Iterator[torch.Tensor]:
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+
+
+def _communication_buffers(optimizer) -> Iterator[torch.Tensor | None]:
+    """Yield DeepSpeed's buckets; between backward and update only stage 3 has one."""
+    for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values():
+        yield from bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
+
+
+def count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> Counter[str]:
+    """Return the bytes of the tensors' storages by type of device, without those in `seen`.
+
+    Args:
+        tensors: tensors to count; None is skipped.
+        seen: addresses of storages counted so far; the new ones are added.
+    """
+    total: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor is None or tensor.device.type == "meta":
+            continue
+        try:
+            storage = local_part(tensor).untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+        except (RuntimeError, NotImplementedError):
+            continue  # sparse tensors and the compiler's fake tensors have no storage
+        if size and address not in seen:
+            seen.add(address)
+            total[storage.device.type] += size
+    return total
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in model.parameters():
+        # ZeRO-3 replaces the data by an empty placeholder and keeps this rank's shard in ds_tensor.
+        yield getattr(parameter, "ds_tensor", None)
+        yield parameter.data
+
+
+def _kept_beside_nvme(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield those of infinity's parameters that stay on the device.
+
+    These are the small ones, as whole parameters and as this rank's shards.
+    """
+    for parameter in model.parameters():
+        if parameter.ds_persist:
+            yield from (parameter.ds_tensor, parameter.data)
+
+
+def _gradients(model: torch.nn.Module, optimizer, base) -> Iterator[torch.Tensor | None]:
+    yield from (parameter.grad for parameter in model.parameters())
+    yield from (parameter.grad for group in base.param_groups for parameter in group["params"])
+    # DeepSpeed's own lists: for stages 1 and 2, for stage 3, and for the fp32 gradients of an
+    # offloaded optimizer.
+    for tensors in (getattr(optimizer, "averaged_gradients", None) or {}).values():
+        yield from tensors or ()
+    yield getattr(optimizer, "grad_partitions_flat_buffer", None)
+    yield from (master.grad for master in getattr(optimizer, "fp32_partitioned_groups_flat", ()))
+
+
+def _optimizer_states(optimizer, base) -> Iterator[torch.Tensor]:
+    yield from (parameter for group in base.param_groups for parameter in group["params"])
+    yield from getattr(optimizer, "fp32_partitioned_groups_flat", ())
+    yield from _optimizer_moments(base)
+
+
+def _optimizer_moments(base) -> Iterator[torch.Tensor]:
+    for state in base.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _placement(optimizer) -> dict[str, str]:
+    """Return where parameters, gradients and optimizer states are stored between steps.
+
+    The source is DeepSpeed's optimizer.
+    """
+    swaps = getattr(optimizer, "swap_optimizer", False)
+    on_host = getattr(optimizer, "cpu_offload", False) or getattr(
+        optimizer, "offload_optimizer", False
+    )
+    return {
+        # Shards that are too small for a separate file stay in host memory.
+        "parameters": "nvme" if getattr(optimizer, "params_in_nvme_and_cpu", False) else "device",
+        # Gradients are reduced to the device that computes the update.
+        "gradients": "host" if on_host or swaps else "device",
+        "optimizer": "nvme" if swaps else "host" if on_host else "device",
+    }
+
+
+def pinned_bytes() -> int:
+    """Return the bytes of host memory in pinned (page-locked) tensors; 0 without CUDA."""
+    if not torch.cuda.is_available():
+        return 0
+    return sum(count(filter(_is_pinned, all_tensors()), set()).values())
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.device.type == "cpu" and tensor.is_pinned()
+    except (RuntimeError, NotImplementedError):  # some tensor types do not support it
+        return False

@@ -1,0 +1,106 @@
+"""Memory and disks as the operating system and the GPU's driver count them, in bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+
+def host_bytes() -> tuple[int, int]:
+    """Return (current, peak) resident memory of this process in bytes."""
+    now = psutil.Process().memory_info().rss
+    # VmHWM starts with this program; ru_maxrss can be inherited from the parent process.
+    try:
+        status = Path("/proc/self/status").read_text()
+        peak = (
+            int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+            * 1024
+        )
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
+    return now, peak
+
+
+def memory_limit(device: torch.device) -> int:
+    """Return the bytes that this process may use of its device.
+
+    On a GPU this is the size of its memory. On a CPU it is the smallest of host memory, the limits
+    of control groups (cgroups) and RLIMIT_AS (ulimit -v).
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    limits = [psutil.virtual_memory().total]
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:  # it limits virtual memory, most of which is not resident
+        usage = psutil.Process().memory_info()
+        limits.append(soft - (usage.vms - usage.rss))
+    return min(*limits, *control_group_limits())
+
+
+def control_group_limits() -> list[int]:
+    """Return the memory limits in bytes of this process's control groups (cgroup v2 or v1).
+
+    A scheduler or a container sets them.
+    """
+    limits = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+            if "memory" in controllers.split(","):
+                root, name = root / "memory", "memory.limit_in_bytes"
+            elif controllers:
+                continue
+            folder = root / path.lstrip("/")
+            for group in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+                    limits.append(int((group / name).read_text()))
+    return limits
+
+
+def unseen_bytes(device: torch.device) -> dict[str, int] | None:
+    """Return the memory in use according to the device, as nvidia-smi reports it; None on a CPU.
+
+    Returns:
+        {"used": bytes in use on the GPU by all processes, "total": its size, "unseen": bytes in use
+        outside of PyTorch's allocator (the CUDA context, workspaces of libraries, NCCL's buffers,
+        other processes)}.
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "used": total - free,
+        "total": total,
+        "unseen": total - free - torch.cuda.memory_reserved(device),
+    }
+
+
+def written_bytes() -> int:
+    """Return the bytes that this process has written to disks so far.
+
+    0 on systems that do not count them.
+    """
+    try:
+        return psutil.Process().io_counters().write_bytes
+    except (AttributeError, psutil.Error):
+        return 0
+
+
+def folder_bytes(folder: str | None) -> int:
+    """Return the bytes of all files in a folder and its subfolders; 0 for None."""
+    if folder is None:
+        return 0
+    return sum(
+        os.path.getsize(os.path.join(top, name))
+        for top, _, names in os.walk(folder)
+        for name in names
+    )
