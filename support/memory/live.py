@@ -69,18 +69,15 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
     on_device = {name: sizes[device.type] for name, sizes in counted.items()}
     # On a CPU the device is the host. The strategy determines what would be on a GPU.
     if device.type == "cpu":
-        on_device.update(
-            {name: 0 for name in ("gradients", "optimizer") if placement[name] != "device"}
-        )
+        for name in ("gradients", "optimizer"):
+            if placement[name] != "device":
+                on_device[name] = 0
         if placement["parameters"] == "nvme":
-            on_device["parameters"] = count(_kept_beside_nvme(model), set())[device.type]
+            on_device["parameters"] = count(_kept_on_device(model), set())[device.type]
+    unknown = {"activations": None, "logits": None}
     return {
-        "categories": {
-            **{name: sum(sizes.values()) for name, sizes in counted.items()},
-            "activations": None,
-            "logits": None,
-        },
-        "on_device": {**on_device, "activations": None, "logits": None},
+        "categories": {name: sum(sizes.values()) for name, sizes in counted.items()} | unknown,
+        "on_device": on_device | unknown,
         "moments": sum(moments.values()),
         "placement": placement,
     }
@@ -125,7 +122,7 @@ def _parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         yield parameter.data
 
 
-def _kept_beside_nvme(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+def _kept_on_device(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield those of infinity's parameters that stay on the device.
 
     These are the small ones, as whole parameters and as this rank's shards.
@@ -158,14 +155,9 @@ def _optimizer_moments(base) -> Iterator[torch.Tensor]:
 
 
 def _placement(optimizer) -> dict[str, str]:
-    """Return where parameters, gradients and optimizer states are stored between steps.
-
-    The source is DeepSpeed's optimizer.
-    """
+    """Return where DeepSpeed's optimizer stores model states between steps; else "device"."""
     swaps = getattr(optimizer, "swap_optimizer", False)
-    on_host = getattr(optimizer, "cpu_offload", False) or getattr(
-        optimizer, "offload_optimizer", False
-    )
+    on_host = any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
     return {
         # Shards that are too small for a separate file stay in host memory.
         "parameters": "nvme" if getattr(optimizer, "params_in_nvme_and_cpu", False) else "device",

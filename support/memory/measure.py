@@ -1,8 +1,7 @@
-"""Measured memory of a run: bytes on the device, in host memory and on NVMe, by phase and category.
+"""Measured memory of a run: after each of its phases, and during one optimizer step.
 
-Tensors that Python can access are counted directly. Tensors that autograd saves for backward, and
-tensors that are freed within a step, are not accessible. They are derived from the allocator's
-statistics; see `StepMemory`.
+Tensors that autograd saves for backward, and tensors that are freed within a step, cannot be
+counted like those in live.py. They are derived from the allocator's statistics.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import torch
 
 from support.memory.live import all_tensors, count, gathered_bytes, live_bytes, pinned_bytes
 from support.memory.system import (
+    allocator_bytes,
     folder_bytes,
     host_bytes,
     memory_limit,
@@ -79,44 +79,33 @@ class MemoryByPhase:
         self.doing = AFTER.get(phase, self.doing)
         if mark:
             self.peak.mark()
-        now, peak = host_bytes()
-        on_gpu = self.device.type == "cuda"
+        resident, host_peak = host_bytes()
+        allocated, reserved = allocator_bytes(self.device)
         self.noted[phase] = {
-            "device_allocated": torch.cuda.memory_allocated(self.device) if on_gpu else now,
-            "device_reserved": torch.cuda.memory_reserved(self.device) if on_gpu else None,
-            "device_peak": self.peak.last if on_gpu else None,
-            "host_resident": now,
-            "host_peak": peak,
+            "device_allocated": allocated,
+            "device_reserved": reserved,
+            "device_peak": self.peak.last if self.device.type == "cuda" else None,
+            "host_resident": resident,
+            "host_peak": host_peak,
         }
 
     def describe(self) -> list[str]:
         """Return lines on the memory in use, for a run that ran out of memory."""
-        used = (
-            torch.cuda.memory_allocated(self.device)
-            if self.device.type == "cuda"
-            else host_bytes()[0]
-        )
-        limit = memory_limit(self.device)
+        used, limit = allocator_bytes(self.device)[0], memory_limit(self.device)
         return [
             f"It happened in: {self.doing}. "
-            f"This process held {used / GB:.2f} of {limit / GB:.1f} GB."
+            f"This process used {used / GB:.2f} of {limit / GB:.1f} GB."
         ]
 
     def device_bytes(self) -> dict[str, int | None]:
         """Return memory of the training device in bytes: {allocated, reserved, peak}.
 
-        On a GPU these are the numbers of PyTorch's allocator. On a CPU they are current and peak
-        resident memory of the process, and `reserved` is None.
+        On a CPU the peak is that of the process's resident memory.
         """
-        if self.device.type == "cuda":
-            self.peak.mark()
-            allocated, reserved = (
-                torch.cuda.memory_allocated(self.device),
-                torch.cuda.memory_reserved(self.device),
-            )
-            return {"allocated": allocated, "reserved": reserved, "peak": self.peak.highest}
-        now, peak = host_bytes()
-        return {"allocated": now, "reserved": None, "peak": peak}
+        self.peak.mark()
+        allocated, reserved = allocator_bytes(self.device)
+        peak = self.peak.highest if self.device.type == "cuda" else host_bytes()[1]
+        return {"allocated": allocated, "reserved": reserved, "peak": peak}
 
 
 class StepMemory:
@@ -147,24 +136,20 @@ class StepMemory:
         detailed: bool,
         kept_by_loss: Callable[[], int],
     ):
-        self.model, self.optimizer, self.device, self.kept_by_loss = (
-            model,
-            optimizer,
-            peak.device,
-            kept_by_loss,
-        )
-        self._peak = peak
+        self.model, self.optimizer, self.kept_by_loss = model, optimizer, kept_by_loss
+        self.device, self._peak = peak.device, peak
         self.live: dict | None = None
         self.phases: dict[str, dict[str, int]] | None = None
         self.slows_down = detailed and self.device.type == "cpu"
-        self._follows = detailed or self.device.type == "cuda"
-        self._profiler, self._marks, self._gathered, self._written_before = None, [], 0, 0
         self.written = 0
+        self._records = detailed or self.device.type == "cuda"
+        self._profiler, self._gathered, self._start, self._written_before = None, 0, 0, 0
+        self._marks: list[tuple[str, int, int]] = []  # phase, live bytes at its end, its peak
 
     def begin(self) -> None:
         """Start the measurement at the beginning of a step."""
         self._written_before = written_bytes()
-        if not self._follows:
+        if not self._records:
             return
         if self.device.type == "cuda":
             self._peak.mark()  # excludes earlier steps
@@ -178,7 +163,7 @@ class StepMemory:
 
     def mark(self, phase: str) -> None:
         """Record the end of `phase`. On a GPU the caller has just marked the peak."""
-        if not self._follows:
+        if not self._records:
             return
         if phase == "forward":
             self._gathered = gathered_bytes(self.model)
@@ -193,31 +178,33 @@ class StepMemory:
         self.live = live_bytes(self.model, self.optimizer, self.device)
 
     def describe(self) -> list[str]:
-        """Return lines on the memory in use by category."""
+        """Return lines on the memory in use by category, for a run that ran out of memory."""
         categories = live_bytes(self.model, self.optimizer, self.device)["categories"]
         shown = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in categories.items() if size)
-        return [f"Held by kind, in GB: {shown}; activations are not among them."]
+        return [f"Memory by category in GB: {shown}. Activations are not included."]
 
     def end(self) -> None:
         """Finish the measurement after the last mark of the step."""
         self.written = written_bytes() - self._written_before
-        if not self._follows:
+        if not self._records:
             return
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
             self._marks, self._profiler = marks_of_profile(self._profiler, self._start), None
-        self.phases, previous = {}, self._start
+        self.phases, previous, in_forward = {}, self._start, None
         for phase, live, peak in self._marks:
             phase_bytes = self.phases.setdefault(phase, {"live": 0, "peak": 0})
             phase_bytes.update(live=live, peak=max(phase_bytes["peak"], peak))
-            # The last micro-batch determines the result. Gathered parameters are not activations.
-            if phase == "forward":
-                activations = live - previous - self._gathered
+            if phase == "forward":  # the last micro-batch determines the result
+                in_forward = live - previous
             previous = live
+        if self.live is None or in_forward is None:
+            return
         logits = self.kept_by_loss()
-        saved = {"activations": max(0, activations - logits), "logits": logits}
-        self.live["categories"].update(saved)
-        self.live["on_device"].update(saved)
+        # Gathered parameters are not activations.
+        activations = max(0, in_forward - self._gathered - logits)
+        for sizes in (self.live["categories"], self.live["on_device"]):
+            sizes.update(activations=activations, logits=logits)
 
 
 MARK = "memory after "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import sys
 from pathlib import Path
@@ -15,18 +16,22 @@ import torch
 def host_bytes() -> tuple[int, int]:
     """Return (current, peak) resident memory of this process in bytes."""
     now = psutil.Process().memory_info().rss
-    # VmHWM starts with this program; ru_maxrss can be inherited from the parent process.
-    try:
+    try:  # VmHWM starts with this program; ru_maxrss can be inherited from the parent process
         status = Path("/proc/self/status").read_text()
-        peak = (
-            int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
-            * 1024
-        )
-    except (OSError, StopIteration):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
-        )
-    return now, peak
+        return now, int(re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[1]) * 1024
+    except (OSError, TypeError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def allocator_bytes(device: torch.device) -> tuple[int, int | None]:
+    """Return the bytes that PyTorch's allocator has allocated and reserved on a GPU.
+
+    On a CPU: the resident memory of this process, and None.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    return host_bytes()[0], None
 
 
 def memory_limit(device: torch.device) -> int:
@@ -77,11 +82,8 @@ def unseen_bytes(device: torch.device) -> dict[str, int] | None:
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    return {
-        "used": total - free,
-        "total": total,
-        "unseen": total - free - torch.cuda.memory_reserved(device),
-    }
+    used = total - free
+    return {"used": used, "total": total, "unseen": used - torch.cuda.memory_reserved(device)}
 
 
 def written_bytes() -> int:
@@ -100,7 +102,7 @@ def folder_bytes(folder: str | None) -> int:
     if folder is None:
         return 0
     return sum(
-        os.path.getsize(os.path.join(top, name))
-        for top, _, names in os.walk(folder)
+        os.path.getsize(os.path.join(parent, name))
+        for parent, _, names in os.walk(folder)
         for name in names
     )

@@ -429,7 +429,7 @@ def test_out_of_memory_says_where_and_what_would_fit(tmp_path):
     assert (results["status"], results["error_kind"]) == ("oom", "out_of_memory")
     assert (
         "It happened in: forward" in out
-        and "Held by kind" in out
+        and "Memory by category" in out
         and "Memory estimate for dp" in out
     )
     advice = next(

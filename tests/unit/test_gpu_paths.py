@@ -97,6 +97,16 @@ def test_memory_of_a_step_by_phase(gpu_memory, monkeypatch):
     assert step.live["categories"] == {"activations": 260, "logits": 40}
 
 
+def test_a_step_that_ends_before_its_forward_pass_measures_nothing(gpu_memory):
+    peak = memory.DevicePeak(GPU)
+    step = memory.StepMemory(
+        torch.nn.Linear(1, 1), None, peak, detailed=False, kept_by_loss=lambda: 40
+    )
+    step.begin()
+    step.end()
+    assert step.live is None and list(step.phases) == ["data"]
+
+
 class Event:
     """A CUDA event; `clock` is the GPU's time in milliseconds."""
 
