@@ -88,7 +88,7 @@ def run(args) -> None:
         OSError: the disk is full, or not writable.
     """
     from support.checkpoints import convert as conversion
-    from support.model import resolve as models
+    from support.model.weights import DTYPES
 
     if not args.source.is_dir():
         raise UserError(f"{args.source}: no such folder.")
@@ -101,7 +101,7 @@ def run(args) -> None:
         process.check_output()
         return
     written = conversion.convert(
-        source, args.to, args.target, models.DTYPES[args.dtype], args.max_shard_size
+        source, args.to, args.target, DTYPES[args.dtype], args.max_shard_size
     )
     print(f"📁 {args.target.with_name(written.name)}")
 

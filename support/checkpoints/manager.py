@@ -70,7 +70,7 @@ from support.files.atomic import (
 from support.files.safetensors_writer import save_file
 from support.files.user_files import shown
 from support.model import export
-from support.model import resolve as models
+from support.model.weights import persistent_buffers
 from support.strategies.optimizer_shards import ShardedState
 from support.unwrap import unwrapped
 
@@ -465,7 +465,7 @@ class CheckpointManager:
 
     def _write_model(self, folder: Path) -> None:
         export.describe(self.spec, folder)
-        buffers = {} if self.spec.lora else models.persistent_buffers(unwrapped(self.model))
+        buffers = {} if self.spec.lora else persistent_buffers(unwrapped(self.model))
         if buffers:
             save_file(buffers, folder / Path(BUFFERS).name)
 

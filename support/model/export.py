@@ -33,8 +33,9 @@ from support.files.atomic import TemporaryFolder, sync, sync_tree, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
 from support.model import lora
-from support.model import resolve as models
 from support.model.card import model_card
+from support.model.resolve import ModelSpec
+from support.model.weights import DTYPES, as_dtype, persistent_buffers
 from support.units import GB
 from support.unwrap import unwrapped
 
@@ -99,7 +100,7 @@ class Trained(Protocol):
     ctx: DistContext
     model: nn.Module  # as wrapped by the strategy
     state: ShardedState  # of its trained parameters
-    spec: models.ModelSpec
+    spec: ModelSpec
     identity: dict  # the run signature
     best_is_loaded: bool
 
@@ -180,7 +181,7 @@ def export_model(trained: Trained, target: Target, args, card: str) -> dict:
     Raises:
         ExportFailed: the model could not be written. No part of it remains on disk.
     """
-    ctx, spec, dtype = trained.ctx, trained.spec, models.DTYPES[args.export_dtype]
+    ctx, spec, dtype = trained.ctx, trained.spec, DTYPES[args.export_dtype]
     start, errors = time.monotonic(), FirstError()
     temporary = errors.attempt(start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
@@ -222,7 +223,7 @@ def _write_trained(
     if trained.spec.lora:
         rename, buffers, stem = lora.peft_name, {}, "adapter_model"
     else:
-        buffers = models.persistent_buffers(unwrapped(trained.model))
+        buffers = persistent_buffers(unwrapped(trained.model))
         rename, stem = str, "model"
     files = None
     if folder:
@@ -251,7 +252,7 @@ def _write_merged(
             for name, weight in model.named_parameters()
             if name not in adapters
         }
-        files = WeightFiles(folder, shapes, dtype, models.persistent_buffers(model))
+        files = WeightFiles(folder, shapes, dtype, persistent_buffers(model))
         for name, weight in lora.merged(model, adapters):
             files.write(name, weight)
         files.finish()
@@ -326,7 +327,7 @@ def check_room(args, ctx, target: Target, output_dir: Path, spec, saves: int) ->
     required, total = Counter(), Counter()  # bytes on each disk
     if not (args.no_export or args.eval_only):
         exported = spec.trainable if spec.lora and not args.merge_lora else spec.parameters
-        required[_disk(target.folder)] += exported * models.DTYPES[args.export_dtype].itemsize
+        required[_disk(target.folder)] += exported * DTYPES[args.export_dtype].itemsize
     total |= required
     if saves:
         checkpoint = 12 * spec.trainable
@@ -392,7 +393,7 @@ def describe(spec, folder: Path, dtype: torch.dtype | None = None, whole: bool =
         setattr(config.get_text_config(), name, value)
     config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     if dtype is not None:
-        for name, value in models.as_dtype(dtype).items():
+        for name, value in as_dtype(dtype).items():
             setattr(config, name, value)
     config.save_pretrained(folder)
     try:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from support.cluster.context import DistContext
 from support.errors import UserError
-from support.model.resolve import ModelSpec, max_positions
+from support.model.layers import max_positions
+from support.model.resolve import ModelSpec
 
 NEW_TOKENS = 100
 TEMPERATURE, TOP_K = 0.8, 50

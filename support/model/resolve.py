@@ -7,20 +7,16 @@ draw other numbers than an unsharded model, and the strategies could not be comp
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     GPT2Config,
@@ -33,18 +29,33 @@ from support.cli.hub import scratch_without_hub
 from support.cli.paths import is_local_model
 from support.cluster.context import DistContext
 from support.errors import UserError
-from support.files.atomic import TemporaryFolder
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
-from support.files.safetensors_writer import save_file
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
+from support.model.layers import blocks_to_shard, fuse_gelu, max_positions, set_dropout
 from support.model.lora import Lora
 from support.model.loss import OutputLayer, returns_plain_logits
+from support.model.weights import (
+    DTYPES,
+    NO_REMOTE_CODE,
+    draw_weights,
+    fill_from_rank0,
+    first_line,
+    from_config,
+    from_folder,
+    grow_vocabulary,
+)
+
+__all__ = [  # the names that the script uses
+    "DTYPES",
+    "ModelSpec",
+    "blocks_to_shard",
+    "fill_from_rank0",
+    "find_model",
+    "max_positions",
+]
 
 END_OF_TEXT = "<|endoftext|>"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Without this, transformers asks on the terminal whether to run remote code.
-NO_REMOTE_CODE = {"trust_remote_code": False}
 
 
 @dataclass
@@ -138,79 +149,6 @@ class ModelSpec:
         if self.chunked_loss:
             OutputLayer.replace_head(model)
         return model
-
-
-def from_folder(
-    folder: str, config, dtype: torch.dtype | str = torch.float32
-) -> tuple[nn.Module, dict]:
-    """Load a model and its loading info from a local folder.
-
-    Attention is SDPA if the architecture supports it.
-
-    Raises:
-        UserError: the weights cannot be loaded, with the first line of transformers' error.
-    """
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            output_loading_info=True,
-            local_files_only=True,
-            **as_dtype(dtype),
-            **NO_REMOTE_CODE,
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"--model: the weights in {folder} cannot be loaded: {first_line(error)}"
-        ) from error
-
-
-def from_config(config) -> nn.Module:
-    """Return a newly initialised model in fp32."""
-    # A copy, because transformers writes the dtype into the configuration that it gets.
-    return AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), **as_dtype(torch.float32), **NO_REMOTE_CODE
-    )
-
-
-def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContext) -> None:
-    """Distribute a model's weights to the ranks as shards, and its buffers whole.
-
-    Every rank calls this function.
-
-    Args:
-        sharded: the model under FSDP2, with uninitialised memory.
-        whole: the same model with its weights on rank 0; None on other ranks.
-        ctx: the ranks.
-    """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(sharded, {} if whole is None else whole.state_dict(), options=options)
-    # State dicts do not contain buffers such as rotary frequencies.
-    for name, buffer in sharded.named_buffers():
-        buffer.data = buffer.data.to(ctx.device)  # also if parameters stay on the CPU
-        if whole is not None:
-            buffer.copy_(whole.get_buffer(name))
-        dist.broadcast(buffer, src=0)
-
-
-def as_dtype(dtype: torch.dtype | str) -> dict:
-    """Return the keyword argument for the dtype of the weights.
-
-    transformers 4.56 renamed it from `torch_dtype` to `dtype`.
-    """
-    name = (
-        "dtype"
-        if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
-        else "torch_dtype"
-    )
-    return {name: dtype}
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error message, or the class name if it is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # -------------------------------------------------------------------------------- resolving --model
@@ -461,9 +399,6 @@ def download(name: str, offline: bool, with_weights: bool) -> str:
         raise UserError(f"--model {name} cannot be downloaded: {first_line(error)}") from error
 
 
-# ----------------------------------------------------------------------- new weights and tokenizers
-
-
 def gpt2_config(
     layers: int,
     heads: int,
@@ -498,49 +433,6 @@ def gpt2_config(
     )
 
 
-def draw_weights(config, seed: int, ctx: DistContext) -> str:
-    """Initialise a model from the seed and save it to a temporary folder.
-
-    Returns:
-        The folder, which is removed at the end of the run.
-    """
-    torch.manual_seed(seed)
-    return _save_temporarily(from_config(config), ctx)
-
-
-def grow_vocabulary(folder: str, config, entries: int, seed: int, ctx: DistContext) -> str:
-    """Enlarge a model's embeddings to `entries` rows and save the model to a temporary folder.
-
-    This happens once per node, because ZeRO-3 would draw other numbers for the new rows.
-
-    Returns:
-        The folder, which is removed at the end of the run.
-    Raises:
-        UserError: the weights cannot be loaded.
-    """
-    model, _ = from_folder(folder, config)
-    torch.manual_seed(seed)
-    model.resize_token_embeddings(entries)
-    return _save_temporarily(model, ctx)
-
-
-def _save_temporarily(model: nn.Module, ctx: DistContext) -> str:
-    temporary = TemporaryFolder(
-        Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
-    )
-    ctx.temporary.extend(temporary.paths)
-    folder = str(temporary.path)
-    # model.save_pretrained writes nothing on ranks other than 0, but every node needs the folder.
-    for name, value in as_dtype(torch.float32).items():
-        setattr(model.config, name, value)
-    model.config.save_pretrained(folder)
-    save_file(
-        dict(model.named_parameters()) | persistent_buffers(model),
-        Path(folder) / "model.safetensors",
-    )
-    return folder
-
-
 def embedded_tokenizer(args, ctx: DistContext) -> str:
     """Return the folder of tiny-gpt2's tokenizer; train it if it is not in the cache.
 
@@ -573,92 +465,3 @@ def embedded_tokenizer(args, ctx: DistContext) -> str:
     cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
     folder, _ = cache.get(f"{EMBEDDED_MODEL}-tokenizer-2-{digest}", train)
     return str(folder)
-
-
-# ----------------------------------------------------------------------------- properties of models
-
-
-def fuse_gelu(config) -> dict[str, str]:
-    """Replace GPT-2's activation by the same function in one kernel.
-
-    transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv
-    1606.08415) in eight operations, and autograd saves a tensor for most of them. gelu_pytorch_tanh
-    is PyTorch's own implementation of it.
-
-    Returns:
-        The original values of the settings that were replaced.
-    """
-    text_config = config.get_text_config()
-    replaced = {name: value for name, value in text_config.to_dict().items() if value == "gelu_new"}
-    for name in replaced:
-        setattr(text_config, name, "gelu_pytorch_tanh")
-    return replaced
-
-
-def set_dropout(config, probability: float, ctx: DistContext) -> None:
-    """Set every dropout probability of an architecture.
-
-    The names of these settings depend on the architecture (resid_pdrop, attention_dropout, …).
-    """
-    text_config = config.get_text_config()
-    names = [
-        n
-        for n, v in text_config.to_dict().items()
-        if "drop" in n and isinstance(v, float | int) and not isinstance(v, bool)
-    ]
-    names = [name for name in names if not name.startswith(("summary", "classifier"))]
-    for name in names:
-        setattr(text_config, name, probability)
-    if not names and probability:
-        ctx.console.warn("--dropout: this architecture has no dropout.")
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that are saved with the weights; most models have none."""
-    # Under FSDP, model.state_dict() would reshard the gathered parameters on the calling rank only.
-    return {
-        f"{path}.{name}".removeprefix("."): buffer
-        for path, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-
-
-def max_positions(config) -> int | None:
-    """Return the longest sequence that the model supports; None if it has no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def blocks_to_shard(model: nn.Module, options, ctx: DistContext) -> list[nn.Module]:
-    """Return the layers that FSDP shards one by one.
-
-    These are the layers that the FSDP configuration names, or else the transformer blocks.
-    """
-    if not options.wrap_layers:
-        return []
-    named = [module for module in model.modules() if type(module).__name__ in options.layers]
-    if options.layers and not named:
-        blocks = transformer_blocks(model)
-        kind = type(blocks[0]).__name__ if blocks else "none"
-        ctx.console.warn(
-            f"This model has no layer of class {', '.join(options.layers)}: "
-            f"sharding its own blocks ({kind})."
-        )
-        return blocks
-    return named or transformer_blocks(model)
-
-
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers of a transformer.
-
-    These are the layers that the model's authors keep on one device (`_no_split_modules`), or else
-    the layers of the largest ModuleList.
-    """
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if not blocks:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        blocks = list(
-            max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[])
-        )
-    return blocks

@@ -71,7 +71,7 @@ def test_perplexity_of_a_whole_document(script, llama, tmp_path):
     from tokenizer_zoo import tokenizer_of
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from support.model.resolve import as_dtype
+    from support.model.weights import as_dtype
 
     folder, file = tmp_path / "model", tmp_path / "text.txt"
     shutil.copytree(llama, folder)

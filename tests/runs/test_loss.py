@@ -13,7 +13,7 @@ from torch import nn
 from support import patches
 from support.data.batches import IGNORED
 from support.model import loss
-from support.model import resolve as models
+from support.model.weights import from_config
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 SIZES = {
@@ -174,7 +174,7 @@ CONFIGS = {
 def test_models_that_change_their_logits_compute_them_all(family):
     config, plain = CONFIGS[family]
     with torch.device("meta"):
-        model = models.from_config(config)
+        model = from_config(config)
     assert loss.returns_plain_logits(model) == plain
 
 
@@ -184,7 +184,7 @@ def test_script_computes_the_same_loss_either_way(family):
 
     config, plain = CONFIGS[family]
     torch.manual_seed(0)
-    model = models.from_config(config).eval()
+    model = from_config(config).eval()
     ids = torch.randint(0, VOCABULARY, (2, 20))
     labels = ids.clone()
     labels[1, 12:] = IGNORED
@@ -209,7 +209,7 @@ def test_a_step_does_not_wait_for_the_gpu(config):
     """Whoever reads a value of a tensor on a GPU waits for the GPU."""
     import real_model_example
 
-    model = models.from_config(config).train()
+    model = from_config(config).train()
     loss.OutputLayer.replace_head(model)
     ids, tokens = torch.randint(0, VOCABULARY, (2, 20)), torch.tensor(38.0)
     with Operations() as operations:
@@ -223,7 +223,7 @@ def test_a_step_does_not_wait_for_the_gpu(config):
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_compiled_attention_gets_no_mask(config):
     """FlashAttention takes none."""
-    model, calls = models.from_config(config), []
+    model, calls = from_config(config), []
 
     def record(graph, _inputs):
         for node in graph.graph.nodes:

@@ -1,0 +1,82 @@
+"""Settings and layers of a model whose names depend on its architecture."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from support.cluster.context import DistContext
+
+
+def fuse_gelu(config) -> dict[str, str]:
+    """Replace GPT-2's activation by the same function in one kernel.
+
+    transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv
+    1606.08415) in eight operations, and autograd saves a tensor for most of them. gelu_pytorch_tanh
+    is PyTorch's own implementation of it.
+
+    Returns:
+        The original values of the settings that were replaced.
+    """
+    text_config = config.get_text_config()
+    replaced = {name: value for name, value in text_config.to_dict().items() if value == "gelu_new"}
+    for name in replaced:
+        setattr(text_config, name, "gelu_pytorch_tanh")
+    return replaced
+
+
+def set_dropout(config, probability: float, ctx: DistContext) -> None:
+    """Set every dropout probability of an architecture.
+
+    The names of these settings depend on the architecture (resid_pdrop, attention_dropout, …).
+    """
+    text_config = config.get_text_config()
+    names = [
+        n
+        for n, v in text_config.to_dict().items()
+        if "drop" in n and isinstance(v, float | int) and not isinstance(v, bool)
+    ]
+    names = [name for name in names if not name.startswith(("summary", "classifier"))]
+    for name in names:
+        setattr(text_config, name, probability)
+    if not names and probability:
+        ctx.console.warn("--dropout: this architecture has no dropout.")
+
+
+def max_positions(config) -> int | None:
+    """Return the longest sequence that the model supports; None if it has no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def blocks_to_shard(model: nn.Module, options, ctx: DistContext) -> list[nn.Module]:
+    """Return the layers that FSDP shards one by one.
+
+    These are the layers that the FSDP configuration names, or else the transformer blocks.
+    """
+    if not options.wrap_layers:
+        return []
+    named = [module for module in model.modules() if type(module).__name__ in options.layers]
+    if options.layers and not named:
+        blocks = transformer_blocks(model)
+        kind = type(blocks[0]).__name__ if blocks else "none"
+        ctx.console.warn(
+            f"This model has no layer of class {', '.join(options.layers)}: "
+            f"sharding its own blocks ({kind})."
+        )
+        return blocks
+    return named or transformer_blocks(model)
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers of a transformer.
+
+    These are the layers that the model's authors keep on one device (`_no_split_modules`), or else
+    the layers of the largest ModuleList.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = list(
+            max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[])
+        )
+    return blocks

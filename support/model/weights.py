@@ -1,0 +1,149 @@
+"""Weights of a model: read from a folder, drawn from the seed, distributed to the ranks."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from support.cluster.context import DistContext
+from support.errors import UserError
+from support.files.atomic import TemporaryFolder
+from support.files.safetensors_writer import save_file
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Without this, transformers asks on the terminal whether to run remote code.
+NO_REMOTE_CODE = {"trust_remote_code": False}
+
+
+def from_folder(
+    folder: str, config, dtype: torch.dtype | str = torch.float32
+) -> tuple[nn.Module, dict]:
+    """Load a model and its loading info from a local folder.
+
+    Attention is SDPA if the architecture supports it.
+
+    Raises:
+        UserError: the weights cannot be loaded, with the first line of transformers' error.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            output_loading_info=True,
+            local_files_only=True,
+            **as_dtype(dtype),
+            **NO_REMOTE_CODE,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"--model: the weights in {folder} cannot be loaded: {first_line(error)}"
+        ) from error
+
+
+def from_config(config) -> nn.Module:
+    """Return a newly initialised model in fp32."""
+    # A copy, because transformers writes the dtype into the configuration that it gets.
+    return AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), **as_dtype(torch.float32), **NO_REMOTE_CODE
+    )
+
+
+def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContext) -> None:
+    """Distribute a model's weights to the ranks as shards, and its buffers whole.
+
+    Every rank calls this function.
+
+    Args:
+        sharded: the model under FSDP2, with uninitialised memory.
+        whole: the same model with its weights on rank 0; None on other ranks.
+        ctx: the ranks.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(sharded, {} if whole is None else whole.state_dict(), options=options)
+    # State dicts do not contain buffers such as rotary frequencies.
+    for name, buffer in sharded.named_buffers():
+        buffer.data = buffer.data.to(ctx.device)  # also if parameters stay on the CPU
+        if whole is not None:
+            buffer.copy_(whole.get_buffer(name))
+        dist.broadcast(buffer, src=0)
+
+
+def as_dtype(dtype: torch.dtype | str) -> dict:
+    """Return the keyword argument for the dtype of the weights.
+
+    transformers 4.56 renamed it from `torch_dtype` to `dtype`.
+    """
+    name = (
+        "dtype"
+        if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
+        else "torch_dtype"
+    )
+    return {name: dtype}
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error message, or the class name if it is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def draw_weights(config, seed: int, ctx: DistContext) -> str:
+    """Initialise a model from the seed and save it to a temporary folder.
+
+    Returns:
+        The folder, which is removed at the end of the run.
+    """
+    torch.manual_seed(seed)
+    return _save_temporarily(from_config(config), ctx)
+
+
+def grow_vocabulary(folder: str, config, entries: int, seed: int, ctx: DistContext) -> str:
+    """Enlarge a model's embeddings to `entries` rows and save the model to a temporary folder.
+
+    This happens once per node, because ZeRO-3 would draw other numbers for the new rows.
+
+    Returns:
+        The folder, which is removed at the end of the run.
+    Raises:
+        UserError: the weights cannot be loaded.
+    """
+    model, _ = from_folder(folder, config)
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(entries)
+    return _save_temporarily(model, ctx)
+
+
+def _save_temporarily(model: nn.Module, ctx: DistContext) -> str:
+    temporary = TemporaryFolder(
+        Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
+    )
+    ctx.temporary.extend(temporary.paths)
+    folder = str(temporary.path)
+    # model.save_pretrained writes nothing on ranks other than 0, but every node needs the folder.
+    for name, value in as_dtype(torch.float32).items():
+        setattr(model.config, name, value)
+    model.config.save_pretrained(folder)
+    save_file(
+        dict(model.named_parameters()) | persistent_buffers(model),
+        Path(folder) / "model.safetensors",
+    )
+    return folder
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are saved with the weights; most models have none."""
+    # Under FSDP, model.state_dict() would reshard the gathered parameters on the calling rank only.
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
