@@ -19,13 +19,13 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from support import PROJECT
-from support.report.compare import TOLERANCES
+from support.report.compare import TOLERANCES, read_json, read_json_lines
 from support.units import GB
 
 SCRIPT = PROJECT / "real_model_example.py"
+# --standalone: the ranks meet at a free port of this machine.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 # Time limit of one run. In the first runs DeepSpeed compiles CPU Adam and asynchronous I/O.
 RUN_SECONDS = 240
 GRACE_SECONDS = 5  # from SIGTERM to SIGKILL
@@ -54,8 +54,7 @@ class Done:
     @property
     def results(self) -> dict:
         """results.json; empty if there is none."""
-        path = self.folder / "results.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        return read_json(self.folder / "results.json")
 
     @property
     def steps(self) -> list[int]:
@@ -68,10 +67,7 @@ class Done:
         return {record["step"]: record["loss"] for record in self._records()}
 
     def _records(self) -> list[dict]:
-        path, records = self.folder / "metrics.jsonl", []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):  # the incomplete last line of a killed run
-                records.append(json.loads(line))
+        records = read_json_lines(self.folder / "metrics.jsonl")
         return [record for record in records if "loss" in record]
 
     def problem(self, code: int = 0, status: str = "completed") -> str:

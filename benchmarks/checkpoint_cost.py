@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Measure the cost of checkpoints and of the export under each strategy.
 
-    python benchmarks/checkpoint_cost.py [--model gpt2] [--every 50] [arguments for the timed run]
+    python -m benchmarks.checkpoint_cost [--model gpt2] [--every 50] [arguments for the timed run]
 
 The costs are the seconds that training waits, the bytes written, the share of training time, and
 the peak of host memory. Each strategy runs on two processes (or --ranks N), from random weights on
@@ -16,48 +15,30 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parent.parent
-STRATEGIES = ("dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp")
-SMALL = ["--batch_size", "1", "--seq_length", "64"]
+from benchmarks.bench import SCRIPT, TORCHRUN
+from support.strategy import STRATEGIES
+from support.units import GB, MB
+
+SMALL = "--batch_size 1 --seq_length 64"
 
 
-def train(strategy: str, args, out: Path, *more) -> dict:
+def train(strategy: str, args: argparse.Namespace, out: Path, flags: list) -> dict:
     """Run the script under torchrun and return its results.json.
 
     Raises:
         subprocess.CalledProcessError: the run failed.
     """
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nproc_per_node={args.ranks}",
-            "--master_port=29631",
-            PROJECT / "real_model_example.py",
-            "--strategy",
-            strategy,
-            "--model",
-            args.model,
-            "--from_scratch",
-            "--dataset",
-            "pydocs",
-            "--no_eval",
-            "--output_dir",
-            out,
-            *more,
-        ],
-        check=True,
-        capture_output=True,
-    )
+    work = f"--strategy {strategy} --model {args.model} --from_scratch --dataset pydocs --no_eval"
+    launch = [*TORCHRUN, f"--nproc_per_node={args.ranks}", SCRIPT]
+    command = [*launch, *work.split(), "--output_dir", out, *flags]
+    subprocess.run(command, check=True, capture_output=True)
     return json.loads((out / "results.json").read_text())
 
 
-def measure(strategy: str, args, more: list[str]) -> dict:
+def measure(strategy: str, args: argparse.Namespace, more: list[str]) -> dict:
     """Measure one strategy.
 
     Args:
@@ -66,34 +47,15 @@ def measure(strategy: str, args, more: list[str]) -> dict:
         Seconds of a "save" and a "step" (medians) and of the "export"; "bytes" of a checkpoint; and
         the largest peak of resident memory of any rank in bytes: "plain", "resumed" and "exported".
     """
+    saves = "--max_steps 6 --save_every 2 --keep_last 1 --no_export".split()
+    no_saves = f"{SMALL} --max_steps 2 --no_export".split()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        timed = train(
-            strategy,
-            args,
-            folder / "timed",
-            "--max_steps",
-            "6",
-            "--save_every",
-            "2",
-            "--keep_last",
-            "1",
-            "--no_export",
-            *more,
-        )
+        timed = train(strategy, args, folder / "timed", [*saves, *more])
         newest = max((folder / "timed" / "checkpoints").glob("step-*"))
-        plain = train(strategy, args, folder / "plain", "--max_steps", "2", "--no_export", *SMALL)
-        resumed = train(
-            strategy,
-            args,
-            folder / "resumed",
-            "--max_steps",
-            "8",
-            "--resume",
-            newest,
-            "--resume_force",
-            *SMALL,
-        )
+        plain = train(strategy, args, folder / "plain", no_saves)
+        resume = [*SMALL.split(), "--max_steps", "8", "--resume_force", "--resume", newest]
+        resumed = train(strategy, args, folder / "resumed", resume)
         return {
             "save": statistics.median(timed["checkpoint_seconds"]),
             "step": timed["step_seconds"]["median"],
@@ -124,9 +86,9 @@ def main() -> None:
     for strategy in STRATEGIES:
         costs = measure(strategy, args, more)
         share = costs["save"] / (costs["save"] + args.every * costs["step"])
-        peaks = " / ".join(f"{costs[key] / 2**20:,.0f}" for key in ("plain", "resumed", "exported"))
+        peaks = " / ".join(f"{costs[key] / MB:,.0f}" for key in ("plain", "resumed", "exported"))
         numbers = (
-            f"{costs['save']:.1f} | {costs['bytes'] / 2**30:.2f} | {costs['step']:.1f} | "
+            f"{costs['save']:.1f} | {costs['bytes'] / GB:.2f} | {costs['step']:.1f} | "
             f"{100 * share:.1f} %"
         )
         print(f"| {strategy} | {numbers} | {costs['export']:.1f} | {peaks} |", flush=True)

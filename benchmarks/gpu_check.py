@@ -33,13 +33,12 @@ import sysconfig
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.bench import (
     GB,
     PROJECT,
     RUN_SECONDS,
     SCRIPT,
+    TORCHRUN,
     Bench,
     Done,
     describe_machine,
@@ -412,8 +411,7 @@ def check_all_gpus(bench: Bench) -> None:
     single = bench.train("one-rank", f"{work} --batch_size {2 * ranks}")
     if not bench.report(f"one rank, batch {2 * ranks}", single.problem(), summary_of(single, {})):
         return
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launchers = {"torchrun": [*torchrun, f"--nproc_per_node={ranks}", SCRIPT]}
+    launchers = {"torchrun": [*TORCHRUN, f"--nproc_per_node={ranks}", SCRIPT]}
     if "SLURM_JOB_ID" in os.environ:
         srun = ["srun", f"--ntasks={ranks}", "--kill-on-bad-exit=1", sys.executable, SCRIPT]
         launchers["srun"] = srun

@@ -13,4 +13,4 @@ python=${PYTHON-}
 if [[ -z $python && -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -x $project/.venv/bin/python ]]; then
     python=$project/.venv/bin/python
 fi
-exec "${python:-python3}" "$project/benchmarks/gpu_check.py" "$@"
+PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} exec "${python:-python3}" -m benchmarks.gpu_check "$@"

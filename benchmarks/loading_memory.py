@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
-"""Peak host memory of each rank while a pretrained model loads, strategy by strategy.
+"""Measure the peak host memory of each rank while a pretrained model loads, by strategy.
 
-    python benchmarks/loading_memory.py [--model gpt2] [--ranks 2] [--precision fp32]
+    python -m benchmarks.loading_memory [--model gpt2] [--ranks 2] [--precision fp32]
                                         [--from_scratch] [--strategies dp zero3 fsdp]
 
 The ranks' memory is sampled from outside, through /proc (Linux only), until the line "Model
@@ -12,6 +11,8 @@ parameters (17 MB), so that the memory of the libraries is left out:
     resident    the same plus mapped pages of the weights file (RSS); the kernel can drop those
                 pages at any time
 """
+
+from __future__ import annotations
 
 import argparse
 import os
@@ -24,7 +25,8 @@ from pathlib import Path
 
 import psutil
 
-SCRIPT = Path(__file__).resolve().parent.parent / "real_model_example.py"
+from benchmarks.bench import SCRIPT, TORCHRUN
+from support.strategy import STRATEGIES
 
 
 def memory_of(pid: int) -> tuple[int, int]:
@@ -82,42 +84,30 @@ def watch(
     return peaks
 
 
-def measure(strategy: str, model: list[str], args) -> dict[int, tuple[int, int]]:
+def measure(strategy: str, model: list[str], args: argparse.Namespace) -> dict:
     """Run a strategy with these model arguments and return the peaks of each rank; see `watch`.
 
     The program exits if the run fails.
     """
+    work = "--dataset pydocs --max_steps 1 --seq_length 32 --batch_size 1 --num_samples 2 --no_eval"
+    flags = [*model, "--strategy", strategy, "--precision", args.precision, *work.split()]
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nproc_per_node={args.ranks}",
-            str(SCRIPT),
-            *model,
-            "--strategy",
-            strategy,
-            "--dataset",
-            "pydocs",
-            "--max_steps",
-            "1",
-            "--seq_length",
-            "32",
-            "--batch_size",
-            "1",
-            "--num_samples",
-            "2",
-            "--no_eval",
-            "--precision",
-            args.precision,
-            "--output_dir",
-            folder,
-        ]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        launch = [*TORCHRUN, f"--nproc_per_node={args.ranks}", SCRIPT]
+        return run([*launch, *flags, "--output_dir", folder])
+
+
+def run(command: list) -> dict[int, tuple[int, int]]:
+    """Run a command that starts the ranks and return the peaks of each rank; see `watch`.
+
+    The program exits if the command fails.
+    """
+    started, loaded, peaks = threading.Event(), threading.Event(), {}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # A file: the ranks would block on a pipe that is not read while they run.
+    with tempfile.TemporaryFile("w+") as errors:
         launcher = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
         )
-        started, loaded, peaks = threading.Event(), threading.Event(), {}
         watcher = threading.Thread(target=lambda: peaks.update(watch(launcher, started, loaded)))
         watcher.start()
         for line in launcher.stdout:
@@ -125,41 +115,36 @@ def measure(strategy: str, model: list[str], args) -> dict[int, tuple[int, int]]
                 started.set()
             if "Model loaded" in line:
                 loaded.set()
-        errors = launcher.stderr.read()
+        code = launcher.wait()
         started.set()
         watcher.join()
-        if launcher.wait() != 0:
-            sys.exit(f"{strategy} failed:\n{errors}")
-        return peaks
+        if code != 0:
+            errors.seek(0)
+            sys.exit(f"❌ {' '.join(map(str, command))} failed:\n{errors.read()}")
+    return peaks
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    """Print the table of all strategies."""
+    parser = argparse.ArgumentParser(
+        description="Peak host memory of each rank while a pretrained model loads."
+    )
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--from_scratch", action="store_true")
-    parser.add_argument(
-        "--strategies",
-        nargs="+",
-        default=["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"],
-    )
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     args = parser.parse_args()
-    print(
-        "| strategy | "
-        f"{' | '.join(f'rank {r}: anonymous / resident MB' for r in range(args.ranks))} |"
-    )
+    columns = " | ".join(f"rank {rank}: anonymous / resident MB" for rank in range(args.ranks))
+    print(f"| strategy | {columns} |")
     print("|---" * (args.ranks + 1) + "|")
+    model = ["--model", args.model] + ["--from_scratch"] * args.from_scratch
     for strategy in args.strategies:
-        libraries = measure(strategy, [], args)
-        peaks = measure(
-            strategy, ["--model", args.model] + ["--from_scratch"] * args.from_scratch, args
-        )
-        above = {
-            rank: [(a - b) / 1e6 for a, b in zip(peaks[rank], libraries[rank], strict=True)]
-            for rank in sorted(peaks)
-        }
-        cells = [f"{anonymous:.0f} / {resident:.0f}" for anonymous, resident in above.values()]
+        libraries, peaks = measure(strategy, [], args), measure(strategy, model, args)
+        cells = []
+        for rank in sorted(peaks):
+            pairs = zip(peaks[rank], libraries[rank], strict=True)
+            cells.append(" / ".join(f"{(peak - base) / 1e6:.0f}" for peak, base in pairs))
         print(f"| {strategy} | {' | '.join(cells)} |", flush=True)
 
 
