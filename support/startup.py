@@ -108,7 +108,7 @@ def check_model_path(args) -> None:
     """
     if not paths.is_local_model(args.model):
         return
-    folder = Path(args.model).expanduser()
+    folder = Path(args.model)
     if not folder.is_dir():
         raise UserError(f"--model {args.model}: no such folder.")
     if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():

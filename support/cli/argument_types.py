@@ -101,21 +101,30 @@ def share(text: str) -> float:
 # ---------------------------------------------------------------------------------- names and texts
 
 
-def name(text: str) -> str:
-    """Check a path or a name on the hub: not empty, and valid as a path of the file system."""
+def word(text: str) -> str:
+    """Check a name, of a column for example: not empty, and printable."""
     _not_blank(text)
     if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text):
         raise argparse.ArgumentTypeError(
             f"{shown(text)} has control characters, or bytes that are not UTF-8"
         )
-    encoded = os.fsencode(text)
-    if os.path.expanduser(text).startswith("~"):
+    return text
+
+
+def name(text: str) -> str:
+    """Check a path or a name on the hub, and replace ~ by the home folder.
+
+    The shell replaces it neither in a run file nor, in some shells, in --output_dir=~/runs.
+    """
+    expanded = os.path.expanduser(word(text))
+    if expanded.startswith("~"):
         raise argparse.ArgumentTypeError(
             f"{shown(text)} begins with the home folder of an unknown user"
         )
+    encoded = os.fsencode(expanded)
     if len(encoded) > 4000 or any(len(part) > 255 for part in encoded.split(b"/")):
         raise argparse.ArgumentTypeError(f"{shown(text)} is longer than a file name may be")
-    return text
+    return expanded
 
 
 def path(text: str) -> Path:
@@ -133,14 +142,14 @@ def prompt(text: str) -> str:
 
 def layer_names(text: str) -> str:
     """Check the comma-separated layer names of --lora_targets."""
-    if not name(text).replace(",", "").strip():
+    if not word(text).replace(",", "").strip():
         raise argparse.ArgumentTypeError("it names no layer")
     return text
 
 
 def name_patterns(text: str) -> str:
     """Check the comma-separated patterns of --include."""
-    if not all(pattern.strip() for pattern in name(text).split(",")):
+    if not all(pattern.strip() for pattern in word(text).split(",")):
         raise argparse.ArgumentTypeError("it has an empty pattern")
     return text
 

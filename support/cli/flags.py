@@ -129,10 +129,10 @@ DATA = (
         "(default: all that are not hidden or empty)",
         metavar="PATTERNS",
     ),
-    flag("--dataset_config", kinds.name, "configuration name of a hub dataset"),
+    flag("--dataset_config", kinds.word, "configuration name of a hub dataset"),
     flag(
         "--text_column",
-        kinds.name,
+        kinds.word,
         "column or key that holds the text (default: messages, or prompt and completion, "
         "where a row has them, else text)",
     ),

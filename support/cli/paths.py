@@ -17,7 +17,7 @@ EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
 
 def is_local_model(name: str) -> bool:
     """Return whether --model is a folder or is written like a path, and is no name on the hub."""
-    return os.path.isdir(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
+    return os.path.isdir(name) or name.startswith((".", "/")) or name.count("/") > 1
 
 
 def is_local_dataset(name: str) -> bool:
@@ -26,7 +26,7 @@ def is_local_dataset(name: str) -> bool:
         return False
     return (
         os.path.exists(name)
-        or name.startswith((".", "/", "~"))
+        or name.startswith((".", "/"))
         or name.endswith(DATA_SUFFIXES)
         or name.count("/") > 1
     )
@@ -45,9 +45,7 @@ def check_data_paths(args) -> None:
     for flag, name in paths.items():
         if name:
             check_data_path(flag, name, args.include)
-    if args.include and not any(
-        name and Path(name).expanduser().is_dir() for name in paths.values()
-    ):
+    if args.include and not any(name and Path(name).is_dir() for name in paths.values()):
         raise UserError(
             f"--include {args.include} chooses among the files of a folder, and there is none: "
             "leave it out."
@@ -66,7 +64,7 @@ def check_data_path(flag: str, name: str, include: str | None) -> None:
     Raises:
         UserError: it does not exist, has no files with data, or cannot be read.
     """
-    path = Path(name).expanduser()
+    path = Path(name)
     for file in files_of(path, f"{flag} {name}", include):
         if not os.access(file, os.R_OK):
             raise UserError(f"{flag} {name}: {file} may not be read by this user.")
@@ -153,10 +151,7 @@ def check_export_folder(args) -> None:
         "--dataset": args.dataset if is_local_dataset(args.dataset) else None,
     }
     for name, path in needed.items():
-        if path and folder.resolve() in (
-            needed_path := Path(path).expanduser().resolve(),
-            *needed_path.parents,
-        ):
+        if path and folder.resolve() in (needed_path := Path(path).resolve(), *needed_path.parents):
             raise UserError(
                 f"{description} would replace {name}: name another folder with --export_hf."
             )

@@ -125,7 +125,7 @@ def _signature(file: Path) -> tuple:
 
 
 def _open_files(name: str, text_column: str | None, include: str | None) -> Source:
-    path = Path(name).expanduser()
+    path = Path(name)
     digest, signatures, first_with, twins = hashlib.sha256((text_column or "").encode()), {}, {}, {}
     for file in (files := files_of(path, name, include)):
         signature = _signature(file)

@@ -78,7 +78,7 @@ def open_corpus(args, ctx: DistContext) -> StreamCorpus:
     digest = hashlib.sha256(f"{args.dataset_config}\0{args.text_column}".encode())
     if is_local_dataset(args.dataset):
         files, twins = files_to_read(args)
-        if Path(args.dataset).expanduser().is_dir():
+        if Path(args.dataset).is_dir():
             counts = f"{args.dataset}: {count_types([*files, *twins])}"
             print_files([counts], describe_twins(twins, "content"), ctx)
         for file in files:
@@ -106,7 +106,7 @@ def files_to_read(args) -> tuple[list[Path], dict[Path, Path]]:
     Raises:
         UserError: there are no files, or one cannot be read.
     """
-    files = files_of(Path(args.dataset).expanduser(), f"--dataset {args.dataset}", args.include)
+    files = files_of(Path(args.dataset), f"--dataset {args.dataset}", args.include)
     candidates: dict[tuple, list[Path]] = {}
     for file in files:
         size, edges = _edges(file)

@@ -16,7 +16,7 @@ def huggingface_home() -> Path:
 def cache_folder(cache_dir: str | None) -> Path:
     """Return the folder of tokenized datasets and of the embedded tokenizer (--cache_dir)."""
     if cache_dir:
-        return Path(cache_dir).expanduser()
+        return Path(cache_dir)
     return huggingface_home() / "distributed_training"
 
 

@@ -58,7 +58,7 @@ def read_text(flag: str, path: str, most: int = MOST_CHARACTERS) -> str:
         UserError: the file cannot be read, is not UTF-8, is longer than `most`, or is a device or
             another pipe.
     """
-    place = Path(path).expanduser()
+    place = Path(path)
     try:
         kind = place.stat().st_mode
         pipe = stat.S_ISFIFO(kind) and str(place).startswith(("/dev/fd/", "/proc/self/fd/"))

@@ -171,7 +171,7 @@ def find_architecture(model: str) -> Architecture:
         return gpt2(*EMBEDDED_SHAPE, vocabulary=EMBEDDED_VOCABULARY, positions=512)
     if model in GPT2_SHAPES:
         return gpt2(*GPT2_SHAPES[model])
-    path = Path(model).expanduser()
+    path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         sizes = ", ".join((EMBEDDED_MODEL, *GPT2_SHAPES))

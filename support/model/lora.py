@@ -52,7 +52,7 @@ class Lora:
         targets = args.lora_targets
         if targets not in (None, ALL_LINEAR):
             targets = target_names(targets)
-        folder = Path(args.model).expanduser()
+        folder = Path(args.model)
         base = str(folder.resolve()) if folder.is_dir() else args.model
         return cls(args.lora_r, args.lora_alpha, args.lora_dropout, targets, base, args.seed)
 

@@ -8,7 +8,6 @@ draw other numbers than an unsharded model, and the strategies could not be comp
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -210,7 +209,7 @@ def prefetch(args, ctx: DistContext) -> PreTrainedTokenizerBase:
     if args.model == EMBEDDED_MODEL:
         folder = embedded_tokenizer(args, ctx)
     elif is_local_model(args.model):
-        folder = os.path.expanduser(args.model)
+        folder = args.model
     elif scratch_without_hub(args):
         folder, _ = _gpt2_tokenizer(args, ctx)
     else:
@@ -248,7 +247,7 @@ def _prepare_folders(args, ctx: DistContext) -> dict:
             "random": True,
         }
     if is_local_model(args.model):
-        folder = os.path.expanduser(args.model)
+        folder = args.model
     elif scratch_without_hub(args):
         return _prepare_gpt2_from_scratch(args, ctx)
     else:
@@ -343,7 +342,7 @@ def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
             f"--model {name}: its tokenizer cannot be loaded: {first_line(error)}"
         ) from error
     if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).expanduser().read_text(encoding="utf-8")
+        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     return tokenizer
 
 

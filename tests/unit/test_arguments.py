@@ -9,6 +9,7 @@ import pytest
 
 from support import PROJECT, startup
 from support.cli.arguments import choose_seq_length
+from support.cli.flags import build_parser
 from support.cli.parse import parse_arguments
 from support.errors import UserError
 
@@ -76,3 +77,25 @@ def test_default_of_seq_length(flags, positions, length):
 def test_seq_length_above_the_positions():
     with pytest.raises(UserError, match="more than the 64 positions"):
         choose_seq_length(parse_arguments(["--seq_length", "65"]), 64)
+
+
+PATHS = [
+    *("--config", "--model", "--dataset", "--validation_file", "--chat_template", "--cache_dir"),
+    *("--ds_config", "--fsdp_config", "--nvme_path", "--output_dir", "--resume", "--export_hf"),
+    *("--logging_dir", "--memory_snapshot", "--profile"),
+]
+
+
+@pytest.mark.parametrize("flag", PATHS)
+def test_home_folder_in_a_path(flag, monkeypatch):
+    """Values of a run file never see a shell, and bash leaves --output_dir=~/x as it is."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    args, _ = build_parser().parse_known_args([f"{flag}=~/x"])
+    assert getattr(args, flag[2:]) == "/home/somebody/x"
+
+
+def test_home_folder_in_a_run_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    (tmp_path / "run.yaml").write_text("output_dir: ~/runs\ntext_column: ~x\n")
+    args = parse_arguments(["--config", str(tmp_path / "run.yaml")])
+    assert (args.output_dir, args.text_column) == ("/home/somebody/runs", "~x")
