@@ -27,7 +27,7 @@ PLAIN_TEMPLATE = (
 )
 PLAIN_NOTICE = (
     "This tokenizer has no chat template, so conversations get a plain one (### User: …): "
-    "--chat_template FILE changes it."
+    "use --chat_template FILE for another one."
 )
 # Replaces an assistant's text when a conversation is rendered to find the text's position; the two
 # characters around the number are from Unicode's private use area.
@@ -66,7 +66,7 @@ class Encoder:
             For each example (ids, mask), two integer arrays of one length, where the mask is 1 for
             valid tokens; or a BadRow with the reason why it cannot be used.
         Raises:
-            UserError: the chat template has a syntax error, or computes too long.
+            UserError: the chat template has a syntax error, or does not end.
         """
         if examples[0].kind == "pair":
             encoded = self._encode_pairs(examples)
@@ -96,7 +96,7 @@ class Encoder:
             return BadRow(f"{example.where}: the completion is empty.")
         roles = ", ".join(sorted({message["role"] for message in example.messages}))
         return BadRow(
-            f"{example.where}: there is nothing to learn, because the assistant says nothing "
+            f"{example.where}: it has no token to train on, because the assistant says nothing "
             f"(roles: {roles})."
         )
 
@@ -106,14 +106,12 @@ class Encoder:
         The prompt is encoded alone because it is alone when the trained model is used.
         """
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        prompts = self.tokenizer(
-            [e.prompt for e in examples], add_special_tokens=True, verbose=False
-        )["input_ids"]
+        prompts = self.tokenizer([e.prompt for e in examples], verbose=False)
         completions = self.tokenizer(
             [e.completion for e in examples], add_special_tokens=False, verbose=False
-        )["input_ids"]
+        )
         rows = []
-        for prompt, completion in zip(prompts, completions, strict=True):
+        for prompt, completion in zip(prompts["input_ids"], completions["input_ids"], strict=True):
             if end and prompt[-1:] == end:  # some tokenizers append it to every text
                 prompt = prompt[:-1]
             completion = completion + end if completion else []
@@ -167,8 +165,8 @@ class Encoder:
             if len(around) == len(texts) + 1 and _join(around, texts) == text:
                 return text, self._ranges(around, texts)
         return BadRow(
-            f"{example.where}: the chat template changes what the assistant says, so it cannot be "
-            "found again: use a template with {% generation %} blocks (--chat_template)."
+            f"{example.where}: the chat template changes the assistant's text, so its position is "
+            "unknown: use a template with {% generation %} blocks (--chat_template)."
         )
 
     def _text_of(self, messages: list[dict]) -> str:
@@ -212,8 +210,7 @@ def _refused(example: Example, error: Exception) -> BadRow:
     """Return the reason why a template did not render a row; a template may raise any error.
 
     Raises:
-        UserError: the template has a syntax error, so no row can be rendered; or it computes too
-            long, as it may for the next row.
+        UserError: the template has a syntax error or does not end, so other rows fail as well.
     """
     if isinstance(error, jinja2.TemplateSyntaxError):
         raise UserError(
@@ -249,7 +246,8 @@ def use_plain_template(tokenizer, kind: str | None) -> bool:
         return False
     if not tokenizer.is_fast:
         raise UserError(
-            "Conversations need a fast tokenizer (tokenizer.json): this model has a slow one only."
+            "Conversations need a fast tokenizer (tokenizer.json), but this model has only a slow "
+            "one."
         )
     if tokenizer.chat_template in (None, PLAIN_TEMPLATE):
         tokenizer.chat_template = PLAIN_TEMPLATE

@@ -19,13 +19,12 @@ import csv
 import itertools
 import json
 import reprlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from support.errors import UserError
-from support.files.user_files import printable
+from support.files.user_files import printable, unique_keys
 
 PIECE_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
 LONGEST_ROW = 1 << 30  # characters; a file with a longer row is probably not of its suffix's format
@@ -152,7 +151,7 @@ def read_row(row, where: str, text_column: str | None) -> Document | Example | B
     Args:
         row: a text, or an object with the keys of the module docstring.
         where: its file and line.
-        text_column: see `open_source`.
+        text_column: see `sources.open_source`.
     """
     if isinstance(row, str):
         row = {text_column or "text": row}
@@ -213,11 +212,7 @@ def _text(row: dict, name: str) -> str:
 def reading(what: Path | str):
     """Convert an OSError in this context to a UserError which says that `what` cannot be read.
 
-    This distinguishes an error of the corpus from an error of the file that its tokens are written
-    to, which is not converted.
-
-    Raises:
-        UserError: `what` cannot be read.
+    An error of the file that the tokens are written to is not converted.
     """
     try:
         yield
@@ -230,66 +225,36 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def contents_of_file(file: Path, text_column: str | None) -> Iterator[Document | Example | BadRow]:
-    """Yield the rows of a file as documents and examples, or the only document of a text file.
-
-    Raises:
-        UserError: during iteration, see `rows_of_file` and `read_text`.
-    """
-    if has_rows(file):
-        for row in rows_of_file(file, text_column):
-            yield row if isinstance(row, BadRow) else read_row(*row, text_column)
-    else:
-        pieces = read_text(file)
-        yield pieces if isinstance(pieces, BadRow) else TextFile(str(file), pieces)
-
-
 def has_rows(file: Path) -> bool:
     """Return whether a file has rows; any other file is one document."""
     return file.suffix.lower() in READERS
 
 
-def rows_of_file(file: Path, text_column: str | None) -> Iterator[Row]:
-    """Yield the rows of a file; a part that cannot be read is a BadRow.
+def contents_of_file(file: Path, text_column: str | None) -> Iterator[Document | Example | BadRow]:
+    """Yield the rows of a file as documents and examples, or the only document of a text file.
 
-    Args:
-        file: a file for which `has_rows` is true.
-        text_column: see `open_source`.
+    A part that cannot be used is a BadRow, and so is a file of another format than its suffix says.
+
     Raises:
-        UserError: during iteration, if the file cannot be read, or the rest of it cannot be divided
-            into rows.
+        UserError: during iteration, also over the pieces of a document: the file cannot be read, or
+            the rest of it is not of its format.
     """
     with reading(file):
         if flaw := _foreign(file):
             yield flaw
-        else:
+        elif has_rows(file):
             # The readers decode a byte that is not UTF-8 to half of a surrogate pair, so that the
             # row with this byte can be named.
-            yield from READERS[file.suffix.lower()](file, text_column)
-
-
-def read_text(file: Path) -> Iterator[str] | BadRow:
-    """Return the pieces of a text file.
-
-    Returns:
-        The pieces; a BadRow if the file does not begin as text, for instance if it is an image.
-    Raises:
-        UserError: the file cannot be read.
-        NotText: during iteration, if the file does not continue as UTF-8 text.
-    """
-    with reading(file):
-        if flaw := _foreign(file):
-            return flaw
-    pieces = _pieces_of(file)
-    try:
-        first = next(pieces, "")
-    except NotText as error:
-        return BadRow(str(error))
-    return itertools.chain([first], pieces)
-
-
-class NotText(UserError):
-    """An error of a file that was expected to be text and is not."""
+            for row in READERS[file.suffix.lower()](file, text_column):
+                yield row if isinstance(row, BadRow) else read_row(*row, text_column)
+        else:
+            pieces = _pieces_of(file)
+            try:
+                first = next(pieces, "")
+            except BadRow as flaw:
+                yield flaw
+            else:
+                yield TextFile(str(file), itertools.chain([first], pieces))
 
 
 def _pieces_of(file: Path) -> Iterator[str]:
@@ -298,7 +263,7 @@ def _pieces_of(file: Path) -> Iterator[str]:
             while chunk := stream.read(PIECE_CHARACTERS):
                 yield chunk
     except UnicodeDecodeError as error:
-        raise NotText(
+        raise BadRow(
             f"{file} is not UTF-8 text: convert it first (iconv -f LATIN1 -t UTF-8), or in a "
             "folder leave it out with --include or --max_bad_rows."
         ) from error
@@ -326,16 +291,10 @@ def _foreign(file: Path) -> BadRow | None:
 
 
 def _parse_json(text: str, file: Path, line: int | None = None) -> object | BadRow:
-    """Parse a JSON value; returns a BadRow with the reason if it cannot be used.
-
-    Args:
-        text: one line of the file, or the whole file.
-        file: the file, for messages.
-        line: number of the line; None for the whole file.
-    """
+    """Parse a line of a file, or the whole file; returns a BadRow if it cannot be used."""
     place = f"{file}, line {line}" if line else str(file)
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         return BadRow(
             f"{file}, line {line or error.lineno}, column {error.colno}: "
@@ -347,16 +306,6 @@ def _parse_json(text: str, file: Path, line: int | None = None) -> object | BadR
         return BadRow(f"{place}: more JSON at a time than fits into this host's memory.")
     except ValueError as error:  # a duplicate key; a number with more than Python's 4,300 digits
         return BadRow(f"{place}: {first_line(error).split(';')[0]}.")
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict:
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        duplicate = next(
-            key for key, count in Counter(key for key, _ in pairs).items() if count > 1
-        )
-        raise ValueError(f"the key {reprlib.repr(duplicate)} is given twice")
-    return mapping
 
 
 def _read_jsonl(file: Path, text_column: str | None) -> Iterator[Row]:
@@ -462,33 +411,27 @@ def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
             raise UserError(
                 f"{file}: what follows row {number} cannot be read: {first_line(error)}"
             ) from error
-        is_user_error = isinstance(error, UserError)
-        yield BadRow(
-            str(error)
-            if is_user_error
-            else f"{file} is not a Parquet file that can be read: {first_line(error)}"
-        )
+        if isinstance(error, UserError):
+            yield BadRow(str(error))
+        else:
+            yield BadRow(f"{file} is not a Parquet file that can be read: {first_line(error)}")
 
 
-def columns_of_text(there: list[str], text_column: str | None, where: str) -> list[str]:
+def columns_of_text(columns: list[str], text_column: str | None, where: str) -> list[str]:
     """Return the columns of a table that are read.
 
     Args:
-        there: names of the table's columns.
-        text_column: see `open_source`.
+        columns: names of the table's columns.
+        text_column: see `sources.open_source`.
         where: the table, for messages.
     Raises:
         UserError: the columns do not match any kind of row.
     """
-    kind = kind_of(there, text_column)
+    kind = kind_of(columns, text_column)
     if kind is None:
-        raise UserError(f"{where}: {_no_text(text_column, there)}")
-    names = {
-        "chat": ["messages", "tools"],
-        "pair": ["prompt", "completion"],
-        "text": [text_column or "text"],
-    }[kind]
-    return [name for name in names if name in there]
+        raise UserError(f"{where}: {_no_text(text_column, columns)}")
+    names = {"chat": ["messages", "tools"], "pair": ["prompt", "completion"]}
+    return [name for name in names.get(kind, [text_column or "text"]) if name in columns]
 
 
 READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import reprlib
 import stat
 from collections import Counter
 from collections.abc import Iterable
@@ -84,6 +85,26 @@ def read_text(flag: str, path: str, most: int = MOST_CHARACTERS) -> str:
 # --------------------------------------------------------------------------------------------- JSON
 
 
+class DuplicateKey(ValueError):
+    """An error of a JSON object that has a key twice."""
+
+    def __init__(self, key: str):
+        super().__init__(f"the key {reprlib.repr(key)} is given twice")
+        self.key = key
+
+
+def unique_keys(pairs: list[tuple[str, object]]) -> dict:
+    """Return a JSON object with these keys and values; for `object_pairs_hook` of a parser.
+
+    Raises:
+        DuplicateKey: a key is given twice.
+    """
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        raise DuplicateKey(Counter(key for key, _ in pairs).most_common(1)[0][0])
+    return mapping
+
+
 def parse_json(text: str, path: str, loads=json.loads, unique: bool = True):
     """Parse JSON.
 
@@ -96,19 +117,12 @@ def parse_json(text: str, path: str, loads=json.loads, unique: bool = True):
         UserError: a key is duplicate, a number is too long, or the nesting is too deep.
         ValueError: the text is not JSON (json.JSONDecodeError, hjson.HjsonDecodeError).
     """
-
-    def as_dict(pairs: list) -> dict:
-        mapping = dict(pairs)
-        if unique and len(mapping) < len(pairs):
-            duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise UserError(
-                f"{shown(path)} gives the key {shown(duplicate)} twice in one object: "
-                "leave one out."
-            )
-        return mapping
-
     try:
-        value = loads(text, object_pairs_hook=as_dict)
+        value = loads(text, object_pairs_hook=unique_keys if unique else dict)
+    except DuplicateKey as error:
+        raise UserError(
+            f"{shown(path)} gives the key {shown(error.key)} twice in one object: leave one out."
+        ) from error
     except RecursionError as error:
         raise _too_deep(path) from error
     except ValueError as error:
