@@ -63,6 +63,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from support.checkpoints import compatibility
 from support.checkpoints import manager as checkpoint
 from support.cli.arguments import choose_seq_length
 from support.cli.conflicts import NEED_EVALUATIONS
@@ -769,7 +770,7 @@ def train_one_model(args, ctx: DistContext):
         keep_freed_memory()
 
     scaler = gradients.loss_scaler(ctx, ctx.precision == "fp16" and not args.ds_config_dict)
-    identity = checkpoint.run_signature(args, ctx, spec, dataset, model)
+    identity = compatibility.run_signature(args, ctx, spec, dataset, model)
     objects = checkpoint.TrainingObjects(
         model, optimizer, scaler, stream=train if args.streaming else None
     )

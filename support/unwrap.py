@@ -24,3 +24,8 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a whole parameter; one that ZeRO-3 has partitioned has an empty shape."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

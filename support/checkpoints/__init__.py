@@ -1,7 +1,8 @@
 """Checkpoints: one format for all strategies and any number of ranks, made of data only.
 
-Modules:
-    manager    saves, finds, checks and loads the checkpoints of a run
-    format     reads manifest.json and verifies the files that it lists
-    convert    converts checkpoints from and to other formats
+manager        when to save, what to resume, which checkpoints to keep
+tensors        saves and loads weights and moments, piece by piece
+format         names on disk, manifest.json, verification of the files
+compatibility  the run signature, which a resumed run compares with its checkpoint
+convert        converts checkpoints from and to other formats
 """

@@ -23,11 +23,18 @@ import torch
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from support.checkpoints import manager as checkpoint
-from support.checkpoints.format import ELEMENT_BYTES, is_inner_path, open_listed
+from support.checkpoints.format import (
+    BUFFERS,
+    NEW_RUN,
+    is_inner_path,
+    open_checkpoint,
+    open_listed,
+    write_manifest,
+)
+from support.checkpoints.tensors import PieceReader, PieceWriter
 from support.errors import UserError
 from support.files.atomic import open_regular, read_json, write_text
-from support.files.safetensors_writer import WeightFiles, save_file, write_at
+from support.files.safetensors_writer import WeightFiles, write_at
 from support.files.user_files import shown
 from support.model.card import model_card
 from support.model.export import finish_folder, start_folder
@@ -51,10 +58,10 @@ class OwnCheckpoint:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.manifest = checkpoint.open_alone(folder)
+        self.folder, self.manifest = open_checkpoint(folder)
         self.shapes = {name: tuple(shape) for name, shape in self.manifest["shapes"].items()}
         self.adam_step = self.manifest["adam_step"]
-        self._reader = checkpoint.Reader(self.folder, self.manifest)
+        self._reader = PieceReader(self.folder, self.manifest)
 
     def read(self, name: str, kind: str) -> torch.Tensor:
         """Read the full "weight", "exp_avg" or "exp_avg_sq" of a parameter, in fp32.
@@ -247,7 +254,7 @@ def copy_description(source: OwnCheckpoint, folder: Path) -> list[str]:
     left_out = []
     for name in source.manifest["files"]:
         inner = name.removeprefix("model/")
-        if inner == name or name == checkpoint.BUFFERS:
+        if inner == name or name == BUFFERS:
             continue
         if not inner.endswith(DESCRIPTION_SUFFIXES) or inner.endswith(".index.json"):
             left_out.append(name)
@@ -300,7 +307,7 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
     rename = peft_name if adapters else str
     if not adapters:
         _note_dtype(folder / "config.json", dtype)
-    buffers = load_file(source.folder / checkpoint.BUFFERS) if checkpoint.BUFFERS in listed else {}
+    buffers = load_file(source.folder / BUFFERS) if BUFFERS in listed else {}
     shapes = {rename(name): shape for name, shape in source.shapes.items()}
     if len(shapes) < len(source.shapes) or shapes.keys() & buffers.keys():
         raise UserError(f"{source.folder}: two of its tensors have the same name.")
@@ -353,52 +360,29 @@ def write_torch(source, folder: Path) -> None:
     Raises:
         UserError: this version of torch is too old.
     """
-    contents_of_files = {"model.pt": {name: (name, "weight") for name in source.shapes}}
-    if len(source.kinds) > 1:
-        moments = {kind: {name: (name, kind) for name in source.shapes} for kind in MOMENTS}
-        contents_of_files["optimizer.pt"] = {"step": source.adam_step, **moments}
-    for file, contents in contents_of_files.items():
-        save_tensors(folder / file, contents, source)
-
-
-def save_tensors(path: Path, contents: dict, source) -> None:
-    """Write a file for `torch.load` with only one tensor in memory at a time.
-
-    torch first writes the file without the tensors' bytes. Then each tensor is read from `source`
-    and written at its offset in the file.
-
-    Args:
-        path: the file to write.
-        contents: nested dicts with (parameter name, kind) in place of each tensor.
-        source: the checkpoint to read the tensors from.
-    Raises:
-        UserError: torch is older than 2.7, which does not report the offsets.
-    """
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
         raise UserError(f"--to torch needs torch 2.7 or newer; this is {torch.__version__}.")
 
-    # Returns the dicts with an empty tensor in place of each (name, kind).
-    def replaced(found):
-        if isinstance(found, dict):
-            return {key: replaced(value) for key, value in found.items()}
-        return torch.empty(source.shapes[found[0]]) if isinstance(found, tuple) else found
-
-    # Writes the tensors that `wanted` names at the offsets of their counterparts in `there`.
-    def fill(there, wanted, file) -> None:
-        for key, value in wanted.items():
-            if isinstance(value, dict):
-                fill(there[key], value, file)
-            elif isinstance(value, tuple):
-                write_at(file, there[key].untyped_storage()._checkpoint_offset, source.read(*value))
-
-    with FakeTensorMode():
-        empty = replaced(contents)
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(empty, path)
-    with FakeTensorMode():
-        there = torch.load(path)
-    with open(path, "rb+") as file:
-        fill(there, contents, file)
+    for path, kinds in ((folder / "model.pt", ("weight",)), (folder / "optimizer.pt", MOMENTS)):
+        if kinds[0] not in source.kinds:
+            continue
+        with FakeTensorMode():  # tensors without memory
+            tensors = {
+                kind: {name: torch.empty(shape) for name, shape in source.shapes.items()}
+                for kind in kinds
+            }
+        contents = tensors.get("weight") or {"step": source.adam_step, **tensors}
+        # torch writes the file without the bytes of the tensors and returns their offsets. Then
+        # only one tensor is in memory at a time.
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(contents, path)
+        with FakeTensorMode():
+            placed = torch.load(path)
+        with open(path, "rb+") as file:
+            for kind in kinds:
+                for name, tensor in (placed if kind == "weight" else placed[kind]).items():
+                    offset = tensor.untyped_storage()._checkpoint_offset
+                    write_at(file, offset, source.read(name, kind))
 
 
 def write_universal(source: OwnCheckpoint, folder: Path) -> None:
@@ -475,45 +459,18 @@ def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
         UserError: a file of the source is missing or damaged.
         ValueError: the names or shapes of the source do not make a valid manifest.
     """
-    pieces, files, tensors = [], {}, {}
-
-    def flush() -> None:
-        name = f"rank-00000-{len(files):03d}.safetensors"
-        save_file(tensors, folder / name)
-        files[name] = checkpoint.facts_of(folder / name)
-        tensors.clear()
-
-    for name, shape in source.shapes.items():
-        pieces.append(
-            {
-                "name": name,
-                "start": 0,
-                "numel": math.prod(shape),
-                "moments": len(source.kinds) > 1,
-                "file": f"rank-00000-{len(files):03d}.safetensors",
-            }
-        )
-        for kind in source.kinds:
-            tensors[f"{name}@0/{kind}"] = source.read(name, kind).flatten().clone()
-        if (
-            sum(tensor.numel() for tensor in tensors.values()) * ELEMENT_BYTES
-            >= checkpoint.FILE_BYTES
-        ):
-            flush()
-    if tensors:
-        flush()
+    writer = PieceWriter(folder)
+    for name in source.shapes:
+        writer.add(name, 0, {kind: source.read(name, kind).flatten() for kind in source.kinds})
+    writer.flush()
     manifest = {
-        "counters": checkpoint.NEW_RUN,
-        "scaling": {},
-        "identity": {"hard": {}, "soft": {}, "told": {}},
-        "lr_scheduler": {},
-        "groups": [],
+        "counters": NEW_RUN,
         "adam_step": source.adam_step,
         "shapes": {name: list(shape) for name, shape in source.shapes.items()},
-        "pieces": pieces,
-        "files": files,
+        "pieces": writer.pieces,
+        "files": writer.files,
     }
-    checkpoint.write_manifest(folder, manifest)
+    write_manifest(folder, manifest)
 
 
 # --------------------------------------------------------------------------------------- inspecting

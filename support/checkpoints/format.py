@@ -1,4 +1,4 @@
-"""Read and validate the manifest.json of a checkpoint, and verify the files that it lists.
+"""The format of a checkpoint: its names on disk, its manifest.json, and the check of its files.
 
 A checkpoint is untrusted input: it may come from a folder that others write to, from a download or
 from a faulty disk. The digests show that the files are those that the manifest lists, but not that
@@ -10,6 +10,7 @@ with its digest.
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import re
@@ -18,7 +19,16 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from support.files.atomic import digest_of, digest_of_json, open_regular, read_json
+from support.errors import UserError
+from support.files.atomic import (
+    digest_of,
+    digest_of_json,
+    open_regular,
+    read_json,
+    sha256_of,
+    sync,
+    write_text,
+)
 from support.files.user_files import shown
 
 FORMAT_VERSION = 1
@@ -38,7 +48,100 @@ MOST_COUNTED = 2**53
 LARGEST_BYTES = 256 << 20  # size limit of manifest.json; a million pieces take about half of it
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 ELEMENT_BYTES = 4  # all tensors of a checkpoint are fp32
+BUFFERS = "model/buffers.safetensors"
+MARKS = ("latest", "best")  # files that contain the name of a checkpoint
 DAMAGED = "its manifest.json is damaged"
+
+
+# ---------------------------------------------------------------------------------- names on disk
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint's folder."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def marked(folder: Path, mark: str) -> str:
+    """Return the checkpoint's name in the file `mark`, or "" if it is missing or invalid."""
+    try:
+        with open_regular(folder / mark) as file:
+            name = file.read(100).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return name if STEP_NAME.fullmatch(name) else ""
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder by name, newest first, without checking them."""
+    return sorted(
+        (path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)), reverse=True
+    )
+
+
+def candidates_in(path: Path) -> list[Path] | None:
+    """Return the checkpoints that a path may mean, newest first, without checking them.
+
+    Args:
+        path: a checkpoint's folder, a run's folder, or a run's folder of checkpoints.
+    Returns:
+        [path] for a checkpoint's folder, else all checkpoints of the run; None if there is no such
+        folder.
+    """
+    if not path.is_dir():
+        return None
+    if path.name.startswith("step-") or (path / "manifest.json").exists():
+        return [path]
+    return list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+
+
+# ----------------------------------------------------------------------------------- the manifest
+
+
+def open_checkpoint(path: Path) -> tuple[Path, dict]:
+    """Open a checkpoint in a single process, without a process group, and verify every file.
+
+    Args:
+        path: see `candidates_in`; of several checkpoints the newest is opened.
+    Returns:
+        The checkpoint's folder and manifest.
+    Raises:
+        UserError: the folder is no checkpoint, or the checkpoint is incomplete or damaged.
+    """
+    path = next(iter(candidates_in(path) or ()), path)
+    manifest, problem = read_manifest(path)
+    if problem := problem or find_damage(path, manifest):
+        raise UserError(f"{path}: {problem}.")
+    return path, manifest
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    """Write manifest.json, which makes a checkpoint complete.
+
+    Args:
+        folder: the checkpoint's folder, with all files that the manifest lists.
+        manifest: without format version and digest.
+    Raises:
+        ValueError: the manifest is invalid or too large, so that it could not be read.
+        OSError: the disk is full, or not writable.
+    """
+    # Validate the manifest as it will be read: JSON turns tuples into lists, for example.
+    manifest = json.loads(json.dumps({"format_version": FORMAT_VERSION, **manifest}))
+    validate(with_defaults(manifest))
+    text = json.dumps({**manifest, "sha256": digest_of_json(manifest)})
+    if len(text) > LARGEST_BYTES:
+        raise ValueError(f"its manifest.json would have more than {LARGEST_BYTES:,} bytes")
+    write_text(folder / "manifest.json", text)
+
+
+def file_entry(path: Path) -> dict:
+    """Flush a file to disk and return its entry in the manifest: size in bytes and SHA-256."""
+    sync(path)
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def read_manifest(checkpoint: Path) -> tuple[dict, str]:
@@ -88,9 +191,6 @@ def with_defaults(manifest: dict) -> dict:
         },
         "identity": {"hard": {}, "soft": {}, "told": {}, **manifest.get("identity", {})},
     }
-
-
-# --------------------------------------------------------------------------------------- the schema
 
 
 def validate(manifest: dict) -> None:
@@ -234,7 +334,7 @@ def is_inner_path(name: str) -> bool:
 # ---------------------------------------------------------------------------------------- the files
 
 
-def what_is_broken(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> str:
+def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> str:
     """Verify the size, the digest and the tensors of the files that a valid manifest lists.
 
     Args:

@@ -134,3 +134,46 @@ def loss_scaler(ctx: DistContext, enabled: bool) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(
         ctx.device.type, scale, growth_interval=GROWTH_INTERVAL, enabled=enabled
     )
+
+
+# Attributes of DeepSpeed's dynamic loss scaler that are saved.
+DEEPSPEED_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def scaler_state(scaler: torch.amp.GradScaler, optimizer) -> dict:
+    """Return the state of PyTorch's or DeepSpeed's loss scaler; {} for all but fp16.
+
+    Args:
+        scaler: as `loss_scaler` returned it.
+        optimizer: PyTorch's, or DeepSpeed's wrapper around one, which has its own scaler.
+    """
+    if scaler.is_enabled():
+        return scaler.state_dict()
+    ds_scaler = _deepspeed_scaler(optimizer)
+    return {name: getattr(ds_scaler, name) for name in DEEPSPEED_SCALER_STATE if ds_scaler}
+
+
+def load_scaler_state(saved: dict, scaler: torch.amp.GradScaler, optimizer) -> None:
+    """Restore the loss scaler; of the state of the other library only the scale is used.
+
+    Args:
+        saved: as `scaler_state` returned it, of PyTorch's or of DeepSpeed's scaler.
+        scaler, optimizer: see `scaler_state`.
+    """
+    scale = saved.get("scale", saved.get("cur_scale"))
+    if scale is None:
+        return
+    ds_scaler = _deepspeed_scaler(optimizer)
+    if scaler.is_enabled():
+        state = saved if "scale" in saved else {"scale": scale}
+        scaler.load_state_dict({**scaler.state_dict(), **state})
+    elif ds_scaler:
+        for name in DEEPSPEED_SCALER_STATE if "cur_scale" in saved else ():
+            setattr(ds_scaler, name, saved.get(name, getattr(ds_scaler, name)))
+        ds_scaler.cur_scale = scale
+
+
+def _deepspeed_scaler(optimizer):
+    """Return DeepSpeed's dynamic loss scaler, or None."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return scaler if hasattr(scaler, "last_overflow_iter") else None

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from support.errors import TrainingError
-from support.unwrap import base_optimizer, is_dtensor, local_part
+from support.unwrap import base_optimizer, full_shape, is_dtensor, local_part, unwrapped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -73,9 +74,7 @@ class ShardedState:
         self.base = base_optimizer(optimizer)
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.shapes = {
-            name: tuple(getattr(p, "ds_shape", p.shape))
-            for name, p in model.named_parameters()
-            if p.requires_grad
+            name: full_shape(p) for name, p in model.named_parameters() if p.requires_grad
         }
         self.stage3 = hasattr(self.wrapper, "fp32_partitioned_groups_flat")
         sharded = next((p for p in model.parameters() if is_dtensor(p)), None)
@@ -162,34 +161,39 @@ class ShardedState:
         swapped = self.stage3 and self.wrapper._swappable_optimizer_subgroup(shard.group)
         if swapped:
             self.wrapper._optimizer_states_and_gradient_swap_in(shard.group)
-        state = (
-            self.base.state[shard.key]
-            if moments and (shard.key in self.base.state or write)
-            else {}
-        )
-        # PyTorch's AdamW has no state for a parameter that never got a gradient. DeepSpeed updates
-        # all masters together, so a missing state is an error.
-        if moments and not write and not state and self.wrapper is not None and self.adam_step > 0:
-            raise TrainingError(
-                "A part of the optimizer's states lies where checkpoints do not find it: "
-                "use --no_save."
-            )
-        if write:
+        written = False
+        try:
+            tensors = {"weight": shard.key.data}
+            if moments:
+                tensors |= self._moments(shard, create=write)
+            yield {name: local_part(tensor).view(-1) for name, tensor in tensors.items()}
+            if write and self.stage3:
+                # Updates the working copy from the master.
+                self.wrapper._reassign_or_swap_out_partitioned_parameters(shard.group)
+            written = write
+        finally:
+            if swapped and written:
+                self.wrapper._optimizer_states_and_gradient_swap_out(shard.group)
+            elif swapped:
+                self.wrapper._release_swap_buffers(shard.group)
+
+    def _moments(self, shard: Shard, create: bool) -> dict[str, torch.Tensor]:
+        """Return Adam's moments of a shard; {} before the first update, unless they are created."""
+        if create:
+            state = self.base.state[shard.key]
             for moment in MOMENTS:
                 if moment not in state or state[moment].numel() != shard.key.numel():
                     state[moment] = torch.zeros_like(shard.key.data)
-        tensors = {
-            "weight": shard.key.data,
-            **{moment: state[moment] for moment in MOMENTS if moment in state},
-        }
-        yield {name: local_part(tensor).view(-1) for name, tensor in tensors.items()}
-        if write and self.stage3:
-            # Updates the working copy from the master.
-            self.wrapper._reassign_or_swap_out_partitioned_parameters(shard.group)
-        if swapped and write:
-            self.wrapper._optimizer_states_and_gradient_swap_out(shard.group)
-        elif swapped:
-            self.wrapper._release_swap_buffers(shard.group)
+        # A plain get: `state` is a defaultdict, and an empty entry would look like a state.
+        state = self.base.state.get(shard.key, {})
+        # PyTorch's AdamW has no state for a parameter that never got a gradient. DeepSpeed updates
+        # all masters together, so a missing state is an error.
+        if not state and self.wrapper is not None and self.adam_step > 0:
+            raise TrainingError(
+                "Some of DeepSpeed's optimizer states were not found, so no checkpoint can be "
+                "saved: use --no_save."
+            )
+        return {moment: state[moment] for moment in MOMENTS if moment in state}
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield (name, weight) of every trained parameter, assembled from the ranks in fp32.
@@ -272,6 +276,18 @@ def replay_bias_correction(cpu_adam, step: int) -> None:
         )
 
 
+def free_gathered_weights(model: nn.Module) -> None:
+    """Free the full weights that FSDP and ZeRO-3 keep after an evaluation.
+
+    They would not be updated together with the shards.
+    """
+    for module in unwrapped(model).modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    if hasattr(model, "empty_partition_cache"):  # DeepSpeed's engine
+        model.empty_partition_cache()
+
+
 def _local_range(parameter: torch.Tensor) -> tuple[int, int]:
     """Return index of the first element and number of elements of this rank's shard.
 
@@ -285,4 +301,4 @@ def _local_range(parameter: torch.Tensor) -> tuple[int, int]:
         parameter.shape, parameter.device_mesh, parameter.placements
     )
     row = parameter.numel() // max(1, parameter.shape[0])
-    return (offset[0] if offset else 0) * row, parameter.to_local().numel()
+    return (offset[0] if offset else 0) * row, local_part(parameter).numel()

@@ -178,10 +178,14 @@ def main() -> None:
 
         break_steps(use_all)
     elif kind == "kill_saving":
-        from support.checkpoints import manager as checkpoint
+        from support.checkpoints import format as checkpoint_format
+        from support.checkpoints import tensors
 
-        name = {"tensors": "save_file", "manifest": "write_text"}[values[0]]
-        write, calls = getattr(checkpoint, name), [0]
+        module, name = {
+            "tensors": (tensors, "save_file"),
+            "manifest": (checkpoint_format, "write_text"),
+        }[values[0]]
+        write, calls = getattr(module, name), [0]
 
         def killed(*args):
             calls[0] += values[0] == "tensors" or args[0].name == "manifest.json"
@@ -189,11 +193,11 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             write(*args)
 
-        setattr(checkpoint, name, killed)
+        setattr(module, name, killed)
     elif kind == "full_disk":
-        from support.checkpoints import manager as checkpoint
+        from support.checkpoints import tensors
 
-        save_file, written = checkpoint.save_file, [0]
+        save_file, written = tensors.save_file, [0]
 
         def save(*args):
             written[0] += 1
@@ -201,7 +205,7 @@ def main() -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             save_file(*args)
 
-        checkpoint.save_file = save
+        tensors.save_file = save
     elif kind == "logits":
         let_the_live_model_speak(":".join(values))
     elif kind == "witness":

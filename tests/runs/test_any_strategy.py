@@ -86,8 +86,14 @@ def check(runs, links):
     for number, run in enumerate(runs[1:], 1):
         start = 2 * number
         (strategy, ranks), (before, ranks_before) = links[number], links[number - 1]
-        assert f"strategy {before} there, {strategy} here" in run.out or strategy == before
-        assert f"ranks {ranks_before} there, {ranks} here" in run.out or ranks == ranks_before
+        assert (
+            f"strategy {before} in the checkpoint, {strategy} in this run" in run.out
+            or strategy == before
+        )
+        assert (
+            f"ranks {ranks_before} in the checkpoint, {ranks} in this run" in run.out
+            or ranks == ranks_before
+        )
         steps, wanted = ([record for record in r.metrics if "loss" in record] for r in (run, whole))
         assert [record["step"] for record in steps] == list(range(start + 1, 15))
         assert [record["lr"] for record in steps] == [record["lr"] for record in wanted[start:]]
@@ -132,7 +138,7 @@ def test_other_global_batch_is_refused_and_forced_keeps_the_position_in_the_data
     ]
     first = script(*work, "--batch_size", "4", "--save_every", "2")
     refused = script(*work, "--batch_size", "6", "--resume", checkpoint(first, 2), ok=False)
-    assert refused.code == 2 and "global batch 4 there, 6 here" in refused.error
+    assert refused.code == 2 and "global batch 4 in the checkpoint, 6 in this run" in refused.error
     # Into a folder that holds another run's checkpoints: they are not mixed up with this one's.
     shutil.copytree(first.folder, tmp_path / "used")
     run = script(

@@ -61,21 +61,12 @@ def copy(trained, tmp_path) -> Path:
 
 
 @pytest.fixture
-def alone():
-    """What the functions of support.checkpoints.manager need of a run, in a single process; `said`
-    collects its messages.
-    """
-    said = []
-    return SimpleNamespace(
-        rank=0,
-        world_size=1,
-        is_main=True,
-        said=said,
-        console=SimpleNamespace(warn=said.append),
-        broadcast_from_rank0=lambda value: value,
-        all_gather=lambda value: [value],
-        lock=True,
-    )
+def ctx():
+    """A run of one rank."""
+    from one_rank import one_rank
+
+    with one_rank() as context:
+        yield context
 
 
 def step(folder: Path, number: int) -> Path:
@@ -338,20 +329,21 @@ IN_MANIFEST = [
 
 
 @table(*IN_MANIFEST)
-def test_a_malformed_checkpoint_is_passed_over(copy, alone, attack):
+def test_a_malformed_checkpoint_is_skipped(copy, ctx, attack, capsys):
     """The older one is taken, with one line that says why; the malformed one is as it was, and
     memory stays small."""
+    from support.checkpoints import format as checkpoint_format
     from support.checkpoints import manager as checkpoint
 
     attack.prepare(copy)
-    found, loaded = checkpoint.find("", copy / "checkpoints", alone)
+    found, loaded = checkpoint.find("", copy / "checkpoints", ctx)
     assert found == step(copy, 2) and loaded["counters"]["step"] == 2
-    [line] = alone.said
+    [line] = capsys.readouterr().out.splitlines()
     assert (
-        "Passed over" in line and "step-00000004" in line and len(line) < 700 and line.isprintable()
+        "Skipped" in line and "step-00000004" in line and len(line) < 700 and line.isprintable()
     ), line
     with pytest.raises(Exception) as error:  # the converter, which takes the newest, refuses it
-        checkpoint.open_alone(copy)
+        checkpoint_format.open_checkpoint(copy)
     assert type(error.value).__name__ == "UserError"
 
 
@@ -366,11 +358,14 @@ def test_a_malformed_checkpoint_is_passed_over(copy, alone, attack):
         "step-0000000a",
     ],
 )
-def test_other_names_are_no_checkpoints(copy, alone, name):
-    from support.checkpoints import manager as checkpoint
+def test_other_names_are_no_checkpoints(copy, ctx, name):
+    from support.checkpoints import format as checkpoint_format
 
     shutil.copytree(step(copy, 4), copy / "checkpoints" / name)
-    assert checkpoint.list_checkpoints(copy / "checkpoints") == [step(copy, 4), step(copy, 2)]
+    assert checkpoint_format.list_checkpoints(copy / "checkpoints") == [
+        step(copy, 4),
+        step(copy, 2),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -388,12 +383,12 @@ def test_other_names_are_no_checkpoints(copy, alone, name):
         set_in("counters", "more", value=1),
     ],
 )
-def test_checkpoints_of_other_versions_are_read(copy, alone, change):
+def test_checkpoints_of_other_versions_are_read(copy, ctx, change, capsys):
     from support.checkpoints import manager as checkpoint
 
     rewrite(step(copy, 4), change)
-    found, loaded = checkpoint.find("", copy / "checkpoints", alone)
-    assert found == step(copy, 4) and alone.said == []
+    found, loaded = checkpoint.find("", copy / "checkpoints", ctx)
+    assert found == step(copy, 4) and capsys.readouterr().out == ""
     assert {"stream", "lr_scheduler", "groups", "scaling"} <= loaded.keys() and loaded["counters"][
         "best"
     ] is None
@@ -470,27 +465,31 @@ def test_damaged_metrics_are_seen(copy, damage):
 )
 @pytest.mark.parametrize("mark", ["best", "latest"])
 def test_a_mark_names_a_checkpoint_or_nothing(copy, name, mark):
-    from support.checkpoints import manager as checkpoint
+    from support.checkpoints import format as checkpoint_format
 
     (copy / "checkpoints" / mark).write_text(name)
-    assert checkpoint.marked(copy / "checkpoints", mark) == ""
+    assert checkpoint_format.marked(copy / "checkpoints", mark) == ""
     (copy / "checkpoints" / mark).write_text("step-00000002\n")
-    assert checkpoint.marked(copy / "checkpoints", mark) == "step-00000002"
+    assert checkpoint_format.marked(copy / "checkpoints", mark) == "step-00000002"
 
 
 @pytest.fixture
-def manager(copy, alone):
-    """A CheckpointManager of a run in the copy, without a model."""
-    from support.checkpoints.manager import CheckpointManager
+def manager(copy, ctx):
+    """The CheckpointManager of a run in the copy, resumed at step 2; its model is a single layer."""
+    import torch
 
-    found = object.__new__(CheckpointManager)
-    found.run, found.folder, found.args = (
-        alone,
-        copy / "checkpoints",
-        SimpleNamespace(load_best_at_end=True, save_every=None, save_epochs=False),
+    from support.checkpoints.manager import CheckpointManager, TrainingObjects
+    from support.cli.flags import parse_arguments
+
+    model = torch.nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    objects = TrainingObjects(model, torch.optim.AdamW(model.parameters()), scaler)
+    manager = CheckpointManager(
+        parse_arguments(["--load_best_at_end"]), ctx, copy, objects, {}, spec=None
     )
-    found._resumed_at = found._saved_at = 2
-    return found
+    manager._resumed_at = manager._saved_at = 2
+    ctx.lock = True  # no other run uses the folder
+    return manager
 
 
 @damaged
@@ -519,13 +518,14 @@ def test_what_is_set_aside_replaces_nothing(copy, manager):
 
 @damaged
 @pytest.mark.parametrize("mark", ["best", "latest"])
-def test_damaged_marks_are_set_aside_and_made_again(copy, manager, damage, mark):
+def test_damaged_marks_are_set_aside_and_made_again(copy, manager, damage, mark, capsys):
     path = copy / "checkpoints" / mark
     path.write_text("step-00000002\n")
     damage(path)
     manager.take_over({"loss": 1.0, "step": 2, "waited": 0})
     assert os.path.lexists(f"{path}.damaged")
-    assert len(manager.run.said) == 1 and mark in manager.run.said[0]
+    [line] = capsys.readouterr().out.splitlines()
+    assert mark in line
     assert (copy / "checkpoints" / "best").read_text() == "step-00000002\n"
 
 
@@ -537,7 +537,7 @@ def test_the_best_before_is_removed_only_if_it_is_a_checkpoint(copy, manager, co
     victim.mkdir()
     (victim / "thesis.txt").write_text("years of work")
     (copy / "checkpoints" / "best").write_text(content.replace("../../victim", str(victim)))
-    manager.save = lambda meter: None
+    manager._saved_at = 4
     manager.after_evaluation(SimpleNamespace(best={"step": 4}, step=4))
     assert (victim / "thesis.txt").exists() and step(copy, 2).exists() and step(copy, 4).exists()
     (copy / "checkpoints" / "best").write_text("step-00000002\n")
@@ -570,7 +570,7 @@ def other_shape(folder):
         "a block length that differs",
         interrupted,
         ("--resume", "--seq_length", "16"),
-        says="seq_length 32 there, 16",
+        says="seq_length 32 in the checkpoint, 16",
     ),
     Attack(
         "an older checkpoint of the same run",
@@ -583,14 +583,14 @@ def other_shape(folder):
         "nothing whole is left",
         lambda f: (interrupted(f), break_newest(f)),
         ("--resume",),
-        says="no whole",
+        says="complete and undamaged",
         soak=True,
     ),
     Attack(
         "a parameter of another name",
         lambda f: (interrupted(f), other_shape(f)),
         ("--resume",),
-        says="missing there",
+        says="missing in the checkpoint",
         soak=True,
     ),
 )
@@ -623,7 +623,7 @@ def test_resume_with_every_file_of_the_run_damaged(script, work, trained, copy):
     )
     lines = [line for line in run.out.splitlines() if "damaged" in line or "does not name" in line]
     assert len(lines) == 4 and all(
-        ".damaged" in line or "Passed over" in line for line in run.out.splitlines() if "ℹ️" in line
+        ".damaged" in line or "Skipped" in line for line in run.out.splitlines() if "ℹ️" in line
     )
 
     def losses(folder):
@@ -750,7 +750,7 @@ def tensors_follow(checkpoint: Path, name: str) -> None:
     """Give the tensors of a renamed parameter its new name, too."""
     from safetensors.torch import load_file, save_file
 
-    from support.checkpoints.manager import facts_of
+    from support.checkpoints.format import file_entry
 
     found = json.loads((checkpoint / "manifest.json").read_text())
     old = next(
@@ -761,18 +761,20 @@ def tensors_follow(checkpoint: Path, name: str) -> None:
         for key, value in load_file(checkpoint / RANK_FILE).items()
     }
     save_file(tensors, checkpoint / RANK_FILE)
-    rewrite(checkpoint, lambda m: m["files"].update({RANK_FILE: facts_of(checkpoint / RANK_FILE)}))
+    rewrite(
+        checkpoint, lambda m: m["files"].update({RANK_FILE: file_entry(checkpoint / RANK_FILE)})
+    )
 
 
 def test_a_manifest_that_could_not_be_read_again_is_not_written(copy, monkeypatch):
     """A stream may leave out millions of rows, which its manifest names."""
-    from support.checkpoints import manager as checkpoint
+    from support.checkpoints import format as checkpoint_format
 
-    manifest, _ = checkpoint.read_manifest(step(copy, 4))
+    manifest, _ = checkpoint_format.read_manifest(step(copy, 4))
     before = (step(copy, 2) / "manifest.json").read_bytes()
-    monkeypatch.setattr(checkpoint, "LARGEST_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_format, "LARGEST_BYTES", 1000)
     with pytest.raises(ValueError, match="1,000 bytes"):
-        checkpoint.write_manifest(step(copy, 2), manifest)
+        checkpoint_format.write_manifest(step(copy, 2), manifest)
     assert (step(copy, 2) / "manifest.json").read_bytes() == before
 
 
@@ -971,7 +973,7 @@ def test_the_checkpoints_folder_is_none(copy, manager, how):
 # -------------------------------------------------------------------------------------------- links
 
 
-def test_a_checkpoint_may_be_a_link_to_another_disk(copy, alone, manager):
+def test_a_checkpoint_may_be_a_link_to_another_disk(copy, ctx, manager):
     """The user moved it there. Its files are read through the link, and only the link is renamed."""
     from support.checkpoints import manager as checkpoint
 
@@ -979,7 +981,7 @@ def test_a_checkpoint_may_be_a_link_to_another_disk(copy, alone, manager):
     step(copy, 2).symlink_to(copy / "moved")
     step(copy, 4).rename(copy / "moved too")
     step(copy, 4).symlink_to(copy / "moved too")
-    assert checkpoint.find("", copy / "checkpoints", alone)[0] == step(copy, 4)
+    assert checkpoint.find("", copy / "checkpoints", ctx)[0] == step(copy, 4)
     manager.take_over(None)
     assert (copy / "checkpoints" / "aside-step-00000004").is_symlink() and step(
         copy, 2

@@ -323,7 +323,7 @@ def test_a_broken_checkpoint_is_passed_over(script, alone, copy):
                 [
                     line
                     for line in run.out.splitlines()
-                    if "Passed over" in line and f"step-{step:08d}" in line
+                    if "Skipped the checkpoint" in line and f"step-{step:08d}" in line
                 ]
             )
             == 1
@@ -417,62 +417,33 @@ def test_random_kills(script, uninterrupted, under, tmp_path, number):
     assert history(tmp_path) == history(uninterrupted(strategy).folder)
 
 
-@pytest.fixture
-def manager():
-    """A CheckpointManager of which only the loss scaler is looked at."""
-    from support.checkpoints.manager import CheckpointManager
-
-    return object.__new__(CheckpointManager)
-
-
-def test_loss_scaler_of_pytorch(manager):
-    """fp16 needs a GPU; that its state survives does not."""
-    import torch
-
-    def scaler(**options):
-        return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, **options)
-
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    manager.scaler = scaler()
-    for factor in (1.0, float("inf"), 1.0, 1.0):  # one step overflows
-        manager.scaler.scale(weight.sum() * factor).backward()
-        manager.scaler.step(optimizer)
-        manager.scaler.update()
-        optimizer.zero_grad()
-    saved = json.loads(json.dumps(manager._scaling()))
-    assert saved["scale"] == 512.0 and saved["_growth_tracker"] == 2
-    manager.scaler, manager.state = scaler(), SimpleNamespace(wrapper=None)
-    manager._set_scaling(saved)
-    assert manager.scaler.state_dict() == saved
-    manager._set_scaling({"cur_scale": 64.0})  # of DeepSpeed's
-    assert manager.scaler.get_scale() == 64.0
-
-
-def test_loss_scaler_of_deepspeed(manager, monkeypatch):
+def test_loss_scaler_of_deepspeed(monkeypatch):
     import torch
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    def scaler():
-        return DynamicLossScaler(
+    from support.strategies import gradients
+
+    def optimizer():
+        """As DeepSpeed's, of which only the loss scaler is used."""
+        scaler = DynamicLossScaler(
             2**16, scale_window=5, min_scale=1, delayed_shift=2, consecutive_hysteresis=False
         )
+        return SimpleNamespace(loss_scaler=scaler)
 
-    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)  # it wants to know who logs
-    manager.scaler = torch.amp.GradScaler("cpu", enabled=False)
-    manager.state = SimpleNamespace(wrapper=SimpleNamespace(loss_scaler=scaler()))
-    first = manager.state.wrapper.loss_scaler
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)  # decides which rank logs
+    unused = torch.amp.GradScaler("cpu", enabled=False)
+    one, other = optimizer(), optimizer()
+    first, second = one.loss_scaler, other.loss_scaler
     for overflow in (True, False, True, False):
         first.update_scale(overflow)
-    saved = json.loads(json.dumps(manager._scaling()))
-    manager.state.wrapper.loss_scaler = second = scaler()
-    manager._set_scaling(saved)
-    for overflow in (False, False, False, True, False, True):  # both go the same way from here
+    saved = json.loads(json.dumps(gradients.scaler_state(unused, one)))
+    gradients.load_scaler_state(saved, unused, other)
+    for overflow in (False, False, False, True, False, True):  # both do the same from here
         first.update_scale(overflow)
         second.update_scale(overflow)
         assert first.cur_scale == second.cur_scale
     assert vars(first) == vars(second)
-    manager._set_scaling({"scale": 64.0})  # of PyTorch's
+    gradients.load_scaler_state({"scale": 64.0}, unused, other)  # of PyTorch's
     assert second.cur_scale == 64.0
 
 
@@ -557,7 +528,7 @@ def test_keep_last(script, tmp_path):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (["--seq_length", "16"], "seq_length 32 there, 16 here"),
+        (["--seq_length", "16"], "seq_length 32 in the checkpoint, 16 in this run"),
         (["--dataset", "README.md"], "dataset"),
     ],
 )

@@ -171,16 +171,13 @@ def test_stop_is_answered_one_step_later_from_host_memory(event, monkeypatch):
         locked.append(pin_memory)
         return empty(*args, **kwargs)
 
-    manager = SimpleNamespace(_stop_before=None)
+    flag = checkpoint.DelayedFlag()
     monkeypatch.setattr(torch, "empty", on_host)
     answers = []
     for asked in (0.0, 2.0, 0.0):
-        answers.append(
-            checkpoint.CheckpointManager._asked(manager, torch.tensor(asked).as_subclass(OnGpu))
-        )
-        assert not hasattr(
-            manager._stop_before[1], "has_waited"
-        )  # this step's copy is still on its way
+        answers.append(flag.read(torch.tensor(asked).as_subclass(OnGpu)))
+        # The copy of this step's value is not complete yet.
+        assert not hasattr(flag._previous[1], "has_waited")
     assert answers == [False, False, True]
     assert locked == [True] * 3 and event.waited == 2
 

@@ -1,0 +1,153 @@
+"""Checkpoints of a model of one layer, saved and loaded in this process."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from one_rank import one_rank
+
+from support.checkpoints import manager as checkpoint
+from support.checkpoints.tensors import PieceWriter, read_shards
+from support.cli.flags import parse_arguments
+from support.strategies import gradients
+from support.strategies.optimizer_shards import ShardedState
+
+
+@pytest.fixture
+def ctx():
+    with one_rank() as context:
+        yield context
+
+
+def trained_layer() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
+    """A layer after one update."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def manager(ctx, tmp_path, monkeypatch):
+    """A CheckpointManager of that layer, in tmp_path."""
+    monkeypatch.setattr(checkpoint.export, "describe", lambda _spec, folder: folder.mkdir())
+    model, optimizer = trained_layer()
+    objects = checkpoint.TrainingObjects(
+        model, optimizer, torch.amp.GradScaler("cpu", enabled=False)
+    )
+    args = parse_arguments(["--resume", "--output_dir", str(tmp_path)])
+    identity = {"hard": {}, "soft": {}, "told": {}}
+    return checkpoint.CheckpointManager(
+        args, ctx, tmp_path, objects, identity, SimpleNamespace(lora=None)
+    )
+
+
+def counters(step: int):
+    """What a manager reads of a run's counters."""
+    saved = {**checkpoint.NEW_RUN, "step": step, "samples": step}
+    return SimpleNamespace(step=step, best=None, at_end_of_epoch=False, counters=lambda: saved)
+
+
+def test_saved_state_is_loaded(manager, ctx):
+    manager.save(counters(1))
+    weight = manager.module.weight.detach().clone()
+    moment = manager.state.base.state[manager.module.weight]["exp_avg"].clone()
+    with torch.no_grad():
+        manager.module.weight.zero_()
+    manager.state.base.state.clear()
+    assert manager.resume()["step"] == 1
+    assert torch.equal(manager.module.weight, weight)
+    assert torch.equal(manager.state.base.state[manager.module.weight]["exp_avg"], moment)
+    assert manager.state.adam_step == 1
+
+
+def test_checkpoint_is_kept_if_latest_cannot_be_written(manager, monkeypatch, capsys):
+    """The checkpoint is complete by then, and training continues."""
+    calls = []
+    manager.after_save.append(lambda: calls.append("saved"))
+
+    def full_disk(path, text):
+        assert path.name == "latest"
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "write_text", full_disk)
+    manager.save(counters(1))
+    [notice] = [line for line in capsys.readouterr().out.splitlines() if "latest" in line]
+    assert "complete" in notice and "No space left" in notice
+    assert calls == ["saved"] and len(manager.seconds) == 1
+    assert [path.name for path in manager.folder.iterdir()] == ["step-00000001"]
+    assert manager.resume()["step"] == 1
+
+
+@pytest.mark.parametrize("elements", [1, 4, 6, 100])
+def test_pieces_are_distributed_over_files(tmp_path, monkeypatch, elements):
+    """Each file has at most `elements` elements, and any distribution is read as the same tensors."""
+    monkeypatch.setattr("support.checkpoints.tensors.PIECE_FILE_BYTES", 12 * elements)
+    model, optimizer = trained_layer()
+    state = ShardedState(model, optimizer, torch.device("cpu"))
+    writer = PieceWriter(tmp_path)
+    for shard in state.shards:
+        with state.open(shard) as tensors:
+            for piece in shard.pieces:
+                writer.add(piece.name, piece.start, tensors)
+    writer.flush()
+    assert len(writer.files) == -(-8 // elements)
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    read_shards(tmp_path, {"pieces": writer.pieces, "adam_step": 1}, state)
+    assert all(torch.equal(p, saved) for p, saved in zip(model.parameters(), before, strict=True))
+
+
+class Stage3:
+    """What ShardedState uses of DeepSpeed's ZeRO-3 optimizer with states on NVMe; records calls."""
+
+    def __init__(self):
+        weight = torch.nn.Parameter(torch.zeros(4))
+        self.optimizer = torch.optim.AdamW([weight])
+        self.fp32_partitioned_groups_flat = [weight]
+        self.fp16_groups = [[]]
+        self.calls = []
+
+    def _swappable_optimizer_subgroup(self, group):
+        return True
+
+    def __getattr__(self, name):
+        if not name.startswith("_"):
+            raise AttributeError(name)
+        return lambda group: self.calls.append(name)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_swap_buffers_are_released_after_an_error(ctx, write):
+    wrapper = Stage3()
+    state = ShardedState(torch.nn.Module(), wrapper, torch.device("cpu"))
+    with pytest.raises(OSError), state.open(state.shards[0], write=write):
+        raise OSError("the disk is full")
+    assert wrapper.calls == ["_optimizer_states_and_gradient_swap_in", "_release_swap_buffers"]
+
+
+def test_loss_scaler_of_pytorch():
+    """fp16 needs a GPU; restoring the scaler's state does not."""
+
+    def scaler(**options):
+        return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, **options)
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    first, second = scaler(), scaler()
+    for factor in (1.0, float("inf"), 1.0, 1.0):  # one step overflows
+        first.scale(weight.sum() * factor).backward()
+        first.step(optimizer)
+        first.update()
+        optimizer.zero_grad()
+    saved = json.loads(json.dumps(gradients.scaler_state(first, optimizer)))
+    assert saved["scale"] == 512.0 and saved["_growth_tracker"] == 2
+    gradients.load_scaler_state(saved, second, optimizer)
+    assert second.state_dict() == saved
+    gradients.load_scaler_state({"cur_scale": 64.0}, second, optimizer)  # of DeepSpeed's
+    assert second.get_scale() == 64.0
