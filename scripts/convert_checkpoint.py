@@ -36,40 +36,25 @@ def main() -> None:
         epilog="\n".join(__doc__.splitlines()[2:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "source",
-        type=kinds.path,
-        metavar="CKPT",
-        help="a checkpoint, a run's or a DeepSpeed universal folder",
-    )
-    parser.add_argument("target", type=kinds.path, metavar="OUT", nargs="?", help="the new folder")
-    parser.add_argument(
-        "--to",
-        choices=("hf", "torch", "deepspeed-universal", "checkpoint"),
-        help="the format of OUT",
-    )
-    parser.add_argument(
-        "--inspect", action="store_true", help="print what CKPT holds, and check its files"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        default="fp32",
-        help="of hf's weights (default: fp32)",
-    )
-    parser.add_argument(
-        "--max_shard_size", default="5GB", help="of one file of hf's weights (default: %(default)s)"
-    )
+    add = parser.add_argument
+    source = "the folder of a checkpoint, of a run, or of a DeepSpeed universal checkpoint"
+    add("source", type=kinds.path, metavar="CKPT", help=source)
+    add("target", type=kinds.path, metavar="OUT", nargs="?", help="the new folder, for --to")
+    formats = ("hf", "torch", "deepspeed-universal", "checkpoint")
+    add("--to", choices=formats, help="the format of OUT")
+    add("--inspect", action="store_true", help="describe CKPT, and verify its files")
+    dtypes = ("fp32", "bf16", "fp16")
+    add("--dtype", choices=dtypes, default="fp32", help="of hf's weights (default: fp32)")
+    shard_size = "largest size of one file of hf's weights (default: %(default)s)"
+    add("--max_shard_size", default="5GB", help=shard_size)
     try:
         args = parser.parse_intermixed_args()
         if args.inspect == bool(args.to):
             parser.error("give either --inspect or --to FORMAT OUT")
-        if bool(args.to) != bool(args.target):
-            parser.error(
-                "--to needs OUT, the new folder"
-                if args.to
-                else "--inspect writes nothing: leave OUT out"
-            )
+        if args.to and not args.target:
+            parser.error("--to needs OUT, the new folder")
+        if args.inspect and args.target:
+            parser.error("--inspect writes nothing: omit OUT")
         run(args)
     except Exception as error:
         user_error = explain(error)
@@ -87,22 +72,20 @@ def run(args) -> None:
         TrainingError: a file of the source cannot be read.
         OSError: the disk is full, or not writable.
     """
-    from support.checkpoints import convert as conversion
+    from support.checkpoints import convert
     from support.model.weights import DTYPES
 
     if not args.source.is_dir():
         raise UserError(f"{args.source}: no such folder.")
-    if args.to == "checkpoint":
-        source = conversion.UniversalCheckpoint(args.source)
-    else:
-        source = conversion.OwnCheckpoint(args.source)
+    is_universal = args.to == "checkpoint"
+    open_source = convert.UniversalCheckpoint if is_universal else convert.OwnCheckpoint
+    source = open_source(args.source)
     if args.inspect:
-        print(conversion.inspect(source))
+        print(convert.inspect(source))
         process.check_output()
         return
-    written = conversion.convert(
-        source, args.to, args.target, DTYPES[args.dtype], args.max_shard_size
-    )
+    dtype = DTYPES[args.dtype]
+    written = convert.convert(source, args.to, args.target, dtype, args.max_shard_size)
     print(f"📁 {args.target.with_name(written.name)}")
 
 

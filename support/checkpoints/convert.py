@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar
@@ -46,13 +47,12 @@ class OwnCheckpoint:
     """A checkpoint of this project, read as full (unsharded) tensors.
 
     Args:
-        folder: the checkpoint's folder, a run's folder, or a run's folder of checkpoints; of the
-            last two the newest checkpoint is used.
+        folder: see format.open_checkpoint.
     Attributes:
-        folder: the checkpoint's folder.
-        manifest: the checkpoint's manifest, see `checkpoint.save`.
+        folder, manifest: of the checkpoint.
         shapes: {parameter name: shape}.
         adam_step: number of updates that Adam has made; 0 if there are no moments.
+        kinds: the kinds of tensor to read: "weight", and after the first update also the moments.
     Raises:
         UserError: the folder is no checkpoint, or a file in it is damaged.
     """
@@ -61,6 +61,8 @@ class OwnCheckpoint:
         self.folder, self.manifest = open_checkpoint(folder)
         self.shapes = {name: tuple(shape) for name, shape in self.manifest["shapes"].items()}
         self.adam_step = self.manifest["adam_step"]
+        moments = MOMENTS if any(piece["moments"] for piece in self.manifest["pieces"]) else ()
+        self.kinds = ("weight", *moments)
         self._reader = PieceReader(self.folder, self.manifest)
 
     def read(self, name: str, kind: str) -> torch.Tensor:
@@ -73,14 +75,6 @@ class OwnCheckpoint:
         self._reader.read_into(flat, name, kind, 0)
         self._reader.close()  # the pages that were read stay mapped until the file is closed
         return flat.view(self.shapes[name])
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of tensor to read: "weight", and after the first update also the moments."""
-        return (
-            "weight",
-            *(MOMENTS if any(piece["moments"] for piece in self.manifest["pieces"]) else ()),
-        )
 
 
 class UniversalCheckpoint:
@@ -108,8 +102,8 @@ class UniversalCheckpoint:
         )
         if not names:
             raise UserError(
-                f"{folder} is no DeepSpeed universal checkpoint: there is no zero/*/fp32.pt. "
-                "ds_to_universal.py of DeepSpeed makes one of its other checkpoints."
+                f"{folder} is not a DeepSpeed universal checkpoint: it has no zero/*/fp32.pt. "
+                "DeepSpeed's ds_to_universal.py converts its other checkpoints."
             )
         # A tied weight may be stored twice, the second time under its other name without moments.
         trained = [name for name in names if (folder / "zero" / name / "exp_avg.pt").is_file()]
@@ -122,7 +116,7 @@ class UniversalCheckpoint:
         with open_regular(path) as file:
             name = file.read(1000).decode(errors="replace").strip()
         if not is_inner_path(name) or "/" in name or len(name) > 255:
-            raise UserError(f"{path} names no folder next to it: {shown(name)}.")
+            raise UserError(f"{path} does not name a folder next to it: {shown(name)}.")
         return name
 
     def _load(self, name: str, kind: str) -> torch.Tensor:
@@ -131,7 +125,7 @@ class UniversalCheckpoint:
         tensor = tensor.get("param") if isinstance(tensor, dict) else tensor
         if not isinstance(tensor, torch.Tensor):
             raise UserError(
-                f"{path} holds no tensor, so this is no DeepSpeed universal checkpoint."
+                f"{path} contains no tensor, so this is not a DeepSpeed universal checkpoint."
             )
         return tensor
 
@@ -144,7 +138,7 @@ class UniversalCheckpoint:
             path = self.folder / "zero" / "optimizer_state.pt"
             return int(load_tensors(path)["optimizer_state_dict"]["state"][0]["step"])
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"{path} does not hold Adam's step: it is damaged.") from error
+            raise UserError(f"{path} is damaged: it does not contain Adam's step.") from error
 
     def read(self, name: str, kind: str) -> torch.Tensor:
         return self._load(name, kind).float()
@@ -183,13 +177,10 @@ def load_tensors(path: Path):
         with torch.serialization.safe_globals([(Ignored, name) for name in IGNORED_OBJECTS]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch's readers raise many types for a damaged file
-        has_objects = "weights_only" in str(error)
-        first_line = shown((str(error).splitlines() or [type(error).__name__])[0], 200)
-        reason = (
-            "it holds Python objects, and no code from a file is run here"
-            if has_objects
-            else first_line
-        )
+        if "weights_only" in str(error):
+            reason = "it contains Python objects, and code in a file is not executed"
+        else:
+            reason = shown((str(error).splitlines() or [type(error).__name__])[0], 200)
         raise UserError(f"{path} cannot be read: {reason}.") from error
 
 
@@ -216,19 +207,18 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
     if os.path.lexists(target):
         raise UserError(f"{target} exists: name a new folder.")
     if to == "checkpoint" and not isinstance(source, UniversalCheckpoint):
-        raise UserError("--to checkpoint takes a DeepSpeed universal folder.")
+        raise UserError("--to checkpoint needs a DeepSpeed universal folder.")
     target = target.absolute()
     temporary = start_folder(target)
     try:
         new = temporary.path / "new"
-        if to == "hf":
-            write_hf(source, new, dtype, file_bytes)
-        else:
-            {
-                "torch": write_torch,
-                "deepspeed-universal": write_universal,
-                "checkpoint": write_checkpoint,
-            }[to](source, new)
+        write = {
+            "hf": partial(write_hf, dtype=dtype, file_bytes=file_bytes),
+            "torch": write_torch,
+            "deepspeed-universal": write_universal,
+            "checkpoint": write_checkpoint,
+        }[to]
+        write(source, new)
         return finish_folder(temporary, target, replace=False)
     finally:
         temporary.remove()
@@ -267,18 +257,15 @@ def copy_description(source: OwnCheckpoint, folder: Path) -> list[str]:
 
 
 def _without_code(content: bytes) -> bytes:
+    """Remove CODE_KEYS from the content of a JSON file; leave any other content unchanged."""
     try:
         config = json.loads(content)
     except (ValueError, RecursionError):
         return content
     if not isinstance(config, dict) or not config.keys() & set(CODE_KEYS):
         return content
-    return (
-        json.dumps(
-            {key: value for key, value in config.items() if key not in CODE_KEYS}, indent=2
-        ).encode()
-        + b"\n"
-    )
+    data = {key: value for key, value in config.items() if key not in CODE_KEYS}
+    return json.dumps(data, indent=2).encode() + b"\n"
 
 
 def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes: str) -> None:
@@ -297,42 +284,43 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
     adapters = "model/adapter_config.json" in listed
     if not adapters and "model/config.json" not in listed:
         raise UserError(
-            f"{source.folder} has no model/ folder with the configuration and the tokenizer "
-            "(it was imported): resume it and save once, then convert that."
+            f"{source.folder} was imported, so it has no model/ folder with the configuration and "
+            "the tokenizer: resume it, save a checkpoint, and convert that one."
         )
     for name in copy_description(source, folder):
-        print(
-            f"ℹ️  Left out: {shown(name)}, which is neither a configuration nor a tokenizer's data."
-        )
-    rename = peft_name if adapters else str
+        print(f"ℹ️  Not copied: {shown(name)} is neither a configuration nor data of a tokenizer.")
     if not adapters:
         _note_dtype(folder / "config.json", dtype)
+    rename, stem = (peft_name, "adapter_model") if adapters else (str, "model")
     buffers = load_file(source.folder / BUFFERS) if BUFFERS in listed else {}
     shapes = {rename(name): shape for name, shape in source.shapes.items()}
     if len(shapes) < len(source.shapes) or shapes.keys() & buffers.keys():
         raise UserError(f"{source.folder}: two of its tensors have the same name.")
     try:
-        stem = "adapter_model" if adapters else "model"
         files = WeightFiles(folder, shapes, dtype, buffers, file_bytes, stem)
     except ValueError as error:
         raise UserError(f"--max_shard_size {file_bytes}: write it as 5GB or 500MB.") from error
     for name in source.shapes:
         files.write(rename(name), source.read(name, "weight"))
     files.finish()
+    write_text(folder / "README.md", _model_card_of(source))
+
+
+def _model_card_of(source: OwnCheckpoint) -> str:
     counters, identity = source.manifest["counters"], source.manifest["identity"]
     parameters = identity["hard"].get("parameters")
-    card_facts = {
+    if type(parameters) is not int:
+        parameters = sum(map(math.prod, source.shapes.values()))
+    facts = {
         "model": shown(identity["soft"].get("model", "unknown")),
         "steps": counters["step"],
-        "parameters": parameters
-        if type(parameters) is int
-        else sum(map(math.prod, source.shapes.values())),
+        "parameters": parameters,
         "strategy": identity["told"].get("strategy"),
         "world_size": identity["told"].get("ranks"),
         "train_loss_first": counters["first_loss"],
         "train_loss_last": counters["last_loss"],
     }
-    write_text(folder / "README.md", model_card(card_facts, identity))
+    return model_card(facts, identity)
 
 
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:
@@ -346,7 +334,7 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"The checkpoint's model/config.json is no configuration ({shown(error)})."
+            f"The checkpoint's model/config.json is not a configuration ({shown(error)})."
         ) from error
     write_text(path, json.dumps(config, indent=2) + "\n")
 
@@ -396,8 +384,8 @@ def write_universal(source: OwnCheckpoint, folder: Path) -> None:
     counters, groups = source.manifest["counters"], source.manifest["groups"]
     if not groups:
         raise UserError(
-            f"{source.folder} was imported and never trained on: resume it and save once, "
-            "then convert that."
+            f"{source.folder} was imported and has not been trained: resume it, save a checkpoint, "
+            "and convert that one."
         )
     inner = folder / f"global_step{counters['step']}_universal"
     step = torch.tensor(float(source.adam_step))
@@ -406,24 +394,21 @@ def write_universal(source: OwnCheckpoint, folder: Path) -> None:
         parameter_folder = inner / "zero" / name
         parameter_folder.mkdir(parents=True)
         for kind, file in UniversalCheckpoint.FILES.items():
-            tensor = (
-                source.read(name, kind)
-                if kind in source.kinds
-                else torch.zeros(source.shapes[name])
-            )
+            exists = kind in source.kinds
+            tensor = source.read(name, kind) if exists else torch.zeros(source.shapes[name])
             torch.save({"param": tensor}, parameter_folder / file)
         torch.save(step, parameter_folder / "step.pt")
-    deepspeed = {"ds_version": _version_of_deepspeed()}
     # Stage 3 copies the values of the first group to all groups. weight_decay differs between the
     # groups, so it is left out, and the engine keeps its own.
     common = {key: value for key, value in groups[0].items() if key != "weight_decay"}
     optimizer = {"state": {0: {"step": step}}, "param_groups": [common]}
+    versions = {"ds_version": _version_of_deepspeed()}
     torch.save(
-        {**deepspeed, "param_groups": groups, "optimizer_state_dict": optimizer},
+        {**versions, "param_groups": groups, "optimizer_state_dict": optimizer},
         inner / "zero" / "optimizer_state.pt",
     )
     state = {
-        **deepspeed,
+        **versions,
         "module": {},
         "dp_world_size": 1,
         "mp_world_size": 1,
@@ -487,11 +472,11 @@ def inspect(source: OwnCheckpoint) -> str:
         str(source.folder),
         f"  step {counters['step']:,}, {counters['samples']:,} samples seen, "
         f"loss {counters['last_loss']}",
-        f"  written under {informational.get('strategy', '?')} on "
+        f"  saved under {informational.get('strategy', '?')} on "
         f"{informational.get('ranks', '?')} ranks, {informational.get('precision', '?')}",
         f"  {sum(numbers.values()):,} parameters; of each {', '.join(source.kinds)} in fp32; "
         f"Adam's step {source.adam_step}",
-        f"  {len(manifest['files'])} files, {size:,} bytes, every SHA-256 as the manifest says",
+        f"  {len(manifest['files'])} files, {size:,} bytes; every SHA-256 matches",
         "",
         *(
             f"  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}"

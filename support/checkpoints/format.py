@@ -204,11 +204,9 @@ def validate(manifest: dict) -> None:
     _check_counters(manifest["counters"])
     _need(_count(manifest.get("adam_step"), 10**12), "adam_step")
     for part, entries in manifest["identity"].items():
-        _need(
-            isinstance(entries, dict)
-            and all(isinstance(v, str | int | float | None) for v in entries.values()),
-            f"identity.{part}",
-        )
+        _need(isinstance(entries, dict), f"identity.{part}")
+        for value in entries.values():
+            _need(isinstance(value, str | int | float | None), f"identity.{part}")
     scaling = manifest["scaling"]
     _need(isinstance(scaling, dict) and all(map(_number, scaling.values())), "scaling")
     _need(all(0 < scaling.get(name, 1) < 2**64 for name in ("scale", "cur_scale")), "scaling")
@@ -247,23 +245,16 @@ def _check_counters(counters: dict) -> None:
         _need(counters[name] is None or _number(counters[name]), f"counters.{name}")
     best = counters["best"]
     if best is not None:
-        _need(
-            isinstance(best, dict)
-            and _number(best.get("loss"))
-            and _count(best.get("step"), MOST_STEPS)
-            and _count(best.get("waited")),
-            "counters.best",
-        )
+        _need(isinstance(best, dict) and _number(best.get("loss")), "counters.best")
+        _need(_count(best.get("step"), MOST_STEPS), "counters.best")
+        _need(_count(best.get("waited")), "counters.best")
 
 
 def _check_groups(groups) -> None:
     _need(isinstance(groups, list), "groups")
     for group in groups:
-        _need(
-            isinstance(group, dict)
-            and all(_number(group.get(key)) for key in ("lr", "eps", "weight_decay")),
-            "groups",
-        )
+        _need(isinstance(group, dict), "groups")
+        _need(all(_number(group.get(key)) for key in ("lr", "eps", "weight_decay")), "groups")
         betas = group.get("betas")
         _need(isinstance(betas, list) and len(betas) == 2 and all(map(_number, betas)), "groups")
         _need(all(0 <= beta < 1 for beta in betas), "groups")
@@ -281,10 +272,8 @@ def _check_shapes(shapes) -> None:
     _need(isinstance(shapes, dict), "shapes")
     for name, shape in shapes.items():
         _need(is_inner_path(name), f"shapes: the name {shown(name)}")
-        _need(
-            isinstance(shape, list) and len(shape) <= 16 and all(map(_count, shape)),
-            f"shapes.{name}",
-        )
+        _need(isinstance(shape, list) and len(shape) <= 16, f"shapes.{name}")
+        _need(all(map(_count, shape)), f"shapes.{name}")
 
 
 def _check_pieces(manifest: dict) -> None:
@@ -293,17 +282,13 @@ def _check_pieces(manifest: dict) -> None:
     by_name: dict[str, list] = {name: [] for name in manifest["shapes"]}
     bytes_in = dict.fromkeys(manifest["files"], 0)
     for piece in manifest["pieces"]:
-        _need(
-            isinstance(piece, dict) and _count(piece.get("start")) and _count(piece.get("numel")),
-            "pieces",
-        )
-        _need(type(piece.get("moments")) is bool and isinstance(piece.get("name"), str), "pieces")
-        name, file = piece["name"], piece.get("file")
+        _need(isinstance(piece, dict) and type(piece.get("moments")) is bool, "pieces")
+        _need(_count(piece.get("start")) and _count(piece.get("numel")), "pieces")
+        name, file = piece.get("name"), piece.get("file")
+        _need(isinstance(name, str) and isinstance(file, str), "pieces")
         _need(name in by_name, f"pieces: the parameter {shown(name)}")
-        _need(
-            isinstance(file, str) and file in bytes_in and file.endswith(".safetensors"),
-            f"pieces: the file of {name}",
-        )
+        listed = file in bytes_in and file.endswith(".safetensors")
+        _need(listed, f"pieces: the file of {name}")
         bytes_in[file] += piece["numel"] * ELEMENT_BYTES * (len(KINDS) if piece["moments"] else 1)
         by_name[name].append((piece["start"], piece["numel"]))
     for file, size in bytes_in.items():
@@ -317,18 +302,9 @@ def _check_pieces(manifest: dict) -> None:
 
 
 def is_inner_path(name: str) -> bool:
-    """Return whether an untrusted relative path stays inside the folder that it is joined to.
-
-    It must be printable, at most 1,000 characters long, and relative, without "..", "." or empty
-    parts and without backslashes.
-    """
-    parts = name.split("/")
-    return (
-        0 < len(name) <= 1000
-        and name.isprintable()
-        and "\\" not in name
-        and not {"", ".", ".."} & set(parts)
-    )
+    """Return whether an untrusted relative path stays inside the folder that it is joined to."""
+    has_forbidden_parts = {"", ".", ".."} & set(name.split("/"))
+    return len(name) <= 1000 and name.isprintable() and "\\" not in name and not has_forbidden_parts
 
 
 # ---------------------------------------------------------------------------------------- the files
@@ -345,32 +321,30 @@ def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1)
     Returns:
         A clause about the first damaged file, or "".
     """
-    expected: dict[str, dict[str, int]] = {
-        name: {} for name in list(manifest["files"])[part::parts]
-    }
+    names = list(manifest["files"])[part::parts]
+    expected: dict[str, dict[str, int]] = {name: {} for name in names}
     for piece in manifest["pieces"]:
         if piece["file"] in expected:
-            keys = (
-                f"{piece['name']}@{piece['start']}/{kind}"
-                for kind in KINDS[: len(KINDS) if piece["moments"] else 1]
-            )
-            expected[piece["file"]] |= dict.fromkeys(keys, piece["numel"])
-    problems = (
-        _broken(checkpoint, name, manifest["files"][name], pieces)
-        for name, pieces in expected.items()
-    )
-    return next((problem for problem in problems if problem), "")
+            for kind in KINDS if piece["moments"] else KINDS[:1]:
+                key = f"{piece['name']}@{piece['start']}/{kind}"
+                expected[piece["file"]][key] = piece["numel"]
+    for name, tensors in expected.items():
+        if problem := _find_damage_of(checkpoint, name, manifest["files"][name], tensors):
+            return problem
+    return ""
 
 
-def _broken(checkpoint: Path, name: str, facts: dict, pieces: dict[str, int]) -> str:
+def _find_damage_of(checkpoint: Path, name: str, entry: dict, tensors: dict[str, int]) -> str:
     try:
         with open_listed(checkpoint, name) as file:
             size = os.fstat(file.fileno()).st_size
-            if size != facts["bytes"]:
-                return f"{name} has {size} bytes instead of {facts['bytes']}"
-            if digest_of(file) != facts["sha256"]:
+            if size != entry["bytes"]:
+                return f"{name} has {size} bytes instead of {entry['bytes']}"
+            if digest_of(file) != entry["sha256"]:
                 return f"{name} is damaged (its SHA-256 differs)"
-        return _wrong_tensors(checkpoint / name, pieces) if name.endswith(".safetensors") else ""
+        if name.endswith(".safetensors"):
+            return _find_wrong_tensor(checkpoint / name, tensors)
+        return ""
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     except SafetensorError as error:
@@ -386,19 +360,18 @@ def open_listed(checkpoint: Path, name: str):
     """
     for parent in list(Path(name).parents)[:-1]:
         if not stat.S_ISDIR(os.lstat(checkpoint / parent).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, f"{parent} is no folder, or a symbolic link")
+            raise NotADirectoryError(errno.ENOTDIR, f"{parent} is not a folder, or a symbolic link")
     return open_regular(checkpoint / name)
 
 
-def _wrong_tensors(path: Path, pieces: dict[str, int]) -> str:
+def _find_wrong_tensor(path: Path, tensors: dict[str, int]) -> str:
     with safe_open(path, framework="pt") as file:
         stored_keys = set(file.keys())
-        for key, numel in pieces.items():
+        for key, numel in tensors.items():
             if key not in stored_keys:
-                return f"{path.name} lacks {shown(key)}"
-            tensor = file.get_slice(key)
-            if tensor.get_shape() != [numel] or tensor.get_dtype() != "F32":
-                return (
-                    f"{path.name} holds {shown(key)} as {tensor.get_dtype()} {tensor.get_shape()}"
-                )
+                return f"{path.name} does not contain {shown(key)}"
+            stored = file.get_slice(key)
+            shape, dtype = stored.get_shape(), stored.get_dtype()
+            if shape != [numel] or dtype != "F32":
+                return f"{shown(key)} in {path.name} is {dtype} {shape} instead of F32 [{numel}]"
     return ""
