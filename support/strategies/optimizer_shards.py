@@ -97,9 +97,8 @@ class ShardedState:
         A DeepSpeed configuration may name any other optimizer.
         """
         base = base_optimizer(optimizer)
-        return isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(
-            base, "ds_opt_adam"
-        )
+        is_adam = isinstance(base, torch.optim.Adam | torch.optim.AdamW)
+        return is_adam or hasattr(base, "ds_opt_adam")
 
     # ------------------------------------------------------------------------ layout of the masters
 
@@ -107,39 +106,30 @@ class ShardedState:
         for number, (name, parameter) in enumerate(model.named_parameters()):
             if parameter.requires_grad:
                 start, numel = _local_range(parameter)
-                yield Shard(
-                    parameter, [name], [Piece(name, start, 0, numel)] if numel else [], number
-                )
+                pieces = [Piece(name, start, 0, numel)] if numel else []
+                yield Shard(parameter, [name], pieces, number)
 
     def _stage12_shards(self) -> Iterator[Shard]:
         for group, parameters in enumerate(self.wrapper.bit16_groups):
-            mapped = [
-                (self.names[id(p)], p._hp_mapping) for p in parameters if p._hp_mapping is not None
-            ]
-            pieces = [
-                Piece(
-                    name,
-                    m.lp_fragment_address.start,
-                    m.hp_fragment_address.start,
-                    m.lp_fragment_address.numel,
-                )
-                for name, m in mapped
-            ]
-            names = [self.names[id(p)] for p in parameters]
+            names, pieces = [self.names[id(p)] for p in parameters], []
+            for name, parameter in zip(names, parameters, strict=True):
+                mapping = parameter._hp_mapping
+                if mapping is not None:
+                    part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    pieces.append(Piece(name, part.start, place.start, part.numel))
             yield Shard(self.wrapper.single_partition_of_fp32_groups[group], names, pieces, group)
 
     def _stage3_shards(self) -> Iterator[Shard]:
         rank = dist.get_rank()
         for group, master in enumerate(self.wrapper.fp32_partitioned_groups_flat):
-            pieces = []
-            for parameter in self.wrapper.fp16_groups[group]:
+            parameters = self.wrapper.fp16_groups[group]
+            names, pieces = [self.names[id(p)] for p in parameters], []
+            for name, parameter in zip(names, parameters, strict=True):
                 _, offset, numel = self.wrapper.grad_position[self.wrapper.get_param_id(parameter)]
                 start = rank * numel  # the same numel on every rank; the last ranks have padding
                 if (real := min(numel, parameter.ds_numel - start)) > 0:
-                    pieces.append(Piece(self.names[id(parameter)], start, offset, real))
-            yield Shard(
-                master, [self.names[id(p)] for p in self.wrapper.fp16_groups[group]], pieces, group
-            )
+                    pieces.append(Piece(name, start, offset, real))
+            yield Shard(master, names, pieces, group)
 
     # -------------------------------------------------------------------------- reading and writing
 
@@ -209,20 +199,18 @@ class ShardedState:
                         yield name, tensors["weight"].view(self.shapes[name]) if is_main else None
                         continue
                     flat = torch.zeros(math.prod(self.shapes[name]), device=self.device)
-                    for piece in (
-                        piece for piece in shard.pieces if piece.name == name and not self.is_copy
-                    ):
-                        part = tensors["weight"][piece.offset : piece.offset + piece.numel]
-                        flat[piece.start : piece.start + piece.numel].copy_(part)
+                    for piece in [] if self.is_copy else shard.pieces:
+                        if piece.name == name:
+                            part = tensors["weight"][piece.offset : piece.offset + piece.numel]
+                            flat[piece.start : piece.start + piece.numel].copy_(part)
                     dist.reduce(flat, dst=0)  # one rank has each element; the others add 0
                     yield name, flat.view(self.shapes[name]) if is_main else None
 
     @property
     def adam_step(self) -> int:
         """Number of updates that Adam has made; its bias correction uses it."""
-        return int(
-            next((state["step"] for state in self.base.state.values() if "step" in state), 0)
-        )
+        steps = (state["step"] for state in self.base.state.values() if "step" in state)
+        return int(next(steps, 0))
 
     def set_adam_step(self, step: int) -> None:
         """Set the number of updates for every master."""
@@ -264,15 +252,10 @@ def replay_bias_correction(cpu_adam, step: int) -> None:
     slower = max(*group["betas"], 0.5)
     replayed = min(step, math.ceil(math.log(2**-26) / math.log(slower)))
     for t in (*range(1, replayed + 1), *([step] if step > replayed else [])):
+        betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
+        # update(id, step, learning rate, betas, eps, weight decay, bias correction, four tensors)
         cpu_adam.ds_opt_adam.adam_update(
-            cpu_adam.opt_id,
-            t,
-            0.0,
-            *group["betas"],
-            group["eps"],
-            0.0,
-            group["bias_correction"],
-            *tensors,
+            cpu_adam.opt_id, t, 0.0, *betas, eps, 0.0, correct, *tensors
         )
 
 
