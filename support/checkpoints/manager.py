@@ -438,8 +438,7 @@ class CheckpointManager:
                 }
                 errors.attempt(self._complete, unfinished, final, manifest)
                 failed = str(errors)
-            remove(unfinished)
-            ctx.temporary.remove(str(unfinished))
+            ctx.temporary.clean_up(str(unfinished))
         if failed := ctx.broadcast_from_rank0(failed):
             raise TrainingError(f"The checkpoint {final} could not be written: {failed}")
         if ctx.is_main:

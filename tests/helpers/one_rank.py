@@ -1,29 +1,24 @@
 """The only rank of a run, for tests that call functions of a run without starting a process."""
 
 import contextlib
-import signal
 
 import torch
 import torch.distributed as dist
 
-from support import process
 from support.cluster.context import DistContext
+from support.cluster.failures import FailureMonitor
 from support.cluster.launch import Launch
+from support.cluster.stop_signal import StopSignal
 from support.console import Console
 
 
 @contextlib.contextmanager
 def one_rank():
-    """Yield a DistContext with a process group of one CPU process.
-
-    Afterwards the process group and the signal handlers are as before.
-    """
-    handlers = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
+    """Yield a DistContext with a process group of one CPU process."""
+    launch, console = Launch("python", 0, 0, 1, 1, 0, "", 0), Console(True)
+    failures = FailureMonitor(launch, console, StopSignal())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    launch = Launch("python", 0, 0, 1, 1, 0, "", 0)
     try:
-        yield DistContext(launch, torch.device("cpu"), "gloo", Console(True))
+        yield DistContext(launch, torch.device("cpu"), "gloo", console, failures)
     finally:
         dist.destroy_process_group()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

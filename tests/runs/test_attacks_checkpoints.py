@@ -479,7 +479,7 @@ def manager(copy, ctx):
     import torch
 
     from support.checkpoints.manager import CheckpointManager, TrainingObjects
-    from support.cli.flags import parse_arguments
+    from support.cli.parse import parse_arguments
 
     model = torch.nn.Linear(2, 2)
     scaler = torch.amp.GradScaler("cpu", enabled=False)

@@ -9,7 +9,7 @@ from one_rank import one_rank
 
 from support.checkpoints import manager as checkpoint
 from support.checkpoints.tensors import PieceWriter, read_shards
-from support.cli.flags import parse_arguments
+from support.cli.parse import parse_arguments
 from support.strategies import gradients
 from support.strategies.optimizer_shards import ShardedState
 
