@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -212,13 +213,13 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
     temporary = start_folder(target)
     try:
         new = temporary.path / "new"
-        write = {
+        writers: dict[str, Callable] = {
             "hf": partial(write_hf, dtype=dtype, file_bytes=file_bytes),
             "torch": write_torch,
             "deepspeed-universal": write_universal,
             "checkpoint": write_checkpoint,
-        }[to]
-        write(source, new)
+        }
+        writers[to](source, new)
         return finish_folder(temporary, target, replace=False)
     finally:
         temporary.remove()

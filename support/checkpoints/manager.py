@@ -103,6 +103,7 @@ class CheckpointManager:
         identity: the run signature, see compatibility.run_signature.
         spec: the model's description.
     Attributes:
+        model: as wrapped by the strategy.
         may_save: whether this run can write checkpoints.
         best_is_loaded: whether `load_best` left the best weights in the model.
         seconds: for each save of this process, how long training waited for it.
@@ -117,7 +118,7 @@ class CheckpointManager:
     ):
         self.args, self.ctx, self.folder = args, ctx, folder / "checkpoints"
         self.objects, self.identity, self.spec = objects, identity, spec
-        self.module = unwrapped(objects.model)
+        self.model, self.module = objects.model, unwrapped(objects.model)
         self.state: Any = None
         if not args.eval_only:
             self.state = ShardedState(self.module, objects.optimizer, ctx.device)
@@ -270,7 +271,7 @@ class CheckpointManager:
     @property
     def _scheduler(self):
         """The scheduler that a user's DeepSpeed file configures, or None."""
-        return getattr(self.objects.model, "lr_scheduler", None)
+        return getattr(self.model, "lr_scheduler", None)
 
     def take_over(self, best: dict | None) -> None:
         """Prepare the folder of checkpoints for this run; rank 0 only, no-op on other ranks.
@@ -321,16 +322,15 @@ class CheckpointManager:
         if best == now:
             self.best_is_loaded, self._loaded_from = True, best_folder
             return
-        try:
-            path, manifest = find(str(best_folder), self.folder, self.ctx)
-        except UserError as error:
+        manifest, problem = verify(best_folder, self.ctx)
+        if problem:
             self.ctx.console.warn(
-                "--load_best_at_end: the checkpoint of the best evaluation cannot be used, so the "
-                f"model keeps the last weights: {error}"
+                f"--load_best_at_end: {best_folder} cannot be used, so the model keeps the last "
+                f"weights: {problem}."
             )
             return
-        free_gathered_weights(self.objects.model)
-        self._load_weights(path, manifest, self._check_fit(path, manifest))
+        free_gathered_weights(self.model)
+        self._load_weights(best_folder, manifest, self._check_fit(best_folder, manifest))
         self.best_is_loaded = True
         self.ctx.console.print0(f"🏅 Loaded the weights of step {best}, the best evaluation")
 
@@ -379,7 +379,7 @@ class CheckpointManager:
             TrainingError: the checkpoint cannot be written.
         """
         self.save(meter)
-        raise Preempted(self.objects.model)
+        raise Preempted(self.model)
 
     def save(self, meter) -> None:
         """Save a checkpoint of the current step, unless there is one.
@@ -546,7 +546,7 @@ def _remove_old(folder: Path, keep_last: int | None) -> None:
 def find(wanted: str, folder: Path, ctx: DistContext) -> tuple[Path, dict] | None:
     """Find the checkpoint to resume from: the newest complete and undamaged one.
 
-    Every rank calls it. Each rank verifies a part of the files, and all ranks return the same.
+    Every rank calls it, and all ranks return the same.
 
     Args:
         wanted: see `candidates_in`; "" for `folder`.
@@ -564,11 +564,7 @@ def find(wanted: str, folder: Path, ctx: DistContext) -> tuple[Path, dict] | Non
     if candidates is None:
         raise UserError(f"{wanted}: no such folder.")
     for candidate in candidates:
-        manifest, problem = ctx.broadcast_from_rank0(
-            read_manifest(candidate) if ctx.is_main else None
-        )
-        problem = problem or find_damage(candidate, manifest, ctx.rank, ctx.world_size)
-        problem = next(filter(None, ctx.all_gather(problem)), "")
+        manifest, problem = verify(candidate, ctx)
         if not problem:
             return candidate, manifest
         if wanted and candidate == Path(wanted):
@@ -580,3 +576,16 @@ def find(wanted: str, folder: Path, ctx: DistContext) -> tuple[Path, dict] | Non
             + ("" if wanted else " Remove the folder to start from the beginning.")
         )
     return None
+
+
+def verify(checkpoint: Path, ctx: DistContext) -> tuple[dict, str]:
+    """Read a checkpoint's manifest and verify its files.
+
+    Every rank calls it. Each rank verifies a part of the files, and all ranks return the same.
+
+    Returns:
+        (manifest, ""), or a clause that says why the checkpoint cannot be used as the second item.
+    """
+    manifest, problem = ctx.broadcast_from_rank0(read_manifest(checkpoint) if ctx.is_main else None)
+    problem = problem or find_damage(checkpoint, manifest, ctx.rank, ctx.world_size)
+    return manifest, next(filter(None, ctx.all_gather(problem)), "")
