@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -294,7 +294,9 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
         _note_dtype(folder / "config.json", dtype)
     rename, stem = (peft_name, "adapter_model") if adapters else (str, "model")
     buffers = load_file(source.folder / BUFFERS) if BUFFERS in listed else {}
-    shapes = {rename(name): shape for name, shape in source.shapes.items()}
+    shapes: dict[str, Sequence[int]] = {
+        rename(name): shape for name, shape in source.shapes.items()
+    }
     if len(shapes) < len(source.shapes) or shapes.keys() & buffers.keys():
         raise UserError(f"{source.folder}: two of its tensors have the same name.")
     try:
