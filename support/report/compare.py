@@ -194,8 +194,7 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
     if KILLED.search(log):
         return (
             "oom",
-            "a rank was killed (SIGKILL): by the kernel, as a rule, when the host has no memory "
-            "left",
+            "a rank was killed by SIGKILL, which the kernel sends when the host has no memory left",
         )
     reason = (
         str(results.get("reason") or "")

@@ -32,9 +32,9 @@ def _simulated(comparison: Comparison) -> list[str]:
     """Explain memory simulations, and compare the memory estimate with them."""
     ranks = comparison.work["simulated_world_size"]
     sentences = [
-        f"A memory simulation: one process allocated what rank 0 of {ranks} would, without the "
-        "others. Nothing was trained, so there are no losses and no speeds. "
-        "The table is in MB, 2^20 bytes."
+        f"This is a memory simulation: one process allocated what rank 0 of {ranks} ranks would. "
+        "Nothing was trained, so there are no losses and no speeds. "
+        "The sizes in the table are in MB (2^20 bytes)."
     ]
     errors = {
         row.strategy: 100 * (row.planned_bytes / row.memory_bytes - 1)
@@ -45,8 +45,8 @@ def _simulated(comparison: Comparison) -> list[str]:
         worst = max(errors, key=lambda strategy: abs(errors[strategy]))
         quantity = "peaks" if comparison.on_gpu else "model states"
         sentences.append(
-            f"The planner's {quantity} are within {abs(errors[worst]):.1f}% of the simulated ones "
-            f"({worst})."
+            f"The planned {quantity} differ from the simulated ones by at most "
+            f"{abs(errors[worst]):.1f}% ({worst})."
         )
     return sentences
 
@@ -73,22 +73,22 @@ def _departing(comparison: Comparison, reference: Row) -> list[str]:
     advice = (
         ""
         if comparison.work["precision"] == "fp32"
-        else " --precision fp32 tells a fault from rounding."
+        else " Repeat with --precision fp32 to distinguish a fault from rounding."
     )
     for row in comparison.departing:
         if row is reference:
             sentences.append(
                 f"❌ {row.strategy}'s own repeats differ by {row.difference:.1e}{medians} at "
                 f"step {row.difference_step}; {tolerance}. The same command must give the "
-                "same losses: look for what changed between them."
+                "same losses: find out what changed between the repeats."
             )
         else:
             expected = reference.completed[0].losses[row.departs_at - 1]
             sentences.append(
-                f"❌ {row.strategy} does not train the same model: it departs from "
-                f"{reference.strategy} at step {row.departs_at} (loss {row.departing_loss:.6f}, "
-                f"{reference.strategy} {expected:.6f}) and is off by "
-                f"{row.difference:.1e}{medians} at step {row.difference_step}; "
+                f"❌ {row.strategy} does not train the same model: its loss first differs by more "
+                f"than the tolerance at step {row.departs_at} (loss {row.departing_loss:.6f}, "
+                f"{reference.strategy} {expected:.6f}). The largest relative difference is "
+                f"{row.difference:.1e}{medians}, at step {row.difference_step}; "
                 f"{tolerance}.{advice}"
             )
     return sentences
@@ -101,17 +101,17 @@ def _same_model(comparison: Comparison, reference: Row) -> list[str]:
     if rows:
         worst = max(rows, key=lambda row: row.difference)
         sentences.append(
-            f"✅ Same model: {_names(rows)} {'trains' if len(rows) == 1 else 'train'} what "
-            f"{reference.strategy} trains. Over {comparison.work['steps']} steps no loss is off by "
-            f"more than {worst.difference:.1e} relative{_median_text(comparison)} "
+            f"✅ Same model: the losses of {_names(rows)} agree with those of "
+            f"{reference.strategy}. Over {comparison.work['steps']} steps the largest relative "
+            f"difference is {worst.difference:.1e}{_median_text(comparison)} "
             f"({worst.strategy}, step {worst.difference_step}); {_tolerance_text(comparison)}."
         )
     elif not comparison.departing:
         sentences.append(f"ℹ️  Only {reference.strategy} completed, so no losses could be compared.")
     if reference.difference and reference not in comparison.departing:
         sentences.append(
-            f"ℹ️  {reference.strategy}'s own repeats are off by up to {reference.difference:.1e} "
-            "from its first."
+            f"ℹ️  {reference.strategy}'s own repeats differ from its first run by up to "
+            f"{reference.difference:.1e}."
         )
     return sentences
 
@@ -123,17 +123,17 @@ def _control(comparison: Comparison, reference: Row) -> list[str]:
         return []
     lr, usual_lr = (row.completed[0].steps[0]["lr"] for row in (control, reference))
     text = (
-        f"Control: {reference.strategy} with a learning rate {100 * (lr / usual_lr - 1):.0f}% "
-        f"higher is off by up to {control.difference:.1e}"
+        f"Control: with a {100 * (lr / usual_lr - 1):.0f}% higher learning rate the losses of "
+        f"{reference.strategy} differ by up to {control.difference:.1e}"
     )
     if control.departs_at:
         return [
-            f"{text}, beyond the tolerance from step {control.departs_at} on: a fault of that "
-            "size would show."
+            f"{text}, and exceed the tolerance at step {control.departs_at}. The comparison "
+            "detects a fault of this size."
         ]
     return [
-        f"ℹ️  {text}, within the tolerance: a fault of that size would not show. --precision "
-        "fp32 or more steps are a sharper test."
+        f"ℹ️  {text}, which is within the tolerance. The comparison does not detect a fault of "
+        "this size: use --precision fp32 or more steps."
     ]
 
 
@@ -142,7 +142,7 @@ def _fastest(comparison: Comparison, rows: list[Row]) -> str:
     text = f"Fastest: {fastest.strategy}, {human_rate(fastest.samples_per_second)} samples/s"
     if others:
         ratio = others[-1].samples_per_second / fastest.samples_per_second
-        text += f"; slowest: {others[-1].strategy}, {ratio:.2f} of that"
+        text += f"; slowest: {others[-1].strategy}, {ratio:.2f} times that"
     overlap = [
         row.strategy
         for row in others
@@ -152,7 +152,7 @@ def _fastest(comparison: Comparison, rows: list[Row]) -> str:
     if comparison.repeated and overlap:
         text += f" (within the spread of repeats: {', '.join(overlap)})"
     if not comparison.on_gpu:
-        text += ". The ranks share this CPU and its memory: on GPUs the order can be another"
+        text += ". The ranks share this CPU and its memory, so the order can differ on GPUs"
     return f"{text}."
 
 
@@ -160,23 +160,20 @@ def _smallest(comparison: Comparison, reference: Row, rows: list[Row]) -> str:
     by_memory = sorted(rows, key=lambda row: row.memory_bytes)
     least = by_memory[0]
     usage = (
-        "needs least, at its peak"
+        "per rank at its peak"
         if comparison.on_gpu
-        else "keeps least model state on what would be a GPU, at the end of backward"
+        else "of model states per rank at the end of backward"
     )
-    text = (
-        f"Room for the largest model: {least.strategy} {usage} {human_bytes(least.memory_bytes)} "
-        "per rank"
-    )
+    text = f"Least GPU memory: {least.strategy}, {human_bytes(least.memory_bytes)} {usage}"
     if least is not reference:
-        text += f", {reference.strategy} {human_bytes(reference.memory_bytes)}"
+        text += f" ({reference.strategy}: {human_bytes(reference.memory_bytes)})"
     other_memory = []
     if in_host := sum(least.host_categories.values()):
         other_memory.append(f"{human_bytes(in_host)} per rank in host memory")
     if least.nvme_bytes:
-        other_memory.append(f"{human_bytes(least.nvme_bytes)} on NVMe in all")
+        other_memory.append(f"{human_bytes(least.nvme_bytes)} on NVMe in total")
     if other_memory:
-        text += f"; it keeps {' and '.join(other_memory)} instead"
+        text += f"; in addition {' and '.join(other_memory)}"
     on_device = next((row for row in by_memory if not row.definition.offloads), None)
     if least.definition.offloads and on_device:
         text += f". Without offloading: {on_device.strategy}, {human_bytes(on_device.memory_bytes)}"
@@ -191,18 +188,18 @@ def _limits(comparison: Comparison, rows: list[Row]) -> list[str]:
             row.strategy for row in rows if row.definition.sharded and not row.definition.offloads
         ]
         sharded_text = (
-            f": {', '.join(sharded)} split over one rank, which saves nothing" if sharded else ""
+            f" ({', '.join(sharded)}: sharding over one rank saves nothing)" if sharded else ""
         )
         sentences.append(
-            f"ℹ️  One {'GPU' if comparison.on_gpu else 'process'} cannot show what sharding saves, "
-            f"nor what communication costs{sharded_text}. Compare on two or more."
+            f"ℹ️  One {'GPU' if comparison.on_gpu else 'process'} cannot show what sharding saves "
+            f"or what communication costs{sharded_text}. Compare on two or more."
         )
     if not comparison.on_gpu:
         sentences.append(
             "ℹ️  On a CPU the memory column counts the parameters, gradients and optimizer "
-            "states that a GPU would hold at the end of backward, and nothing that comes and "
-            "goes: activations, gathered layers, buckets. Host peak is the whole process, "
-            "libraries included."
+            "states that a GPU would hold at the end of backward, without temporary memory: "
+            "activations, gathered layers, buckets. Host peak is that of the whole process, "
+            "including the libraries."
         )
     return sentences
 
@@ -239,9 +236,9 @@ def explain_traffic(comparison: Comparison) -> list[str]:
             text = _traffic_of(row, parameters, comparison.work["gradient_accumulation_steps"])
             rows_by_text.setdefault(text, []).append(row)
     return [
-        f"P = {parameters:,} parameters. The volume counts each element that is gathered or "
-        "reduced, twice in an all-reduce, as the paper does; of it a rank sends (N−1)/N = "
-        f"{(ranks - 1) / ranks:.2f}, times the bytes of its type.",
+        f"P = {parameters:,} parameters. As in the paper, the volume is the number of elements "
+        "that are gathered or reduced, counted twice for an all-reduce. A rank sends (N−1)/N = "
+        f"{(ranks - 1) / ranks:.2f} of it, times the bytes per element.",
         *[f"{_names(rows)}: {text}." for text, rows in rows_by_text.items()],
     ]
 

@@ -223,8 +223,8 @@ def test_control_shows_what_the_comparison_could_see(all_seven, tmp_path):
         _, out, _ = report(
             folder / "comparison_runs" / "tiny-gpt2", tmp_path, "--tolerance", str(tolerance)
         )
-        assert ("a fault of that size would show" in flat(out)) == seen
-        assert ("a fault of that size would not show" in flat(out)) != seen
+        assert ("The comparison detects a fault of this size" in flat(out)) == seen
+        assert ("does not detect a fault of this size" in flat(out)) != seen
     assert "control" not in by_strategy(found)
 
 
@@ -394,7 +394,7 @@ def test_figures_of_a_gpu(all_seven, tmp_path):
     assert {name: row["memory_bytes"] / 2**30 for name, row in rows.items()} == peaks
     assert rows["zero2"]["saved"] == 1 - 5 / 8
     assert (
-        "offload needs least, at its peak 3.00 GB" in flat(out)
+        "Least GPU memory: offload, 3.00 GB per rank at its peak" in flat(out)
         and "2 GPUs" in out
         and "On a CPU" not in out
     )
