@@ -142,7 +142,7 @@ def _explained(error: BaseException) -> UserError:
     if isinstance(error, StoppedBySignal):
         return TrainingError(str(error))
     if isinstance(error, KeyboardInterrupt):
-        return TrainingError("Interrupted: stopped before the end; nothing more was written.")
+        return TrainingError("Interrupted before the end; nothing more was written.")
     if advised := look_up(error):
         return advised
     text = lines[0].strip() if lines else ""
@@ -167,7 +167,6 @@ class Entry:
     """One kind of failure.
 
     Attributes:
-        name: name of the entry.
         words: a regular expression that is searched in "TypeName: message".
         kind: class of the error that is shown.
         advice: what the error means and what to try next. Placeholders: "{said}" is the first line
@@ -176,7 +175,6 @@ class Entry:
             "{operation}" the operation without a deterministic kernel.
     """
 
-    name: str
     words: str
     kind: type[UserError]
     advice: str
@@ -188,115 +186,100 @@ AMONG_RANKS = r"(?=.*([Gg]loo|NCCL|c10d|TCPStore|Dist\w+Error))"
 # The first entry that matches is used, so special entries come before general ones.
 TABLE = (
     Entry(
-        "gpu memory",
         r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
         r"CUDA (driver )?error: out of memory|Cuda failure.*out of memory",
         OutOfMemory,
         "Out of memory: {said}.",
     ),
     Entry(
-        "host memory",
         r"^MemoryError|out of memory|[Cc]an't allocate memory|Cannot allocate memory",
         HostOutOfMemory,
         "Out of memory: {said}.",
     ),
     Entry(
-        "deterministic",
         r"does not have a deterministic implementation",
         UserError,
         "--deterministic: this model needs {operation}, of which PyTorch has no deterministic "
         "kernel for this device. Run without --deterministic.",
     ),
     Entry(
-        "files",
         r"Too many open files",
         TrainingError,
-        "Too many open files: this shell allows {open_files}. Every rank, data file and "
-        "connection takes some: `ulimit -n 65536` before the run, or in the job script.",
+        "Too many open files: the limit of this shell is {open_files}. Run `ulimit -n 65536` "
+        "before the run, or in the job script.",
     ),
     Entry(
-        "shared memory",
         r"/dev/shm.*No space left|No space left.*/dev/shm",
         TrainingError,
-        "/dev/shm is full, through which the ranks of a host share data: {said}. In a container "
-        "give it more (docker run --shm-size=8g); "
-        "otherwise remove what earlier runs left there (`ls -l /dev/shm`).",
+        "/dev/shm, through which the ranks of a host share data, is full: {said}. Increase it in a "
+        "container (docker run --shm-size=8g), or remove what earlier runs left there "
+        "(`ls -l /dev/shm`).",
     ),
     Entry(
-        "disk",
         r"No space left on device|Disk quota exceeded",
         TrainingError,
         "No space left on the device while writing {where}: free some space (`df -h`, "
         "`quota -s`), or name another folder with --output_dir, --cache_dir, --nvme_path or "
-        "TMPDIR. Checkpoints that were complete before are untouched.",
+        "TMPDIR. Complete checkpoints are unchanged.",
     ),
     Entry(
-        "file size",
         r"File too large",
         TrainingError,
         "{where} would be larger than this shell (`ulimit -f`) or the file system allows: raise "
         "the limit, or name a folder on another disk.",
     ),
     Entry(
-        "deepspeed",
         r"^ModuleNotFoundError: No module named 'deepspeed'",
         MissingRequirement,
         "This strategy needs DeepSpeed: pip install deepspeed. dp and fsdp run without it.",
     ),
     Entry(
-        "toolkit",
         r"^(MissingCUDAException|CUDAMismatchException)",
         MissingRequirement,
         "This strategy compiles a DeepSpeed op with the CUDA toolkit of torch's CUDA version, "
         "which was not found: install it, or set CUDA_HOME (module load cuda on a cluster). "
-        "DeepSpeed says: {said}",
+        "DeepSpeed's message: {said}",
     ),
     Entry(
-        "compiler",
         r"Error building extension|Ninja is required|Unable to JIT load",
         MissingRequirement,
         "DeepSpeed could not compile one of its ops. The compiler's first error: {compiler}. "
-        "`--check` says what is missing; dp and fsdp need no compiler.",
+        "`--check` lists what is missing; dp and fsdp need no compiler.",
     ),
     Entry(
-        "port",
         r"EADDRINUSE|[Aa]ddress already in use",
         TrainingError,
-        "Port {port} on this host is taken, by another run as a rule: start this one with another "
+        "Port {port} on this host is in use, usually by another run: choose another port "
         "(torchrun --master_port=29501, deepspeed --master_port=29501, or MASTER_PORT), "
         "or end the other run.",
     ),
     Entry(
-        "refused",
         AMONG_RANKS + r".*(Connection refused|ECONNREFUSED)|connect\(\) failed|"
         r"client socket has (failed|timed out)",
         TrainingError,
-        "A rank could not connect to another: it has ended, listens on another network, or a "
-        "firewall is between. Look for its message on the other hosts; where a host has several "
-        "networks set NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) to the right one. ({said})",
+        "A rank could not connect to another one: that rank has ended, listens on another network, "
+        "or is behind a firewall. Look for its message on the other hosts. If a host has several "
+        "networks, set NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs). ({said})",
     ),
     Entry(
-        "peer",
         AMONG_RANKS + r".*(Connection (reset|closed) by peer|Broken pipe)|"
         r"remote process has exited|ncclRemoteError",
         TrainingError,
-        "The connection to another rank broke: it has ended, and its own message, on its host, "
-        "says why; without one it was killed, as a rule by the kernel when the host's memory was "
-        "full (`dmesg | grep -i oom`), or by the scheduler. ({said})",
+        "The connection to another rank was lost because that rank ended. Look for its message on "
+        "its host. Without a message it was killed, usually by the kernel because the host's "
+        "memory was full (`dmesg | grep -i oom`), or by the scheduler. ({said})",
     ),
     Entry(
-        "waiting",
         r"(Watchdog|watchdog).*(timeout|timed out)|"
         + AMONG_RANKS
         + r".*([Tt]imed out|wait timeout after|Timeout)",
         TrainingError,
-        "A collective waited longer than --ddp_timeout: one rank is much slower than the others, "
-        "or stopped. Look at what it prints and at its host's load; for a slow first load give a "
-        "longer --ddp_timeout; TORCH_DISTRIBUTED_DEBUG=DETAIL names the collective that does not "
-        "match. ({said})",
+        "A collective took longer than --ddp_timeout: one rank is much slower than the others, or "
+        "has stopped. Check its output and the load of its host. If the first load is slow, "
+        "increase --ddp_timeout. TORCH_DISTRIBUTED_DEBUG=DETAIL names the collective that does "
+        "not match. ({said})",
     ),
     Entry(
-        "nccl",
         r"DistBackendError|NCCL error|ncclSystemError|ncclInternalError|ncclUnhandledCudaError",
         TrainingError,
         "NCCL failed: {said}. `NCCL_DEBUG=INFO` shows what it tried; NCCL_SOCKET_IFNAME chooses "
@@ -304,12 +287,11 @@ TABLE = (
         "between GPUs. `--check` under the same launcher tests it in seconds.",
     ),
     Entry(
-        "driver",
         r"CUDA driver version is insufficient|no kernel image is available|"
         r"forward compatibility was attempted",
         MissingRequirement,
-        "This GPU, its driver and this build of torch do not fit: {said}. Compare `nvidia-smi` "
-        "with torch.version.cuda (`--check` shows both), "
+        "This GPU, its driver and this build of torch are incompatible: {said}. Compare "
+        "`nvidia-smi` with torch.version.cuda (`--check` shows both), "
         "and install a torch for that CUDA version.",
     ),
 )

@@ -94,7 +94,7 @@ def check_packages(args) -> None:
     """
     for name in args.report_to:
         if importlib.util.find_spec(name) is None:
-            raise MissingRequirement(f"--report_to {name} needs it: pip install {name}.")
+            raise MissingRequirement(f"--report_to {name} needs {name}: pip install {name}.")
     if args.lora_r and importlib.util.find_spec("peft") is None:
         raise MissingRequirement("--lora_r needs peft: pip install peft.")
 
@@ -113,9 +113,9 @@ def check_model_path(args) -> None:
         raise UserError(f"--model {args.model}: no such folder.")
     if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise UserError(
-            f"--model {args.model}: the folder holds adapters only: train with --merge_lora to "
-            "have the whole model, or go on with their run (--resume, "
-            "and --lora_r and --model as then)."
+            f"--model {args.model}: the folder holds adapters only. Export the whole model with "
+            "--merge_lora, or continue the run that trained them (--resume, with its --model and "
+            "--lora_r)."
         )
     if not (folder / "config.json").is_file():
         raise UserError(

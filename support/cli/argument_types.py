@@ -191,7 +191,7 @@ class Parser(argparse.ArgumentParser):
         """Parse as argparse does, into `Arguments` that are not frozen."""
         return super().parse_known_args(args, Arguments() if namespace is None else namespace)
 
-    def parse_args(self, args=None, namespace=None) -> Arguments:
+    def parse_args(self, args=None, namespace=None) -> Arguments:  # type: ignore[override]
         """Parse as argparse does, into frozen `Arguments`.
 
         Raises:

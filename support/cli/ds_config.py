@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from support.cli.arguments import global_batch
@@ -285,8 +286,9 @@ def _set_optimizer(config: dict) -> None:
 def _as_flag(flag: str, key: str, value, file: str):
     """Convert and check a value of the file as the flag's value would be on the command line."""
     action = next(action for action in build_parser()._actions if action.dest == flag)
+    convert: Callable = action.type or str  # type: ignore[assignment]
     try:
-        return action.type(str(value)) if action.type else str(value)
+        return convert(str(value))
     except argparse.ArgumentTypeError as error:
         raise UserError(f"{file}: {key}: {error}.") from error
 

@@ -6,6 +6,7 @@ Nothing heavy is imported here, so that --help and argument errors appear at onc
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from support import VERSION
 from support.cli import argument_types as kinds
@@ -421,12 +422,11 @@ class _Deepspeed(argparse.Action):
 def _add_other_names(parser: argparse.ArgumentParser) -> None:
     """Add the names that other trainers use for our flags; --help does not list them."""
     flags = {action.dest: action for action in reversed(parser._actions)}
-    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     parser.add_argument("--local-rank", dest="local_rank", type=int, **hidden)
     for alias, dest in OTHER_NAMES.items():
-        parser.add_argument(
-            f"--{alias}", dest=dest, type=flags[dest].type, choices=flags[dest].choices, **hidden
-        )
+        same: dict[str, Any] = {"type": flags[dest].type, "choices": flags[dest].choices}
+        parser.add_argument(f"--{alias}", dest=dest, **same, **hidden)
     parser.add_argument("--deepspeed", nargs="?", type=kinds.name, action=_Deepspeed, **hidden)
     for switch in SWITCHES:
         parser.add_argument(f"--{switch}", action="store_true", help=argparse.SUPPRESS)

@@ -65,22 +65,12 @@ def reach_hub(args, is_main: bool, is_node_leader: bool) -> bool:
         if set_offline
         else f"The Hugging Face hub ({endpoint}) cannot be reached"
     )
-    no_model = (
-        model is not None
-        and not cached_repository("models", model)
-        and not scratch_without_hub(args)
-    )
-    no_data = dataset is not None and not cached_repository("datasets", dataset)
-    if no_model or no_data:
-        raise UserError(
-            f"{reason}, and "
-            f"{_ways_without_hub(args, model if no_model else None, dataset if no_data else None)}"
-        )
-    missing_files = (
-        missing_of_model(model, not args.from_scratch)
-        if model and not scratch_without_hub(args)
-        else []
-    )
+    needed_model = None if scratch_without_hub(args) else model
+    missing_model = None if cached_repository("models", needed_model) else needed_model
+    missing_dataset = None if cached_repository("datasets", dataset) else dataset
+    if missing_model or missing_dataset:
+        raise UserError(f"{reason}, and {_remedies(args, missing_model, missing_dataset)}")
+    missing_files = missing_of_model(needed_model, not args.from_scratch) if needed_model else []
     if missing_files:
         raise UserError(
             f"{reason}, and the cache has no {' and no '.join(missing_files)} of {model}. Run "
@@ -91,60 +81,47 @@ def reach_hub(args, is_main: bool, is_node_leader: bool) -> bool:
     return False
 
 
+PREFETCH_FLAGS = (
+    *("dataset_config", "text_column", "validation_file", "chat_template", "cache_dir"),
+    *("max_bad_rows", "include"),
+)
+
+
 def prefetch_command(args) -> str:
     """Return the command that downloads what this run needs.
 
     It is meant for a machine that has a network and shares the cache's disk, such as a head node.
     """
-    flags = ["--model", args.model, "--dataset", args.dataset]
-    for flag in (
-        "dataset_config",
-        "text_column",
-        "validation_file",
-        "chat_template",
-        "cache_dir",
-        "max_bad_rows",
-        "include",
-    ):
-        flags += [f"--{flag}", str(getattr(args, flag))] if flag in args.given else []
-    flags += ["--from_scratch"] if args.from_scratch else []
-    return shlex.join(
-        [
-            "env",
-            f"HF_HOME={huggingface_home()}",
-            "python",
-            "real_model_example.py",
-            "--prefetch",
-            *flags,
-        ]
-    )
+    command = ["env", f"HF_HOME={huggingface_home()}", "python", "real_model_example.py"]
+    command += ["--prefetch", "--model", args.model, "--dataset", args.dataset]
+    for flag in PREFETCH_FLAGS:
+        command += [f"--{flag}", str(getattr(args, flag))] if flag in args.given else []
+    return shlex.join(command + ["--from_scratch"] * args.from_scratch)
 
 
-def _ways_without_hub(args, model: str | None, dataset: str | None) -> str:
+def _remedies(args, model: str | None, dataset: str | None) -> str:
     """Return the end of a message: what is missing in the cache, and the three remedies."""
-    missing = [f"model {model}"] if model else []
-    no_file = "" if args.dataset == "wikitext" else " (and no file of that name is here)"
-    missing += [f"dataset {dataset}{no_file}"] if dataset else []
-    local_paths = ["a local folder to --model"] * bool(model) + [
-        "a file or folder to --dataset"
-    ] * bool(dataset)
-    hubless_flags = ["--from_scratch"] * bool(model and args.model in GPT2_SHAPES) + [
-        "--dataset pydocs"
-    ] * bool(dataset)
+    missing, local_paths, hubless_flags = [], [], []
+    if model:
+        missing.append(f"model {model}")
+        local_paths.append("a local folder to --model")
+        hubless_flags.append("--from_scratch" if model in GPT2_SHAPES else "--model tiny-gpt2")
+    if dataset:
+        no_file = "" if args.dataset == "wikitext" else " (there is no such file either)"
+        missing.append(f"dataset {dataset}{no_file}")
+        local_paths.append("a file or folder to --dataset")
+        hubless_flags.append("--dataset pydocs")
     return (
         f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the cache. Three "
-        "ways on: where there is a network (a cluster's head node) run "
+        "solutions: where there is a network (a cluster's head node) run "
         f"`{prefetch_command(args)}`, then set HF_HUB_OFFLINE=1; pass "
-        f"{' and '.join(local_paths)}; or use {' '.join(hubless_flags) or '--model tiny-gpt2'}, "
+        f"{' and '.join(local_paths)}; or use {' '.join(hubless_flags)}, "
         "which needs no hub."
     )
 
 
 def scratch_without_hub(args) -> bool:
-    """Return whether the model needs nothing from the hub: GPT-2 with random weights.
-
-    The shapes of GPT-2's sizes are in support/known_models.py.
-    """
+    """Return whether the model needs nothing from the hub: GPT-2 with random weights."""
     return args.from_scratch and args.model in GPT2_SHAPES
 
 

@@ -133,7 +133,7 @@ def _resolve_strategy(args) -> None:
         args.fsdp = read_fsdp_config(args.fsdp_config)
         _follow_fsdp_config(args)
     if STRATEGIES[args.strategy].uses_deepspeed:
-        file = args.ds_config or str(PROJECT / STRATEGIES[args.strategy].config_file)
+        file = args.ds_config or f"{PROJECT}/{STRATEGIES[args.strategy].config_file}"
         args.ds_config_dict = reconcile(args, config or read_ds_config(file), file)
 
 

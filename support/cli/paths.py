@@ -158,7 +158,7 @@ def check_export_folder(args) -> None:
     if folder.exists() and (not folder.is_dir() or os.path.ismount(folder)):
         raise UserError(
             f"{description} is a {'file' if folder.is_file() else 'mount point'}: "
-            "name a folder in it or beside it."
+            "name a folder in it or next to it."
         )
     if args.export_hf and folder.is_dir() and any(folder.iterdir()):
         described = (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()

@@ -20,21 +20,20 @@ def cache_folder(cache_dir: str | None) -> Path:
     return huggingface_home() / "distributed_training"
 
 
-def cached_repository(kind: str, name: str) -> bool:
-    """Return whether the cache holds a repository.
+def cached_repository(kind: str, name: str | None) -> bool:
+    """Return whether the cache holds a repository; True also for no repository.
 
     Args:
         kind: "models" or "datasets".
-        name: of the repository.
+        name: of the repository, or None.
     """
-    if kind == "datasets":  # offline, the prepared Arrow files are loaded
-        prepared = Path(
-            os.environ.get("HF_DATASETS_CACHE") or huggingface_home() / "datasets"
-        ).expanduser()
-        return (prepared / name.replace("/", "___").lower()).is_dir() or (
-            prepared / name.replace("/", "___")
-        ).is_dir()
-    return any(cached_model(name).glob("snapshots/*/*"))
+    if name is None:
+        return True
+    if kind == "models":
+        return any(cached_model(name).glob("snapshots/*/*"))
+    prepared = os.environ.get("HF_DATASETS_CACHE") or huggingface_home() / "datasets"
+    folder = name.replace("/", "___")  # of the Arrow files, which are loaded offline
+    return any((Path(prepared).expanduser() / part).is_dir() for part in (folder.lower(), folder))
 
 
 def cached_model(name: str) -> Path:

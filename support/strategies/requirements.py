@@ -46,7 +46,7 @@ def _has_pin_memory_op() -> bool:
     DeepSpeed is not imported: its files are tested.
     """
     package = importlib.util.find_spec("deepspeed")
-    folders = package.submodule_search_locations if package else ()
+    folders = (package.submodule_search_locations if package else None) or []
     return any(
         (Path(folder) / "ops" / "op_builder" / "pin_memory.py").exists() for folder in folders
     )
