@@ -32,9 +32,7 @@ class TokenFile:
     """A stream of token ids on disk, cut into sequences of `seq_length` tokens.
 
     Attributes:
-        path: raw little-endian ids.
-        dtype: "uint16", or "uint32" for vocabularies of more than 65,536 entries.
-        seq_length: tokens in a sequence.
+        path, dtype: raw little-endian ids, and their type ("uint16" or "uint32").
         first, num_sequences: number of the first sequence of this split, and how many it has.
     """
 
@@ -76,16 +74,15 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class ExampleFile:
-    """Examples on disk, one sequence each: truncated to `seq_length` and padded to one length.
+    """Examples on disk, one sequence each, truncated to `seq_length` tokens.
 
-    The length is that of the longest example that is read in the same call.
+    Examples that are read in one call are padded to the longest of them.
 
     Attributes:
         folder, split, dtype: `<split>.bin` holds the ids of all examples, `<split>.learned.bin` one
             byte per token, 1 for a valid token (one that the loss counts), and `<split>.rows.bin`
             two int64 per example: its end in `<split>.bin`, and the index of its first target, a
             valid token other than the first token of the sequence.
-        seq_length: maximum number of tokens in a sequence.
         rows: numbers of the examples that belong to this split.
         fixed: always pad to seq_length, because each new length needs another compilation.
     """
@@ -151,7 +148,6 @@ def stack_examples(rows: list, seq_length: int, fixed: bool) -> tuple[torch.Tens
 
     Args:
         rows: (ids, labels) of each example, with at most `seq_length` tokens.
-        seq_length: maximum length.
         fixed: pad to `seq_length`; otherwise to the longest example, rounded up to a
             multiple of ROW_MULTIPLE.
     Returns:
@@ -207,11 +203,8 @@ def split_sequences(prepared: dict, args) -> tuple[Sequences, Sequences, dict]:
 
 
 def one_length(args) -> bool:
-    """Return whether all examples are padded to --seq_length.
-
-    They are with --compile, which compiles each length anew, and with --simulate_gpus, which must
-    show the largest memory use.
-    """
+    """Return whether all examples are padded to --seq_length."""
+    # --compile compiles each length anew; --simulate_gpus must show the largest memory use.
     return bool(args.compile or args.simulate_gpus)
 
 
@@ -259,12 +252,7 @@ def open_split(prepared: dict, name: str, args) -> tuple[Sequences, dict]:
 
 
 def epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of the sequences in one epoch, the same on every rank.
-
-    Returns:
-        A permutation of the sequence numbers, int64 of shape [num_sequences], drawn from
-        (seed, epoch).
-    """
+    """Return the order of the sequences, the same on every rank: int64 [num_sequences]."""
     return np.random.default_rng([seed, epoch]).permutation(num_sequences)
 
 
@@ -349,11 +337,7 @@ def step_batches(
 
 
 def fill_up(file: Sequences, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read a micro-batch of exactly `rows` rows; missing sequences become ignored rows.
-
-    Returns:
-        (inputs, labels), both int64 of shape [rows, length].
-    """
+    """Read a micro-batch [rows, length]; missing sequences become rows that the loss ignores."""
     inputs, labels = file.read(indices)
     missing = rows - len(indices)
     return F.pad(inputs, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORED)
@@ -370,10 +354,7 @@ def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
 
 
 def prefetch(steps: Iterator, device: torch.device) -> Iterator:
-    """Read one step batch ahead; for a GPU, copy it to the device without blocking.
-
-    Reading and copying therefore overlap with computation on the GPU.
-    """
+    """Read one step batch ahead and copy it to a GPU without blocking, while the GPU computes."""
     ahead = None
     for step_batch in steps:
         if device.type == "cuda":
@@ -414,11 +395,7 @@ class ReadAhead:
         return item
 
     def _take(self) -> tuple[Any, BaseException | None]:
-        """Wait for the next item.
-
-        Raises:
-            RuntimeError: the thread has ended without an item.
-        """
+        """Wait for the next item; raises a RuntimeError if the thread has ended without one."""
         while True:
             try:
                 return self._items.get(timeout=1)
@@ -427,11 +404,7 @@ class ReadAhead:
                     raise RuntimeError("The thread that reads ahead has ended.") from None
 
     def close(self, seconds: float = 30) -> None:
-        """Stop reading, and wait for the item in progress.
-
-        Args:
-            seconds: maximum time to wait; a network that hangs must not keep the run from ending.
-        """
+        """Stop reading, and wait some seconds for the item in progress: a network may hang."""
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join(seconds)

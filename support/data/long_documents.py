@@ -34,6 +34,7 @@ distant text. In all other cases memory is bounded by `BATCH_CHARACTERS`.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -171,12 +172,12 @@ class DocumentTokenizer:
         Yields:
             (whether a document begins with these ids, token ids).
         """
-        left = None
-        for chunk in self._encoded(documents, advance):
+        cutter, left = copy.copy(self), None
+        for chunk in cutter._encoded(documents, advance):
             if left is not None:
                 seam = chunk.begin
                 if seam and (left.index_of(seam) is None or chunk.index_of(seam) is None):
-                    self.chunk = WHOLE_DOCUMENT
+                    cutter.chunk = WHOLE_DOCUMENT  # from here on
                     text = left.text[: chunk.start - left.start] + chunk.text
                     chunk = Chunk(text, left.start, left.begin, chunk.end)
                     self._encode([chunk])

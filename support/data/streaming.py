@@ -64,8 +64,7 @@ class BatchSlot:
         slots: number of batch slots.
         chunk: number of sequences that are shuffled together.
         seq_length, seed: tokens in a sequence, and the seed of the run.
-        encode: tokenizes an `Item`; returns (token ids of a text, or (ids, labels) of an example,
-            or None if it cannot be used; "truncated" or "skipped" if it counts as such, or None).
+        encode: see `RowEncoder.encode`.
     """
 
     def __init__(
@@ -108,14 +107,10 @@ class BatchSlot:
             used = 0 if self.sequences else self.used  # may be greater than 0 after a resume
             self.chunks += 1
             size = self.early if self.chunks == 1 else self.size
-            sequences = (
-                self._text_chunk(size, reader)
-                if self._is_text(reader)
-                else self._example_chunk(size, reader)
-            )
-            order = np.random.default_rng([self.seed, self.number, self.chunks]).permutation(
-                len(sequences)
-            )
+            read_chunk = self._text_chunk if self._is_text(reader) else self._example_chunk
+            sequences = read_chunk(size, reader)
+            generator = np.random.default_rng([self.seed, self.number, self.chunks])
+            order = generator.permutation(len(sequences))
             self.sequences, self.used = [sequences[i] for i in order], used
         self.used += 1
         return self.sequences[self.used - 1]
@@ -286,12 +281,11 @@ class Stream:
     def progress(self) -> dict:
         """Return the state of all ranks for a checkpoint; every rank must call it.
 
-        Each rank sends only the bad rows that are new since the last call.
-
         Returns:
             {"lanes": {number of a slot: its state}, "bad": sorted lines about all bad rows,
             "version": ROWS_VERSION}.
         """
+        # A rank sends only the bad rows that are new since the last call.
         ranks = self.ctx.all_gather((self.place.slots, self.fresh))
         slots = {slot: state for states, _ in ranks for slot, state in states.items()}
         self.gathered.update(row for _, fresh in ranks for row in fresh)
