@@ -7,9 +7,12 @@ draw other numbers than an unsharded model, and the strategies could not be comp
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -136,10 +139,11 @@ class ModelSpec:
         torch.manual_seed(self.seed)  # for weights that the checkpoint lacks
         model, info = from_folder(self.weights, self.config, dtype)
         if info["missing_keys"]:
-            names = ", ".join(sorted(info["missing_keys"])[:3]) + (
-                " …" if len(info["missing_keys"]) > 3 else ""
+            names = sorted(info["missing_keys"])
+            shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+            ctx.console.warn(
+                f"The checkpoint has no weights for {shown}: they are initialised randomly."
             )
-            ctx.console.warn(f"The checkpoint has no weights for {names}: they start random.")
         return self._prepare(model)
 
     def _prepare(self, model: nn.Module) -> nn.Module:
@@ -163,19 +167,17 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
     """
     _be_quiet(args)
     prepared = ctx.once_per_node("model", lambda: _prepare_folders(args, ctx))
-    config, tokenizer = (
-        _read_config(prepared["weights"], args.model),
-        _read_tokenizer(prepared["tokenizer"], args),
-    )
-    if prepared["notice"]:
-        ctx.console.warn(prepared["notice"])
+    config = _read_config(prepared["weights"], args.model)
+    tokenizer = _read_tokenizer(prepared["tokenizer"], args)
+    for notice in prepared["notices"]:
+        ctx.console.warn(notice)
     config.use_cache = False
     patches.skip_packed_sequence_check()
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
         set_dropout(config, args.dropout, ctx)
     generation = _read_generation(prepared["weights"], config, args.model)
-    try:
+    with _refuse_if_invalid(args.model, "no model can be built from its config.json"):
         return ModelSpec(
             config,
             tokenizer,
@@ -186,13 +188,6 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
             prepared["random"],
             own_settings=own_settings,
         )
-    except UserError:
-        raise
-    except Exception as error:
-        # transformers raises many classes of errors for an invalid config.json.
-        raise UserError(
-            f"--model {args.model}: no model can be built from its config.json: {first_line(error)}"
-        ) from error
 
 
 def prefetch(args, ctx: DistContext) -> PreTrainedTokenizerBase:
@@ -206,16 +201,7 @@ def prefetch(args, ctx: DistContext) -> PreTrainedTokenizerBase:
         UserError: as `find_model`.
     """
     _be_quiet(args)
-    if args.model == EMBEDDED_MODEL:
-        folder = embedded_tokenizer(args, ctx)
-    elif is_local_model(args.model):
-        folder = args.model
-    elif scratch_without_hub(args):
-        folder, _ = _gpt2_tokenizer(args, ctx)
-    else:
-        folder = download(args.model, args.hub_offline, with_weights=not args.from_scratch)
-        _read_config(folder, args.model)
-    return _read_tokenizer(folder, args)
+    return _read_tokenizer(_locate(args, ctx).tokenizer, args)
 
 
 def _be_quiet(args) -> None:
@@ -224,82 +210,96 @@ def _be_quiet(args) -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
+class Location(NamedTuple):
+    """Where a model's parts are.
+
+    Attributes:
+        config: its configuration.
+        tokenizer: the folder of the tokenizer.
+        weights: the folder of the weights; None: they are drawn from the seed.
+        notices: lines for the user.
+    """
+
+    config: transformers.PretrainedConfig
+    tokenizer: str
+    weights: str | None = None
+    notices: tuple[str, ...] = ()
+
+
+def _locate(args, ctx: DistContext) -> Location:
+    """Find the parts of --model on this machine, and download or build those that are missing."""
+    if args.model == EMBEDDED_MODEL:
+        # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
+        config = gpt2_config(
+            EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, positions=512, dropout=0.0, end_of_text=0
+        )
+        return Location(config, embedded_tokenizer(args, ctx))
+    if scratch_without_hub(args) and not is_local_model(args.model):
+        config = gpt2_config(
+            GPT2_SHAPES[args.model], 50257, positions=1024, dropout=0.1, end_of_text=50256
+        )
+        try:
+            folder = download(args.model, args.hub_offline, with_weights=False)
+            _read_tokenizer(folder, args)
+            return Location(config, folder)
+        except UserError:
+            notice = (
+                f"The tokenizer of {args.model} is not in the cache and cannot be downloaded: "
+                "using the embedded one (4,096 entries)."
+            )
+            return Location(config, embedded_tokenizer(args, ctx), notices=(notice,))
+    if is_local_model(args.model):
+        folder = args.model
+    else:
+        folder = download(args.model, args.hub_offline, with_weights=not args.from_scratch)
+    config = _read_config(folder, args.model)
+    return Location(config, folder, None if args.from_scratch else folder)
+
+
 def _prepare_folders(args, ctx: DistContext) -> dict:
     """Prepare folders with weights and tokenizer that every rank of the node can load.
 
     The first rank of each node calls this function.
     """
-    notice = None
-    if args.model == EMBEDDED_MODEL:
-        tokenizer_folder = embedded_tokenizer(args, ctx)
-        # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
-        config = gpt2_config(
-            *EMBEDDED_SHAPE,
-            vocab_size=EMBEDDED_VOCABULARY,
-            positions=512,
-            dropout=0.0,
-            end_of_text=0,
-        )
-        return {
-            "weights": draw_weights(config, args.seed, ctx),
-            "tokenizer": tokenizer_folder,
-            "notice": None,
-            "random": True,
-        }
-    if is_local_model(args.model):
-        folder = args.model
-    elif scratch_without_hub(args):
-        return _prepare_gpt2_from_scratch(args, ctx)
-    else:
-        folder = download(args.model, args.hub_offline, with_weights=not args.from_scratch)
-    config, tokenizer = _read_config(folder, args.model), _read_tokenizer(folder, args)
-    weights = draw_weights(config, args.seed, ctx) if args.from_scratch else folder
-    if len(tokenizer) > config.get_text_config().vocab_size:
-        weights = grow_vocabulary(weights, config, len(tokenizer), args.seed, ctx)
-        notice = (
-            f"The tokenizer has {len(tokenizer):,} entries, more than the model: "
+    location = _locate(args, ctx)
+    config, notices = location.config, list(location.notices)
+    entries = len(_read_tokenizer(location.tokenizer, args))
+    weights = location.weights or draw_weights(config, args.seed, ctx)
+    if entries > config.get_text_config().vocab_size:
+        weights = grow_vocabulary(weights, config, entries, args.seed, ctx)
+        notices.append(
+            f"The tokenizer has {entries:,} entries, more than the model: "
             "its embedding was enlarged."
         )
-    return {"weights": weights, "tokenizer": folder, "notice": notice, "random": weights != folder}
+    return {
+        "weights": weights,
+        "tokenizer": location.tokenizer,
+        "notices": notices,
+        "random": weights != location.weights,
+    }
 
 
-def _prepare_gpt2_from_scratch(args, ctx: DistContext) -> dict:
-    """Prepare a GPT-2 with random weights; needs no hub.
+@contextlib.contextmanager
+def _refuse_if_invalid(model: str, problem: str) -> Iterator[None]:
+    """Convert every exception into a UserError.
 
-    The tokenizer is GPT-2's if the hub or its cache provides it.
+    transformers passes the values in a file to constructors unchecked, so any exception can follow.
+    tokenizers raises plain Exception for a broken file.
     """
-    tokenizer_folder, notice = _gpt2_tokenizer(args, ctx)
-    config = gpt2_config(
-        *GPT2_SHAPES[args.model], vocab_size=50257, positions=1024, dropout=0.1, end_of_text=50256
-    )
-    weights = draw_weights(config, args.seed, ctx)
-    return {"weights": weights, "tokenizer": tokenizer_folder, "notice": notice, "random": True}
-
-
-def _gpt2_tokenizer(args, ctx: DistContext) -> tuple[str, str | None]:
-    """Return the folder of GPT-2's tokenizer, or of the embedded one with a notice that says so."""
     try:
-        folder = download(args.model, args.hub_offline, with_weights=False)
-        _read_tokenizer(folder, args)
-        return folder, None
+        yield
     except UserError:
-        notice = (
-            f"The tokenizer of {args.model} cannot be had without the hub: "
-            "using the embedded one (4,096 entries)."
-        )
-        return embedded_tokenizer(args, ctx), notice
+        raise
+    except Exception as error:
+        raise UserError(f"--model {model}: {problem}: {first_line(error)}") from error
 
 
-def _read_config(folder: str, name: str):
-    try:
+def _read_config(folder: str, name: str) -> transformers.PretrainedConfig:
+    with _refuse_if_invalid(name, "its config.json cannot be used"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
-    except Exception as error:  # the file's values are passed to a constructor unchecked
-        raise UserError(
-            f"--model {name}: its config.json cannot be used: {first_line(error)}"
-        ) from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
-            f"--model {name} is a {config.model_type}, which is no causal language model."
+            f"--model {name} is a {config.model_type}, which is not a causal language model."
         )
     return config
 
@@ -309,14 +309,10 @@ def _read_generation(folder: str, config, name: str) -> GenerationConfig:
 
     Older models have it in their config.json, or not at all.
     """
-    try:
+    with _refuse_if_invalid(name, "its generation_config.json cannot be used"):
         if (Path(folder) / "generation_config.json").exists():
             return GenerationConfig.from_pretrained(folder, local_files_only=True)
         return GenerationConfig.from_model_config(config)
-    except Exception as error:  # as for config.json
-        raise UserError(
-            f"--model {name}: its generation_config.json cannot be used: {first_line(error)}"
-        ) from error
 
 
 def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
@@ -325,22 +321,14 @@ def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the folder has no tokenizer, or it cannot be loaded.
     """
-    name = args.model
-    if not any(
-        file
-        for kind in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-        for file in Path(folder).glob(kind)
-    ):
+    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+    if not any(file for pattern in patterns for file in Path(folder).glob(pattern)):
         raise UserError(
-            f"--model {name}: there are no tokenizer files "
+            f"--model {args.model}: there are no tokenizer files "
             "(tokenizer.json, or vocab.json and merges.txt)."
         )
-    try:
+    with _refuse_if_invalid(args.model, "its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
-    except Exception as error:  # tokenizers raises plain Exception for a broken file
-        raise UserError(
-            f"--model {name}: its tokenizer cannot be loaded: {first_line(error)}"
-        ) from error
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     return tokenizer
@@ -377,46 +365,31 @@ def download(name: str, offline: bool, with_weights: bool) -> str:
         return snapshot_download(
             name, allow_patterns=patterns, ignore_patterns=others, local_files_only=offline
         )
-    except GatedRepoError as error:
-        raise UserError(
-            f"--model {name} is gated: accept its licence on the hub and log in "
-            "with `hf auth login`."
-        ) from error
-    except LocalEntryNotFoundError as error:
-        reason = (
-            "it is not in the cache, and the hub is not asked (offline)"
-            if offline
-            else first_line(error)
-        )
-        raise UserError(f"--model {name} cannot be downloaded: {reason}.") from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"--model {name}: there is no such model on the hub (or it is private), "
-            "and no such folder."
-        ) from error
     except Exception as error:  # the clients raise many classes, which differ between versions
-        raise UserError(f"--model {name} cannot be downloaded: {first_line(error)}") from error
+        if isinstance(error, GatedRepoError):
+            problem = " is gated: accept its licence on the hub and log in with `hf auth login`."
+        elif isinstance(error, LocalEntryNotFoundError) and offline:
+            problem = " cannot be downloaded: it is not in the cache, and this run is offline."
+        elif isinstance(error, RepositoryNotFoundError):
+            problem = ": there is no such model on the hub (or it is private), and no such folder."
+        else:
+            problem = f" cannot be downloaded: {first_line(error)}"
+        raise UserError(f"--model {name}{problem}") from error
 
 
 def gpt2_config(
-    layers: int,
-    heads: int,
-    width: int,
-    *,
-    vocab_size: int,
-    positions: int,
-    dropout: float,
-    end_of_text: int,
-):
+    shape: tuple[int, int, int], vocab_size: int, positions: int, dropout: float, end_of_text: int
+) -> GPT2Config:
     """Return the configuration of a GPT-2 architecture.
 
     Args:
-        layers, heads, width: transformer blocks, attention heads, hidden size.
+        shape: transformer blocks, attention heads, hidden size.
         vocab_size: entries of the vocabulary.
         positions: rows of the position embedding.
         dropout: probability of every dropout layer.
         end_of_text: token id that begins and ends a text.
     """
+    layers, heads, width = shape
     return GPT2Config(
         n_layer=layers,
         n_head=heads,
