@@ -331,42 +331,36 @@ def check_room(args, ctx, target: Target, output_dir: Path, spec, saves: int) ->
     total |= required
     if saves:
         checkpoint = 12 * spec.trainable
+        kept = min(saves, args.keep_last + 1) if args.keep_last else saves
         required[_disk(output_dir)] += checkpoint
-        total[_disk(output_dir)] += checkpoint * min(
-            saves, args.keep_last + 1 if args.keep_last else saves
-        )
+        total[_disk(output_dir)] += checkpoint * kept
     for disk, size in required.items():
         usage = shutil.disk_usage(disk)
         if usage.total == 0:  # the file system does not report its size
             continue
-        text = f"{disk} has {usage.free / GB:.2f} GB free, and "
+        free = f"{disk} has {usage.free / GB:.2f} GB free, and "
         if size > usage.free:
-            written = (
-                "the export"
-                if disk != _disk(output_dir) or not saves
-                else "a checkpoint with the export"
-            )
+            both = saves and disk == _disk(output_dir)
             raise UserError(
-                f"{text}{written} of this run needs {size / GB:.2f} GB there: free some space, "
-                "or name another folder with --output_dir or --export_hf "
-                "(--no_export leaves the export out)."
+                f"{free}{'a checkpoint with the export' if both else 'the export'} of this run "
+                f"needs {size / GB:.2f} GB there: free some space, or name another folder with "
+                "--output_dir or --export_hf (--no_export skips the export)."
             )
         if total[disk] > usage.free:
             ctx.console.warn(
-                f"{text}all that this run keeps there needs {total[disk] / GB:.2f} GB: "
+                f"{free}all files that this run keeps there need {total[disk] / GB:.2f} GB: "
                 "--keep_last 2 keeps only the newest checkpoints."
             )
 
 
 def _disk(folder: Path) -> Path:
     """Return the mount point of the disk that contains `folder`, or will contain it."""
-    existing = next(
-        parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir()
-    )
+    parents = [folder.absolute(), *folder.absolute().parents]
+    existing = next(parent for parent in parents if parent.is_dir())
     return next(
         parent
         for parent in (existing, *existing.parents)
-        if os.path.ismount(parent) or parent == parent.parent
+        if parent.is_mount() or parent == Path("/")
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from support.cluster.context import DistContext
 from support.errors import UserError
@@ -24,44 +23,13 @@ def tokens_of(prompt: str, tokenizer) -> list[int]:
     """
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not ids:
-        raise UserError(f"--generate {prompt!r}: this model's tokenizer makes no token of it.")
+        raise UserError(f"--generate {prompt!r}: this model's tokenizer returns no token for it.")
     return ids
 
 
-def generate(model, casting, spec: ModelSpec, args, ctx: DistContext) -> str:
-    """Print and return a continuation of --generate. Every rank calls this function.
-
-    Args:
-        model: as wrapped by the strategy.
-        casting: the context manager that training uses for the forward pass.
-        spec: the model's description.
-        args: --generate, --seed.
-        ctx: the ranks.
-    """
-    model.eval()
-
-    def forward(**inputs):
-        with casting:
-            return model(**inputs)
-
-    limit = max_positions(spec.config)
-    # The compiled graph is for sequences of one length.
-    with torch.compiler.set_stance("force_eager"):
-        text = sample_text(forward, spec.tokenizer, args.generate, ctx.device, limit, args.seed)
-    ctx.console.print0(f"💬 {text}")
-    return text
-
-
 @torch.no_grad()
-def sample_text(
-    forward: Callable,
-    tokenizer,
-    prompt: str,
-    device: torch.device,
-    positions: int | None,
-    seed: int,
-) -> str:
-    """Continue a prompt by up to NEW_TOKENS tokens.
+def generate(model: nn.Module, casting, spec: ModelSpec, args, ctx: DistContext) -> str:
+    """Print and return --generate, continued by up to NEW_TOKENS tokens.
 
     Every rank calls this function, and all ranks return the same text.
 
@@ -70,33 +38,39 @@ def sample_text(
     others would leave them blocked in an all-gather.
 
     Args:
-        forward: the model's forward pass, with the keyword arguments of transformers.
-        tokenizer: the model's tokenizer.
-        prompt: the text to continue; its beginning is cut off if it has more than `positions` - 1
-            tokens.
-        device: the device that the model computes on.
-        positions: maximum length of the model's context in tokens; None for no limit.
-        seed: of the generator that samples the tokens.
+        model: as wrapped by the strategy.
+        casting: the context manager that training uses for the forward pass.
+        spec: the model's description.
+        args: --generate, whose beginning is cut off if it is longer than the model's context;
+            --seed.
+        ctx: the ranks.
     Raises:
         UserError: the tokenizer returns no token for the prompt.
     """
-    room = (positions or 2**31) - 1
-    ids = torch.tensor([tokens_of(prompt, tokenizer)[-room:]], device=device)
-    generator = torch.Generator().manual_seed(seed)
-    cache, end = None, tokenizer.eos_token_id
-    for _ in range(min(NEW_TOKENS, room + 1 - ids.shape[1])):
-        out = forward(
-            input_ids=ids if cache is None else ids[:, -1:], past_key_values=cache, use_cache=True
-        )
+    model.eval()
+    positions = max_positions(spec.config) or 2**31
+    prompt = tokens_of(args.generate, spec.tokenizer)[-(positions - 1) :]
+    ids = torch.tensor([prompt], device=ctx.device)
+    generator, cache = torch.Generator().manual_seed(args.seed), None
+    for _ in range(min(NEW_TOKENS, positions - ids.shape[1])):
+        # The compiled graph is for sequences of one length.
+        with torch.compiler.set_stance("force_eager"), casting:
+            out = model(
+                input_ids=ids if cache is None else ids[:, -1:],
+                past_key_values=cache,
+                use_cache=True,
+            )
         # Architectures without a cache compute the whole text again for each token.
         cache = getattr(out, "past_key_values", None)
         likeliest = out.logits[0, -1].float().cpu().topk(min(TOP_K, out.logits.shape[-1]))
         choice = torch.multinomial(
             torch.softmax(likeliest.values / TEMPERATURE, 0), 1, generator=generator
         )
-        chosen = likeliest.indices[choice].to(device)
+        chosen = likeliest.indices[choice].to(ctx.device)
         dist.broadcast(chosen, src=0)
-        if chosen.item() == end:
+        if chosen.item() == spec.tokenizer.eos_token_id:
             break
         ids = torch.cat([ids, chosen[None]], dim=1)
-    return tokenizer.decode(ids[0])
+    text = spec.tokenizer.decode(ids[0])
+    ctx.console.print0(f"💬 {text}")
+    return text
