@@ -176,8 +176,8 @@ def find_architecture(model: str) -> Architecture:
     if not path.exists():
         sizes = ", ".join((EMBEDDED_MODEL, *GPT2_SHAPES))
         raise UserError(
-            f"--model {model}: no such file or folder. Name one of {sizes}, a local model folder, "
-            "or a config.json (of a model on the hub: download that one file)."
+            f"--model {model}: no such file or folder. Use one of {sizes}, a local model folder, "
+            "or a config.json (for a model on the hub, download that file)."
         )
     return read_architecture(
         read_json("--model", str(path), unique=False, most=MOST_OF_CONFIG), str(path)
@@ -241,12 +241,11 @@ def read_architecture(config: dict, path: str) -> Architecture:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in DEFAULTS:
         raise UserError(
-            f"--model {path} is a {shown(str(family))}: this planner knows {', '.join(DEFAULTS)}."
+            f"--model {path}: the memory estimate does not support model_type "
+            f"{shown(str(family))}, only {', '.join(DEFAULTS)}."
         )
-    config = {
-        **DEFAULTS[family],
-        **{key: value for key, value in config.items() if value is not None},
-    }
+    given = {key: value for key, value in config.items() if value is not None}
+    config = DEFAULTS[family] | given
 
     def size(name: str, default: int | None = None) -> int:
         return checked_size(name, config.get(name, default), path)

@@ -163,7 +163,7 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
     Weights are downloaded, or drawn from the seed, once per node.
 
     Raises:
-        UserError: the model does not exist, is no causal language model, or the hub refuses access.
+        UserError: the model does not exist, cannot be downloaded, or is no causal language model.
     """
     _be_quiet(args)
     prepared = ctx.once_per_node("model", lambda: _prepare_folders(args, ctx))

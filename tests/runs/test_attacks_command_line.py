@@ -575,7 +575,7 @@ GPT2_FILE = {
     written("nested", '{"a":' * DEEP, says="nested"),
     written("digits", f'{{"n_embd": {DIGITS}}}', says="digits"),
     written("a list", "[]", says="object"),
-    written("a list as model_type", '{"model_type": ["gpt2"]}', says="this planner knows"),
+    written("a list as model_type", '{"model_type": ["gpt2"]}', says="does not support model_type"),
     written(
         "a thousand million layers", json.dumps({**GPT2_FILE, "n_layer": 10**9}), says="n_layer"
     ),
