@@ -142,8 +142,8 @@ def read_workload(args: Arguments) -> tuple[Arguments, Workload, Limits]:
         fused_gelu=args.fused_gelu,
     )
     memory = (args.gpu_memory, args.host_memory, args.nvme_free)
-    sizes = (None if size is None else int(size * GB) for size in memory)
-    return args, work, Limits(*sizes, ranks_per_node(args))
+    gpu, host, nvme = (None if size is None else int(size * GB) for size in memory)
+    return args, work, Limits(gpu, host, nvme, ranks_per_node(args))
 
 
 def ranks_per_node(args: Arguments) -> int:

@@ -335,7 +335,7 @@ def compiler_error(lines: list[str]) -> str | None:
 def name_before(words: str, text: str) -> str | None:
     """Return the word directly in front of `words` in `text`, or None."""
     match = re.search(rf"(\S+){re.escape(words)}", text)
-    return match and match[1]
+    return match[1] if match else None
 
 
 def full_disk() -> str | None:

@@ -85,7 +85,7 @@ def check_output() -> None:
             `| head` does.
     """
     sys.stdout.flush()
-    lost = sys.stdout.buffer.raw.lost
+    lost = sys.stdout.buffer.raw.lost  # type: ignore[union-attr]
     if lost is not None and not isinstance(lost, BrokenPipeError):
         raise TrainingError(f"Standard output cannot be written: {lost.strerror}.")
 

@@ -464,7 +464,7 @@ def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
 # --------------------------------------------------------------------------------------- inspecting
 
 
-def inspect(source: OwnCheckpoint) -> str:
+def inspect(source: OwnCheckpoint | UniversalCheckpoint) -> str:
     """Describe a checkpoint in lines for the terminal; opening it has verified every file."""
     manifest = source.manifest
     counters, informational = manifest["counters"], manifest["identity"]["told"]

@@ -59,7 +59,7 @@ def rendezvous(
     with ends_within(timeout + 15, unanswered):
         store = connect(launch, timeout)
     with ends_within(timeout + 15, unanswered):  # a new limit: rank 0's starts later
-        own_entry = {
+        own_entry: dict = {
             "number": uuid.uuid4().hex,
             "host": socket.gethostname(),
             "gpu": gpu,

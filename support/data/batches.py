@@ -183,7 +183,7 @@ def split_sequences(prepared: dict, args) -> tuple[Sequences, Sequences, dict]:
         UserError: the corpus or --validation_file is shorter than one sequence.
     """
     train, train_facts = open_split(prepared, "train", args)
-    validation = nothing(args)
+    validation: Sequences = nothing(args)
     if "validation" in prepared["splits"] and args.validation_split is None:
         validation, validation_facts = open_split(prepared, "validation", args)
     if not validation.num_sequences:
@@ -302,7 +302,7 @@ class StepBatch:
 
 def step_batches(
     file: Sequences,
-    order: np.ndarray,
+    order: np.ndarray | range,
     batch_size: int,
     accumulation: int,
     rank: int,

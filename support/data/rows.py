@@ -86,7 +86,8 @@ class Example:
 
     def as_json(self) -> str:
         """Return its content as JSON, for a digest."""
-        return json.dumps(self.messages or [self.prompt, self.completion], sort_keys=True)
+        pair = [self.prompt, self.completion]
+        return json.dumps(self.messages or pair, sort_keys=True)
 
 
 # A row as it is in the file, with its place; or a part of the file that cannot be read.

@@ -76,7 +76,8 @@ class BatchSlot:
         self.early = 1 + (chunk - 1) * (number + 1) // slots
         self.waiting: deque[Item] = deque()
         self.first = 0  # number of the first row that is still needed
-        self.begin, self.chunks, self.used = None, 0, 0
+        self.begin: dict | None = None
+        self.chunks, self.used = 0, 0
         self.sequences: list = []
         # Tokenized rows, with the number of tokens of each that are in earlier chunks.
         self.rest: list[tuple[Item, int, np.ndarray]] = []

@@ -52,7 +52,8 @@ def start_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
         TypeError: the type of a tensor is not in NAMES.
         OSError: the file cannot be written.
     """
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             raise TypeError(f"{name}: a safetensors file cannot contain {tensor.dtype}.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from support.errors import UserError
 from support.files.user_files import read_json, shown
@@ -16,7 +16,7 @@ from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABU
 MOST_OF_CONFIG = 16 << 20  # characters; some files list thousands of labels
 
 # The supported families, with transformers' defaults for keys that config.json omits.
-DEFAULTS = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "n_positions": 1024,
         "vocab_size": 50257,

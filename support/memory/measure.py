@@ -143,7 +143,8 @@ class StepMemory:
         self.slows_down = detailed and self.device.type == "cpu"
         self.written = 0
         self._records = detailed or self.device.type == "cuda"
-        self._profiler, self._gathered, self._start, self._written_before = None, 0, 0, 0
+        self._profiler: torch.autograd.profiler.profile | None = None
+        self._gathered, self._start, self._written_before = 0, 0, 0
         self._marks: list[tuple[str, int, int]] = []  # phase, live bytes at its end, its peak
 
     def begin(self) -> None:

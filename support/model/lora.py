@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ class Lora:
     targets: list[str] | str | None
     base: str
     seed: int
-    settled: object = None
+    settled: Any = None
 
     @classmethod
     def of(cls, args) -> Lora | None:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,8 +23,9 @@ from support.data import batches as data
 from support.errors import explain
 from support.files.atomic import naming, only_finite, open_regular, set_aside, write_text
 from support.memory import measure as memory
+from support.progress import Bar
 from support.report import profiling as tracing
-from support.report.trackers import start_trackers
+from support.report.trackers import Trackers, start_trackers
 from support.strategies import gradients
 from support.units import human_bytes
 from support.unwrap import unwrapped
@@ -46,9 +48,10 @@ class StepTimer:
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
-        self._marks: list[tuple[str | None, object]] = []
+        self._marks: list[tuple[str | None, Any]] = []
         # MemoryByPhase and last mark of the step that has not ended.
-        self._step, self._before = dict.fromkeys(PHASES, 0.0), None
+        self._step = dict.fromkeys(PHASES, 0.0)
+        self._before: Any = None  # an event of CUDA, or seconds
         self.steps: list[dict[str, float]] = []
 
     def _now(self):
@@ -125,10 +128,10 @@ class Meter:
         if args.early_stopping_patience:
             self.measured_step = min(total_steps, before["step"] + EARLY_MEASURED_STEP)
         self.memory_by_phase, self.step_memory = memory_by_phase, step_memory
-        self.trace = None  # --profile
-        self.trackers = None  # --report_to
+        self.trace: tracing.Trace | None = None  # --profile
+        self.trackers: Trackers | None = None  # --report_to
         self.at_end: list[Callable[[], None]] = []  # calls that finish files for other tools
-        self._bar = None
+        self._bar: Bar | None = None
         # Number of the epoch, and the step after which this process started it.
         self._epoch_began: tuple[int, int] | None = None
         self.timer = StepTimer(ctx.device)
@@ -171,12 +174,12 @@ class Meter:
             )
         # A checkpoint at the end of an epoch is saved before that epoch's evaluation, so the
         # evaluation of the checkpoint's own step is repeated.
-        records = [
+        lines = [
             line
             for step, line in records
             if step < self.step or (step == self.step and b'"loss"' in line)
         ]
-        write_text(self._path, b"".join(records).decode())
+        write_text(self._path, b"".join(lines).decode())
 
     def counters(self) -> dict:
         """Return the counters for a checkpoint, with the keys of checkpoints.format.NEW_RUN.
