@@ -583,4 +583,5 @@ def open_meter(
     meter.trackers = start_trackers(args, ctx, folder, before["step"])
     if args.profile:
         meter.trace = tracing.Trace(args.profile, ctx)
+        meter.trace.start()
     return meter

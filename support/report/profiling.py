@@ -17,26 +17,32 @@ SKIPPED, RECORDED = 2, 3
 class Trace:
     """The trace that --profile asks for: PyTorch's profiler over steps 3 to 5.
 
-    Each rank writes one file, which ui.perfetto.dev opens. The profiler starts at once.
+    Each rank writes one file, which ui.perfetto.dev opens.
 
     Args:
-        folder: where the files are written; created if it does not exist.
-    Raises:
-        UserError: the folder cannot be created.
+        folder: where the files are written.
     """
 
     def __init__(self, folder: str, ctx: DistContext):
         self.path, self.ctx, self.written = Path(folder) / f"trace-rank{ctx.rank}.json", ctx, False
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--profile {folder} cannot be created: {error.strerror}.") from error
         # The profiler is off in the first skipped step and on in the second, because starting it
         # takes time.
         schedule = torch.profiler.schedule(wait=SKIPPED - 1, warmup=1, active=RECORDED, repeat=1)
         self._profiler = torch.profiler.profile(
             schedule=schedule, on_trace_ready=self._write, profile_memory=True
         )
+
+    def start(self) -> None:
+        """Create the folder if it does not exist, and start the profiler.
+
+        Raises:
+            UserError: the folder cannot be created.
+        """
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--profile {folder} cannot be created: {error.strerror}.") from error
         self._profiler.start()
 
     def _write(self, profiler) -> None:
