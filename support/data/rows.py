@@ -347,8 +347,8 @@ def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
         lists = {key: value for key, value in rows.items() if isinstance(value, list)}
         if len(lists) > 1:
             yield BadRow(
-                f"{file} has several lists, {shorten(lists)}: make a file of each, and see "
-                "--validation_file."
+                f"{file} has several lists, {shorten(lists)}: write each to its own file, and name "
+                "one with --validation_file."
             )
             return
         rows = next(iter(lists.values()), rows)
@@ -377,14 +377,14 @@ def _read_csv(file: Path, text_column: str | None) -> Iterator[Row]:
             except csv.Error as error:
                 if "end of data" in str(error):  # the unclosed quote contains all following rows
                     raise UserError(
-                        f"{file}, line {begin}: a quote is opened here and never closed."
+                        f"{file}, line {begin}: a quote is opened here and not closed."
                     ) from error
                 yield BadRow(f"{file}, line {begin}: {error}.")
                 continue
             place = f"{file}, line {rows.line_num}"
             if None in row or None in row.values():
                 yield BadRow(
-                    f"{place}: not as many cells as the first line's {len(columns)}: "
+                    f"{place}: it does not have {len(columns)} cells as the first line has: "
                     "quote a text that has commas."
                 )
             else:

@@ -241,7 +241,8 @@ def load_from_hub(dataset: str, config: str | None, **options):
     except Exception as error:  # the clients raise a dozen classes; the first line has the reason
         reason = first_line(error)
         raise UserError(
-            f"--dataset {dataset} cannot be loaded from the hub, and no such file is here: {reason}"
+            f"--dataset {dataset} is not a local file or folder, and cannot be loaded from the "
+            f"hub: {reason}"
         ) from error
     if "train" not in splits:
         raise UserError(

@@ -37,7 +37,7 @@ def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:
         raise UserError(f"{name} is a pipe or a device: save the data in a file first.")
     candidates = [file for file in _walk(path, name) if _has_data(file)]
     if not candidates:
-        raise UserError(f"{name}: the folder holds no files, or empty ones only.")
+        raise UserError(f"{name}: the folder has no files, or only empty ones.")
     files = sorted(
         file
         for file in candidates
@@ -45,8 +45,7 @@ def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:
     )
     if not files:
         raise UserError(
-            f"--include {include}: no file in {name} has such a name; "
-            f"there are {count_types(candidates)}."
+            f"--include {include}: no file in {name} matches; there are {count_types(candidates)}."
         )
     return files
 

@@ -215,7 +215,7 @@ def test_data_that_cannot_be_used(refused, tmp_path, name, content, said):
 
 def test_missing_data(refused, tmp_path):
     assert "no such file" in refused("--dataset", tmp_path / "nothing.txt")
-    assert "holds no files" in refused("--dataset", tmp_path)
+    assert "has no files" in refused("--dataset", tmp_path)
 
 
 def test_short_corpus_on_two_ranks(refused, tmp_path):
