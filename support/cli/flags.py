@@ -65,7 +65,7 @@ RUN_FILE = (
     flag(
         "--config",
         kinds.name,
-        "YAML with any of these flags by name; the command line overrides it",
+        "YAML with these flags; the command line overrides it",
         metavar="FILE",
     ),
     switch("--print_config", "print the resolved run as such a file, and exit"),
@@ -79,15 +79,10 @@ MODEL = (
         default=EMBEDDED_MODEL,
     ),
     switch("--from_scratch", "take the architecture only; random weights drawn from --seed"),
-    flag(
-        "--dropout",
-        kinds.probability,
-        "dropout probability everywhere in the model (default: the model's own)",
-    ),
+    flag("--dropout", kinds.probability, "dropout probability (default: the model's own)"),
     *on_unless(
         "fused_gelu",
-        "compute GPT-2's activation as transformers writes it (gelu_new), "
-        "and not as the same function in one kernel",
+        "compute GPT-2's activation as gelu_new, not as the same function in one kernel",
     ),
     switch("--gradient_checkpointing", "recompute activations in the backward pass to save memory"),
     flag(
@@ -98,10 +93,7 @@ MODEL = (
         metavar="R",
     ),
     flag(
-        "--lora_alpha",
-        kinds.positive_float,
-        "scale the adapters by A / R (default: 2 R)",
-        metavar="A",
+        "--lora_alpha", kinds.positive_float, "scale adapters by A / R (default: 2 R)", metavar="A"
     ),
     flag("--lora_dropout", kinds.probability, "dropout before the adapters", default=0.0),
     flag(
@@ -153,7 +145,7 @@ DATA = (
     flag(
         "--max_bad_rows",
         kinds.natural_int,
-        "skip up to this many rows that cannot be used, and name them",
+        "skip up to N rows that cannot be used, and name them",
         default=0,
         metavar="N",
     ),
@@ -165,8 +157,7 @@ DATA = (
     ),
     switch(
         "--streaming",
-        "read and tokenize while training, without a cache, "
-        "for a corpus larger than the disk; needs --max_steps",
+        "read and tokenize while training, for a corpus larger than the disk; needs --max_steps",
     ),
     flag(
         "--shuffle_buffer",
@@ -181,11 +172,7 @@ DATA = (
         "tokens in a sequence (default: 256 for tiny-gpt2, else 512, or as many "
         "as the model has positions)",
     ),
-    flag(
-        "--num_samples",
-        kinds.sequences,
-        "train on this many sequences in total, over all ranks (default: all)",
-    ),
+    flag("--num_samples", kinds.sequences, "sequences to train on, over all ranks (default: all)"),
     flag(
         "--cache_dir",
         kinds.name,
@@ -198,22 +185,13 @@ TRAINING = (
     flag(
         "--gradient_accumulation_steps", kinds.batch, "micro-batches per optimizer step", default=1
     ),
-    flag(
-        "--epochs",
-        kinds.steps,
-        "passes over the data (default: 1, or as many as --max_steps needs)",
-    ),
+    flag("--epochs", kinds.steps, "passes over the data (default: 1, or what --max_steps needs)"),
     flag("--max_steps", kinds.steps, "stop after this many optimizer steps"),
     flag(
-        "--lr",
-        kinds.rate,
-        "peak learning rate (default: 5e-5, for adapters 2e-4, for random weights 5e-4)",
+        "--lr", kinds.rate, "peak learning rate (default: 5e-5, adapters 2e-4, random weights 5e-4)"
     ),
     flag(
-        "--lr_scheduler",
-        ("linear", "cosine", "constant"),
-        "how the rate falls after warm-up",
-        default="linear",
+        "--lr_scheduler", ("linear", "cosine", "constant"), "decay after warm-up", default="linear"
     ),
     flag("--warmup_steps", kinds.natural_steps, "steps of linear warm-up", default=0),
     flag("--weight_decay", kinds.natural_float, "AdamW's; none on biases and norms", default=0.01),
@@ -249,13 +227,12 @@ TRAINING = (
     ),
     switch(
         "--load_best_at_end",
-        "keep a checkpoint of the best evaluation, and end with its weights "
-        "(default: with the last ones)",
+        "save the best evaluation's weights, and end with them (default: the last)",
     ),
     flag(
         "--eval_samples",
         kinds.sequences,
-        "evaluate on this many sequences (default: --num_samples, else all)",
+        "sequences to evaluate (default: --num_samples, else all)",
     ),
 )
 STRATEGY = (
@@ -266,16 +243,11 @@ STRATEGY = (
         "parameters on NVMe), fsdp",
         default="dp",
     ),
-    flag(
-        "--ds_config",
-        kinds.name,
-        "your own DeepSpeed JSON instead of ds_config_*.json",
-        metavar="FILE",
-    ),
+    flag("--ds_config", kinds.name, "DeepSpeed JSON instead of ds_config_*.json", metavar="FILE"),
     flag(
         "--fsdp_config",
         kinds.name,
-        "JSON with FSDP's options, as accelerate and transformers write it",
+        "FSDP's options in JSON, as accelerate writes them",
         metavar="FILE",
     ),
     flag(
@@ -300,10 +272,7 @@ OUTPUT = (
         "--overwrite", "replace another run's results in --output_dir, or what is in --export_hf"
     ),
     flag(
-        "--save_every",
-        kinds.steps,
-        "write a checkpoint every N optimizer steps (default: none)",
-        metavar="N",
+        "--save_every", kinds.steps, "save a checkpoint every N steps (default: never)", metavar="N"
     ),
     switch("--save_epochs", "write a checkpoint at the end of each epoch"),
     flag(
