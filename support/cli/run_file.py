@@ -8,6 +8,7 @@ placed in front of the command line, so the command line overrides the file.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from support.errors import UserError
 from support.files.user_files import did_you_mean, read_yaml, shown
@@ -59,7 +60,6 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
         UserError: the file cannot be read or is not YAML, a key is unknown or given twice, a value
             has the wrong type, or switches contradict each other.
     """
-    values = _flatten(read_yaml("--config", path), path)
     flags = {action.dest: action for action in reversed(parser._actions) if action.option_strings}
     for action in parser._actions:
         if action.option_strings in (["--no_eval"], ["--no_fused_gelu"]):
@@ -67,7 +67,7 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     for name in NOT_IN_FILES:
         del flags[name]
     settings: dict[str, object] = {}
-    for key, value in values.items():
+    for key, value in _without_sections(read_yaml("--config", path), path):
         name = OTHER_NAMES.get(key, key)
         if name == "deepspeed":  # true, false, or the path of a DeepSpeed file
             settings["use_deepspeed"] = value if isinstance(value, bool) else value is not None
@@ -87,17 +87,15 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     return arguments
 
 
-def _flatten(content: dict, path: str) -> dict:
-    values: dict[str, object] = {}
+def _without_sections(content: dict, path: str) -> Iterator[tuple[str, object]]:
+    """Yield the keys and values of a run file, those in SECTIONS as if there were no sections."""
     for key, value in content.items():
-        inner = value if key in SECTIONS else {key: value}
-        if not isinstance(inner, dict):
+        if key not in SECTIONS:
+            yield key, value
+        elif isinstance(value, dict):
+            yield from value.items()
+        else:
             raise UserError(f"{path}: {key} is a section; write its keys below it, indented.")
-        for name, item in inner.items():
-            if name in values:
-                raise UserError(f"{path} gives {name} twice: leave one out.")
-            values[name] = item
-    return values
 
 
 def _apply_switches(settings: dict, path: str) -> None:
@@ -111,7 +109,7 @@ def _apply_switches(settings: dict, path: str) -> None:
     """
     for name in SWITCHES:
         if not isinstance(settings.get(name, False), bool):
-            _wrong(path, name, settings[name])
+            raise _wrong(path, name, settings[name])
     without_deepspeed = settings.get("use_deepspeed") is False
     deepspeed, fsdp = (settings.pop(name, False) for name in SWITCHES)
     strategy = strategy_of_switches(
@@ -170,37 +168,31 @@ def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[
         return [option]
     if value is None:
         return []
-    if isinstance(action, argparse.BooleanOptionalAction):
-        return (
-            [f"--{name}" if value else f"--no_{name}"]
-            if isinstance(value, bool)
-            else _wrong(path, name, value)
-        )
     if action.nargs == 0:
-        return ([option] if value else []) if isinstance(value, bool) else _wrong(path, name, value)
+        if not isinstance(value, bool):
+            raise _wrong(path, name, value)
+        has_opposite = isinstance(action, argparse.BooleanOptionalAction)
+        return [option] if value else [f"--no_{name}"] * has_opposite
     if name in ("report_to", "include") and isinstance(value, list):
         value = ",".join(map(str, value))
     if isinstance(value, bool | dict | list):
-        return _wrong(path, name, value)
+        raise _wrong(path, name, value)
     return [f"{option}={value}"]
 
 
-def _wrong(path: str, name: str, value):
-    raise UserError(f"{path}: {name} cannot be {shown(repr(value))}.")
+def _wrong(path: str, name: str, value) -> UserError:
+    return UserError(f"{path}: {name} cannot be {shown(repr(value))}.")
 
 
 def as_yaml(args: argparse.Namespace) -> str:
     """Return the resolved flags as YAML that --config can read."""
     import yaml
 
-    flags = {name: value for name, value in sorted(vars(args).items()) if name not in NOT_SHOWN}
     # Flags that are off or unset need no line (0 is a value), except those that are on by default.
-    unset = {
-        name for name, value in flags.items() if value is None or value is False or value == []
-    }
     settings = {
         name: value
-        for name, value in flags.items()
-        if name in ("eval", "fused_gelu") or name not in unset
+        for name, value in sorted(vars(args).items())
+        if name not in NOT_SHOWN
+        and (name in ("eval", "fused_gelu") or not (value is None or value is False or value == []))
     }
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
