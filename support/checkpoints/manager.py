@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from support.checkpoints.compatibility import check_same_run
@@ -204,29 +204,20 @@ class CheckpointManager:
             UserError: the checkpoint does not fit this model.
         """
         check_shapes(path, manifest, self.state)
-        if BUFFERS not in manifest["files"]:
-            return []
-        with safe_open(path / BUFFERS, framework="pt") as file:
-            saved_names = set(file.keys())
-            named = [item for item in self.module.named_buffers() if item[0] in saved_names]
-            pairs = [(buffer, file.get_tensor(name)) for name, buffer in named]
-        for (name, _), (buffer, values) in zip(named, pairs, strict=True):
-            if values.shape != buffer.shape:
-                raise UserError(
-                    f"--resume {path}: the shape of the buffer {name} is {list(buffer.shape)} in "
-                    f"this model, and {list(values.shape)} in the checkpoint."
-                )
+        saved = load_file(path / BUFFERS) if BUFFERS in manifest["files"] else {}
+        pairs = []
+        for name, buffer in self.module.named_buffers():
+            if name in saved:
+                if saved[name].shape != buffer.shape:
+                    raise UserError(
+                        f"--resume {path}: the shape of the buffer {name} is {list(buffer.shape)} "
+                        f"in this model, and {list(saved[name].shape)} in the checkpoint."
+                    )
+                pairs.append((buffer, saved[name]))
         return pairs
 
     def _load_weights(self, path: Path, manifest: dict, buffers: list) -> None:
-        """Load weights, moments and buffers.
-
-        Args:
-            path, manifest: as `find` returned them.
-            buffers: as `_check_fit` returned them.
-        Raises:
-            TrainingError: a file cannot be read.
-        """
+        """Load weights, moments and the buffers that `_check_fit` returned."""
         read_shards(path, manifest, self.state)
         for buffer, values in buffers:
             buffer.copy_(values)

@@ -55,19 +55,7 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
 
         nvme_folder = ctx.once_per_node("nvme folder", make_folder)
 
-    def print0(text: str) -> None:
-        if ctx.launch.is_node_leader and not ctx.console.quiet:
-            ctx.console.print(f"ℹ️  {text}")
-
-    run_id = ctx.attempt or f"simulation {os.getpid()}"
-    lock = functools.partial(op_builds.build_lock, run_id=run_id, print0=print0)
-    patches.guard_compilations(lock, op_builds.run_command)
-    patches.quote_library_path()
-    patches.cache_cpu_info()
-    if ops := requirements.ops_to_compile(args.strategy, ctx.device):
-        ctx.console.warn(
-            f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine."
-        )
+    _prepare_compilations(args.strategy, ctx)
     # Under its own launcher DeepSpeed reduces through this file of 69 MB in shared memory on a CPU,
     # and does not remove it.
     buffer = (
@@ -85,6 +73,24 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
         spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
     )
     return complete_ds_config(config, ctx.precision, sizes, ctx.world_size, nvme_folder)
+
+
+def _prepare_compilations(strategy: str, ctx: DistContext) -> None:
+    """Guard the compilation of DeepSpeed's ops, and announce those that are not compiled yet."""
+
+    def print0(text: str) -> None:
+        if ctx.launch.is_node_leader and not ctx.console.quiet:
+            ctx.console.print(f"ℹ️  {text}")
+
+    run_id = ctx.attempt or f"simulation {os.getpid()}"
+    lock = functools.partial(op_builds.build_lock, run_id=run_id, print0=print0)
+    patches.guard_compilations(lock, op_builds.run_command)
+    patches.quote_library_path()
+    patches.cache_cpu_info()
+    if ops := requirements.ops_to_compile(strategy, ctx.device):
+        ctx.console.warn(
+            f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine."
+        )
 
 
 class OneByOne(nn.Module):

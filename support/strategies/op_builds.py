@@ -51,8 +51,7 @@ def build_lock(op: str, folder: Path, run_id: str, print0: Callable[[str], None]
     """
     with open(folder / ".building", "a+", encoding="utf-8") as file:
         locked = _wait_for_lock(op, file, run_id, print0)
-        # An owner recorded here was killed, or it compiles on a machine with which this file system
-        # does not share locks.
+        # A recorded owner was killed, or compiles on a machine that does not see this lock.
         owner = _owner(file)
         elsewhere = owner is not None and owner["host"] != platform.node()
         _remove_abandoned(op, folder / "lock", locked and not elsewhere, print0)
@@ -116,7 +115,7 @@ def _remove_abandoned(op: str, lock: Path, locked: bool, print0: Callable[[str],
         # Between two commands of a compilation no process runs in the folder for a short time.
         if idle * POLL_SECONDS > 1 and (locked or _age(lock) > UNLOCKED_SECONDS):
             lock.unlink(missing_ok=True)
-            print0(f"An earlier compilation of {op} was killed: its lock is removed.")
+            print0(f"An earlier compilation of {op} was killed: its lock was removed.")
             return
         if not announced and not (locked and idle):
             announced = True
