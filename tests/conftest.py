@@ -264,10 +264,7 @@ def script(tmp_path_factory, preloaded):
         command = [*launcher_command(launcher, ranks), program, *args]
         if preloaded and not real:
             command = preloaded.replace(command)
-            env = {
-                **(env or {}),
-                **({"PYTHON_EXEC": preloaded.python} if launcher == "torchrun" else {}),
-            }
+            env = {**(env or {}), **(preloaded.for_torchrun() if launcher == "torchrun" else {})}
         if "--output_dir" not in args and "--help" not in args:
             command += ["--output_dir", folder]
         begun = time.monotonic()

@@ -77,11 +77,15 @@ class Preloaded:
         self._wait()
         if command[0] == sys.executable:
             return [self.python, *command[1:]]
+        self.for_torchrun()
+        return [self.python, Path(sys.executable).with_name("torchrun"), *command[1:]]
+
+    def for_torchrun(self) -> dict:
+        """The variable that names this interpreter to torchrun; the ranks need both servers."""
         if len(self.servers) == 1:
             self._start_server()
-            self._wait()
-        # torchrun takes the interpreter of its ranks from the variable PYTHON_EXEC.
-        return [self.python, Path(sys.executable).with_name("torchrun"), *command[1:]]
+        self._wait()
+        return {"PYTHON_EXEC": self.python}
 
     def _wait(self) -> None:
         """Wait for the servers, so that no time limit of a test includes their imports."""

@@ -35,7 +35,19 @@ RUN_TIME = {
     b"COLUMNS",
     b"LINES",
     b"FAULT",
+    b"FAULT_SCRIPT",
     b"PYTEST_CURRENT_TEST",
+    b"TMPDIR",  # the child forgets the server's temporary folder
+    # compare_strategies.sh
+    b"COMPARISON_RUN",
+    b"CONTROL",
+    b"NUM_GPUS",
+    b"PYTHON",
+    b"REPEATS",
+    b"RESUME",
+    b"SIMULATE_GPUS",
+    b"STRATEGIES",
+    b"TIMEOUT",
 }
 
 
@@ -92,7 +104,10 @@ def connect(folder: str):
 def main() -> None:
     real, folder = sys.executable, os.path.dirname(os.path.abspath(__file__))
     program, unbuffered = parse(sys.argv[1:])
-    if program and os.path.basename(program[0]) != "torchrun":
+    is_torchrun = program and (
+        os.path.basename(program[0]) == "torchrun" or program[:2] == ["-m", "torch.distributed.run"]
+    )
+    if program and not is_torchrun:
         os.environ.pop("PYTHON_EXEC", None)
     opened = [n for n in (0, 1, 2) if os.path.exists(f"/proc/self/fd/{n}")]
     connection = connect(folder) if program and "--verbose" not in program else None
