@@ -8,6 +8,17 @@ from pathlib import Path
 from support.cli.paths import is_local_model
 from support.known_models import EMBEDDED_MODEL
 
+# Titles of the results, and their keys in results.json.
+RESULTS = {
+    "Training loss, first step": "train_loss_first",
+    "Training loss, last step": "train_loss_last",
+    "Evaluation loss": "eval_loss",
+    "Perplexity": "perplexity",
+    "Tokens seen": "tokens",
+    "Optimizer steps": "steps",
+    "Tokens per second": "tokens_per_second",
+}
+
 
 def model_card(facts: dict, identity: dict) -> str:
     """Return the text of an exported model's README.md, which starts with the hub's metadata.
@@ -29,15 +40,7 @@ def model_card(facts: dict, identity: dict) -> str:
     ]
     metadata += [f"base_model: {base}"] if not scratch and not is_local_model(base) else []
     metadata += ["---"]
-    results = {
-        "Training loss, first step": facts.get("train_loss_first"),
-        "Training loss, last step": facts.get("train_loss_last"),
-        "Evaluation loss": facts.get("eval_loss"),
-        "Perplexity": facts.get("perplexity"),
-        "Tokens seen": facts.get("tokens"),
-        "Optimizer steps": facts.get("steps"),
-        "Tokens per second": facts.get("tokens_per_second"),
-    }
+    results = {title: facts.get(key) for title, key in RESULTS.items()}
     versions = ", ".join(
         f"{name} {number}" for name, number in (facts.get("versions") or {}).items()
     )
