@@ -82,7 +82,9 @@ def summarize(
         measured["communication_per_step"] = traffic
     measured["memory"] = memory.over_ranks(memory_of_ranks)
     measured["memory"]["predicted_bytes"] = advise.predicted_bytes(args, ctx, spec)
-    on_nvme = measured["memory"]["placement"]["optimizer"] == "nvme"
+    # With --eval_only no step is measured, so the placement is not known.
+    placement = measured["memory"]["placement"] or {}
+    on_nvme = placement.get("optimizer") == "nvme"
     if ctx.simulated and not measured["memory"]["moments_bytes"] and not on_nvme:
         raise TrainingError(
             "The simulated steps updated no weights, so Adam's states are missing in the measured "
