@@ -785,13 +785,14 @@ def test_temporary_folders_go_when_their_owner_is_dead(tmp_path):
     from support.files.atomic import TemporaryFolder
 
     program = (
-        "import sys, os, signal; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
-        "from support.files.atomic import TemporaryFolder; t = TemporaryFolder(Path(sys.argv[2]), 'x-');"
+        "import sys; from pathlib import Path;"
+        "from support.files.atomic import TemporaryFolder; t = TemporaryFolder(Path(sys.argv[1]), 'x-');"
         "(t.path / 'big').write_text('x'); print(t.path, flush=True); sys.stdin.read()"
     )
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", program, PROJECT, tmp_path],
+            [sys.executable, "-c", program, tmp_path],
+            cwd=PROJECT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -1009,17 +1010,17 @@ def test_temporary_folders_of_many_processes(tmp_path):
     from support.files.atomic import TemporaryFolder
 
     program = (
-        "import os, random, sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "import os, random, sys, time; from pathlib import Path\n"
         "from support.files.atomic import TemporaryFolder\n"
-        "draw, until = random.Random(int(sys.argv[3])), time.monotonic() + 3\n"
+        "draw, until = random.Random(int(sys.argv[2])), time.monotonic() + 3\n"
         "while time.monotonic() < until:\n"
-        "    folder = TemporaryFolder(Path(sys.argv[2]), 'x-')\n"
+        "    folder = TemporaryFolder(Path(sys.argv[1]), 'x-')\n"
         "    (folder.path / 'file').write_text('x'); time.sleep(0.02 * draw.random())\n"
         "    assert (folder.path / 'file').exists()\n"
         "    os.kill(os.getpid(), 9) if draw.random() < 0.05 else folder.remove()\n"
     )
     started = [
-        subprocess.Popen([sys.executable, "-c", program, PROJECT, tmp_path, str(seed)])
+        subprocess.Popen([sys.executable, "-c", program, tmp_path, str(seed)], cwd=PROJECT)
         for seed in range(12)
     ]
     codes = {process.wait() for process in started}
