@@ -22,6 +22,7 @@ redaction    removal of secrets from messages and files
 strategy     the table of strategies
 known_models shapes of the embedded model and of GPT-2
 chunks       sizes of the chunks in which large tensors are processed
+labels       the label of tokens without a loss
 units        units, and numbers as people read them
 """
 

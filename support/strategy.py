@@ -5,6 +5,7 @@ To add a strategy, add a row to STRATEGIES and a wrapper to the script.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -47,6 +48,21 @@ class Strategy:
     def uses_nvme(self) -> bool:
         """Whether model states are kept on NVMe."""
         return self.optimizer_on == "nvme"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a library loads, wraps and trains a model; the script has one for each `Strategy.engine`.
+
+    Attributes:
+        load: (args, ctx, spec) -> model; sharded, if the library shards while it loads.
+        wrap: (model, args, ctx) -> wrapped model; DeepSpeed's contains the optimizer.
+        train_epoch: the training loop.
+    """
+
+    load: Callable
+    wrap: Callable
+    train_epoch: Callable
 
 
 OPTIMIZER = frozenset(["optimizer"])

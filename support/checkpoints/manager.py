@@ -70,6 +70,7 @@ from support.model import export
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
 from support.strategies.optimizer_shards import ShardedState, free_gathered_weights
+from support.train_state import TrainState
 from support.unwrap import unwrapped
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group
@@ -108,7 +109,7 @@ class CheckpointManager:
         best_is_loaded: whether `load_best` left the best weights in the model.
         seconds: for each save of this process, how long training waited for it.
         state: the ShardedState of this rank; None with --eval_only.
-        after_save: functions that are called after each save.
+        before_save, after_save: functions that are called before and after each save.
     Raises:
         UserError: checkpoints are requested, but the optimizer is not AdamW.
     """
@@ -129,6 +130,7 @@ class CheckpointManager:
         self._loaded_from: Path | None = None
         self._resumed_at = -1  # step of the checkpoint in `folder` that this run continues
         self.seconds: list[float] = []
+        self.before_save: list[Callable[[], None]] = []
         self.after_save: list[Callable[[], None]] = []
 
     def _may_save(self) -> bool:
@@ -327,52 +329,52 @@ class CheckpointManager:
 
     # --------------------------------------------------------------------------------------- saving
 
-    def after_step(self, meter, stop: torch.Tensor) -> None:
+    def after_step(self, state: TrainState, stop: torch.Tensor) -> None:
         """Save a checkpoint if one is due; save and stop if a rank received a stop signal.
 
         Call it on every rank after each step.
 
         Args:
-            meter: the run's counters.
+            state: the run's counters.
             stop: scalar tensor, above 0 if any rank received a stop signal; equal on all ranks.
         Raises:
             Preempted: a rank received a stop signal, and the checkpoint is complete.
             TrainingError: the checkpoint cannot be written.
         """
         every, epochs = self.args.save_every, self.args.save_epochs
-        if (every and meter.step % every == 0) or (epochs and meter.at_end_of_epoch):
-            self.save(meter)
+        if (every and state.step % every == 0) or (epochs and state.at_end_of_epoch):
+            self.save(state)
         if self.may_save and self._stop.read(stop):
-            self.save_and_stop(meter)
+            self.save_and_stop(state)
 
-    def after_evaluation(self, meter) -> None:
+    def after_evaluation(self, state: TrainState) -> None:
         """Save a checkpoint if this evaluation is the best so far; call it on every rank.
 
         Raises:
             TrainingError: the checkpoint cannot be written.
         """
-        if not (self.args.load_best_at_end and meter.best and meter.best["step"] == meter.step):
+        if not (self.args.load_best_at_end and state.best and state.best["step"] == state.step):
             return
-        self.save(meter)
+        self.save(state)
         if self.ctx.is_main:
-            old, new = marked(self.folder, "best"), step_folder(self.folder, meter.step).name
+            old, new = marked(self.folder, "best"), step_folder(self.folder, state.step).name
             write_text(self.folder / "best", new + "\n")
             # With regular saves --keep_last decides which checkpoints are removed.
             saves_regularly = self.args.save_every or self.args.save_epochs
             if old not in ("", new) and not saves_regularly:
                 shutil.rmtree(self.folder / old, ignore_errors=True)
 
-    def save_and_stop(self, meter) -> NoReturn:
+    def save_and_stop(self, state: TrainState) -> NoReturn:
         """Save a checkpoint and raise Preempted; every rank calls it after the same step.
 
         Raises:
             Preempted: the checkpoint is complete.
             TrainingError: the checkpoint cannot be written.
         """
-        self.save(meter)
+        self.save(state)
         raise Preempted(self.model)
 
-    def save(self, meter) -> None:
+    def save(self, state: TrainState) -> None:
         """Save a checkpoint of the current step, unless there is one.
 
         Call it on every rank, between two steps. It returns when the checkpoint is on disk.
@@ -381,13 +383,15 @@ class CheckpointManager:
             TrainingError: the disk is full, or not writable. All ranks raise it together, and no
                 unfinished folder remains.
         """
-        if meter.step == self._saved_at:
+        if state.step == self._saved_at:
             return
         started = time.monotonic()
-        final = step_folder(self.folder, meter.step)
+        for function in self.before_save:
+            function()
+        final = step_folder(self.folder, state.step)
         with self.ctx.console.bar("Saving a checkpoint", unit=""):
-            self._write(final, self._manifest(meter.counters()))
-        self._saved_at = meter.step
+            self._write(final, self._manifest(state.counters()))
+        self._saved_at = state.step
         self.seconds.append(time.monotonic() - started)
         self.ctx.console.print0(f"💾 {final} ({self.seconds[-1]:.1f} s)")
         for function in self.after_save:
@@ -466,26 +470,26 @@ class CheckpointManager:
                 f"updated ({error.strerror})."
             )
 
-    def weights_kept(self, meter) -> Path | None:
+    def weights_kept(self, state: TrainState | None) -> Path | None:
         """Return a checkpoint with the model's present weights, and save one if necessary.
 
         Every rank calls it.
 
         Args:
-            meter: the run's counters; None for a run that was complete before it was resumed.
+            state: the run's counters; None for a run that was complete before it was resumed.
         Returns:
             The checkpoint's folder; None if there is none and none can be written.
         """
-        if self.best_is_loaded or meter is None:
+        if self.best_is_loaded or state is None:
             return self._loaded_from
         if not self.may_save:
             return None
         try:
-            self.save(meter)
+            self.save(state)
         except TrainingError as error:
             self.ctx.console.warn(str(error))
             return None
-        return step_folder(self.folder, meter.step)
+        return step_folder(self.folder, state.step)
 
 
 class DelayedFlag:

@@ -51,10 +51,17 @@ class DistContext:
     lock: Any = None
 
     @classmethod
-    def of_single_process(cls, launch: Launch, console: Console) -> DistContext:
-        """Return the context of a process without a process group, on the CPU."""
+    def create(
+        cls,
+        launch: Launch,
+        device: torch.device,
+        backend: str,
+        console: Console,
+        precision: str = "fp32",
+    ) -> DistContext:
+        """Return a context whose process group is not initialized yet."""
         failures = FailureMonitor(launch, console, StopSignal())
-        return cls(launch, torch.device("cpu"), "fake", console, failures)
+        return cls(launch, device, backend, console, failures, precision)
 
     @property
     def stop(self) -> StopSignal:

@@ -14,13 +14,18 @@ from support.errors import UserError
 def choose_device(launch: Launch) -> torch.device:
     """Return this rank's GPU, and make it the current device; without GPUs the CPU.
 
+    Sets the environment variables that tell DeepSpeed the same.
+
     Raises:
         UserError: this node has more ranks than visible GPUs.
     """
     if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return torch.device("cpu")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda")
     device = torch.device("cuda", check_visible_gpus(launch, torch.cuda.device_count()))
     torch.cuda.set_device(device)
+    os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed uses it as the GPU's index
     return device
 
 

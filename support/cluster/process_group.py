@@ -1,4 +1,4 @@
-"""The backend of the process group, and the simulated process group."""
+"""The process group: waiting for its ranks, its backend, and its simulation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from support.cluster.context import DistContext
+from support.cluster.devices import identify_gpu
+from support.cluster.peers import PeerMonitor
+from support.cluster.rendezvous import ARRIVAL_SECONDS, open_store, rendezvous
 
 
 def group_options(args, device: torch.device, world_size: int) -> dict[str, Any]:
@@ -39,14 +44,37 @@ def group_options(args, device: torch.device, world_size: int) -> dict[str, Any]
     return {"backend": "nccl"}
 
 
-def simulate_process_group(world_size: int, timeout: timedelta) -> None:
-    """Initialize a process group of `world_size` simulated ranks, with this process as rank 0.
+def simulate_process_group(ctx: DistContext, timeout: timedelta) -> None:
+    """Initialize a process group of simulated ranks, with this process as rank 0.
 
     It uses PyTorch's "fake" backend for tests, whose collectives return at once and transfer no
     data. Every strategy allocates the same memory as among real ranks.
     """
+    ctx.stop.install()
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(
-        "fake", store=FakeStore(), rank=0, world_size=world_size, timeout=timeout
+        "fake", store=FakeStore(), rank=0, world_size=ctx.world_size, timeout=timeout
     )
+
+
+def connect_ranks(ctx: DistContext, seconds: float) -> dist.Store:
+    """Wait until all ranks have started and fit together, and watch them from then on.
+
+    Args:
+        ctx: this process; its `attempt` is set.
+        seconds: time to wait for the last rank.
+    Returns:
+        The store for `dist.init_process_group`.
+    Raises:
+        TrainingError: a rank did not arrive in time, or the ranks do not fit together.
+    """
+    launch = ctx.launch
+    seconds = min(seconds, ARRIVAL_SECONDS)
+    store, ctx.attempt = rendezvous(launch, ctx.backend, seconds, identify_gpu(ctx.device))
+    ctx.stop.install()
+    # Before NCCL connects the ranks: it would wait for a rank that has already failed.
+    if launch.world_size > 1:
+        peers = PeerMonitor(open_store(launch, ctx.attempt), launch.rank, launch.world_size)
+        ctx.failures.watch(open_store(launch, ctx.attempt), peers)
+    return store

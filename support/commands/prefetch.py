@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
 from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
@@ -27,7 +29,8 @@ def prefetch(args, launch: Launch) -> None:
         SystemExit: the downloads are complete. `FailureMonitor.end_failed` ends it after an error.
     """
     console = Console(launch.is_main, args.quiet, args.verbose)
-    ctx = DistContext.of_single_process(launch, console)
+    # The backend of simulations: this process is the only one.
+    ctx = DistContext.create(launch, torch.device("cpu"), "fake", console)
     ctx.stop.install()
     try:
         ctx.console.print0(f"⏳ Downloading {args.model}, where it is not in the cache")

@@ -18,10 +18,19 @@ import torch
 import torch.nn.functional as F
 
 from support.cli.arguments import global_batch
+from support.cli.conflicts import NEED_EVALUATIONS
+from support.cluster.context import DistContext
 from support.errors import UserError
+from support.labels import IGNORED
+from support.train_state import TrainState
 
 ROW_MULTIPLE = 8  # examples are padded to a multiple of this length, which suits matrix units
-IGNORED = -100  # label of a token that the loss ignores, as in PyTorch's cross_entropy
+
+
+NOTHING_TO_EVALUATE = (
+    "There is nothing to evaluate on: a corpus of one sequence, or a stream without "
+    "--validation_file"
+)
 
 
 # ---------------------------------------------------------------------------------------- sequences
@@ -251,6 +260,17 @@ def open_split(prepared: dict, name: str, args) -> tuple[Sequences, dict]:
 # -------------------------------------------------------------------------------------------- order
 
 
+def check_validation(validation: Sequences, args) -> None:
+    """Check that there is something to evaluate on if a flag needs evaluations.
+
+    Raises:
+        UserError: a flag needs evaluations, and there are no validation sequences.
+    """
+    needed = [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]
+    if needed and not validation.num_sequences:
+        raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
+
+
 def epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of the sequences, the same on every rank: int64 [num_sequences]."""
     return np.random.default_rng([seed, epoch]).permutation(num_sequences)
@@ -334,6 +354,24 @@ def step_batches(
             [fill_up(file, indices, batch_size) for indices in rank_shares],
             sum(map(file.tokens, rank_shares)),
         )
+
+
+def rest_of_epoch(train, state: TrainState, args, ctx: DistContext) -> Iterator[StepBatch]:
+    """Iterate over this rank's step batches of the rest of an epoch, on the device.
+
+    Args:
+        train: the training sequences.
+        state: the epoch, which seeds the order of the sequences, and how many of them were trained
+            on before a resume or an evaluation.
+        args: --seed, --batch_size, --gradient_accumulation_steps, --streaming.
+        ctx: the ranks.
+    """
+    if args.streaming:
+        return train.step_batches(ctx.device)
+    order = epoch_order(train.num_sequences, args.seed, state.epoch)[state.position :]
+    accumulation = args.gradient_accumulation_steps
+    batches = step_batches(train, order, args.batch_size, accumulation, ctx.rank, ctx.world_size)
+    return prefetch(batches, ctx.device)
 
 
 def fill_up(file: Sequences, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

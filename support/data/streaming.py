@@ -27,7 +27,6 @@ from support.cli.arguments import global_batch
 from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext
 from support.data.batches import (
-    IGNORED,
     ExampleFile,
     ReadAhead,
     StepBatch,
@@ -44,6 +43,7 @@ from support.data.rows import BadRow, has_rows
 from support.data.stream_reader import Item, Reader, StreamCorpus, files_to_read, open_corpus
 from support.data.tokenize import SHOWN_BAD_ROWS, print_splits, refuse_bad_rows, tokenize_corpus
 from support.errors import UserError
+from support.labels import IGNORED
 
 # Steps in the queue of `batches.ReadAhead`; two more are outside it, one in the thread and one in
 # `prefetch`. A few are enough, because the slots refill in different steps.

@@ -42,7 +42,7 @@ class DevicePeak:
 
 
 # What a run does after each recorded phase. After backward comes the next micro-batch, or
-# `Meter.after_backward`.
+# `MetricsLogger.after_backward`.
 AFTER = {
     "libraries_imported": "loading model and data",
     "model_loaded": "handing the model to the strategy",

@@ -104,11 +104,11 @@ class Trained(Protocol):
     identity: dict  # the run signature
     best_is_loaded: bool
 
-    def weights_kept(self, meter) -> Path | None:
+    def weights_kept(self, state) -> Path | None:
         """Return a checkpoint that contains the present weights; None if there is none."""
 
 
-def finish(trained: Trained, results, target: Target, args, meter) -> None:
+def finish(trained: Trained, results, target: Target, args, state) -> None:
     """Export the trained model, unless the flags exclude it or a complete run has exported it.
 
     Every rank calls this function.
@@ -118,7 +118,7 @@ def finish(trained: Trained, results, target: Target, args, meter) -> None:
         results: the run's Results, which get the `export` entry.
         target: the destination folder.
         args: --no_export, --eval_only, --export_hf, --export_dtype, --merge_lora.
-        meter: the run's counters; None for a run that was complete before it was resumed.
+        state: the run's TrainState; None for a run that was complete before it was resumed.
     Raises:
         TrainingError: the export failed; the message says where the trained weights are.
     """
@@ -137,7 +137,7 @@ def finish(trained: Trained, results, target: Target, args, meter) -> None:
     try:
         results.update(export=export_model(trained, target, args, card))
     except ExportFailed as error:
-        checkpoint = trained.weights_kept(meter)
+        checkpoint = trained.weights_kept(state)
         location = _name_checkpoint(checkpoint) if checkpoint else _rescue(trained, args, card)
         raise TrainingError(f"{error} {location}") from error
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from support.chunks import LOGITS_CHUNK
+from support.labels import IGNORED
 from support.unwrap import unwrapped
 
 # Types whose gradients need the factor of the loss scaler, see ChunkedLoss.
@@ -230,3 +231,29 @@ def _chunks(tokens: int, vocabulary: int, device: str) -> list[slice]:
     count = -(-tokens * vocabulary // LOGITS_CHUNK[device])
     size = -(-tokens // count)
     return [slice(start, start + size) for start in range(0, tokens, size)]
+
+
+def next_token_loss(
+    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Run the forward pass and return the sum of the next-token cross entropies / `tokens`.
+
+    Args:
+        model: as wrapped by the strategy.
+        inputs: token ids, int64 [batch, length].
+        labels: int64 [batch, length]; IGNORED for tokens without a loss.
+        tokens: scalar tensor, the valid tokens of the whole step on all ranks. The losses of all
+            micro-batches and ranks then add up to the mean over tokens.
+    Returns:
+        The loss, a scalar in fp32.
+    """
+    # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    with loss_in_place_of_logits(model, targets, tokens) as chunked:
+        output = model(input_ids=inputs, use_cache=False).logits
+    if chunked:  # the output layer computed the loss in chunks, so the full logits never existed
+        return output
+    logits = output.flatten(0, 1).float()
+    return (
+        F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") / tokens
+    )

@@ -148,7 +148,7 @@ class Results:
         """Write the progress of a run that a signal stopped (rank 0).
 
         Args:
-            counters: see Meter.counters.
+            counters: see TrainState.counters.
         """
         reason = "stopped by a signal; a checkpoint was saved"
         self.facts.update(status="preempted", reason=reason, **progress(counters))
@@ -219,7 +219,7 @@ def read_results(path: Path) -> tuple[dict | None, str]:
 
 
 def progress(counters: dict) -> dict:
-    """Return the meter's counters under the keys of results.json."""
+    """Return the counters of a run under the keys of results.json."""
     return {
         "steps": counters["step"],
         "samples": counters["samples"],

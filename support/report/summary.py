@@ -14,14 +14,14 @@ from support.errors import TrainingError
 from support.memory import advise
 from support.memory import measure as memory
 from support.model.resolve import ModelSpec
-from support.report.metrics_log import Meter
+from support.report.metrics_log import MetricsLogger
 from support.report.peak_flops import peak_flops
 from support.report.results import progress
 
 
 def summarize(
     ctx: DistContext,
-    meter: Meter,
+    metrics: MetricsLogger,
     memory_by_phase: memory.MemoryByPhase,
     evaluation: tuple[float, float] | None,
     args: Arguments,
@@ -37,26 +37,27 @@ def summarize(
     Raises:
         TrainingError: a memory simulation updated no weights, so Adam's states were not measured.
     """
-    counters, traffic = meter.counters(), meter.traffic.per_step(meter.warmup_steps)
+    metrics.flush()
+    state, traffic = metrics.state, metrics.traffic.per_step(metrics.warmup_steps)
     memory_of_ranks = ctx.all_gather(
         memory.of_this_rank(
             memory_by_phase,
-            meter.step_memory,
+            metrics.step_memory,
             nvme_folder(args.ds_config_dict),
             ctx.launch.is_node_leader,
         )
     )
-    speeds = ctx.all_gather(meter.speed())
+    speeds = ctx.all_gather(metrics.speed())
     sent = ctx.all_gather(sum(collective["sent_bytes"] for collective in traffic.values()))
     loss, perplexity = evaluation or (None, None)
-    best = meter.best or {"loss": None, "step": None}
+    best = state.best or {"loss": None, "step": None}
     measured = {
-        **progress(counters),
+        **progress(state.counters()),
         "eval_loss": loss,
         "perplexity": perplexity,
         "best_eval_loss": best["loss"],
         "best_step": best["step"],
-        "stopped_early": args.early_stopping_patience if meter.stopped_early else None,
+        "stopped_early": state.patience if state.stopped_early else None,
         "seconds_to_first_step": None,
         "communication_bytes_per_step": None,
         "communication_per_step": None,
@@ -68,16 +69,16 @@ def summarize(
         "mfu": None,
         **mean_over_ranks(speeds),
     }
-    if meter.first_step_at:
+    if metrics.first_step_at:
         process_started = psutil.Process().create_time()
-        measured["seconds_to_first_step"] = meter.first_step_at - process_started
+        measured["seconds_to_first_step"] = metrics.first_step_at - process_started
     if measured["tokens_per_second"]:
         tokens_per_second = measured["tokens_per_second"] / ctx.world_size
         measured["tokens_per_second_per_gpu"] = tokens_per_second
         if peak := peak_flops(ctx.device, ctx.precision):
             measured["mfu"] = tokens_per_second * flops_per_token(spec, args.seq_length) / peak
-    steps = meter.step - meter.before["step"]
-    if steps and Traffic.complete(ctx.device, args.ds_config_dict is not None):
+    has_trained = state.step > state.first_step
+    if has_trained and Traffic.complete(ctx.device, args.ds_config_dict is not None):
         measured["communication_bytes_per_step"] = statistics.mean(sent)
         measured["communication_per_step"] = traffic
     measured["memory"] = memory.over_ranks(memory_of_ranks)

@@ -69,6 +69,8 @@ def check_requirements(args, device) -> None:
         MissingRequirement: the compiler is missing; or, if something is offloaded to NVMe, libaio
             or the CUDA toolkit.
     """
+    if not STRATEGIES[args.strategy].uses_deepspeed:
+        return
     check_compiler(args.strategy, device)
     if uses_nvme(args.ds_config_dict):
         check_async_io(device)

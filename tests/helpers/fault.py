@@ -58,14 +58,14 @@ def let_deepspeed_witness(file: str) -> None:
     from support.report import metrics_log as metering
     from support.report import results as reporting
 
-    end_step, complete = metering.Meter.end_step, reporting.Results.complete
+    end_step, complete = metering.MetricsLogger.end_step, reporting.Results.complete
 
-    def end(meter, *args):
+    def end(metrics, *args):
         from deepspeed.comm import comm
 
-        end_step(meter, *args)
+        end_step(metrics, *args)
         if (
-            meter.step == 2
+            metrics.state.step == 2
         ):  # stage 3 gathers more in its first step, in which it learns the order of the layers
             comm.comms_logger.comms_dict.clear()
 
@@ -80,7 +80,7 @@ def let_deepspeed_witness(file: str) -> None:
             Path(file).write_text(json.dumps(counts))
         complete(results)
 
-    metering.Meter.end_step, reporting.Results.complete = end, write
+    metering.MetricsLogger.end_step, reporting.Results.complete = end, write
 
 
 def let_the_live_model_speak(file: str) -> None:

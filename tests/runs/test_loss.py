@@ -13,7 +13,7 @@ from torch import nn
 from support import patches
 from support.data.batches import IGNORED
 from support.model import loss
-from support.model.weights import from_config
+from support.model import resolve as models
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 SIZES = {
@@ -174,17 +174,15 @@ CONFIGS = {
 def test_models_that_change_their_logits_compute_them_all(family):
     config, plain = CONFIGS[family]
     with torch.device("meta"):
-        model = from_config(config)
+        model = models.from_config(config)
     assert loss.returns_plain_logits(model) == plain
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_script_computes_the_same_loss_either_way(family):
-    import real_model_example
-
     config, plain = CONFIGS[family]
     torch.manual_seed(0)
-    model = from_config(config).eval()
+    model = models.from_config(config).eval()
     ids = torch.randint(0, VOCABULARY, (2, 20))
     labels = ids.clone()
     labels[1, 12:] = IGNORED
@@ -195,7 +193,7 @@ def test_script_computes_the_same_loss_either_way(family):
     )
     if plain:
         loss.OutputLayer.replace_head(model)
-    found = real_model_example.next_token_loss(model, ids, labels, torch.tensor(19.0 + 11.0))
+    found = loss.next_token_loss(model, ids, labels, torch.tensor(19.0 + 11.0))
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert model(input_ids=ids).logits.shape == (
         2,
@@ -207,13 +205,11 @@ def test_script_computes_the_same_loss_either_way(family):
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_a_step_does_not_wait_for_the_gpu(config):
     """Whoever reads a value of a tensor on a GPU waits for the GPU."""
-    import real_model_example
-
-    model = from_config(config).train()
+    model = models.from_config(config).train()
     loss.OutputLayer.replace_head(model)
     ids, tokens = torch.randint(0, VOCABULARY, (2, 20)), torch.tensor(38.0)
     with Operations() as operations:
-        real_model_example.next_token_loss(model, ids, ids, tokens).backward()
+        loss.next_token_loss(model, ids, ids, tokens).backward()
     assert "aten::mm" in operations.names
     assert not {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"} & set(
         operations.names
@@ -223,7 +219,7 @@ def test_a_step_does_not_wait_for_the_gpu(config):
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_compiled_attention_gets_no_mask(config):
     """FlashAttention takes none."""
-    model, calls = from_config(config), []
+    model, calls = models.from_config(config), []
 
     def record(graph, _inputs):
         for node in graph.graph.nodes:

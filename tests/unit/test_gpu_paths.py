@@ -16,7 +16,7 @@ from support.data import batches as data
 from support.errors import UserError
 from support.memory import measure as memory
 from support.memory import system
-from support.report import metrics_log as metering
+from support.report import step_timer
 
 GPU = torch.device("cuda", 0)
 GB = 2**30
@@ -75,7 +75,7 @@ def test_memory_of_a_step_by_phase(gpu_memory, monkeypatch):
     step = memory.StepMemory(
         torch.nn.Linear(1, 1), None, peak, detailed=False, kept_by_loss=lambda: 40
     )
-    peak.mark()  # as Meter does at each mark of this step
+    peak.mark()  # as MetricsLogger does at each mark of this step
     step.begin()
     for phase, size, temporary in (
         ("forward", 300, 60),
@@ -137,10 +137,10 @@ def event(monkeypatch):
 def test_phases_of_a_step_are_timed_by_the_gpu_without_waiting_for_it(event, monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
-    timer = metering.StepTimer(GPU)
+    timer = step_timer.StepTimer(GPU)
     timer.mark(None)
     for step in range(1, 4):
-        for number, phase in enumerate(metering.PHASES):
+        for number, phase in enumerate(step_timer.PHASES):
             event.clock += 1000 * step * (number + 1)
             timer.mark(phase)
         timer.end_step()

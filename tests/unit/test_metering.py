@@ -10,6 +10,8 @@ import torch
 
 from support.report import metrics_log as metering
 from support.report import peak_flops as peaks
+from support.report import step_timer
+from support.train_state import TrainState
 
 STEPS, COMPUTE, LOG, PAUSE = 12, 1.0, 0.5, 100.0  # steps, and seconds
 
@@ -28,104 +30,95 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     read = lambda: clock.now  # noqa: E731
-    monkeypatch.setattr(metering, "time", SimpleNamespace(perf_counter=read, time=read))
+    for module in (metering, step_timer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=read, time=read))
     monkeypatch.setattr(metering, "Traffic", MagicMock())
     return clock
 
 
-def open_meter(tmp_path, clock, bar=False, **flags) -> metering.Meter:
+def open_metrics(tmp_path, clock, bar=False, **flags) -> metering.MetricsLogger:
     """One of `STEPS` steps in an epoch, whose tracker takes `LOG` seconds for a record, and
     StepMemory `PAUSE`.
     """
     args = SimpleNamespace(
-        early_stopping_patience=None,
-        seq_length=8,
-        batch_size=2,
-        gradient_accumulation_steps=1,
-        logging_steps=1,
-        eval=True,
-        eval_every=None,
-        streaming=False,
-        **flags,
+        batch_size=2, gradient_accumulation_steps=1, logging_steps=1, streaming=False, **flags
     )
     run = SimpleNamespace(
         device=torch.device("cpu"),
         is_main=True,
         simulated=False,
+        precision="fp32",
         world_size=1,
         all_gather=lambda value: [value],
         console=SimpleNamespace(
             print0=lambda text: None, bar=lambda *a, **k: MagicMock(active=bar)
         ),
     )
-    before = {"step": 0, "samples": 0, "tokens": 0, "training_seconds": 0.0}
-    before |= dict.fromkeys(("best", "first_loss", "last_loss"))
+    state = TrainState(total_steps=STEPS, num_sequences=2 * STEPS)
     step_memory = MagicMock(slows_down=False)
     for name in ("begin", "mark", "after_backward", "end"):
         getattr(step_memory, name).side_effect = lambda *_: clock.work(PAUSE)
     memory_by_phase = MagicMock()
     memory_by_phase.device_bytes.return_value = {"allocated": 2**30}
-    meter = metering.Meter(
-        args, run, tmp_path, STEPS, 2 * STEPS, before, memory_by_phase, step_memory
-    )
-    meter.trackers = MagicMock(active=False)
-    meter.trackers.log.side_effect = lambda record: clock.work(LOG)
-    return meter
+    metrics = metering.MetricsLogger(args, run, tmp_path, state, memory_by_phase, step_memory)
+    metrics.trackers = MagicMock(active=False)
+    metrics.trackers.log.side_effect = lambda record: clock.work(LOG)
+    return metrics
 
 
-def train(meter, clock, steps: int) -> None:
+def train(metrics, clock, steps: int) -> None:
     for _ in range(steps):
-        for phase in metering.PHASES:
+        for phase in step_timer.PHASES:
             clock.work(COMPUTE / 4)
-            meter.mark(phase)
+            metrics.mark(phase)
             if phase == "backward":
-                meter.after_backward()
-        meter.end_step(torch.ones(()), 0.1, None, torch.tensor(16))
+                metrics.after_backward()
+        metrics.end_step(torch.ones(()), 0.1, None, torch.tensor(16))
 
 
 def test_throughput_includes_the_log_and_excludes_pauses(tmp_path, clock):
     """The last step is the one whose memory is measured; its log is in no step."""
-    meter = open_meter(tmp_path, clock)
-    meter.start_epoch(1)
-    train(meter, clock, 7)
+    metrics = open_metrics(tmp_path, clock)
+    metrics.start_epoch()
+    train(metrics, clock, 7)
     clock.work(PAUSE)  # a save
-    meter.restart_clock()
-    train(meter, clock, 2)
-    meter.counters()  # a checkpoint asks for them
+    metrics.restart_clock()
+    train(metrics, clock, 2)
+    metrics.flush()  # a checkpoint asks for them
     clock.work(PAUSE)  # an evaluation in the middle of an epoch
-    meter.start_epoch(1)
-    train(meter, clock, STEPS - 9)
+    metrics.start_epoch()
+    train(metrics, clock, STEPS - 9)
     each = [COMPUTE] + [COMPUTE + LOG] * (STEPS - 1)  # nothing was logged before the first
-    assert [sum(step.values()) for step in meter.timer.steps] == pytest.approx(each)
-    speed = meter.speed()
+    assert [sum(step.values()) for step in metrics.timer.steps] == pytest.approx(each)
+    speed = metrics.speed()
     assert speed["warmup_steps_excluded"] == 3
     assert speed["tokens_per_second"] == pytest.approx(16 / (COMPUTE + LOG))
     assert speed["step_seconds"]["median"] == pytest.approx(COMPUTE + LOG)
     assert sum(speed["step_phases_seconds"].values()) == pytest.approx(COMPUTE + LOG)
     assert speed["step_phases_seconds"]["data"] == pytest.approx(COMPUTE / 4 + LOG)
-    assert meter.counters()["training_seconds"] == pytest.approx(sum(each))
+    assert metrics.state.training_seconds == pytest.approx(sum(each))
 
 
 def test_a_trace_is_no_part_of_a_step(tmp_path, clock):
-    meter = open_meter(tmp_path, clock)
-    meter.trace = MagicMock()
-    meter.trace.end_step.side_effect = lambda: clock.work(PAUSE)
-    meter.start_epoch(1)
-    train(meter, clock, 4)
-    assert [sum(step.values()) for step in meter.timer.steps] == pytest.approx(
+    metrics = open_metrics(tmp_path, clock)
+    metrics.trace = MagicMock()
+    metrics.trace.end_step.side_effect = lambda: clock.work(PAUSE)
+    metrics.start_epoch()
+    train(metrics, clock, 4)
+    assert [sum(step.values()) for step in metrics.timer.steps] == pytest.approx(
         [COMPUTE] + [COMPUTE + LOG] * 3
     )
 
 
 def test_memory_is_read_where_a_line_is_logged(tmp_path, clock):
-    meter = open_meter(tmp_path, clock, bar=True)
-    meter.args.logging_steps = 5
-    meter.start_epoch(1)
-    train(meter, clock, STEPS)
+    metrics = open_metrics(tmp_path, clock, bar=True)
+    metrics.args.logging_steps = 5
+    metrics.start_epoch()
+    train(metrics, clock, STEPS)
     assert (
-        meter.memory_by_phase.device_bytes.call_count == 4
+        metrics.memory_by_phase.device_bytes.call_count == 4
     )  # after the steps 1, 6, 11, and the last
-    shown = [call.args[0] for call in meter._bar.show.call_args_list]
+    shown = [call.args[0] for call in metrics._bar.show.call_args_list]
     assert len(shown) == STEPS and all("1.00 GB" in text for text in shown)
 
 

@@ -1,0 +1,214 @@
+"""The record of a run: its output folder and results.json, from the start to the exported model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.checkpoints.manager import CheckpointManager, TrainingObjects, saves_due
+from support.cluster.context import DistContext
+from support.data.batches import total_steps
+from support.memory.measure import MemoryByPhase
+from support.model import export
+from support.model.generate import generate
+from support.model.resolve import ModelSpec
+from support.report import console_lines, output_dir, profiling
+from support.report import results as reporting
+from support.report.metrics_log import MetricsLogger, step_memory_of
+from support.report.summary import summarize
+from support.train_state import TrainState
+from support.units import human_count
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run leaves behind. All ranks call the methods together.
+
+    Attributes:
+        ctx: the ranks.
+        folder: the output folder.
+        results: the content of results.json.
+        target: where the model is exported to.
+        memory: memory after each phase of the run.
+        at_end: functions that finish files for other tools.
+    """
+
+    ctx: DistContext
+    folder: Path
+    results: reporting.Results
+    target: export.Target
+    memory: MemoryByPhase
+    at_end: list[Callable[[], None]]
+
+    @classmethod
+    def open(cls, args, ctx: DistContext) -> RunRecord:
+        """Create and lock the output folder, write results.json, start to record memory.
+
+        Raises:
+            UserError: a folder cannot be created or used.
+        """
+        console_lines.say_setup(ctx)
+        folder = output_dir.new_output_dir(args, ctx)
+        results = reporting.open_results(args, ctx, folder)
+        target = export.target_of(args, folder, results.before)
+        memory = MemoryByPhase(ctx.device)
+        ctx.failures.memory_facts.append(memory.describe)
+        snapshot = args.memory_snapshot
+        at_end = [profiling.record_memory(snapshot, ctx)] if snapshot else []
+        return cls(ctx, folder, results, target, memory, at_end)
+
+    def announce_model(self, args, spec: ModelSpec) -> None:
+        """Print what is trained, before the data is read."""
+        verb = "Fine-tuning" if not args.eval_only else "Evaluating"
+        verb = "Simulating the memory of" if self.ctx.simulated else verb
+        base = spec.parameters - (spec.trainable if spec.lora else 0)
+        print0 = self.ctx.console.print0
+        print0(f"🚀 {verb} {args.model} ({human_count(base)} parameters)")
+        print0(f"📋 Strategy: {args.strategy.upper()}")
+        if spec.own_settings:
+            print0(
+                "🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel "
+                "(--no_fused_gelu keeps it)"
+            )
+        if not spec.chunked_loss:
+            print0(
+                "🔧 All logits of a batch are computed at once: this model changes them, or has "
+                "adapters on its output layer"
+            )
+
+    def model_loaded(self, args, spec: ModelSpec, dataset: dict, train_data) -> None:
+        """Print and record the sizes of the model and of the data.
+
+        Args:
+            args: the flags.
+            spec: the model's description.
+            dataset: the dataset's entry in results.json.
+            train_data: the training sequences.
+        """
+        self.memory.note("model_loaded")
+        print0 = self.ctx.console.print0
+        print0(f"✅ Model loaded: {spec.parameters:,} parameters ({spec.parameters / 1e6:.1f}M)")
+        if spec.lora:
+            print0(
+                f"🔧 LoRA: {spec.trainable:,} of {spec.parameters:,} parameters are trained "
+                f"({spec.trainable / spec.parameters:.2%})"
+            )
+            if spec.random and not (args.merge_lora or args.no_export):
+                self.ctx.console.warn(
+                    "The frozen weights are random, and adapters are worth nothing without them: "
+                    "--merge_lora exports both."
+                )
+        count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
+        print0(f"✅ Dataset ready: {count}")
+        self.results.update(
+            parameters=spec.parameters,
+            trainable_parameters=spec.trainable,
+            seq_length=args.seq_length,
+            dataset=dataset,
+        )
+
+    def is_complete(self, args, state: TrainState) -> bool:
+        """Whether a resumed run has no step left to train."""
+        world_size, num_sequences = self.ctx.world_size, state.num_sequences
+        if self.results.nothing_left_to_do(total_steps(args, world_size, num_sequences), args):
+            return True
+        # Not state.total_steps, which is 0 with --eval_only.
+        steps = total_steps(args, world_size, num_sequences, state.step, state.samples)
+        return self.results.was_complete and state.step >= steps
+
+    def start_training(
+        self, args, objects: TrainingObjects, manager: CheckpointManager, state: TrainState
+    ) -> MetricsLogger:
+        """Check the disks, then replace the files of an earlier run, and start the metrics.
+
+        Raises:
+            UserError: a disk has no room for the checkpoints and the exported model, or a tracker
+                cannot start.
+        """
+        ctx, spec = self.ctx, manager.spec
+        saves = saves_due(args, state.counters(), state.total_steps, state.num_sequences)
+        export.check_room(args, ctx, self.target, self.folder, spec, saves)
+        step_memory = step_memory_of(args, ctx, objects, spec, self.memory)
+        metrics = MetricsLogger(args, ctx, self.folder, state, self.memory, step_memory)
+        metrics.at_end += self.at_end
+        metrics.open()
+        manager.before_save.append(metrics.flush)  # losses and times that are still on the device
+        manager.after_save.append(metrics.restart_clock)  # a save is not part of the next step
+        # All checks have passed: only now may files of an earlier run be changed.
+        manager.take_over(state.best)
+        self.results.begin()
+        metrics.start_file()
+        ctx.console.print0(
+            "⏳ Evaluating"
+            if args.eval_only
+            else f"⏳ Training: steps {state.step + 1} to {state.total_steps}"
+        )
+        return metrics
+
+    def preempted(self, metrics: MetricsLogger) -> None:
+        """Record that a stop signal ended the run after a checkpoint was saved."""
+        state = metrics.state
+        self.results.preempted(state.counters())
+        self.ctx.console.print0(
+            f"⏸️  Stopped by a signal after step {state.step} of {state.total_steps}: "
+            "resume with --resume"
+        )
+        metrics.close()
+
+    def finish(
+        self, args, manager: CheckpointManager, metrics: MetricsLogger, evaluation, casting
+    ) -> None:
+        """Summarize the run, export the model, and print a sample of its text.
+
+        Args:
+            args: the flags.
+            manager: the trained model.
+            metrics: the measurements.
+            evaluation: (loss, perplexity) of the last evaluation, or None.
+            casting: the context manager of the forward pass.
+        Raises:
+            TrainingError: the export failed; the message says where the trained weights are.
+        """
+        self.memory.note("trained")
+        state, results = metrics.state, self.results
+        if manager.objects.stream is not None:
+            results.update(dataset=manager.objects.stream.summary())
+        if args.load_best_at_end and state.best:
+            manager.load_best(state.best["step"], state.step)
+        elif args.load_best_at_end:
+            self.ctx.console.warn(
+                "--load_best_at_end: no evaluation gave a finite loss, so these are the last "
+                "weights."
+            )
+        results.update(checkpoint_seconds=manager.seconds)
+        results.update(**summarize(self.ctx, metrics, self.memory, evaluation, args, manager.spec))
+        console_lines.say_results(self.ctx, results.facts, args)
+        self._export(args, manager, state, casting)
+        metrics.close(results.facts.get("sample"))
+        self.ctx.console.print0(f"📁 {console_lines.place_of(results.path, self.ctx)}")
+
+    def finish_completed_run(
+        self, args, manager: CheckpointManager, state: TrainState, casting
+    ) -> None:
+        """Finish a resumed run that was already complete: export and generate what is missing."""
+        results = self.results
+        self.ctx.console.print0("✅ This run was complete already.")
+        results.continue_complete_run()
+        if args.load_best_at_end and results.facts.get("best_step"):
+            manager.load_best(results.facts["best_step"], state.step)
+        elif state.step < results.facts["steps"]:
+            self.ctx.console.warn(
+                "Its last weights are in no checkpoint, so nothing is exported or generated again."
+            )
+            return
+        self._export(args, manager, None, casting)
+
+    def _export(self, args, manager: CheckpointManager, state: TrainState | None, casting) -> None:
+        """Export and generate if requested and missing; `state` is None if nothing was trained."""
+        export.finish(manager, self.results, self.target, args, state)
+        if args.generate:
+            sample = generate(manager.model, casting, manager.spec, args, self.ctx)
+            self.results.update(sample=sample)
+        self.ctx.stop.ignore()  # a stop signal has nothing left to stop
+        self.results.complete()

@@ -1,0 +1,125 @@
+"""Counters, best evaluation and early stopping: what a checkpoint saves of a run's progress."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass
+class TrainState:
+    """How far training has come, from the start of the run and across resumes.
+
+    MetricsLogger copies tokens, losses and times from the device only where it logs a line. So
+    `tokens`, `training_seconds` and the losses are up to date after `MetricsLogger.flush`.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run, unless early stopping ends it.
+        num_sequences: sequences in an epoch.
+        evaluate: whether to evaluate at all.
+        eval_every: evaluate after so many steps; None: after each epoch.
+        patience: evaluations without improvement that end the run; None: no early stopping.
+        step: optimizer steps done.
+        samples: sequences of these steps, over all ranks.
+        tokens: tokens of these steps, over all ranks.
+        best: {"loss", "step", "waited": evaluations since} of the best evaluation; None so far.
+        training_seconds: time of these steps.
+        first_loss, last_loss: losses of the first and the last of these steps.
+        stopped_early: whether early stopping has ended the run.
+        first_step: value of `step` when this process started.
+    """
+
+    total_steps: int
+    num_sequences: int
+    evaluate: bool = True
+    eval_every: int | None = None
+    patience: int | None = None
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    best: dict | None = None
+    training_seconds: float = 0.0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    stopped_early: bool = False
+    first_step: int = 0
+
+    @classmethod
+    def from_counters(
+        cls, counters: dict, total_steps: int, num_sequences: int, args
+    ) -> TrainState:
+        """Continue from the counters of a checkpoint, or start from those of a new run.
+
+        Args:
+            counters: the keys of checkpoints.format.NEW_RUN.
+            total_steps, num_sequences: see the attributes.
+            args: --eval, --eval_only, --eval_every, --early_stopping_patience, --seq_length.
+        """
+        state = cls(
+            total_steps=0 if args.eval_only else total_steps,
+            num_sequences=num_sequences,
+            evaluate=args.eval,
+            eval_every=args.eval_every,
+            patience=args.early_stopping_patience,
+            first_step=counters["step"],
+            **counters,
+        )
+        if state.tokens is None:  # checkpoints of the first versions did not count tokens
+            state.tokens = state.samples * args.seq_length
+        return state
+
+    def counters(self) -> dict:
+        """Return what a checkpoint saves, with the keys of checkpoints.format.NEW_RUN."""
+        names = ("step", "samples", "tokens", "best", "training_seconds", "first_loss", "last_loss")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch of the next step, from 1."""
+        return self.samples // self.num_sequences + 1
+
+    @property
+    def position(self) -> int:
+        """Sequences of this epoch that were trained on; not 0 after a resume in its middle."""
+        return self.samples % self.num_sequences
+
+    @property
+    def at_end_of_epoch(self) -> bool:
+        """Whether the last step used the last sequence of an epoch."""
+        return self.position == 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left."""
+        return self.step >= self.total_steps or self.stopped_early
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether to evaluate now: every `eval_every` steps or after each epoch, and at the end."""
+        every = self.eval_every
+        on_schedule = self.step % every == 0 if every else self.at_end_of_epoch
+        return self.evaluate and (self.finished or on_schedule)
+
+    def advance(self, samples: int) -> None:
+        """Count one optimizer step over `samples` sequences of all ranks."""
+        self.step += 1
+        self.samples += samples
+
+    def add_loss(self, loss: float, tokens: int, seconds: float) -> None:
+        """Add what was measured of a step that `advance` has counted."""
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.last_loss = loss
+        self.tokens += tokens
+        self.training_seconds += seconds
+
+    def add_evaluation(self, loss: float) -> None:
+        """Record an evaluation after the current step, and decide on early stopping."""
+        if self.step == 0:  # --eval_first: the model has not been trained yet
+            return
+        if math.isfinite(loss) and (self.best is None or loss < self.best["loss"]):
+            self.best = {"loss": loss, "step": self.step, "waited": 0}
+        elif self.best and self.best["step"] != self.step:
+            # A resumed run may repeat the evaluation of its checkpoint, which must not count again.
+            self.best = {**self.best, "waited": self.best["waited"] + 1}
+        if self.patience and self.best and self.best["waited"] >= self.patience:
+            self.stopped_early = not self.finished
