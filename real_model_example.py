@@ -521,6 +521,7 @@ def prepare_dataset(args: Arguments, ctx: DistContext, tokenizer) -> tuple[Any, 
             text that a flag needs.
     """
     ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
+    train_data: Any
     if args.streaming:
         train_data, validation, facts = streaming.open_stream(args, ctx, tokenizer)
     else:

@@ -22,6 +22,7 @@ from support.data.batches import steps_of
 from support.errors import explain
 from support.files.atomic import naming, only_finite, open_regular, set_aside, write_text
 from support.memory import measure as memory
+from support.progress import Bar
 from support.report.profiling import Trace
 from support.report.step_timer import PHASES, StepTimer
 from support.report.trackers import Trackers, start_trackers
@@ -74,7 +75,7 @@ class MetricsLogger:
         self._samples: list[int] = []  # of each step since this process started
         self._tokens: list[int] = []
         self._pending: list[dict] = []  # steps whose numbers are still on the device
-        self._bar = None
+        self._bar = Bar("", None, "step", False, 0)  # replaced by each epoch's own
         self._epoch = 0
         self._epoch_first_step = 0  # value of state.step when this process started the epoch
         self._rate: float | None = None  # tokens per second of the last step that was flushed
@@ -321,8 +322,7 @@ class MetricsLogger:
         Args:
             sample: the text that --generate produced.
         """
-        if self._bar:
-            self._bar.close()
+        self._bar.close()
         finishers = [self.trace.stop] if self.trace else []
         finishers += self.at_end
         if sample:

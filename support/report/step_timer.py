@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -22,9 +23,10 @@ class StepTimer:
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
-        self._marks: list[tuple[str | None, object]] = []
+        self._marks: list[tuple[str | None, Any]] = []
         # Seconds by phase, and the last mark, of the step that has not ended.
-        self._step, self._before = dict.fromkeys(PHASES, 0.0), None
+        self._step = dict.fromkeys(PHASES, 0.0)
+        self._before: Any = None  # an event of CUDA, or seconds
         self.steps: list[dict[str, float]] = []
 
     def _now(self):
