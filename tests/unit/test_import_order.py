@@ -12,7 +12,8 @@ from support import PROJECT
 # From the top to the bottom: a package or module imports only from lower lines.
 ORDER = [
     ["commands", "startup"],
-    ["checkpoints", "report"],
+    ["report"],
+    ["checkpoints"],
     ["strategies"],
     ["data", "model"],
     ["cluster", "memory"],
@@ -22,10 +23,12 @@ ORDER = [
     [
         "chunks",
         "known_models",
+        "labels",
         "patches",
         "progress",
         "redaction",
         "strategy",
+        "train_state",
         "units",
         "unwrap",
         "versions",
