@@ -125,8 +125,8 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     # The data is prepared before the weights are loaded: errors in it show within seconds, however
     # large the model is.
     spec = models.find_model(args, ctx)
-    record.announce_model(args, spec)
     args = args.replace(seq_length=choose_seq_length(args, models.max_positions(spec.config)))
+    record.announce_model(args, spec)
     ctx.failures.remedies = lambda: ways_to_fit(args, ctx, spec)  # printed if memory runs out
     train_data, validation, dataset = prepare_dataset(args, ctx, spec.tokenizer)
     if args.ds_config_dict:
