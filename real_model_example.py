@@ -239,8 +239,9 @@ def train_epoch_ddp(
         optimizer.zero_grad(set_to_none=True)
         metrics.mark("update")
 
-        metrics.end_step(step_loss, lr, grad_norm, total_tokens)  # a GPU is waited for only here,
-        manager.after_step(state, stop)  # in steps that log a line or save a checkpoint
+        # Only here does the host wait for a GPU, after steps that log a line or save a checkpoint.
+        metrics.end_step(step_loss, lr, grad_norm, total_tokens)
+        manager.after_step(state, stop)
         if state.evaluation_is_due or state.finished:
             break
 
