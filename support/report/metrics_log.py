@@ -91,6 +91,7 @@ class MetricsLogger:
         self.trackers = start_trackers(self.args, self.ctx, self.folder, self.state.step)
         if self.args.profile:
             self.trace = Trace(self.args.profile, self.ctx)
+            self.trace.start()
 
     @property
     def _path(self) -> Path:
