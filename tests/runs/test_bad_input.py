@@ -104,7 +104,7 @@ def test_folder_that_is_no_model(refused, tmp_path):
 
 def test_model_that_is_no_causal_language_model(refused, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    assert "no causal language model" in refused("--model", tmp_path, "--dataset", "pydocs")
+    assert "not a causal language model" in refused("--model", tmp_path, "--dataset", "pydocs")
 
 
 def test_model_without_tokenizer(refused, llama, tmp_path):
