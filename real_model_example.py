@@ -3,7 +3,7 @@
 
     python real_model_example.py                                          # embedded model, offline
     python real_model_example.py --model gpt2 --num_samples 100           # one GPU, or the CPU
-    torchrun --nproc_per_node=4 real_model_example.py --strategy zero2    # 4 GPUs, or 4 processes
+    torchrun --nproc_per_node=4 real_model_example.py --strategy zero2    # 4 GPUs or CPU processes
     deepspeed --num_gpus=4 real_model_example.py --strategy zero3
     accelerate launch --multi_gpu --num_processes 4 real_model_example.py --strategy fsdp
     srun --ntasks=8 --kill-on-bad-exit=1 python real_model_example.py --strategy zero3   # Slurm
@@ -75,13 +75,12 @@ from support.model.generate import tokens_of
 from support.model.loss import next_token_loss
 from support.report.metrics_log import MetricsLogger
 from support.report.run_record import RunRecord
-from support.strategies import gradients
 from support.strategies.contexts import autocast, gradient_sync
 from support.strategies.deepspeed import OneByOne, configure_deepspeed, quiet
+from support.strategies.gradients import gradient_norm, loss_scaler, skip_update_if_not_finite
 from support.strategies.optimizer import adamw, learning_rate, parameter_groups, set_learning_rate
 from support.strategies.requirements import check_requirements
 from support.strategy import STRATEGIES, Engine
-from support.train_state import TrainState
 
 # Evaluation batches between two checks for a stop signal. Each check waits for all ranks.
 STOP_CHECK_BATCHES = 8
@@ -93,14 +92,14 @@ def main(args: Arguments, launch: Launch) -> None:
     Never returns normally: the process ends with an exit code of support/errors.py.
     """
     if args.prefetch:
-        prefetch(args, launch)
+        prefetch(args, launch)  # does not return
     try:
         ctx = setup_distributed(args, launch)
     except BaseException as error:
         exit_before_start(error, args.verbose, linger=2)
     try:
         if args.check:
-            ctx.failures.end_together(None, check(args, ctx))
+            ctx.failures.end_together(None, check(args, ctx))  # does not return
         model = train(args, ctx)
     except Preempted as preempted:
         ctx.failures.end_together(preempted.engine, EXIT_PREEMPTED)
@@ -122,8 +121,7 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     record = RunRecord.open(args, ctx)  # the output folder, results.json, memory after each phase
     check_requirements(args, ctx.device)
 
-    # The data is prepared before the weights are loaded: errors in it show within seconds, however
-    # large the model is.
+    # The data is prepared first, so that errors in it are reported before the weights are loaded.
     spec = models.find_model(args, ctx)
     args = args.replace(seq_length=choose_seq_length(args, models.max_positions(spec.config)))
     record.announce_model(args, spec)
@@ -140,10 +138,9 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
 
     signature = run_signature(args, ctx, spec, dataset, objects.model)
     manager = CheckpointManager(args, ctx, record.folder, objects, signature, spec)
-    counters, sequences = manager.resume(), train_data.num_sequences  # 0 steps without --resume
-    steps = data.total_steps(args, ctx.world_size, sequences, counters["step"], counters["samples"])
-    state = TrainState.from_counters(counters, steps, sequences, args)
-    if record.is_complete(args, state):
+    counters = manager.resume()  # of the checkpoint, or zeros
+    state = data.train_state(counters, train_data, args, ctx.world_size)
+    if record.was_complete_before(args, state):
         record.finish_completed_run(args, manager, state, autocast(objects.model, ctx))
         return objects.model
     metrics = record.start_training(args, objects, manager, state)
@@ -178,7 +175,9 @@ def train_and_evaluate(
             metrics.memory_by_phase.doing = "evaluation"
             evaluation = evaluate(objects.model, validation, args, ctx)
             if evaluation is None:  # a rank received a stop signal
-                manager.save_and_stop(state)
+                manager.save(state)
+                raise Preempted(objects.model)
+            state.add_evaluation(evaluation[0])  # early stopping may end the run
             metrics.log_evaluation(*evaluation)
             manager.after_evaluation(state)
         elif due:
@@ -200,17 +199,18 @@ def train_epoch_ddp(
     args, ctx, state = metrics.args, metrics.ctx, metrics.state
     model, optimizer, scaler = objects.model, objects.optimizer, objects.scaler
     model.train()
-    # Set once a loss, or without loss scaling a gradient, is not finite: later updates are skipped,
-    # and the run ends when the loss is next logged. On the device, so that no step waits for it.
+    # True after the first non-finite loss (or gradient norm, unless in fp16): this and all later
+    # updates are skipped, and the run ends when the loss is next logged. On the device, so that the
+    # host need not wait for it.
     found_inf = torch.zeros((), dtype=torch.bool, device=ctx.device)
     metrics.start_epoch()
 
     for step_batch in step_batches:
-        set_learning_rate(optimizer, learning_rate(state.step, state.total_steps, args))
-        lr = optimizer.param_groups[0]["lr"]
+        lr = learning_rate(state.step, state.total_steps, args)
+        set_learning_rate(optimizer, lr)
         # Tokens of all micro-batches on all ranks. Sequences may have different numbers of valid
         # tokens, so a mean over micro-batches or ranks would weight their tokens differently.
-        valid_tokens, total_tokens, stop = count_tokens(step_batch, ctx)
+        valid_tokens, total_tokens, ranks_to_stop = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
         metrics.mark("data")
 
@@ -230,18 +230,20 @@ def train_epoch_ddp(
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
         metrics.after_backward()
         scaler.unscale_(optimizer)  # fp16 only; in fp32 and bf16 the scaler is disabled
-        grad_norm = gradients.norm(model)
+        grad_norm = gradient_norm(model)
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        gradients.skip_update_if_not_finite(optimizer, step_loss, found_inf, ctx, scaler, grad_norm)
+        skip_update_if_not_finite(optimizer, step_loss, found_inf, ctx, scaler, grad_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         metrics.mark("update")
 
-        # Only here does the host wait for a GPU, after steps that log a line or save a checkpoint.
+        state.advance()
+        # The host waits for the GPU only where a line is logged or a checkpoint is saved, and for
+        # the previous step's stop signals.
         metrics.end_step(step_loss, lr, grad_norm, total_tokens)
-        manager.after_step(state, stop)
+        manager.after_step(state, ranks_to_stop)
         if state.evaluation_is_due or state.finished:
             break
 
@@ -260,7 +262,7 @@ def train_epoch_deepspeed(
         if engine.lr_scheduler is None:  # else the user's DeepSpeed file defines the schedule
             set_learning_rate(optimizer, learning_rate(state.step, state.total_steps, args))
         lr = optimizer.param_groups[0]["lr"]
-        valid_tokens, total_tokens, stop = count_tokens(step_batch, ctx)
+        valid_tokens, total_tokens, ranks_to_stop = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
         metrics.mark("data")
 
@@ -272,21 +274,22 @@ def train_epoch_deepspeed(
             engine.set_gradient_accumulation_boundary(is_last)
             loss = next_token_loss(engine, inputs, labels, valid_tokens)
             metrics.mark("forward")
-            # The factor is the same as above. `valid_tokens` covers all micro-batches, so the
-            # engine must not divide by their number again (scale_wrt_gas).
+            # The factor world_size is as in train_epoch_ddp. `valid_tokens` covers all
+            # micro-batches, so the engine must not divide by their number (scale_wrt_gas).
             engine.backward(loss * ctx.world_size, scale_wrt_gas=False)
             metrics.mark("backward")
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)
         metrics.after_backward()
-        gradients.skip_update_if_not_finite(optimizer, step_loss, found_inf, ctx)
+        skip_update_if_not_finite(optimizer, step_loss, found_inf, ctx)
         engine.step()  # clips the gradients, updates the weights and clears the gradients
         grad_norm = engine.get_global_grad_norm()
         metrics.mark("update")
 
+        state.advance()
         metrics.end_step(step_loss, lr, grad_norm, total_tokens)
-        manager.after_step(state, stop)
+        manager.after_step(state, ranks_to_stop)
         if state.evaluation_is_due or state.finished:
             break
 
@@ -298,8 +301,8 @@ def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
     """Count the tokens of one optimizer step over all micro-batches and ranks, in one all-reduce.
 
     Returns:
-        fp32 [3] on the device: valid tokens (those with a loss), all tokens without padding, and
-        the number of ranks that received a stop signal.
+        fp32 [3] on the device, which unpacks into scalar tensors: valid tokens (those with a loss),
+        all tokens without padding, and the number of ranks that received a stop signal.
     """
     counts = torch.zeros(3, device=ctx.device)
     counts[0] = sum((labels[:, 1:] != IGNORED).sum() for _, labels in step_batch.batches)
@@ -378,7 +381,7 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()
     # bf16: compute in bf16, but keep the shards and reduce the gradients in fp32. fp16 is left to
-    # autocast(), below.
+    # autocast (support/strategies/contexts.py).
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if ctx.precision == "bf16" else None, reduce_dtype=torch.float32
     )
@@ -400,6 +403,7 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
         fsdp.fully_shard(
             block, reshard_after_forward=options.reshard_after_forward, **shard_options
         )
+    # The root keeps its own parameters gathered from forward to backward.
     fsdp.fully_shard(sharded, **shard_options)
     if options.forward_prefetch:
         for block, next_block in itertools.pairwise(blocks):
@@ -425,7 +429,7 @@ def load_for_zero(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> 
     # "auto" is the file's own dtype: a conversion here would copy the whole model.
     model = spec.load(ctx, dtype="auto")
     with quiet(args.verbose):
-        deepspeed.zero.Init(
+        deepspeed.zero.Init(  # partitions the parameters of `model` in place
             module=OneByOne(model, models.DTYPES[ctx.precision]),
             config_dict_or_path=args.ds_config_dict,
         )
@@ -452,7 +456,7 @@ def initialize_deepspeed(model: nn.Module, args: Arguments, ctx: DistContext) ->
     return engine
 
 
-# ========================================================== the only place that selects an engine
+# ===================================================================== the engine of each strategy
 
 
 ENGINES = {
@@ -473,15 +477,16 @@ ENGINES = {
 
 
 def wrap(model: nn.Module, train_data, args: Arguments, ctx: DistContext) -> TrainingObjects:
-    """Wrap the model with DDP or DeepSpeed, and create its optimizer and its loss scaler."""
+    """Wrap the model with its engine, and create its optimizer and its loss scaler."""
     strategy = STRATEGIES[args.strategy]
-    if args.eval_only and not strategy.shards_parameters:  # a replica needs no wrapper for this
+    if args.eval_only and not strategy.shards_parameters:
+        # Evaluation on a full replica needs neither a wrapper nor an optimizer.
         model, optimizer = model.to(ctx.device), None
     else:
         model = ENGINES[strategy.engine].wrap(model, args, ctx)
         optimizer = model.optimizer if strategy.uses_deepspeed else adamw(model, args)
     needs_scaler = ctx.precision == "fp16" and not strategy.uses_deepspeed
-    scaler = gradients.loss_scaler(ctx, enabled=needs_scaler)
+    scaler = loss_scaler(ctx, enabled=needs_scaler)
     return TrainingObjects(model, optimizer, scaler, train_data if args.streaming else None)
 
 
@@ -504,7 +509,7 @@ def load_model_and_tokenizer(
     model = ENGINES[STRATEGIES[args.strategy].engine].load(args, ctx, spec)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    dist.barrier()
+    dist.barrier()  # all ranks have read the weights before their temporary folder is removed
     if not args.merge_lora:  # --merge_lora reads the weights again at the end
         ctx.temporary.clean_up(spec.weights)
     return model, spec.tokenizer
@@ -572,7 +577,7 @@ def setup_distributed(args: Arguments, launch: Launch) -> DistContext:
             timeout=timeout,
             **group_options(args, device, launch.world_size),
         )
-        ctx.nodes = sum(ctx.all_gather(launch.is_node_leader))
+        ctx.nodes = sum(ctx.all_gather(launch.is_node_leader))  # one leader per node
     torch.set_float32_matmul_precision("high")  # use TF32 tensor cores for fp32 where available
     if args.deterministic:
         # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.

@@ -11,6 +11,7 @@ checkpoints  saving, resuming, the format, conversion
 memory       measured and estimated memory
 report       metrics, results, trackers, the comparison of strategies
 files        checks of the user's files, atomic writes, caches
+train_state  counters, best evaluation and early stopping of a run
 console      lines, notices and progress bars of rank 0
 errors       exceptions that end a run, exit codes, and what library errors mean
 patches      all patches of other libraries

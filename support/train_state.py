@@ -16,13 +16,15 @@ class TrainState:
     Attributes:
         total_steps: optimizer steps of the whole run, unless early stopping ends it.
         num_sequences: sequences in an epoch.
-        evaluate: whether to evaluate at all.
+        global_batch: sequences in a step over all ranks; the last step of an epoch may have fewer.
+        evaluates: whether to evaluate at all.
         eval_every: evaluate after so many steps; None: after each epoch.
         patience: evaluations without improvement that end the run; None: no early stopping.
         step: optimizer steps done.
         samples: sequences of these steps, over all ranks.
         tokens: tokens of these steps, over all ranks.
-        best: {"loss", "step", "waited": evaluations since} of the best evaluation; None so far.
+        best: {"loss", "step", "waited": evaluations since} of the best evaluation; None before the
+            first.
         training_seconds: time of these steps.
         first_loss, last_loss: losses of the first and the last of these steps.
         stopped_early: whether early stopping has ended the run.
@@ -31,7 +33,8 @@ class TrainState:
 
     total_steps: int
     num_sequences: int
-    evaluate: bool = True
+    global_batch: int = 1
+    evaluates: bool = True
     eval_every: int | None = None
     patience: int | None = None
     step: int = 0
@@ -46,19 +49,20 @@ class TrainState:
 
     @classmethod
     def from_counters(
-        cls, counters: dict, total_steps: int, num_sequences: int, args
+        cls, counters: dict, total_steps: int, num_sequences: int, global_batch: int, args
     ) -> TrainState:
         """Continue from the counters of a checkpoint, or start from those of a new run.
 
         Args:
             counters: the keys of checkpoints.format.NEW_RUN.
-            total_steps, num_sequences: see the attributes.
+            total_steps, num_sequences, global_batch: see the attributes.
             args: --eval, --eval_only, --eval_every, --early_stopping_patience, --seq_length.
         """
         state = cls(
             total_steps=0 if args.eval_only else total_steps,
             num_sequences=num_sequences,
-            evaluate=args.eval,
+            global_batch=global_batch,
+            evaluates=args.eval,
             eval_every=args.eval_every,
             patience=args.early_stopping_patience,
             first_step=counters["step"],
@@ -80,7 +84,7 @@ class TrainState:
 
     @property
     def position(self) -> int:
-        """Sequences of this epoch that were trained on; not 0 after a resume in its middle."""
+        """Sequences of this epoch that were trained on; above 0 after resuming within an epoch."""
         return self.samples % self.num_sequences
 
     @property
@@ -98,14 +102,19 @@ class TrainState:
         """Whether to evaluate now: every `eval_every` steps or after each epoch, and at the end."""
         every = self.eval_every
         on_schedule = self.step % every == 0 if every else self.at_end_of_epoch
-        return self.evaluate and (self.finished or on_schedule)
+        return self.evaluates and (self.finished or on_schedule)
 
-    def advance(self, samples: int) -> None:
-        """Count one optimizer step over `samples` sequences of all ranks."""
+    @property
+    def next_samples(self) -> int:
+        """Sequences of the next step, over all ranks."""
+        return min(self.global_batch, self.num_sequences - self.position)
+
+    def advance(self) -> None:
+        """Count one optimizer step."""
+        self.samples += self.next_samples
         self.step += 1
-        self.samples += samples
 
-    def add_loss(self, loss: float, tokens: int, seconds: float) -> None:
+    def add_measurement(self, loss: float, tokens: int, seconds: float) -> None:
         """Add what was measured of a step that `advance` has counted."""
         self.first_loss = loss if self.first_loss is None else self.first_loss
         self.last_loss = loss

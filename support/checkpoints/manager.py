@@ -493,7 +493,7 @@ class CheckpointManager:
 
 
 class DelayedFlag:
-    """Reader of a flag on the device that does not make the host wait for the GPU."""
+    """Reader of a flag on the device; the host waits for the previous step, not for this one."""
 
     def __init__(self):
         self._previous: tuple[torch.Tensor, torch.cuda.Event] | None = None

@@ -356,6 +356,22 @@ def step_batches(
         )
 
 
+def train_state(counters: dict, train, args, world_size: int) -> TrainState:
+    """Return the state of training from the counters of a checkpoint or of a new run.
+
+    Args:
+        counters: the keys of checkpoints.format.NEW_RUN.
+        train: the training sequences.
+        args: the flags.
+        world_size: number of ranks.
+    """
+    sequences = train.num_sequences
+    steps = total_steps(args, world_size, sequences, counters["step"], counters["samples"])
+    return TrainState.from_counters(
+        counters, steps, sequences, global_batch(args, world_size), args
+    )
+
+
 def rest_of_epoch(train, state: TrainState, args, ctx: DistContext) -> Iterator[StepBatch]:
     """Iterate over this rank's step batches of the rest of an epoch, on the device.
 

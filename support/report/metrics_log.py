@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from support.cli.arguments import global_batch
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
 from support.data.batches import steps_of
@@ -41,8 +40,8 @@ class MetricsLogger:
     Args:
         args: the flags.
         ctx: the ranks.
-        folder: of metrics.jsonl, which rank 0 writes.
-        state: the counters of the run, which this object advances.
+        folder: the folder in which rank 0 writes metrics.jsonl.
+        state: the counters of the run.
         memory_by_phase: records the phases of the first step.
         step_memory: measures one step: the last one; with early stopping, where the last one is not
             known in advance, an early one.
@@ -71,8 +70,8 @@ class MetricsLogger:
         self.timer, self.traffic = StepTimer(ctx.device), Traffic()
         self.losses: list[float] = []
         self.first_step_at: float | None = None
-        self._global_batch = global_batch(args, ctx.world_size)
         self._samples: list[int] = []  # of each step since this process started
+        self._samples_before = state.samples
         self._tokens: list[int] = []
         self._pending: list[dict] = []  # steps whose numbers are still on the device
         self._bar = Bar("", None, "step", False, 0)  # replaced by each epoch's own
@@ -131,14 +130,14 @@ class MetricsLogger:
         state = self.state
         if self._epoch != state.epoch:
             self._epoch, self._epoch_first_step = state.epoch, state.step
-        self._batch = steps_of(state.position, self._global_batch)
-        remaining = steps_of(state.num_sequences - state.position, self._global_batch)
+        self._batch = steps_of(state.position, self.state.global_batch)
+        remaining = steps_of(state.num_sequences - state.position, self.state.global_batch)
         self._batches = self._batch + min(remaining, state.total_steps - state.step)
         self._bar = self.ctx.console.bar(f"Epoch {self._epoch}", self._batches, done=self._batch)
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave out of the next step what happened since the last: an evaluation, a save."""
+        """Exclude the time since the last step (an evaluation, a save) from the next one."""
         self.traffic.discard()
         self.timer.mark(None)
 
@@ -162,6 +161,7 @@ class MetricsLogger:
             self.memory_by_phase.note(name, mark=False)
         if not self._in_measured_step:
             return
+        # The measurement itself is excluded from the next phase.
         if phase == "data":
             self.step_memory.begin()
             self.traffic.aside = self.step_memory.slows_down
@@ -180,7 +180,7 @@ class MetricsLogger:
             self.timer.mark(None)
 
     def end_step(self, loss: torch.Tensor, lr: float, grad_norm, tokens: torch.Tensor) -> None:
-        """Count and record one optimizer step.
+        """Record the optimizer step that `TrainState.advance` has just counted.
 
         Args:
             loss: mean over the tokens of the global batch; a scalar tensor, left on the device.
@@ -190,22 +190,22 @@ class MetricsLogger:
                 device.
         Raises:
             TrainingError: the loss of this or an earlier step was not finite, or its gradient norm
-                was not (except in fp16). Neither that step nor a later one updated the weights.
+                was not (except in fp16). No checkpoint contains that step's update.
         """
+        is_measured = self.state.step == self.measured_step
         self.timer.end_step()
         self.traffic.end_step()
-        if self._in_measured_step:
+        if is_measured:
             self.step_memory.end()
             self.traffic.aside = False
         if self.trace:
             self.trace.end_step()
-        if self._in_measured_step or self.trace:
+        if is_measured or self.trace:
             self.timer.mark(None)  # measuring memory and writing a trace are not part of training
         state, batch = self.state, self._batch
         self._batch += 1
-        # The last step of an epoch may have fewer sequences.
-        self._samples.append(min(self._global_batch, state.num_sequences - state.position))
-        state.advance(self._samples[-1])
+        self._samples.append(state.samples - self._samples_before)
+        self._samples_before = state.samples
         record = {"step": state.step, "epoch": self._epoch, "loss": loss.detach().clone()}
         self._pending.append({**record, "lr": lr, "grad_norm": grad_norm, "tokens": tokens})
         is_last = self._batch == self._batches or state.finished
@@ -231,7 +231,7 @@ class MetricsLogger:
         if not self.args.streaming and (state.at_end_of_epoch or state.finished):
             # In a resumed run the mean is over the epoch's steps since the resume.
             mean = statistics.fmean(self.losses[-(state.step - self._epoch_first_step) :])
-            steps_per_epoch = steps_of(state.num_sequences, self._global_batch)
+            steps_per_epoch = steps_of(state.num_sequences, self.state.global_batch)
             epochs = self._epoch + steps_of(state.total_steps - state.step, steps_per_epoch)
             self.ctx.console.print0(f"Epoch {self._epoch}/{epochs} | Average Loss: {mean:.4f}")
         if self._bar.active or self.trackers.active:
@@ -282,7 +282,7 @@ class MetricsLogger:
                 raise gradients.not_finite(loss, record["step"])
             self.losses.append(loss)
             self._tokens.append(tokens)
-            self.state.add_loss(loss, tokens, seconds)
+            self.state.add_measurement(loss, tokens, seconds)
             self._rate = tokens / seconds if seconds else None
             self._write({**record, "tokens_per_second": self._rate, "seconds": seconds})
 
@@ -292,7 +292,7 @@ class MetricsLogger:
         return grad_norm is None or 0 <= grad_norm < math.inf or self.ctx.precision == "fp16"
 
     def log_evaluation(self, loss: float, perplexity: float) -> None:
-        """Record an evaluation after the current step; early stopping may end the run.
+        """Record an evaluation after the current step, and say if early stopping ended the run.
 
         Args:
             loss: mean over the validation tokens.
@@ -300,7 +300,6 @@ class MetricsLogger:
         """
         state = self.state
         self._write({"step": state.step, "eval_loss": loss, "perplexity": perplexity})
-        state.add_evaluation(loss)
         if state.stopped_early:
             self.ctx.console.print0(
                 f"🛑 Stopped early: {state.patience} evaluations in a row no better than "

@@ -23,7 +23,7 @@ from support.units import human_count
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run leaves behind. All ranks call the methods together.
+    """Output folder, results.json and measurements of a run. All ranks call the methods together.
 
     Attributes:
         ctx: the ranks.
@@ -96,7 +96,7 @@ class RunRecord:
             )
             if spec.random and not (args.merge_lora or args.no_export):
                 self.ctx.console.warn(
-                    "The frozen weights are random, and adapters are worth nothing without them: "
+                    "The frozen weights are random, and the adapters cannot be used without them: "
                     "--merge_lora exports both."
                 )
         count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
@@ -108,7 +108,7 @@ class RunRecord:
             dataset=dataset,
         )
 
-    def is_complete(self, args, state: TrainState) -> bool:
+    def was_complete_before(self, args, state: TrainState) -> bool:
         """Whether a resumed run has no step left to train."""
         world_size, num_sequences = self.ctx.world_size, state.num_sequences
         if self.results.nothing_left_to_do(total_steps(args, world_size, num_sequences), args):
@@ -193,13 +193,13 @@ class RunRecord:
     ) -> None:
         """Finish a resumed run that was already complete: export and generate what is missing."""
         results = self.results
-        self.ctx.console.print0("✅ This run was complete already.")
+        self.ctx.console.print0("✅ The run was already complete.")
         results.continue_complete_run()
         if args.load_best_at_end and results.facts.get("best_step"):
             manager.load_best(results.facts["best_step"], state.step)
         elif state.step < results.facts["steps"]:
             self.ctx.console.warn(
-                "Its last weights are in no checkpoint, so nothing is exported or generated again."
+                "The last weights are in no checkpoint: nothing is exported or generated."
             )
             return
         self._export(args, manager, None, casting)
@@ -210,5 +210,5 @@ class RunRecord:
         if args.generate:
             sample = generate(manager.model, casting, manager.spec, args, self.ctx)
             self.results.update(sample=sample)
-        self.ctx.stop.ignore()  # a stop signal has nothing left to stop
+        self.ctx.stop.ignore()  # the run is complete
         self.results.complete()

@@ -16,7 +16,7 @@ from support.errors import TrainingError
 from support.unwrap import base_optimizer, local_part
 
 
-def norm(model: nn.Module) -> torch.Tensor:
+def gradient_norm(model: nn.Module) -> torch.Tensor:
     """Return the norm of the whole gradient: a scalar in fp64 on a CPU and in fp32 on a GPU.
 
     On a CPU, PyTorch's norm in fp32 has a relative error of 1e-5 for a million elements and of 3e-3
@@ -30,7 +30,7 @@ def norm(model: nn.Module) -> torch.Tensor:
     if on_host:
         square += _square_in_fp64(on_host)
     if on_gpu:
-        # A few kernel launches for all gradients; fp64 needs a copy and three for each of them.
+        # A few kernel launches for all; in fp64 each gradient would need a copy and three.
         square += nn.utils.get_total_norm(on_gpu).double() ** 2
     # Each rank has different shards; under HYBRID_SHARD each rank of a node.
     if isinstance(model, FSDPModule):
@@ -68,7 +68,8 @@ def skip_update_if_not_finite(
 
     `if not loss.isfinite()` would make the host wait for the GPU at every step. PyTorch's fused
     AdamW reads a flag on the device instead, as with GradScaler. The run then stops when the loss
-    is next logged, with undamaged weights.
+    is next logged. DeepSpeed computes the norm inside its update, so with a finite loss a
+    non-finite gradient reaches the weights of stages 1 and 2 in bf16; no checkpoint is saved then.
 
     Args:
         optimizer: PyTorch's, or DeepSpeed's wrapper around one.
@@ -93,7 +94,7 @@ def skip_update_if_not_finite(
     first = next((p for group in base.param_groups for p in group["params"]), found_inf)
     same_device = first.device == found_inf.device
     if not (isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and same_device):
-        if found_inf.item():  # an optimizer on the CPU waits for the GPU at every step anyway
+        if found_inf.item():
             raise not_finite(loss.item())
     elif scaling:
         # The optimizer gets the sum of these flags.
@@ -117,8 +118,8 @@ def not_finite(loss: float, step: int | None = None) -> TrainingError:
     )
     location = "" if step is None else f" at step {step}"
     return TrainingError(
-        f"{message}{location}: the run stops before that update. Try a lower --lr, --warmup_steps, "
-        "or --precision fp32, and look at the data of that step."
+        f"{message}{location}: the run stops, and no checkpoint contains that update. "
+        "Try a lower --lr, --warmup_steps, or --precision fp32, and look at the data of that step."
     )
 
 

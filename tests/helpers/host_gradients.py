@@ -38,9 +38,9 @@ def main(rank: int) -> dict:
     set_gradient(model.weight, [SCALE * value for value in shard])
     scaler.unscale_(optimizer)
     found_inf = [sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values())]
-    norm = gradients.norm(model)
+    norm = gradients.gradient_norm(model)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-    clipped = gradients.norm(model)
+    clipped = gradients.gradient_norm(model)
     scaler.step(optimizer)
     scaler.update()
 

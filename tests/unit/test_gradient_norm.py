@@ -25,7 +25,7 @@ def test_norm_on_a_gpu_copies_no_gradient_to_fp64():
     with FakeTensorMode():
         model = model_with_gradients("cuda")
         with Operations() as operations:
-            norm = gradients.norm(model)
+            norm = gradients.gradient_norm(model)
     assert (
         norm.device.type == "cuda" and norm.dtype == torch.float32
     )  # the type by which clipping multiplies at once
@@ -44,7 +44,7 @@ def test_norm_is_that_of_all_gradients(monkeypatch, on_gpu):
     if on_gpu:
         monkeypatch.setattr(gradients, "is_on_host", lambda gradient: False)
     with Operations() as operations:
-        found = gradients.norm(model)
+        found = gradients.gradient_norm(model)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
     assert found.dtype == (torch.float32 if on_gpu else torch.float64)
     if on_gpu:

@@ -54,7 +54,7 @@ def open_metrics(tmp_path, clock, bar=False, **flags) -> metering.MetricsLogger:
             print0=lambda text: None, bar=lambda *a, **k: MagicMock(active=bar)
         ),
     )
-    state = TrainState(total_steps=STEPS, num_sequences=2 * STEPS)
+    state = TrainState(total_steps=STEPS, num_sequences=2 * STEPS, global_batch=2)
     step_memory = MagicMock(slows_down=False)
     for name in ("begin", "mark", "after_backward", "end"):
         getattr(step_memory, name).side_effect = lambda *_: clock.work(PAUSE)
@@ -73,6 +73,7 @@ def train(metrics, clock, steps: int) -> None:
             metrics.mark(phase)
             if phase == "backward":
                 metrics.after_backward()
+        metrics.state.advance()
         metrics.end_step(torch.ones(()), 0.1, None, torch.tensor(16))
 
 

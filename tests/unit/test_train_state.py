@@ -1,0 +1,85 @@
+"""When a run evaluates, ends an epoch and stops early; what a checkpoint saves of it."""
+
+from types import SimpleNamespace
+
+from support.train_state import TrainState
+
+
+def state_of(**values) -> TrainState:
+    return TrainState(total_steps=6, num_sequences=10, global_batch=4, **values)
+
+
+def test_the_last_step_of_an_epoch_has_the_remaining_sequences():
+    state, seen = state_of(), []
+    while not state.finished:
+        state.advance()
+        seen.append((state.samples, state.epoch, state.at_end_of_epoch, state.evaluation_is_due))
+    assert seen == [
+        (4, 1, False, False),
+        (8, 1, False, False),
+        (10, 2, True, True),
+        (14, 2, False, False),
+        (18, 2, False, False),
+        (20, 3, True, True),
+    ]
+
+
+def test_evaluations_by_steps_and_at_the_end():
+    state, due = state_of(eval_every=4), []
+    while not state.finished:
+        state.advance()
+        due.append(state.evaluation_is_due)
+    assert due == [False, False, False, True, False, True]
+
+
+def test_early_stopping_counts_evaluations_without_improvement():
+    state = state_of(patience=2, eval_every=1)
+    for loss, waited, stopped in [
+        (2.0, 0, False),
+        (2.5, 1, False),
+        (1.5, 0, False),
+        (float("nan"), 1, False),
+        (1.6, 2, True),
+    ]:
+        state.advance()
+        state.add_evaluation(loss)
+        assert (state.best["waited"], state.stopped_early) == (waited, stopped)
+    assert state.best["loss"] == 1.5 and state.best["step"] == 3 and state.finished
+
+
+def test_a_repeated_evaluation_after_a_resume_does_not_count():
+    state = state_of(patience=1)
+    state.advance()
+    state.add_evaluation(2.0)
+    state.add_evaluation(2.0)
+    assert state.best["waited"] == 0 and not state.finished
+
+
+def test_an_evaluation_before_training_is_not_the_best():
+    state = state_of()
+    state.add_evaluation(1.0)
+    assert state.best is None
+
+
+def test_a_resumed_run_continues_the_counters():
+    args = SimpleNamespace(
+        eval=True, eval_only=False, eval_every=None, early_stopping_patience=None, seq_length=8
+    )
+    state = state_of()
+    for loss in (3.0, 2.0):
+        state.advance()
+        state.add_measurement(loss, 32, 0.5)
+    saved = state.counters()
+    resumed = TrainState.from_counters(saved, 6, 10, 4, args)
+    assert resumed.counters() == saved and resumed.first_step == 2
+    resumed.advance()
+    resumed.add_measurement(1.0, 16, 0.5)
+    assert resumed.counters() == {
+        "step": 3,
+        "samples": 10,
+        "tokens": 80,
+        "best": None,
+        "training_seconds": 1.5,
+        "first_loss": 3.0,
+        "last_loss": 1.0,
+    }
