@@ -98,6 +98,7 @@ def main(args: Arguments, launch: Launch) -> None:
     except BaseException as error:
         exit_before_start(error, args.verbose, linger=2)
     try:
+        ctx.precision = choose_precision(args.precision, ctx.device)
         if args.check:
             ctx.failures.end_together(None, check(args, ctx))  # does not return
         model = train(args, ctx)
@@ -359,7 +360,7 @@ def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Mod
     wrapped = DistributedDataParallel(
         model,
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
-        # Gradients are views of the communication buckets, so there is no second copy of them.
+        # After the reduction the gradients are views of the communication buckets, not a copy.
         gradient_as_bucket_view=True,
         # Buffers (masks, rotary frequencies) are equal on all ranks and never change.
         broadcast_buffers=False,
@@ -558,14 +559,12 @@ def setup_distributed(args: Arguments, launch: Launch) -> DistContext:
         This process among the ranks: its device, its output, and the monitor of failures.
     Raises:
         TrainingError: a rank did not arrive in time, or the ranks do not fit together.
-        UserError: this rank has no GPU of its own, or its GPU lacks the precision.
+        UserError: this rank has no GPU of its own.
     """
     device = choose_device(launch)
     backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
     console = Console(launch.is_main, args.quiet, args.verbose)
-    ctx = DistContext.create(
-        launch, device, backend, console, choose_precision(args.precision, device)
-    )
+    ctx = DistContext.create(launch, device, backend, console)
     timeout = timedelta(seconds=args.ddp_timeout)
     if ctx.simulated:
         simulate_process_group(ctx, timeout)

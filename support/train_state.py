@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+# What a checkpoint saves: the keys of checkpoints.format.NEW_RUN.
+COUNTERS = ("step", "samples", "tokens", "best", "training_seconds", "first_loss", "last_loss")
+
 
 @dataclass
 class TrainState:
@@ -66,7 +69,7 @@ class TrainState:
             eval_every=args.eval_every,
             patience=args.early_stopping_patience,
             first_step=counters["step"],
-            **counters,
+            **{name: counters[name] for name in COUNTERS},
         )
         if state.tokens is None:  # checkpoints of the first versions did not count tokens
             state.tokens = state.samples * args.seq_length
@@ -74,8 +77,7 @@ class TrainState:
 
     def counters(self) -> dict:
         """Return what a checkpoint saves, with the keys of checkpoints.format.NEW_RUN."""
-        names = ("step", "samples", "tokens", "best", "training_seconds", "first_loss", "last_loss")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in COUNTERS}
 
     @property
     def epoch(self) -> int:

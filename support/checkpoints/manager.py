@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ from support.checkpoints.format import (
 )
 from support.checkpoints.tensors import PieceWriter, check_shapes, read_shards, write_shards
 from support.cluster.context import DistContext
-from support.errors import FirstError, Preempted, TrainingError, UserError
+from support.errors import FirstError, OutOfMemory, Preempted, TrainingError, UserError, explain
 from support.files.atomic import (
     PARTIAL,
     remove,
@@ -345,7 +345,8 @@ class CheckpointManager:
         if (every and state.step % every == 0) or (epochs and state.at_end_of_epoch):
             self.save(state)
         if self.may_save and self._stop.read(stop):
-            self.save_and_stop(state)
+            self.save(state)
+            raise Preempted(self.model)
 
     def after_evaluation(self, state: TrainState) -> None:
         """Save a checkpoint if this evaluation is the best so far; call it on every rank.
@@ -363,16 +364,6 @@ class CheckpointManager:
             saves_regularly = self.args.save_every or self.args.save_epochs
             if old not in ("", new) and not saves_regularly:
                 shutil.rmtree(self.folder / old, ignore_errors=True)
-
-    def save_and_stop(self, state: TrainState) -> NoReturn:
-        """Save a checkpoint and raise Preempted; every rank calls it after the same step.
-
-        Raises:
-            Preempted: the checkpoint is complete.
-            TrainingError: the checkpoint cannot be written.
-        """
-        self.save(state)
-        raise Preempted(self.model)
 
     def save(self, state: TrainState) -> None:
         """Save a checkpoint of the current step, unless there is one.
@@ -421,6 +412,8 @@ class CheckpointManager:
         dist.barrier()
         writer = PieceWriter(unfinished, ctx.rank)
         errors.attempt(write_shards, writer, self.state, ctx.world_size)
+        if errors.error is not None and isinstance(explain(errors.error), OutOfMemory):
+            raise errors.error  # ends the run with the facts on memory; the other ranks are ended
         ranks = ctx.all_gather((writer.pieces, writer.files, str(errors)))
         failed = next(
             (f"{error} [rank {rank}]" for rank, (_, _, error) in enumerate(ranks) if error), ""

@@ -70,6 +70,8 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     for key, value in _without_sections(read_yaml("--config", path), path):
         name = OTHER_NAMES.get(key, key)
         if name == "deepspeed":  # true, false, or the path of a DeepSpeed file
+            if "use_deepspeed" in settings:
+                raise UserError(f"{path} gives {shown(key)} twice: leave one out.")
             settings["use_deepspeed"] = value if isinstance(value, bool) else value is not None
             if isinstance(value, bool) or value is None:
                 continue

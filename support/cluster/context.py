@@ -52,16 +52,11 @@ class DistContext:
 
     @classmethod
     def create(
-        cls,
-        launch: Launch,
-        device: torch.device,
-        backend: str,
-        console: Console,
-        precision: str = "fp32",
+        cls, launch: Launch, device: torch.device, backend: str, console: Console
     ) -> DistContext:
         """Return a context whose process group is not initialized yet."""
         failures = FailureMonitor(launch, console, StopSignal())
-        return cls(launch, device, backend, console, failures, precision)
+        return cls(launch, device, backend, console, failures)
 
     @property
     def stop(self) -> StopSignal:

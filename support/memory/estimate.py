@@ -155,6 +155,10 @@ def _dp(work: Workload) -> _States:
     largest = max(work.trained)
     states = parameters + 12 * trained
     persistent = work.world_size > 1 or work.accumulation > 1
+    # Between micro-batches the gradients are not yet in DDP's buckets: zero_grad() has removed the
+    # views of the buckets.
+    if work.world_size > 1 and work.accumulation > 1:
+        states += 4 * trained
     # Each use of a tied embedding has its own gradient, and their sum is a third tensor. Without
     # buckets the sum becomes the gradient.
     uses = 2 + persistent if work.model.tied and not work.lora else 1

@@ -218,6 +218,8 @@ class MetricsLogger:
             self.ctx.console.print0(f"Step {step}/{total} of the memory simulation")
         elif is_logged:
             self._log_line(batch, lr)
+        if is_logged and (self._bar.active or self.trackers.active):
+            self._log_device_memory()
         self._advance_bar(lr, is_last)
         self.timer.mark("data")  # logging is part of training: it delays the next step's data
 
@@ -234,8 +236,6 @@ class MetricsLogger:
             steps_per_epoch = steps_of(state.num_sequences, self.state.global_batch)
             epochs = self._epoch + steps_of(state.total_steps - state.step, steps_per_epoch)
             self.ctx.console.print0(f"Epoch {self._epoch}/{epochs} | Average Loss: {mean:.4f}")
-        if self._bar.active or self.trackers.active:
-            self._log_device_memory()
 
     def _log_device_memory(self) -> None:
         """Read the device's memory, for the progress bar and the trackers.

@@ -150,7 +150,7 @@ def start_trackers(args, ctx: DistContext, folder: Path, step: int) -> Trackers:
         }
         if "tensorboard" in args.report_to:
             events = Path(args.logging_dir or folder / "tensorboard")
-            if args.overwrite:
+            if args.overwrite and args.resume is None:
                 for file in events.glob(EVENT_FILES):
                     file.unlink(missing_ok=True)
             trackers.append(TensorBoard(events, step, arguments))

@@ -217,7 +217,6 @@ def main() -> None:
         gpu = SimpleNamespace(name="a GPU", uuid="0123-4567")
         torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
         torch.cuda.set_device, torch.cuda.get_device_properties = lambda _: None, lambda _: gpu
-        torch.cuda.get_device_capability = lambda _: (8, 0)
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 

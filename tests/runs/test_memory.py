@@ -101,7 +101,7 @@ def test_prediction_with_checkpointing(script):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["zero1", "fsdp", pytest.param("zero2", marks=pytest.mark.soak)]
+    "strategy", ["dp", "zero1", "fsdp", pytest.param("zero2", marks=pytest.mark.soak)]
 )
 def test_prediction_with_accumulation(script, strategy):
     check_prediction(

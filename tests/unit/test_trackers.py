@@ -10,22 +10,25 @@ from support.report.trackers import Trackers, start_trackers
 EARLIER = "events.out.tfevents.1.x"
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_only_overwrite_deletes_event_files(tmp_path, overwrite):
+@pytest.mark.parametrize(
+    "overwrite, resume", [(True, None), (False, None), (True, ""), (False, "")]
+)
+def test_only_a_new_run_with_overwrite_deletes_event_files(tmp_path, overwrite, resume):
     """A run with --resume that finds no checkpoint starts at step 0, too."""
     for name in (EARLIER, "mine.txt"):
         (tmp_path / name).write_text("mine")
     args = SimpleNamespace(
-        report_to=["tensorboard"], logging_dir=str(tmp_path), overwrite=overwrite
+        report_to=["tensorboard"], logging_dir=str(tmp_path), overwrite=overwrite, resume=resume
     )
+    deleted = overwrite and resume is None
     failures = SimpleNamespace(flushes=[])
     ctx = SimpleNamespace(is_main=True, console=Console(is_main=True), failures=failures)
     trackers = start_trackers(args, ctx, tmp_path / "run", 0)
     trackers.log({"step": 1, "loss": 1.0})
     trackers.close()
     assert (tmp_path / "mine.txt").read_text() == "mine"
-    assert (tmp_path / EARLIER).exists() is not overwrite
-    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == (1 if overwrite else 2)
+    assert (tmp_path / EARLIER).exists() is not deleted
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == (1 if deleted else 2)
     assert not (tmp_path / "run").exists()
 
 
