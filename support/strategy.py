@@ -13,6 +13,9 @@ from dataclasses import dataclass
 class Strategy:
     """How the model states are distributed over the ranks.
 
+    A user's DeepSpeed file may keep states in other places than the table, see
+    cli.ds_config.configured_strategy.
+
     Attributes:
         engine: "ddp", "fsdp" or "deepspeed".
         sharded: the model states of which each rank keeps a part, of "parameters", "gradients"
@@ -47,7 +50,7 @@ class Strategy:
     @property
     def uses_nvme(self) -> bool:
         """Whether model states are kept on NVMe."""
-        return self.optimizer_on == "nvme"
+        return "nvme" in (self.optimizer_on, self.parameters_on)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import argparse
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from support.cli.arguments import global_batch
 from support.cli.flags import build_parser
 from support.errors import UserError
 from support.files.user_files import parse_json, read_text, shown
-from support.strategy import STRATEGIES
+from support.strategy import STRATEGIES, Strategy
 
 # Hugging Face's convention for "as on the command line"; DeepSpeed itself does not know it.
 AUTO = "auto"
@@ -155,12 +155,21 @@ def lookup(config: dict, key: str):
     return config
 
 
-def uses_nvme(config: dict) -> bool:
-    """Return whether a DeepSpeed configuration offloads optimizer states or parameters to NVMe."""
-    zero = config["zero_optimization"]
-    return "nvme" in (
-        lookup(zero, "offload_optimizer.device"),
-        lookup(zero, "offload_param.device"),
+def configured_strategy(args) -> Strategy:
+    """Return the row of --strategy, with the places of the states that the DeepSpeed file chooses.
+
+    ZeRO stages 1 and 3 with an optimizer in host memory have no row of their own.
+    """
+    row, config = STRATEGIES[args.strategy], args.ds_config_dict
+    if config is None:
+        return row
+
+    def place(part: str) -> str:
+        device = lookup(config, f"zero_optimization.{part}.device")
+        return {"cpu": "host", "nvme": "nvme"}.get(device, "device")
+
+    return replace(
+        row, optimizer_on=place("offload_optimizer"), parameters_on=place("offload_param")
     )
 
 
@@ -262,10 +271,11 @@ def _check_strategy(strategy: str, config: dict, file: str) -> None:
             f"{file} has zero_optimization.offload_optimizer.device {offloads_to}, but --strategy "
             f"{strategy} keeps the optimizer on {required}: change one of them."
         )
-    if not required and offloads_to == "nvme":
+    parameters_to = lookup(config, "zero_optimization.offload_param.device")
+    if required != "nvme" and "nvme" in (offloads_to, parameters_to):
         raise UserError(
-            f"{file} keeps the optimizer on nvme, but --strategy is {strategy}: "
-            "use --strategy infinity."
+            f"{file} keeps model states on nvme, but --strategy is {strategy}: use --strategy "
+            "infinity, with offload_optimizer.device nvme."
         )
 
 

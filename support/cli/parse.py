@@ -8,7 +8,7 @@ import itertools
 from support import PROJECT
 from support.cli.arguments import Arguments
 from support.cli.conflicts import refuse_conflicts
-from support.cli.ds_config import choose_strategy, read_ds_config, reconcile
+from support.cli.ds_config import choose_strategy, configured_strategy, read_ds_config, reconcile
 from support.cli.flags import NEWEST, build_parser
 from support.cli.fsdp_config import FsdpOptions, read_fsdp_config
 from support.cli.run_file import OTHER_NAMES, read_run_file, strategy_of_switches
@@ -155,7 +155,7 @@ def ignored_flags(args) -> list[str]:
     """Return one line for each given flag that the chosen strategy ignores, and FSDP's notes."""
     uses = {
         "ds_config": ("the DeepSpeed strategies", args.ds_config_dict is not None),
-        "nvme_path": ("infinity", STRATEGIES[args.strategy].uses_nvme),
+        "nvme_path": ("infinity", configured_strategy(args).uses_nvme),
         "fsdp_config": ("fsdp", args.strategy == "fsdp" or args.fsdp.no_shard),
     }
     return [

@@ -6,10 +6,10 @@ import json
 import os
 from pathlib import Path
 
+from support.cli.ds_config import configured_strategy
 from support.errors import UserError
 from support.files.folders import files_of
 from support.files.user_files import read_text
-from support.strategy import STRATEGIES
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
@@ -198,7 +198,7 @@ def check_nvme_path(args) -> None:
         UserError: there is no such folder.
     """
     if (
-        STRATEGIES[args.strategy].uses_nvme
+        configured_strategy(args).uses_nvme
         and args.nvme_path is not None
         and not Path(args.nvme_path).is_dir()
     ):

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from support import PROJECT
 from support.cli import paths
 from support.cli.arguments import choose_seq_length
-from support.cli.ds_config import uses_nvme
+from support.cli.ds_config import configured_strategy
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, has_nvidia_gpu
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
@@ -246,10 +246,10 @@ def _must_compile(args, ctx: DistContext) -> bool:
     if args.ds_config_dict is None:
         return False
     try:
-        requirements.check_compiler(args.strategy, ctx.device)
+        requirements.check_compiler(args, ctx.device)
     except UserError:
         return True
-    return bool(requirements.ops_to_compile(args.strategy, ctx.device))
+    return bool(requirements.ops_to_compile(configured_strategy(args), ctx.device))
 
 
 def _cuda_toolkit(args) -> Line:
@@ -259,7 +259,7 @@ def _cuda_toolkit(args) -> Line:
     if found and found[1].split(".")[0] == torch.version.cuda.split(".")[0]:
         return Line(OK, "nvcc", f"release {found[1]}")
     return Line(
-        PROBLEM if STRATEGIES[args.strategy].uses_nvme else WARNING,
+        PROBLEM if configured_strategy(args).uses_nvme else WARNING,
         "nvcc",
         f"release {found[1]}, torch is for CUDA {torch.version.cuda}" if found else "not found",
         "infinity compiles with the toolkit of torch's CUDA (module load cuda, CUDA_HOME)",
@@ -275,19 +275,19 @@ def _ops(args, ctx: DistContext) -> Iterator[Line]:
         "offload": "offload",
         "infinity": "infinity",
     }.items():
-        ops = requirements.ops_to_compile(strategy, ctx.device)
+        ops = requirements.ops_to_compile(STRATEGIES[strategy], ctx.device)
         states.append(f"{names} will compile {', '.join(ops)}" if ops else f"{names} ready")
     try:
         requirements.check_async_io(ctx.device)
         yield Line(OK, "DeepSpeed ops", "; ".join(states))
     except UserError as error:
-        status = PROBLEM if args.ds_config_dict and uses_nvme(args.ds_config_dict) else WARNING
+        status = PROBLEM if configured_strategy(args).uses_nvme else WARNING
         text = "; ".join([*states[:2], "infinity cannot run"])
         yield Line(status, "DeepSpeed ops", text, str(error))
 
 
 def _nvme(args, ctx: DistContext) -> Iterator[Line]:
-    if not (args.ds_config_dict and uses_nvme(args.ds_config_dict) and ctx.launch.is_node_leader):
+    if not (configured_strategy(args).uses_nvme and ctx.launch.is_node_leader):
         return  # only one rank per node: several would share the bandwidth
     folder = args.nvme_path or tempfile.gettempdir()
     try:
@@ -363,7 +363,7 @@ def _limits(args, ctx: DistContext) -> Iterator[Line]:
     status = PROBLEM if files < 128 else WARNING
     remedy = "ulimit -n 65536 before the run"
     yield _line(files >= 1024, "open files", f"{files} (ulimit -n)", remedy, status)
-    if ctx.device.type == "cuda" and STRATEGIES[args.strategy].offloads:
+    if ctx.device.type == "cuda" and configured_strategy(args).offloads:
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if locked == resource.RLIM_INFINITY:
             yield Line(OK, "locked memory", "unlimited")

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from support.cli.ds_config import configured_strategy
 from support.errors import UserError
 from support.memory.architectures import Architecture, read_architecture
 from support.memory.estimate import MemoryEstimate, predict
 from support.memory.fit import PREFERENCE, Limits, fitting_split
 from support.memory.system import memory_limit
 from support.memory.workload import Workload, adapters
+from support.strategy import STRATEGIES
 from support.units import GB
 
 ADVISED_SHARE = 0.9  # share of a GPU that advice may fill: peaks are predicted within 10 %
@@ -61,6 +63,8 @@ def predicted_bytes(args, ctx, spec) -> dict[str, int] | None:
     """
     try:
         model = read_architecture(spec.config.to_dict(), args.model)
+        if configured_strategy(args) != STRATEGIES[args.strategy]:
+            return None
         return predict(planned_work(args, ctx, model), args.strategy).sizes()
     except UserError:
         return None

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from support import patches
-from support.cli.ds_config import ModelSizes, complete_ds_config, uses_nvme
+from support.cli.ds_config import ModelSizes, complete_ds_config, configured_strategy
 from support.cluster.context import DistContext
 from support.strategies import op_builds, requirements
+from support.strategy import Strategy
 
 
 def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
@@ -41,7 +42,8 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     config, nvme_folder = copy.deepcopy(args.ds_config_dict), None
-    if uses_nvme(config):
+    strategy = configured_strategy(args)
+    if strategy.uses_nvme:
 
         def make_folder() -> str:
             folder = requirements.make_nvme_folder(
@@ -55,7 +57,7 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
 
         nvme_folder = ctx.once_per_node("nvme folder", make_folder)
 
-    _prepare_compilations(args.strategy, ctx)
+    _prepare_compilations(strategy, ctx)
     # Under its own launcher DeepSpeed reduces through this file of 69 MB in shared memory on a CPU,
     # and does not remove it.
     buffer = (
@@ -75,7 +77,7 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
     return complete_ds_config(config, ctx.precision, sizes, ctx.world_size, nvme_folder)
 
 
-def _prepare_compilations(strategy: str, ctx: DistContext) -> None:
+def _prepare_compilations(strategy: Strategy, ctx: DistContext) -> None:
     """Guard the compilation of DeepSpeed's ops, and announce those that are not compiled yet."""
 
     def print0(text: str) -> None:

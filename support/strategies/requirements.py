@@ -9,29 +9,29 @@ import sys
 import tempfile
 from pathlib import Path
 
-from support.cli.ds_config import uses_nvme
+from support.cli.ds_config import configured_strategy
 from support.errors import MissingRequirement, UserError
 from support.files.atomic import TemporaryFolder
-from support.strategy import STRATEGIES
+from support.strategy import Strategy
 from support.units import GB
 
 NVME_PREFIX = "distributed_training_nvme_"  # of the names of folders with infinity's files
 
 
-def needed_ops(strategy: str, device) -> dict[str, list[Path]]:
+def needed_ops(strategy: Strategy, device) -> dict[str, list[Path]]:
     """Return DeepSpeed's C++ ops that this strategy needs, with the folders of their builds.
 
     A folder may not exist yet, or hold an unfinished build.
 
     Args:
-        strategy: a DeepSpeed strategy.
+        strategy: a row with DeepSpeed's engine.
         device: a torch.device.
     """
     from torch.utils.cpp_extension import get_default_build_root
 
     needed = ["deepspeed_shm_comm"] if device.type == "cpu" else []
-    needed += ["cpu_adam"] if STRATEGIES[strategy].offloads else []
-    if STRATEGIES[strategy].uses_nvme:
+    needed += ["cpu_adam"] if strategy.offloads else []
+    if strategy.uses_nvme:
         needed += ["async_io", "pin_memory"] if _has_pin_memory_op() else ["async_io"]
     if own := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return {op: [Path(own) / op] for op in needed}
@@ -52,7 +52,7 @@ def _has_pin_memory_op() -> bool:
     )
 
 
-def ops_to_compile(strategy: str, device) -> list[str]:
+def ops_to_compile(strategy: Strategy, device) -> list[str]:
     """Return the ops of `needed_ops` that are not compiled yet on this machine."""
     op_folders = needed_ops(strategy, device)
     return [
@@ -69,14 +69,15 @@ def check_requirements(args, device) -> None:
         MissingRequirement: the compiler is missing; or, if something is offloaded to NVMe, libaio
             or the CUDA toolkit.
     """
-    if not STRATEGIES[args.strategy].uses_deepspeed:
+    strategy = configured_strategy(args)
+    if not strategy.uses_deepspeed:
         return
-    check_compiler(args.strategy, device)
-    if uses_nvme(args.ds_config_dict):
+    check_compiler(args, device)
+    if strategy.uses_nvme:
         check_async_io(device)
 
 
-def check_compiler(strategy: str, device) -> None:
+def check_compiler(args, device) -> None:
     """Check for the C++ compiler that DeepSpeed needs.
 
     DeepSpeed compiles its CPU Adam at the first use of offload and infinity, and on a CPU its
@@ -86,10 +87,11 @@ def check_compiler(strategy: str, device) -> None:
         MissingRequirement: there is no C++ compiler.
     """
     compiler = os.environ.get("CXX", "c++")
-    if (device.type == "cpu" or STRATEGIES[strategy].offloads) and shutil.which(compiler) is None:
+    is_needed = device.type == "cpu" or configured_strategy(args).offloads
+    if is_needed and shutil.which(compiler) is None:
         raise MissingRequirement(
-            f"--strategy {strategy} compiles parts of DeepSpeed at its first use, but there is no "
-            f"C++ compiler ({compiler}): apt install build-essential, "
+            f"--strategy {args.strategy} compiles parts of DeepSpeed at its first use, but there "
+            f"is no C++ compiler ({compiler}): apt install build-essential, "
             "or module load gcc on a cluster. dp and fsdp need none."
         )
 

@@ -14,6 +14,7 @@ from support.cli.parse import parse_arguments
 from support.cluster import devices, process_group
 from support.errors import MissingRequirement
 from support.strategies import requirements
+from support.strategy import STRATEGIES
 
 GPU = torch.device("cuda", 0)
 
@@ -66,7 +67,7 @@ def test_ops_that_infinity_compiles_are_those_that_async_io_loads(monkeypatch):
     monkeypatch.setattr("sys._deepspeed_pin_memory_op_module", None, raising=False)
     AsyncIOBuilder().load()
     assert set(loaded) == {"async_io", "pin_memory"}
-    assert set(loaded) <= set(requirements.needed_ops("infinity", GPU))
+    assert set(loaded) <= set(requirements.needed_ops(STRATEGIES["infinity"], GPU))
 
 
 @pytest.mark.parametrize("has_op", [True, False])
@@ -77,7 +78,7 @@ def test_pin_memory_is_compiled_where_deepspeed_has_it(tmp_path, monkeypatch, ha
         (builders / "pin_memory.py").touch()
     package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: package)
-    assert ("pin_memory" in requirements.needed_ops("infinity", GPU)) is has_op
+    assert ("pin_memory" in requirements.needed_ops(STRATEGIES["infinity"], GPU)) is has_op
 
 
 # ----------------------------------------------------------------------------- DeepSpeed's settings
