@@ -332,7 +332,7 @@ def evaluate(model, validation, args, ctx: DistContext) -> tuple[float, float] |
     with ctx.console.bar(
         "Evaluation", -(-len(order) // (args.batch_size * ctx.world_size)), "batch"
     ) as bar:
-        for number, step_batch in enumerate(data.prefetch(batches, ctx.device)):
+        for number, step_batch in enumerate(data.copy_ahead(batches, ctx.device)):
             [(inputs, labels)] = step_batch.batches
             if number % STOP_CHECK_BATCHES == 0 and ctx.asked_to_stop():
                 return None

@@ -114,6 +114,16 @@ class FirstError:
         return "" if self.error is None else str(explain(self.error))
 
 
+def first_line(error: BaseException, longest: int | None = None) -> str:
+    """Return the first line of an error message, or the class name if it is empty.
+
+    Args:
+        error: the exception.
+        longest: the largest number of characters; None: no limit.
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:longest]
+
+
 def explain(error: BaseException) -> UserError:
     """Convert any exception into the `UserError` that is shown to the user.
 
@@ -305,15 +315,15 @@ def look_up(error: BaseException) -> UserError | None:
     """
     name, text = type(error).__name__, str(error).strip()
     lines = text.splitlines()
-    first_line = lines[0].strip() if lines else name
+    message_line = lines[0].strip() if lines else name
     for entry in TABLE:
         if re.search(entry.words, f"{name}: {text}", re.DOTALL):
             placeholders = {
-                "said": first_line.rstrip("."),
+                "said": message_line.rstrip("."),
                 "where": getattr(error, "filename", None)
                 or ("{where}" in entry.advice and full_disk())
                 or "a file",
-                "compiler": compiler_error(lines) or first_line,
+                "compiler": compiler_error(lines) or message_line,
                 "port": os.environ.get("MASTER_PORT", "29500"),
                 "open_files": open_files(),
                 "operation": name_before(" does not have a deterministic", text) or "an operation",

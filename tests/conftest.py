@@ -267,10 +267,10 @@ def script(tmp_path_factory, preloaded):
             env = {**(env or {}), **(preloaded.for_torchrun() if launcher == "torchrun" else {})}
         if "--output_dir" not in args and "--help" not in args:
             command += ["--output_dir", folder]
-        begun = time.monotonic()
+        started = time.monotonic()
         process = start(command, env, cwd)
         out, err = finish(process, timeout)
-        done = Run(process.returncode, out, err, time.monotonic() - begun, Path(folder))
+        done = Run(process.returncode, out, err, time.monotonic() - started, Path(folder))
         if ok:
             assert done.code == 0, (
                 f"exit code {done.code} from {' '.join(map(str, command))}\n{out[-3000:]}\n{err[-5000:]}"

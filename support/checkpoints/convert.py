@@ -34,7 +34,7 @@ from support.checkpoints.format import (
     write_manifest,
 )
 from support.checkpoints.tensors import PieceReader, PieceWriter
-from support.errors import UserError
+from support.errors import UserError, first_line
 from support.files.atomic import open_regular, read_json, write_text
 from support.files.safetensors_writer import WeightFiles, write_at
 from support.files.user_files import shown
@@ -181,7 +181,7 @@ def load_tensors(path: Path):
         if "weights_only" in str(error):
             reason = "it contains Python objects, and code in a file is not executed"
         else:
-            reason = shown((str(error).splitlines() or [type(error).__name__])[0], 200)
+            reason = shown(first_line(error), 200)
         raise UserError(f"{path} cannot be read: {reason}.") from error
 
 

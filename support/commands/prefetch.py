@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 import torch
 
@@ -16,7 +17,7 @@ from support.files.hub_cache import huggingface_home
 from support.model import resolve as models
 
 
-def prefetch(args, launch: Launch) -> None:
+def prefetch(args, launch: Launch) -> NoReturn:
     """Download the model and the dataset, tokenize the dataset, and exit.
 
     A run with the same flags then needs no network; HF_HUB_OFFLINE=1 prevents it from trying to
@@ -34,7 +35,7 @@ def prefetch(args, launch: Launch) -> None:
     ctx.stop.install()
     try:
         ctx.console.print0(f"⏳ Downloading {args.model}, where it is not in the cache")
-        tokenizer = models.prefetch(args, ctx)
+        tokenizer = models.download_model(args, ctx)
         if args.streaming:
             if not is_local_dataset(args.dataset):
                 ctx.console.warn(

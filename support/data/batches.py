@@ -387,7 +387,7 @@ def rest_of_epoch(train, state: TrainState, args, ctx: DistContext) -> Iterator[
     order = epoch_order(train.num_sequences, args.seed, state.epoch)[state.position :]
     accumulation = args.gradient_accumulation_steps
     batches = step_batches(train, order, args.batch_size, accumulation, ctx.rank, ctx.world_size)
-    return prefetch(batches, ctx.device)
+    return copy_ahead(batches, ctx.device)
 
 
 def fill_up(file: Sequences, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -407,7 +407,7 @@ def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
     torch.manual_seed(int(numbers.generate_state(1, np.uint64)[0] >> 1))
 
 
-def prefetch(steps: Iterator, device: torch.device) -> Iterator:
+def copy_ahead(steps: Iterator, device: torch.device) -> Iterator:
     """Read one step batch ahead and copy it to a GPU without blocking, while the GPU computes."""
     ahead = None
     for step_batch in steps:

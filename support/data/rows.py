@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.errors import UserError
+from support.errors import UserError, first_line
 from support.files.user_files import printable, unique_keys
 
 PIECE_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
@@ -218,12 +218,9 @@ def reading(what: Path | str):
     try:
         yield
     except OSError as error:
-        raise UserError(f"{what} cannot be read: {error.strerror or first_line(error)}.") from error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error message, or the class name if it is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(
+            f"{what} cannot be read: {error.strerror or first_line(error, 200)}."
+        ) from error
 
 
 def has_rows(file: Path) -> bool:
@@ -306,7 +303,7 @@ def _parse_json(text: str, file: Path, line: int | None = None) -> object | BadR
     except MemoryError:
         return BadRow(f"{place}: more JSON at a time than fits into this host's memory.")
     except ValueError as error:  # a duplicate key; a number with more than Python's 4,300 digits
-        return BadRow(f"{place}: {first_line(error).split(';')[0]}.")
+        return BadRow(f"{place}: {first_line(error, 200).split(';')[0]}.")
 
 
 def _read_jsonl(file: Path, text_column: str | None) -> Iterator[Row]:
@@ -410,12 +407,12 @@ def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
             raise
         if number:
             raise UserError(
-                f"{file}: what follows row {number} cannot be read: {first_line(error)}"
+                f"{file}: what follows row {number} cannot be read: {first_line(error, 200)}"
             ) from error
         if isinstance(error, UserError):
             yield BadRow(str(error))
         else:
-            yield BadRow(f"{file} is not a Parquet file that can be read: {first_line(error)}")
+            yield BadRow(f"{file} is not a Parquet file that can be read: {first_line(error, 200)}")
 
 
 def columns_of_text(columns: list[str], text_column: str | None, where: str) -> list[str]:

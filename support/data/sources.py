@@ -17,12 +17,11 @@ from support.data.rows import (
     Example,
     columns_of_text,
     contents_of_file,
-    first_line,
     has_rows,
     read_row,
     reading,
 )
-from support.errors import UserError
+from support.errors import UserError, first_line
 from support.files.atomic import sha256_of
 from support.files.folders import advise_include, count_types, describe_twins, files_of
 
@@ -239,7 +238,7 @@ def load_from_hub(dataset: str, config: str | None, **options):
     try:
         splits = datasets.load_dataset(dataset, config, **options)
     except Exception as error:  # the clients raise a dozen classes; the first line has the reason
-        reason = first_line(error)
+        reason = first_line(error, 200)
         raise UserError(
             f"--dataset {dataset} is not a local file or folder, and cannot be loaded from the "
             f"hub: {reason}"

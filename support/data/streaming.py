@@ -31,10 +31,10 @@ from support.data.batches import (
     ReadAhead,
     StepBatch,
     TokenFile,
+    copy_ahead,
     nothing,
     one_length,
     open_split,
-    prefetch,
     stack_examples,
 )
 from support.data.chat import PLAIN_NOTICE, Encoder, use_plain_template
@@ -46,7 +46,7 @@ from support.errors import UserError
 from support.labels import IGNORED
 
 # Steps in the queue of `batches.ReadAhead`; two more are outside it, one in the thread and one in
-# `prefetch`. A few are enough, because the slots refill in different steps.
+# `copy_ahead`. A few are enough, because the slots refill in different steps.
 STEPS_AHEAD = 4
 # Increase it when a corpus is divided into other rows, which invalidates positions in checkpoints.
 ROWS_VERSION = 2
@@ -353,7 +353,7 @@ class Stream:
     def step_batches(self, device) -> Iterator[StepBatch]:
         """Yield the step batches of this rank, from where the last caller stopped."""
         if self._live is None:
-            self._live = prefetch(self._ahead, device)
+            self._live = copy_ahead(self._ahead, device)
         for step_batch in self._live:
             self._arrive(step_batch.state)
             yield step_batch

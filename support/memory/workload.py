@@ -1,4 +1,4 @@
-"""The workload of a run, as far as its memory depends on it: model, batches, ranks and adapters."""
+"""The workload of a run: what its memory depends on, of model, batches, ranks and adapters."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from support import patches
 from support.cli.hub import scratch_without_hub
 from support.cli.paths import is_local_model
 from support.cluster.context import DistContext
-from support.errors import UserError
+from support.errors import UserError, first_line
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
@@ -42,7 +42,6 @@ from support.model.weights import (
     NO_REMOTE_CODE,
     draw_weights,
     fill_from_rank0,
-    first_line,
     from_config,
     from_folder,
     grow_vocabulary,
@@ -192,7 +191,7 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
         )
 
 
-def prefetch(args, ctx: DistContext) -> PreTrainedTokenizerBase:
+def download_model(args, ctx: DistContext) -> PreTrainedTokenizerBase:
     """Download or build everything in the cache that `find_model` and `ModelSpec.load` will need.
 
     Weight files are downloaded, but no weights are loaded or drawn.

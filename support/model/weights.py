@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from support.cluster.context import DistContext
-from support.errors import UserError
+from support.errors import UserError, first_line
 from support.files.atomic import TemporaryFolder
 from support.files.safetensors_writer import save_file
 
@@ -88,11 +88,6 @@ def as_dtype(dtype: torch.dtype | str) -> dict:
         else "torch_dtype"
     )
     return {name: dtype}
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error message, or the class name if it is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def draw_weights(config, seed: int, ctx: DistContext) -> str:

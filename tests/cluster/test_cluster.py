@@ -177,7 +177,7 @@ def test_deepspeeds_launcher_and_the_comparison_as_jobs(slurm, project):
     assert (work / "comparison_results_tiny-gpt2.md").exists()
 
 
-def begun(work, job):
+def started(work, job):
     return "Epoch 1" in output_of(work, job)
 
 
@@ -197,7 +197,7 @@ def test_requeued_job_goes_on_to_the_same_end(slurm, script, project):
         cwd=work,
         wait=False,
     )
-    wait_for(lambda: begun(work, job), 90, "the job does not train")
+    wait_for(lambda: started(work, job), 90, "the job does not train")
     subprocess.run(["scancel", "--signal=USR1", job], check=True)
     wait_for(lambda: "Resumed from" in output_of(work, job), 90, "the job was not requeued")
     wait_for(lambda: is_over(job), 120, "no end")
@@ -241,7 +241,7 @@ def test_a_rank_that_dies_fails_the_job(slurm, project):
         cwd=work,
         wait=False,
     )
-    wait_for(lambda: begun(work, job), 90, "the job does not train")
+    wait_for(lambda: started(work, job), 90, "the job does not train")
     victim = next(
         p
         for p in descendants_of_test()
@@ -282,7 +282,7 @@ def test_scancel_leaves_a_checkpoint_to_resume(slurm, script, project):
         cwd=work,
         wait=False,
     )
-    wait_for(lambda: begun(work, job), 90, "the job does not train")
+    wait_for(lambda: started(work, job), 90, "the job does not train")
     subprocess.run(["scancel", job], check=True)
     folder = work / "runs" / f"train-{job}"
     wait_for(

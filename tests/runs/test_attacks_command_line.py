@@ -31,13 +31,13 @@ SPARE_SECONDS = (
 
 def parsed(argv: list) -> Run:
     """What the parser makes of a command line, as a `Run`; its output is the resolved settings."""
-    begun = time.monotonic()
+    started = time.monotonic()
     try:
         args = parse_arguments([str(argument) for argument in argv])
         code, out, err = 0, json.dumps(vars(args), default=str), ""
     except UserError as error:
         code, out, err = error.exit_code, "", f"❌ {error}\n"
-    assert time.monotonic() - begun < SPARE_SECONDS
+    assert time.monotonic() - started < SPARE_SECONDS
     assert len(err) < 1000 and err.count("\n") < 2, "one line, and not as long as what was typed"
     return Run(code, out, err, 0, Path())
 
@@ -551,11 +551,11 @@ def main_of(capsys, monkeypatch):
         import importlib
 
         monkeypatch.setattr(sys, "argv", [module, *map(str, argv)])
-        begun = time.monotonic()
+        started = time.monotonic()
         with pytest.raises(SystemExit) as ended:
             importlib.import_module(module).main()
         out, err = capsys.readouterr()
-        assert time.monotonic() - begun < SPARE_SECONDS
+        assert time.monotonic() - started < SPARE_SECONDS
         return Run(ended.value.code, out, err, 0, Path())
 
     return run

@@ -176,9 +176,9 @@ def test_a_young_file_of_another_machine_is_respected(lock, tmp_path, monkeypatc
     (tmp_path / ".building").write_text(
         json.dumps({"process": 1, "host": "there", "run": "another"})
     )
-    begun = time.monotonic()
+    started = time.monotonic()
     said = lock()
-    assert time.monotonic() - begun > 1.5
+    assert time.monotonic() - started > 1.5
     assert len(said) == 2 and "Waiting" in said[0] and "removed" in said[1]
 
 
@@ -211,7 +211,7 @@ def test_without_locks_a_young_file_is_respected(lock, tmp_path, monkeypatch):
     monkeypatch.setattr(op_builds.fcntl, "flock", no_locks)
     monkeypatch.setattr(op_builds, "UNLOCKED_SECONDS", 2)
     (tmp_path / "lock").touch()
-    said, begun = [], time.monotonic()
+    said, started = [], time.monotonic()
     with op_builds.build_lock("op", tmp_path, "mine", said.append):
-        assert time.monotonic() - begun > 1.5
+        assert time.monotonic() - started > 1.5
     assert len(said) == 2 and "Waiting" in said[0] and "removed" in said[1]

@@ -61,9 +61,9 @@ def errors_of(*ranks) -> list[str]:
 
 
 def end_of(rank, seconds: float) -> int:
-    begun = time.monotonic()
+    started = time.monotonic()
     code = rank.wait(seconds)
-    assert time.monotonic() - begun < seconds
+    assert time.monotonic() - started < seconds
     return code
 
 

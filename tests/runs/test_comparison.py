@@ -540,12 +540,12 @@ def test_without_libaio_infinity_is_skipped_and_dp_may_be_left_out(
         found["work"]["steps"] == found["step_cap"] == 30
         and "30 steps (the comparison's default cap), 2 repeats" in out
     )
-    begun = [
+    started = [
         row["attempts"][repeat]["started_at"]
         for repeat in (0, 1)
         for row in found["strategies"][::-1]
     ]
-    assert begun == sorted(begun) and len(begun) == 4
+    assert started == sorted(started) and len(started) == 4
 
 
 def test_interrupt_stops_the_running_one_and_reports_the_finished(tmp_path):

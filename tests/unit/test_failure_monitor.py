@@ -136,10 +136,10 @@ def test_an_error_of_another_rank_is_its_own_to_report(watched):
 
 
 def test_a_call_that_blocks_is_given_up():
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(TimeoutError):
         peers.in_time(lambda: threading.Event().wait(60), 0.2)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - started < 5
     assert peers.in_time(lambda: 3, 5) == 3
     with pytest.raises(KeyError):
         peers.in_time(lambda: {}["nothing"], 5)
@@ -166,9 +166,9 @@ def test_a_disk_that_hangs_hides_no_message(stop, monkeypatch, capfd):
     launch = Launch("python", 0, 0, 1, 1, 0, "", 0)
     monitor = failures.FailureMonitor(launch, Console(True), stop)
     monitor.on_failure.append(lambda _: time.sleep(20))
-    begun = time.monotonic()
+    started = time.monotonic()
     monitor._report(TrainingError("the first error"))
-    assert "the first error" in capfd.readouterr().err and time.monotonic() - begun < 15
+    assert "the first error" in capfd.readouterr().err and time.monotonic() - started < 15
 
 
 def test_no_library_can_swallow_a_signal(stop):

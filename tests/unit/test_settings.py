@@ -42,10 +42,10 @@ def test_advice_for_any_batch_is_there_at_once():
     from support.memory.fit import Limits
     from support.memory.workload import Workload
 
-    begun = time.monotonic()
+    started = time.monotonic()
     work = Workload(find_architecture("gpt2"), world_size=1, batch_size=10**12, seq_length=512)
     ways = remedies(work, "dp", Limits(16 * GB))
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - started < 2
     assert any(way.flags.startswith("--batch_size ") for way in ways)
 
 
