@@ -19,9 +19,10 @@ the parameters (P), the gradients (G) and the optimizer states (O):
     infinity  P/N, G/N, O/N    zero3 with P and O on NVMe
     fsdp      P/N, G/N, O/N    PyTorch FSDP2 (fully_shard)
 
-All strategies train the same model: for the same global batch the losses agree, for any number of
-ranks. Read from the top; compare train_epoch_ddp() with train_epoch_deepspeed(): the lines that
-differ are what DeepSpeed changes. The results are in <output_dir>/results.json and metrics.jsonl.
+All strategies train the same model: for the same global batch and without dropout the losses agree,
+for any number of ranks. Read from the top; compare train_epoch_ddp() with train_epoch_deepspeed():
+the lines that differ are what DeepSpeed changes. The results are in <output_dir>/results.json and
+metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     objects = wrap(model, train_data, args, ctx)
     record.memory.note("wrapped")
     if ctx.device.type == "cpu":
-        keep_freed_memory()
+        keep_freed_memory()  # for the next step; see support/cluster/tuning.py
 
     signature = run_signature(args, ctx, spec, dataset, objects.model)
     manager = CheckpointManager(args, ctx, record.folder, objects, signature, spec)
@@ -256,6 +257,7 @@ def train_epoch_deepspeed(
     args, ctx, state = metrics.args, metrics.ctx, metrics.state
     engine, optimizer = objects.model, objects.optimizer  # the engine scales the loss in fp16
     engine.train()
+    # As in train_epoch_ddp, for losses only: DeepSpeed computes the norm inside its update.
     found_inf = torch.zeros((), dtype=torch.bool, device=ctx.device)
     metrics.start_epoch()
 

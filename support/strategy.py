@@ -1,6 +1,6 @@
 """The strategies: what each rank keeps of the model states, where, and which library does it.
 
-To add a strategy, add a row to STRATEGIES and a wrapper to the script.
+To add a strategy, add a row to STRATEGIES, and for a new library an Engine to the script.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Whether model states are kept outside the device."""
+        """Whether the optimizer states are kept outside the device."""
         return self.optimizer_on != "device"
 
     @property

@@ -91,7 +91,7 @@ class TrainState:
 
     @property
     def at_end_of_epoch(self) -> bool:
-        """Whether the last step used the last sequence of an epoch."""
+        """Whether the last step used the last sequence of an epoch; also true before the first."""
         return self.position == 0
 
     @property
@@ -132,5 +132,6 @@ class TrainState:
         elif self.best and self.best["step"] != self.step:
             # A resumed run may repeat the evaluation of its checkpoint, which must not count again.
             self.best = {**self.best, "waited": self.best["waited"] + 1}
-        if self.patience and self.best and self.best["waited"] >= self.patience:
-            self.stopped_early = not self.finished
+        patience_is_over = self.patience and self.best and self.best["waited"] >= self.patience
+        if patience_is_over and self.step < self.total_steps:
+            self.stopped_early = True

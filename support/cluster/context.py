@@ -26,7 +26,7 @@ from support.files.temporary import TemporaryPaths
 
 @dataclass
 class DistContext:
-    """This process among the ranks: its place, its device, and the collectives of objects.
+    """This process among the ranks: its place, its device, and collectives for Python objects.
 
     Attributes:
         launch: rank and number of ranks.
@@ -135,7 +135,7 @@ class DistContext:
             store.set(key, json.dumps(prepare()))
             store.add(f"prepared/{what}/nodes", 1)
         while store.add(f"prepared/{what}/nodes", 0) < self.nodes:
-            time.sleep(0.1)  # if local rank 0 of a node fails, FailureMonitor ends this one
+            time.sleep(0.1)  # if local rank 0 of a node fails, FailureMonitor ends this process
         return json.loads(store.get(key))
 
     def asked_to_stop(self) -> bool:
@@ -167,7 +167,7 @@ class DistContext:
         return values
 
 
-def describe_difference(values: list[Any], what: str) -> None:
+def require_equal_on_all_ranks(values: list[Any], what: str) -> None:
     """Check that all ranks have the same value.
 
     Args:
@@ -179,6 +179,6 @@ def describe_difference(values: list[Any], what: str) -> None:
     for rank, value in enumerate(values):
         if value != values[0]:
             raise TrainingError(
-                f"{what} differs between the nodes: "
+                f"{what} differs between the ranks: "
                 f"rank 0 has {values[0]}, rank {rank} has {value}."
             )

@@ -37,9 +37,8 @@ DISK_SECONDS = 5  # time limit of each function in `FailureMonitor.on_failure`
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
 LONGEST_MESSAGE = 2000  # characters of an error in the store
 RESERVE_BYTES = 64 << 20
-# A disk is full or hangs (TimeoutError), or the host cannot start a thread: the error is printed
-# nevertheless.
-NO_REASON_FOR_SILENCE = (OSError, RuntimeError, MemoryError)
+# Ignored while an error is reported: a full disk, one that hangs (TimeoutError), no free thread.
+IGNORED_WHILE_REPORTING = (OSError, RuntimeError, MemoryError)
 
 
 class FailureMonitor:
@@ -55,7 +54,7 @@ class FailureMonitor:
             recorded one.
         memory_facts: functions whose lines are printed when memory runs out.
         remedies: returns lines on what would fit into the memory.
-        flushes: functions that write what other programs read of this run.
+        flushes: functions that write files of this run that other programs read.
         store: where the first rank that fails writes its error; None with a single process.
     """
 
@@ -119,7 +118,7 @@ class FailureMonitor:
             if self.console.verbose:
                 print_traceback(error)
             # Before anything is written: an incomplete checkpoint may fill the disk.
-            with contextlib.suppress(*NO_REASON_FOR_SILENCE):
+            with contextlib.suppress(*IGNORED_WHILE_REPORTING):
                 in_time(self.temporary.clean_up, END_SECONDS / 2)
             self._report(user_error, error)
             # The other ranks must read the error in the store, which this process may host.
@@ -145,7 +144,7 @@ class FailureMonitor:
             return
         recorded = False
         # Starting a thread needs memory, and there may not be enough.
-        with contextlib.suppress(*NO_REASON_FOR_SILENCE):
+        with contextlib.suppress(*IGNORED_WHILE_REPORTING):
             if not self._record(shown):
                 return
             recorded = True
@@ -161,7 +160,7 @@ class FailureMonitor:
                 progress.write(f"   {line}", sys.stderr)
         if not recorded:
             free_variables(error)
-            with contextlib.suppress(*NO_REASON_FOR_SILENCE):
+            with contextlib.suppress(*IGNORED_WHILE_REPORTING):
                 self._record(shown)
 
     def _record(self, shown: UserError) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from support.cli.paths import is_local_dataset
-from support.cluster.context import DistContext, describe_difference
+from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data.long_documents import Chunk
 from support.data.rows import (
     BadRow,
@@ -92,7 +92,7 @@ def open_corpus(args, ctx: DistContext) -> StreamCorpus:
         digest.update(f"{args.dataset}\0{commit}".encode())
         open_rows = _rows_on_hub(args, commit)
     sha256 = digest.hexdigest()
-    describe_difference(ctx.all_gather(sha256), "The corpus")
+    require_equal_on_all_ranks(ctx.all_gather(sha256), "The corpus")
     return StreamCorpus(args.dataset, sha256, open_rows, advise_include(files))
 
 

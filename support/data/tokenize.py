@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.cluster.context import DistContext, describe_difference
+from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data.chat import PLAIN_NOTICE, PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
 from support.data.long_documents import DocumentTokenizer
 from support.data.rows import BadRow, Document, Example, OneKind
@@ -65,7 +65,7 @@ def tokenize_corpus(
 
     prepared = ctx.once_per_node("dataset", tokenize)
     print_files([], prepared["notices"], ctx)
-    describe_difference(ctx.all_gather(prepared["splits"]), "The text of the dataset")
+    require_equal_on_all_ranks(ctx.all_gather(prepared["splits"]), "The text of the dataset")
     prepared["bad_rows"] = bad_rows_in(prepared["folder"]) if ctx.is_main else []
     print_bad_rows(prepared["bad_rows"], ctx)
     return prepared

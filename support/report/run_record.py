@@ -163,7 +163,7 @@ class RunRecord:
 
         Args:
             args: the flags.
-            manager: the trained model.
+            manager: the checkpoint manager, which has the trained model.
             metrics: the measurements.
             evaluation: (loss, perplexity) of the last evaluation, or None.
             casting: the context manager of the forward pass.

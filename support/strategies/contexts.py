@@ -1,4 +1,4 @@
-"""Context managers of a micro-batch: the precision of its forward pass, gradient reduction."""
+"""Context managers for a micro-batch: the precision of its forward pass, gradient reduction."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from support.unwrap import base_optimizer, local_part
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:
-    """Return the norm of the whole gradient: a scalar in fp64 on a CPU and in fp32 on a GPU.
+    """Return the norm of the whole gradient: a scalar in fp64 if a gradient is in host memory,
+    otherwise in fp32.
 
     On a CPU, PyTorch's norm in fp32 has a relative error of 1e-5 for a million elements and of 3e-3
     for 38 million (GPT-2's embedding). Clipping with such a norm would change the step. PyTorch's
@@ -155,7 +156,7 @@ def scaler_state(scaler: torch.amp.GradScaler, optimizer) -> dict:
 
 
 def load_scaler_state(saved: dict, scaler: torch.amp.GradScaler, optimizer) -> None:
-    """Restore the loss scaler; of the state of the other library only the scale is used.
+    """Restore the loss scaler; from the other library's state only the scale is used.
 
     Args:
         saved: as `scaler_state` returned it, of PyTorch's or of DeepSpeed's scaler.

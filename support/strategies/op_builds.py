@@ -96,7 +96,7 @@ def _owner(file) -> dict | None:
 
 
 def _write(file, text: str) -> None:
-    # The text is only used in a message, so a full disk is no error.
+    # A full disk is no error here; without the text another host may take the lock for abandoned.
     with contextlib.suppress(OSError):
         file.seek(0)
         file.truncate()

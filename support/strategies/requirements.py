@@ -92,7 +92,7 @@ def check_compiler(args, device) -> None:
         raise MissingRequirement(
             f"--strategy {args.strategy} compiles parts of DeepSpeed at its first use, but there "
             f"is no C++ compiler ({compiler}): apt install build-essential, "
-            "or module load gcc on a cluster. dp and fsdp need none."
+            "or module load gcc on a cluster. dp and fsdp need none without --compile."
         )
 
 
