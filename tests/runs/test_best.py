@@ -71,7 +71,7 @@ def test_early_stopping_keeps_and_exports_the_best(script, tmp_path):
     again = script(
         *work, "--resume", folder=tmp_path
     )  # it is over, although more epochs were asked for
-    assert "complete already" in again.out and again.results["best_step"] == best
+    assert "already complete" in again.out and again.results["best_step"] == best
 
 
 def test_patience_and_the_best_survive_a_resume(script, tmp_path):

@@ -342,7 +342,7 @@ def test_a_run_that_was_complete_is_left_alone_but_for_what_is_asked_for(
     run = script(
         *ON_ONE, "--resume", "--output_dir", copy, "--export_hf", tmp_path / "late", folder=copy
     )
-    assert "complete already" in run.out and load_exported(tmp_path / "late")
+    assert "already complete" in run.out and load_exported(tmp_path / "late")
     assert run.metrics == alone.metrics
     assert {**run.results, "export": None} == {**alone.results, "export": None}
 
@@ -400,7 +400,7 @@ def test_random_kills(script, uninterrupted, under, tmp_path, number):
         process = start([*launcher_command("torchrun", 2), SCRIPT, *work, "--logging_steps", "1"])
         while line := process.stdout.readline():
             if re.search(
-                "Epoch|Evaluation|complete already", line
+                "Epoch|Evaluation|already complete", line
             ):  # the kill before may have come after the last step
                 break
         assert line, process.stderr.read()
