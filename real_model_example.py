@@ -43,6 +43,7 @@ if __name__ == "__main__":
     # settings that libraries read on import (threads, allocator, offline mode) take effect.
     ARGS, LAUNCH = startup.start(sys.argv[1:])
 
+import functools
 import itertools
 import math
 from datetime import timedelta
@@ -331,9 +332,8 @@ def evaluate(model, validation, args, ctx: DistContext) -> tuple[float, float] |
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
     divisor = torch.ones((), device=ctx.device)
     batches = data.step_batches(validation, order, args.batch_size, 1, ctx.rank, ctx.world_size)
-    with ctx.console.bar(
-        "Evaluation", -(-len(order) // (args.batch_size * ctx.world_size)), "batch"
-    ) as bar:
+    steps = data.steps_of(len(order), args.batch_size * ctx.world_size)
+    with ctx.console.bar("Evaluation", steps, "batch") as bar:
         for number, step_batch in enumerate(data.copy_ahead(batches, ctx.device)):
             [(inputs, labels)] = step_batch.batches
             if number % STOP_CHECK_BATCHES == 0 and ctx.asked_to_stop():
@@ -385,29 +385,21 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
     sharded = spec.on_meta_device()
     # bf16: compute in bf16, but keep the shards and reduce the gradients in fp32. fp16 is left to
     # autocast (support/strategies/contexts.py).
-    policy = fsdp.MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if ctx.precision == "bf16" else None, reduce_dtype=torch.float32
-    )
+    dtype = torch.bfloat16 if ctx.precision == "bf16" else None
     options = args.fsdp
-    offload = (
-        fsdp.CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
-        if options.offload
-        else fsdp.OffloadPolicy()
+    on_cpu = fsdp.CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
+    fully_shard = functools.partial(
+        fsdp.fully_shard,
+        mesh=ctx.mesh(options.hybrid),
+        mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        offload_policy=on_cpu if options.offload else fsdp.OffloadPolicy(),
     )
-    shard_options = {
-        "mesh": ctx.mesh(options.hybrid),
-        "mp_policy": policy,
-        "offload_policy": offload,
-    }
     blocks = models.blocks_to_shard(sharded, options, ctx)
     for block in blocks:
         if args.compile:
             block.compile()
-        fsdp.fully_shard(
-            block, reshard_after_forward=options.reshard_after_forward, **shard_options
-        )
-    # The root keeps its own parameters gathered from forward to backward.
-    fsdp.fully_shard(sharded, **shard_options)
+        fully_shard(block, reshard_after_forward=options.reshard_after_forward)
+    fully_shard(sharded)  # the root keeps its own parameters gathered from forward to backward
     if options.forward_prefetch:
         for block, next_block in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([next_block])
@@ -462,20 +454,11 @@ def initialize_deepspeed(model: nn.Module, args: Arguments, ctx: DistContext) ->
 # ===================================================================== the engine of each strategy
 
 
+# How each library loads, wraps and trains a model. FSDP shards while it loads and needs no wrapper.
 ENGINES = {
-    "ddp": Engine(
-        load=lambda args, ctx, spec: spec.load(ctx),  # the whole model on every rank
-        wrap=wrap_with_ddp,
-        train_epoch=train_epoch_ddp,
-    ),
-    "fsdp": Engine(
-        load=shard_with_fsdp,
-        wrap=lambda model, args, ctx: model,  # was sharded while it was loaded
-        train_epoch=train_epoch_ddp,
-    ),
-    "deepspeed": Engine(
-        load=load_for_zero, wrap=initialize_deepspeed, train_epoch=train_epoch_deepspeed
-    ),
+    "ddp": Engine(lambda args, ctx, spec: spec.load(ctx), wrap_with_ddp, train_epoch_ddp),
+    "fsdp": Engine(shard_with_fsdp, lambda model, args, ctx: model, train_epoch_ddp),
+    "deepspeed": Engine(load_for_zero, initialize_deepspeed, train_epoch_deepspeed),
 }
 
 
@@ -554,9 +537,8 @@ def setup_distributed(args: Arguments, launch: Launch) -> DistContext:
     A single process also gets a process group, so that there is only one code path.
 
     Args:
-        args: the command-line arguments.
-        launch: this process's place in the run (rank, world size, rendezvous address), as read from
-            the launcher's environment.
+        args: the flags.
+        launch: rank, world size and address, as read from the launcher's environment.
     Returns:
         This process among the ranks: its device, its output, and the monitor of failures.
     Raises:
