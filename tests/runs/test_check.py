@@ -284,7 +284,7 @@ def test_live_bar_on_a_terminal(tmp_path, columns):
     pieces = [piece.strip("\n") for piece in re.split(r"\r\n|\r|\n", text)]
     bars = [piece for piece in pieces if re.match(r"Epoch 1 \d+/30 \|", piece)]
     assert any("loss" in bar and "tok/s" in bar for bar in bars) and max(map(len, bars)) <= columns
-    for what in ("Tokenising", "Evaluation", "Saving a checkpoint"):
+    for what in ("Tokenizing", "Evaluation", "Saving a checkpoint"):
         assert any(piece.startswith(what) for piece in pieces), what
     assert "Epoch 1 | Batch 29/30 | Loss" in text
 
