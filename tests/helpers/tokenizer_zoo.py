@@ -4,6 +4,7 @@ hard to cut.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from functools import cache
@@ -298,11 +299,15 @@ KINDS = [
 ]
 
 
-@cache
 def tokenizer_of(kind: str):
     """A transformers tokenizer of a kind, with special tokens that take the whitespace on their
-    sides.
+    sides; a copy of its own for each caller, who may change it.
     """
+    return copy.deepcopy(_tokenizer_of(kind))
+
+
+@cache
+def _tokenizer_of(kind: str):
     from transformers import PreTrainedTokenizerFast
 
     [make] = [make for make in KINDS if make.__name__ == kind]
