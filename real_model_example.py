@@ -72,6 +72,7 @@ from support.data import streaming, tokenize
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted
 from support.labels import IGNORED
 from support.memory.advise import ways_to_fit
+from support.model import layers, weights
 from support.model import resolve as models
 from support.model.generate import tokens_of
 from support.model.loss import next_token_loss
@@ -126,7 +127,7 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
 
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
     spec = models.find_model(args, ctx)
-    args = args.replace(seq_length=choose_seq_length(args, models.max_positions(spec.config)))
+    args = args.replace(seq_length=choose_seq_length(args, layers.max_positions(spec.config)))
     record.announce_model(args, spec)
     ctx.failures.remedies = lambda: ways_to_fit(args, ctx, spec)  # printed if memory runs out
     train_data, validation, dataset = prepare_dataset(args, ctx, spec.tokenizer)
@@ -394,7 +395,7 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
         mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         offload_policy=on_cpu if options.offload else fsdp.OffloadPolicy(),
     )
-    blocks = models.blocks_to_shard(sharded, options, ctx)
+    blocks = layers.blocks_to_shard(sharded, options, ctx)
     for block in blocks:
         if args.compile:
             block.compile()
@@ -404,7 +405,7 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
         for block, next_block in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([next_block])
     sharded.to_empty(device="cpu" if options.offload else ctx.device)
-    models.fill_from_rank0(sharded, full_model, ctx)
+    weights.fill_from_rank0(sharded, full_model, ctx)
     return sharded
 
 
@@ -425,7 +426,7 @@ def load_for_zero(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> 
     model = spec.load(ctx, dtype="auto")
     with quiet(args.verbose):
         deepspeed.zero.Init(  # partitions the parameters of `model` in place
-            module=OneByOne(model, models.DTYPES[ctx.precision]),
+            module=OneByOne(model, weights.DTYPES[ctx.precision]),
             config_dict_or_path=args.ds_config_dict,
         )
     for buffer in model.buffers():  # DeepSpeed neither shards nor moves them

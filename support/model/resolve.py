@@ -34,27 +34,16 @@ from support.errors import UserError, first_line
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
-from support.model.layers import blocks_to_shard, fuse_gelu, max_positions, set_dropout
+from support.model.layers import fuse_gelu, set_dropout
 from support.model.lora import Lora
 from support.model.loss import OutputLayer, returns_plain_logits
 from support.model.weights import (
-    DTYPES,
     NO_REMOTE_CODE,
     draw_weights,
-    fill_from_rank0,
     from_config,
     from_folder,
     grow_vocabulary,
 )
-
-__all__ = [  # the names that the script uses
-    "DTYPES",
-    "ModelSpec",
-    "blocks_to_shard",
-    "fill_from_rank0",
-    "find_model",
-    "max_positions",
-]
 
 END_OF_TEXT = "<|endoftext|>"
 
