@@ -1,0 +1,225 @@
+"""Attacks on the files in slurm/: what a job is allocated, what a run leaves, names and folders.
+
+They run in a real bash with stubs for srun and scontrol; test_attacks_slurm.py has a real Slurm.
+"""
+
+import re
+
+import pytest
+from attacks import Attack, table
+from conftest import PROJECT
+
+# How a run's folder is named, and the arguments that name it; "run.yaml" has output_dir: from the
+# run file.
+FOLDERS = {
+    "nothing names one": ("runs/train-7", []),
+    "two words": ("x y", ["--output_dir", "x y"]),
+    "one word": ("x y", ["--output_dir=x y"]),
+    "the last counts": ("b'c", ["--output_dir", "a", "--output_dir=b'c"]),
+    "the run file": ("from the run file", ["--config", "run.yaml"]),
+    "the run file, in one word": ("from the run file", ["--config=run.yaml"]),
+    "the command line before the run file": ("a$b", ["--config", "run.yaml", "--output_dir=a$b"]),
+    "a value of another flag": ("runs/train-7", ["--dataset=--output_dir=x"]),
+    "not ASCII": ("läufe/π", ["--output_dir=läufe/π"]),
+}
+
+
+@pytest.fixture
+def requeue(stubs, tmp_path):
+    """requeue(folder, results, *args) runs slurm/train_requeue.slurm; the ranks leave `results` in
+    a folder.
+    """
+    (tmp_path / "run.yaml").write_text("training:\n  output_dir: from the run file\n")
+
+    def run(folder, results, *args, code=75, env=None):
+        stubs.write(
+            "srun",
+            f"""mkdir -p "$FOLDER"; printf '%s' "$RESULTS" > "$FOLDER/results.json"; exit {code}""",
+        )
+        env = {"FOLDER": folder, "RESULTS": results, **(env or {})}
+        done = stubs.run(
+            ["bash", PROJECT / "slurm" / "train_requeue.slurm", *args], cwd=tmp_path, env=env
+        )
+        assert done.code == code and "Traceback" not in done.err, done.out + done.err
+        return ["requeue", "7"] in stubs.calls("scontrol")
+
+    return run
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_run_that_was_stopped_is_requeued_wherever_it_writes(
+    requeue, stubs, tmp_path, monkeypatch, case
+):
+    from support.cli.parse import parse_arguments
+
+    monkeypatch.chdir(tmp_path)
+    folder, args = FOLDERS[case]
+    assert requeue(folder, '{\n  "status": "preempted"\n}', *args)
+    [call] = stubs.calls("srun")
+    given = call[call.index("--output_dir") :]
+    assert parse_arguments(given).output_dir == folder
+
+
+# What a run leaves that must not run again.
+NOT_REPEATED = {
+    "completed": '{"status": "completed"}',
+    "failed": '{"status": "failed"}',
+    "killed": '{"status": "running"}',
+    "words elsewhere": """{"status": "failed", "reason": "x \\"status\\": \\"preempted\\""}""",
+    "words in the command": """{"command": {"status": "preempted"}, "status": "failed"}""",
+    "half": '{"status": "preempted"',
+    "a list": '["status", "preempted"]',
+    "empty": "",
+    "no status": "{}",
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("left", NOT_REPEATED)
+def test_a_run_that_failed_is_not_requeued(requeue, left):
+    assert not requeue("out", NOT_REPEATED[left], "--output_dir=out", code=1)
+
+
+@pytest.mark.attack
+def test_a_run_that_fails_before_it_trains_is_not_requeued(requeue, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text('{"status": "preempted"}')
+    assert not requeue("out", '{"status": "preempted"}', "--output_dir=out", code=2)
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+# What sbatch leaves in the environment, and the ranks on each node, their cores, and the GPUs of
+# the step.
+ALLOCATIONS = {
+    "four requested, one allocated": (
+        {"SLURM_GPUS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "1"},
+        1,
+        4,
+        1,
+    ),
+    "by task": (
+        {
+            "SLURM_GPUS_PER_TASK": "1",
+            "SLURM_GPUS_ON_NODE": "2",
+            "SLURM_TRES_PER_TASK": "gres:gpu=1",
+        },
+        2,
+        2,
+        2,
+    ),
+    "by job": ({"SLURM_GPUS": "4", "SLURM_GPUS_ON_NODE": "2"}, 2, 2, 2),
+    "by job, with a type": ({"SLURM_GPUS": "a100:4", "SLURM_GPUS_ON_NODE": "2"}, 2, 2, 2),
+    "none": ({"SLURM_GPUS_ON_NODE": None, "SLURM_NTASKS_PER_NODE": "2"}, 2, 2, 0),
+    "zero": (
+        {"SLURM_GPUS_ON_NODE": "0", "SLURM_GPUS_PER_NODE": "0", "SLURM_NTASKS_PER_NODE": "2"},
+        2,
+        2,
+        0,
+    ),
+    "nodes with different cores": ({"SLURM_JOB_CPUS_PER_NODE": "16,2"}, 2, 1, 2),
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@pytest.mark.parametrize("example", ["train_multi_node", "train_srun"])
+def test_a_job_uses_what_it_was_allocated(stubs, tmp_path, example, allocation):
+    env, ranks, cores, gpus = ALLOCATIONS[allocation]
+    stubs.write("srun", 'env | grep ^SLURM_ > "$SEEN"')
+    job = stubs.run(
+        ["bash", PROJECT / "slurm" / f"{example}.slurm"],
+        tmp_path,
+        {**env, "SEEN": str(tmp_path / "seen")},
+    )
+    assert job.code == 0, job.err
+    assert f"Job 7 on 2 nodes: n[1-2]; on each node {gpus} GPUs" in job.out
+    assert f"Ranks: {2 * ranks} ({ranks} on each node); Master: n1:20007" in job.out
+    [call] = stubs.calls("srun")
+    assert (f"--gres=gpu:{gpus}" in call) == (gpus > 0)
+    assert not re.search("GPUS_PER|TRES_PER", (tmp_path / "seen").read_text())
+    if example == "train_srun":
+        assert {
+            f"--ntasks={2 * ranks}",
+            f"--ntasks-per-node={ranks}",
+            f"--cpus-per-task={cores}",
+        } <= set(call)
+    else:
+        assert {"--ntasks=2", "--ntasks-per-node=1", f"--cpus-per-task={ranks * cores}"} <= set(
+            call
+        )
+        assert f"--nproc_per_node={ranks}" in call
+
+
+@table(
+    Attack(
+        "GPUs that do not divide",
+        args=("train_multi_node",),
+        env={"SLURM_GPUS": "3", "SLURM_GPUS_ON_NODE": "2"},
+        says="3 GPUs cannot be spread evenly over 2 nodes",
+    ),
+    Attack(
+        "fewer cores than GPUs",
+        args=("train_srun",),
+        env={"SLURM_JOB_CPUS_PER_NODE": "1(x2)"},
+        says="2 ranks need 2 cores",
+    ),
+    Attack(
+        "two nodes for a script of one",
+        args=("train_single_node",),
+        says="one node, and the job has 2",
+    ),
+    Attack("two nodes for the comparison", args=("compare",), says="one node, and the job has 2"),
+    Attack(
+        "a project that is none",
+        args=("train_srun",),
+        env={"TRAINING_PROJECT": "/tmp"},
+        says="/tmp is not the project",
+    ),
+)
+def test_a_job_refuses(stubs, tmp_path, attack):
+    job = stubs.run(["bash", PROJECT / "slurm" / f"{attack.args[0]}.slurm"], tmp_path, attack.env)
+    attack.check(tmp_path, job)
+    assert stubs.calls("srun") == []
+
+
+# What `scontrol show job` prints after Command=, with {file} for the batch script; and the job's
+# own variables.
+RECORDS = {
+    "no arguments": "{file}",
+    "arguments with a path": "{file} --dataset /elsewhere/x.slurm y.slurm",
+    "an argument with a line end": "{file} --generate a\n   Command=/elsewhere/slurm/train.slurm b",
+    "the jobs of an array": "{file}\n   Command={file}",
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("record", RECORDS)
+def test_the_project_is_found(stubs, tmp_path, record):
+    """From any folder, among them one with modules that have the names of Python's."""
+    for name in ("json", "os", "yaml", "support"):
+        (tmp_path / f"{name}.py").write_text(
+            "raise SystemExit('imported from the working folder')\n"
+        )
+    (tmp_path / "my project").symlink_to(PROJECT)
+    example = f"{tmp_path}/my project/slurm/x.slurm"
+    (tmp_path / "record").write_text(f"   Command={RECORDS[record]}\n".replace("{file}", example))
+    stubs.write(
+        "scontrol", f"""[[ $2 == hostnames ]] && printf 'n1\\nn2\\n' || cat '{tmp_path}/record'"""
+    )
+    job = stubs.run(["bash", PROJECT / "slurm" / "train_requeue.slurm"], tmp_path)
+    assert job.code == 0 and "working folder" not in job.err, job.err
+    [call] = stubs.calls("srun")
+    assert f"{tmp_path}/my project/real_model_example.py" in call
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("name", ["a b", "../../outside", "$(touch executed)", "-n", "@NAME@"])
+def test_the_name_of_a_job_is_a_name(stubs, tmp_path, name):
+    job = stubs.run(
+        ["bash", PROJECT / "slurm" / "train_srun.slurm"], tmp_path, {"SLURM_JOB_NAME": name}
+    )
+    assert job.code == 0, job.err
+    [call] = stubs.calls("srun")
+    assert call[call.index("--output_dir") + 1] == f"runs/{name.replace('/', '_')}-7"
+    assert not (tmp_path / "executed").exists()
