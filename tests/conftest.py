@@ -22,7 +22,10 @@ import psutil
 import pytest
 from preloaded import Preloaded
 
-pytest_plugins = ["generated_scripts"]  # of tests/helpers; their fixtures are for several files
+pytest_plugins = [
+    "cluster_work",
+    "generated_scripts",
+]  # of tests/helpers; their fixtures are for several files
 
 PROJECT = Path(__file__).resolve().parent.parent
 SCRIPT = PROJECT / "real_model_example.py"

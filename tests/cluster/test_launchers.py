@@ -18,7 +18,7 @@ def check(run, strategy, ranks):
     assert ("=== Distributed Setup ===" in run.out) == (ranks > 1)
 
 
-# torchrun × 2 with every strategy is in test_equality.py, srun in test_cluster.py.
+# torchrun × 2 with every strategy is in test_equality.py, srun in test_slurm_jobs.py.
 @pytest.mark.parametrize(
     "launcher, ranks, strategy",
     [("deepspeed", 2, "zero3"), ("accelerate", 1, "zero1"), ("accelerate", 2, "fsdp")],

@@ -215,7 +215,7 @@ def test_a_signal_to_one_rank_saves_and_resume_goes_on(script, uninterrupted, tm
         ("accelerate", "dp"),
         pytest.param(
             "srun", "fsdp", marks=pytest.mark.soak
-        ),  # test_cluster.py cancels and requeues jobs
+        ),  # test_slurm_jobs.py cancels and requeues jobs
     ],
 )
 def test_a_signal_to_the_launcher(request, tmp_path, launcher, strategy):

@@ -19,7 +19,7 @@ WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval"]
         pytest.param("zero3", 1, "torchrun", marks=pytest.mark.soak),
         pytest.param(
             "dp", 1, "srun", marks=pytest.mark.soak
-        ),  # test_cluster.py has a job that fails
+        ),  # test_slurm_jobs.py has a job that fails
     ],
 )
 def test_crash_of_one_rank_ends_all(script, request, strategy, rank, launcher):

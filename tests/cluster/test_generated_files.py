@@ -1,0 +1,159 @@
+"""Every file that scripts/distributed_setup.py generates trains."""
+
+import json
+
+import pytest
+from cluster_work import WORK, setup
+from conftest import assert_close, finish, start
+
+OFFLOAD_ALL = ["--offload_optimizer", "--offload_param"]
+
+
+@pytest.mark.parametrize(
+    "args, strategy",
+    [
+        (["--zero_stage", "2", "--offload_optimizer", "--bf16"], "offload"),
+        (["--zero_stage", "3"], "zero3"),
+        (
+            ["--zero_stage", "3", *OFFLOAD_ALL, "--nvme_path", "NVME", "--model", "tiny-gpt2"],
+            "infinity",
+        ),
+    ],
+)
+def test_deepspeed_file_is_valid_and_trains(script, tmp_path, args, strategy):
+    args = [str(tmp_path) if arg == "NVME" else arg for arg in args]
+    code, out = setup("deepspeed", *args, "--output", "config/ds_config.json", cwd=tmp_path)
+    assert code == 0, out
+    precision = [] if "--bf16" in args else ["--precision", "fp32"]
+    run = script(
+        "--ds_config",
+        tmp_path / "config" / "ds_config.json",
+        "--seq_length",
+        "32",
+        "--max_steps",
+        "2",
+        "--no_eval",
+        "--no_export",
+        "--batch_size",
+        "2",
+        *precision,
+    )
+    assert run.results["strategy"] == strategy and run.results["batch_size"] == 2
+    assert run.results["precision"] == ("bf16" if "--bf16" in args else "fp32")
+
+
+@pytest.mark.parametrize(
+    "strategy, said",
+    [("SHARD_GRAD_OP", ""), ("HYBRID_SHARD", "FULL_SHARD"), ("NO_SHARD", "--strategy dp")],
+)
+def test_fsdp_file_trains_the_same_model(script, alone, tmp_path, strategy, said):
+    code, out = setup(
+        "fsdp",
+        "--sharding_strategy",
+        strategy,
+        "--mixed_precision",
+        "FLOAT32",
+        "--output",
+        "f.json",
+        cwd=tmp_path,
+    )
+    assert code == 0, out
+    run = script(
+        *WORK,
+        "--strategy",
+        "fsdp",
+        "--fsdp_config",
+        tmp_path / "f.json",
+        launcher="torchrun",
+        ranks=2,
+    )
+    assert said in run.out
+    assert_close(run.losses, alone.losses, 1e-5)
+
+
+def test_every_key_of_accelerates_fsdp_file_is_answered(script, alone, tmp_path):
+    (tmp_path / "f.json").write_text(
+        json.dumps(
+            {
+                "fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "fsdp_sharding_strategy": "FULL_SHARD",
+                "fsdp_state_dict_type": "FULL_STATE_DICT",
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_backward_prefetch_policy": "BACKWARD_POST",
+                "fsdp_forward_prefetch": True,
+                "fsdp_use_orig_params": False,
+                "fsdp_sync_module_states": True,
+                "fsdp_cpu_ram_efficient_loading": False,
+                "fsdp_cuda_graphs": True,
+                "fsdp_mixed_precision": "NO",
+                "fsdp_offload_params": True,
+            }
+        )
+    )
+    work = [arg for arg in WORK if arg not in ("--precision", "fp32")]
+    run = script(
+        *work,
+        "--strategy",
+        "fsdp",
+        "--fsdp_config",
+        tmp_path / "f.json",
+        launcher="torchrun",
+        ranks=2,
+    )
+    for key in (
+        "state_dict_type",
+        "backward_prefetch_policy",
+        "use_orig_params",
+        "cpu_ram_efficient_loading",
+        "cuda_graphs",
+    ):
+        assert len([line for line in run.out.splitlines() if f"fsdp_{key}" in line]) == 1, key
+    assert "no layer of class LlamaDecoderLayer" in run.out and "GPT2Block" in run.out
+    assert_close(run.losses, alone.losses, 1e-5)
+    (tmp_path / "f.json").write_text('{"fsdp_sharding_strateg": "FULL_SHARD"}')
+    refused = script("--strategy", "fsdp", "--fsdp_config", tmp_path / "f.json", ok=False)
+    assert refused.code == 2 and "did you mean fsdp_sharding_strategy" in refused.error
+
+
+def test_launcher_scripts_run(script, alone, run_file):
+    for args, launcher in [(["--use_deepspeed"], "deepspeed"), ([], "torchrun")]:
+        code, out = setup(
+            "launcher",
+            "--config",
+            "config.yaml",
+            "--num_gpus_per_node",
+            "2",
+            *args,
+            "--force",
+            cwd=run_file,
+        )
+        assert code == 0, out
+        process = start(
+            ["bash", run_file / "scripts" / "run_training.sh", "--output_dir", run_file / launcher],
+            cwd=run_file,
+        )
+        _, err = finish(process, 120)
+        assert process.returncode == 0, err
+        results = json.loads((run_file / launcher / "results.json").read_text())
+        assert (
+            results["launcher"] == launcher
+            and results["world_size"] == 2
+            and results["strategy"] == "zero1"
+        )
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["deepspeed", "--bf16", "--fp16"], "--bf16 and --fp16"),
+        (["deepspeed", "--zero_stage", "2", "--offload_param"], "--zero_stage 3"),
+        (["deepspeed", "--zero_stag", "2"], "--zero_stag"),
+        (["launcher", "--config", "nothing.yaml"], "no such file"),
+        (["launcher", "--config", "config.yaml", "--num_nodes", "2"], "--master_addr"),
+        (["slurm", "--config", "config.yaml", "--time_limit", "soon"], "HH:MM:SS"),
+        (["fsdp", "--sharding_strategy", "HALF_SHARD"], "FULL_SHARD"),
+    ],
+)
+def test_generator_refuses(run_file, args, said):
+    code, out = setup(*args, cwd=run_file)
+    assert code == 2 and said in out

@@ -1,0 +1,217 @@
+"""Several hosts without Slurm: torchrun on each of them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster_work import WORK, reached
+from conftest import PROJECT, SCRIPT, descendants_of_test, finish, start
+
+
+def on_each(machines, *args, nnodes="3", names=None, programs=None, rdzv_id=None):
+    """Start torchrun on each machine, as a user does in three terminals; returns the processes by
+    name.
+    """
+    torchrun = [
+        Path(sys.executable).parent / "torchrun",
+        f"--nnodes={nnodes}",
+        "--nproc_per_node=1",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=node1:29500",
+        f"--rdzv_id={rdzv_id or time.time()}",
+    ]
+    if (
+        ":" in nnodes
+        # with a store that torchrun's agents share a machine that is added waits for ever (torch 2.13)
+    ):
+        torchrun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *torchrun]
+        torchrun += ["--max_restarts=3", "--rdzv_conf=last_call_timeout=5"]
+    programs = programs or {}
+    return {
+        name: start(machines.on(name, *torchrun, programs.get(name, SCRIPT), *args))
+        for name in names or machines.names
+    }
+
+
+def ends(processes, timeout):
+    """Wait for all; returns {name: (exit code, everything it printed)}."""
+    until, said = time.monotonic() + timeout, {}
+    for name, process in processes.items():
+        out, err = finish(process, max(1, until - time.monotonic()))
+        said[name] = (process.returncode, out + err)
+    return said
+
+
+def errors(said):
+    return [line for _, text in said.values() for line in text.splitlines() if "❌" in line]
+
+
+def kill_machine(name, only_ranks=False):
+    """Everything that trains there at once, as when the power goes; or the rank and not its
+    launcher.
+    """
+    for process in psutil.process_iter(["environ", "cmdline"]):
+        command = " ".join(process.info["cmdline"] or [])
+        mine = (process.info["environ"] or {}).get("HF_HOME") == os.environ["HF_HOME"]
+        spared = "nsenter" in command or (only_ranks and "torchrun" in command)
+        if mine and SCRIPT.name in command and not spared and host_of(process) == name:
+            process.kill()
+
+
+def host_of(process):
+    try:
+        done = subprocess.run(
+            ["nsenter", f"--target={process.pid}", "--uts", "hostname"],
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def test_a_machine_that_is_lost_ends_the_others(machines, tmp_path):
+    processes = on_each(machines, *WORK, "--epochs", "4000", "--output_dir", tmp_path)
+    reached(processes["node1"], "Epoch 1")
+    kill_machine("node3")
+    said = ends(processes, 60)
+    assert all(code != 0 for code, _ in said.values())
+    assert any(
+        "Rank 2 ended without reporting an error" in line or "onnection" in line
+        for line in errors(said)
+    ), said
+    assert descendants_of_test() == []
+
+
+def test_an_elastic_run_outlives_a_machine(machines, tmp_path):
+    work = [
+        *WORK,
+        "--max_steps",
+        "120",
+        "--epochs",
+        "100",
+        "--save_every",
+        "5",
+        "--resume",
+        "--resume_force",
+        "--output_dir",
+        tmp_path,
+    ]
+    processes = on_each(machines, *work, "--logging_steps", "1", nnodes="1:3")
+    reached(processes["node1"], "checkpoints/step-00000010")
+    kill_machine("node3")
+    said = ends({name: processes[name] for name in ("node1", "node2")}, 150)
+    finish(processes["node3"], 30)
+    assert "Resumed from" in said["node1"][1] + said["node2"][1], said
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (
+        results["status"] == "completed" and results["world_size"] == 2 and results["steps"] == 120
+    )
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == list(range(1, 121))
+
+
+@pytest.mark.soak
+def test_a_cable_that_is_pulled_ends_the_others(machines, tmp_path):
+    """Nothing closes the connections: only silence tells."""
+    processes = on_each(machines, *WORK, "--epochs", "4000", "--output_dir", tmp_path)
+    reached(processes["node1"], "Epoch 1")
+    machines.enter("node3", "ip", "link", "set", "eth0", "down")
+    try:
+        said = ends({name: processes[name] for name in ("node1", "node2")}, 90)
+    finally:
+        kill_machine("node3")
+        finish(processes["node3"], 30)
+        machines.enter("node3", "ip", "link", "set", "eth0", "up")
+    assert all(code != 0 for code, _ in said.values())
+    assert any("Rank 2 ended without reporting an error" in line for line in errors(said)), said
+
+
+@pytest.mark.soak
+def test_an_elastic_run_takes_a_machine_in_and_outlives_a_rank(machines, tmp_path):
+    """Two machines, then three; then one of the three ranks dies, and its launcher starts it again."""
+    work = [
+        *WORK,
+        "--max_steps",
+        "70",
+        "--epochs",
+        "100",
+        "--save_every",
+        "10",
+        "--keep_last",
+        "2",
+        "--resume",
+        "--resume_force",
+        "--output_dir",
+        tmp_path,
+        "--logging_steps",
+        "1",
+    ]
+    rdzv_id = str(time.time())
+    processes = on_each(machines, *work, nnodes="1:3", names=["node1", "node2"], rdzv_id=rdzv_id)
+    reached(processes["node1"], "checkpoints/step-00000010")
+    processes |= on_each(machines, *work, nnodes="1:3", names=["node3"], rdzv_id=rdzv_id)
+    reached(processes["node1"], "World Size: 3")
+    reached(processes["node1"], "checkpoints/step-")
+    kill_machine("node2", only_ranks=True)
+    reached(processes["node1"], "Resumed from")
+    said = ends(processes, 150)
+    assert all(code == 0 for code, _ in said.values()), said
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (
+        results["status"] == "completed" and results["world_size"] == 3 and results["steps"] == 70
+    )
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == list(range(1, 71))
+
+
+def test_a_machine_that_differs_is_named(machines, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(
+        PROJECT / "support", other / "support", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    shutil.copy(SCRIPT, other)
+    with open(other / "support" / "data" / "batches.py", "a") as file:
+        file.write("# another version\n")
+    said = ends(
+        on_each(
+            machines,
+            *WORK,
+            "--output_dir",
+            tmp_path / "out",
+            programs={"node3": other / SCRIPT.name},
+        ),
+        60,
+    )
+    [line] = errors(said)
+    assert "node3" in line and "script" in line
+
+
+def test_a_rank_that_never_comes_is_named(machines, tmp_path):
+    processes = {}
+    for rank, name in enumerate(machines.names[:2]):
+        env = {
+            "RANK": rank,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "WORLD_SIZE": 3,
+            "MASTER_ADDR": "node1",
+            "MASTER_PORT": 29600,
+        }
+        work = [*WORK, "--ddp_timeout", "8", "--output_dir", tmp_path]
+        processes[name] = start(machines.on(name, sys.executable, SCRIPT, *work), env=env)
+    said = ends(processes, 40)
+    [line] = errors(said)
+    assert (
+        "rank 2" in line and "node1, node2" in line and all(code == 1 for code, _ in said.values())
+    )

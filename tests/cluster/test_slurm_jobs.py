@@ -1,0 +1,334 @@
+"""Every file in slurm/ and every generated job runs as it is on a real Slurm."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from cluster_work import WORK, setup, wait_for
+from conftest import (
+    PROJECT,
+    SCRIPT,
+    assert_close,
+    descendants_of_test,
+    finish,
+    load_exported,
+    start,
+)
+
+ONE_RANK_A_NODE = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+
+EXAMPLES = [
+    "train_single_node.slurm",
+    "train_multi_node.slurm",
+    "train_srun.slurm",
+    "train_requeue.slurm",
+]
+
+
+@pytest.fixture
+def project(tmp_path):
+    """The project in a folder with a space in its name, and another folder to work in."""
+    (tmp_path / "my project").symlink_to(PROJECT)
+    (tmp_path / "my work").mkdir()
+    return tmp_path / "my project"
+
+
+def submit(file, *args, sbatch=(), cwd, wait=True, env=None):
+    """Submit a job; returns its number and, if it is waited for, its exit code. (sbatch --wait
+    looks twice a minute.)
+    """
+    command = ["sbatch", "--parsable", *sbatch, file, *args]
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(env or {})},
+    )
+    job = done.stdout.strip()
+    assert job, done.stderr
+    if not wait:
+        return job, None
+    wait_for(lambda: is_over(job), 900, f"job {job} does not end")
+    return job, int(re.search(r"ExitCode=(\d+)", state_of(job))[1])
+
+
+def state_of(job):
+    return subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
+
+
+def is_over(job):
+    return (
+        re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", state_of(job))
+        is not None
+    )
+
+
+def output_of(cwd, job):
+    return "".join(path.read_text() for path in sorted(cwd.glob(f"*-{job}.*")))
+
+
+def results_of(cwd, job):
+    return json.loads((cwd / "runs" / f"train-{job}" / "results.json").read_text())
+
+
+def losses_of(cwd, job):
+    return [
+        json.loads(line)["loss"]
+        for line in (cwd / "runs" / f"train-{job}" / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_examples_are_what_the_templates_make():
+    from support.cluster import slurm as jobs
+
+    for name, text in jobs.examples().items():
+        assert (PROJECT / "slurm" / name).read_text() == text
+        assert len(text.splitlines()) < 90
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_on_one_rank_a_node(slurm, alone, project, example):
+    """From another folder, with spaces in the paths."""
+    work, nodes = project.parent / "my work", 1 if "single" in example else 2
+    ranks = ["--gpus-per-node=2", "--cpus-per-task=2"] if nodes == 1 else ONE_RANK_A_NODE
+    job, code = submit(project / "slurm" / example, *WORK, sbatch=ranks, cwd=work)
+    said = output_of(work, job)
+    assert code == 0, said
+    assert re.search(rf"Job {job} on {nodes} nodes: node", said) and "Master: node1:" in said
+    assert (work / f"train-{job}.out").exists() and (work / f"train-{job}.err").exists()
+    results = results_of(work, job)
+    assert results["status"] == "completed" and results["world_size"] == 2
+    assert_close(losses_of(work, job), alone.losses, 1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("example", [*EXAMPLES, "compare.slurm"])
+def test_example_unedited_and_without_arguments(slurm, project, example):
+    work = project.parent / "my work"
+    job, code = submit(project / "slurm" / example, cwd=work)
+    assert code == 0, output_of(work, job)
+    if example != "compare.slurm":
+        assert results_of(work, job)["world_size"] == (4 if "single" in example else 8)
+
+
+def test_deepspeeds_launcher_and_the_comparison_as_jobs(slurm, project):
+    work = project.parent / "my work"
+    job, code = submit(
+        project / "slurm" / "train_single_node.slurm",
+        *WORK,
+        "--strategy",
+        "zero1",
+        sbatch=["--gpus-per-node=2", "--cpus-per-task=2"],
+        cwd=work,
+        env={"LAUNCHER": "deepspeed"},
+    )
+    assert code == 0, output_of(work, job)
+    assert results_of(work, job)["launcher"] == "deepspeed"
+    job, code = submit(
+        project / "slurm" / "compare.slurm",
+        "tiny-gpt2",
+        "--max_steps",
+        "4",
+        "--seq_length",
+        "32",
+        cwd=work,
+        env={"STRATEGIES": "dp fsdp", "CONTROL": "0"},
+    )
+    assert code == 0, output_of(work, job)
+    assert (work / "comparison_results_tiny-gpt2.md").exists()
+
+
+def started(work, job):
+    return "Epoch 1" in output_of(work, job)
+
+
+def test_requeued_job_goes_on_to_the_same_end(slurm, script, project):
+    """Warned as Slurm warns before the time limit; see the soak for the limit itself."""
+    work = project.parent / "my work"
+    job, _ = submit(
+        project / "slurm" / "train_requeue.slurm",
+        *WORK,
+        "--epochs",
+        "40",
+        "--max_steps",
+        "150",
+        "--logging_steps",
+        "1",
+        sbatch=ONE_RANK_A_NODE,
+        cwd=work,
+        wait=False,
+    )
+    wait_for(lambda: started(work, job), 90, "the job does not train")
+    subprocess.run(["scancel", "--signal=USR1", job], check=True)
+    wait_for(lambda: "Resumed from" in output_of(work, job), 90, "the job was not requeued")
+    wait_for(lambda: is_over(job), 120, "no end")
+    results = results_of(work, job)
+    assert results["status"] == "completed" and results["steps"] == 150, output_of(work, job)
+    whole = script(*WORK, "--epochs", "40", "--max_steps", "150", launcher="torchrun", ranks=2)
+    assert losses_of(work, job) == whole.losses
+
+
+@pytest.mark.soak
+def test_time_limit_is_survived(slurm, script, project):
+    """A run of some minutes in jobs of one: Slurm warns 30 s before the limit, and the turns add up
+    to the whole run.
+    """
+    work = project.parent / "my work"
+    long = ["--epochs", "4000", "--max_steps", "2000", "--logging_steps", "50"]
+    job, _ = submit(
+        project / "slurm" / "train_requeue.slurm",
+        *WORK,
+        *long,
+        sbatch=[*ONE_RANK_A_NODE, "--time=1", "--signal=USR1@30"],
+        cwd=work,
+        wait=False,
+    )
+    wait_for(lambda: is_over(job), 1200, "the job does not end")
+    said = output_of(work, job)
+    assert "JobState=COMPLETED" in state_of(job) and "Resumed from" in said, said
+    assert results_of(work, job)["steps"] == 2000
+    whole = script(*WORK, *long, launcher="torchrun", ranks=2, timeout=900)
+    assert losses_of(work, job) == whole.losses
+
+
+def test_a_rank_that_dies_fails_the_job(slurm, project):
+    work = project.parent / "my work"
+    job, _ = submit(
+        project / "slurm" / "train_srun.slurm",
+        *WORK,
+        "--epochs",
+        "4000",
+        sbatch=ONE_RANK_A_NODE,
+        cwd=work,
+        wait=False,
+    )
+    wait_for(lambda: started(work, job), 90, "the job does not train")
+    victim = next(
+        p
+        for p in descendants_of_test()
+        if p.environ().get("SLURM_PROCID") == "1" and "srun" not in p.name()
+    )
+    victim.kill()
+    wait_for(lambda: is_over(job), 60, "the job hangs")
+    state = state_of(job)
+    assert "JobState=FAILED" in state, state
+    assert descendants_of_test() == []
+
+
+def test_a_turn_that_fails_is_not_repeated(slurm, script, project):
+    """The results of the turn before say "preempted" still when this one ends before it trains."""
+    work = project.parent / "my work"
+    before = {"status": "preempted"}
+    (work / "out").mkdir()
+    (work / "out" / "results.json").write_text(json.dumps(before, indent=2))
+    args = [*WORK, "--batch_size", "0", "--output_dir", "out"]
+    job, code = submit(
+        project / "slurm" / "train_requeue.slurm", *args, sbatch=ONE_RANK_A_NODE, cwd=work
+    )
+    assert (
+        code != 0
+        and "--batch_size" in output_of(work, job)
+        and "requeued" not in output_of(work, job)
+    )
+
+
+def test_scancel_leaves_a_checkpoint_to_resume(slurm, script, project):
+    work = project.parent / "my work"
+    job, _ = submit(
+        project / "slurm" / "train_multi_node.slurm",
+        *WORK,
+        "--epochs",
+        "4000",
+        sbatch=ONE_RANK_A_NODE,
+        cwd=work,
+        wait=False,
+    )
+    wait_for(lambda: started(work, job), 90, "the job does not train")
+    subprocess.run(["scancel", job], check=True)
+    folder = work / "runs" / f"train-{job}"
+    wait_for(
+        lambda: '"preempted"' in (folder / "results.json").read_text(), 40, output_of(work, job)
+    )
+    wait_for(lambda: descendants_of_test() == [], 40, "ranks are left")
+    steps = json.loads((folder / "results.json").read_text())["steps"]
+    run = script(
+        *WORK,
+        "--batch_size",
+        "4",
+        "--max_steps",
+        str(steps + 2),
+        "--resume",
+        "--output_dir",
+        folder,
+        folder=folder,
+    )
+    assert "Resumed from" in run.out and run.results["steps"] == steps + 2
+
+
+def test_hybrid_sharding_on_two_nodes(slurm, script, alone, tmp_path):
+    """Shards inside a node, copies across: the same curve, and a checkpoint and an export with
+    everything in it once.
+    """
+    args = [
+        "--sharding_strategy",
+        "HYBRID_SHARD",
+        "--mixed_precision",
+        "FLOAT32",
+        "--output",
+        "f.json",
+    ]
+    assert setup("fsdp", *args, cwd=tmp_path)[0] == 0
+    work = [argument for argument in WORK if argument != "--no_export"]
+    work += [
+        "--batch_size",
+        "1",
+        "--strategy",
+        "fsdp",
+        "--fsdp_config",
+        tmp_path / "f.json",
+        "--save_every",
+        "5",
+    ]
+    tasks = ["--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1"]
+    process = start(
+        ["srun", *tasks, sys.executable, SCRIPT, *work, "--output_dir", tmp_path / "out"]
+    )
+    out, err = finish(process, 120)
+    assert process.returncode == 0, out + err
+    found = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert_close(found, alone.losses, 1e-5)
+    load_exported(tmp_path / "out" / "hf")
+    resumed = script(
+        *WORK, "--batch_size", "4", "--resume", tmp_path / "out" / "checkpoints" / "step-00000005"
+    )
+    assert_close(resumed.losses, alone.losses[5:], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "args, nodes",
+    [
+        (["--num_nodes", "2", "--use_deepspeed", "--requeue"], 2),
+        (["--use_deepspeed", "--time_limit", "00:10:00", "--partition", "debug"], 1),
+    ],
+)
+def test_generated_job_runs(slurm, alone, run_file, args, nodes):
+    code, out = setup(
+        "slurm",
+        "--config",
+        "config.yaml",
+        "--num_gpus_per_node",
+        str(2 // nodes),
+        *args,
+        cwd=run_file,
+    )
+    assert code == 0, out
+    job, code = submit("scripts/slurm_job.sh", cwd=run_file)
+    assert code == 0, output_of(run_file, job)
+    assert_close(losses_of(run_file, job), alone.losses, 1e-5)
