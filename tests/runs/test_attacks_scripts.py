@@ -1,0 +1,85 @@
+"""Attacks on the command lines of the scripts beside the training script."""
+
+import json
+
+from attacks import table
+from command_lines import DEEP, DIGITS, GPT2_FILE, LONG, flag, written
+
+
+@table(
+    written("nested", '{"a":' * DEEP, says="nested"),
+    written("digits", f'{{"n_embd": {DIGITS}}}', says="digits"),
+    written("a list", "[]", says="object"),
+    written("a list as model_type", '{"model_type": ["gpt2"]}', says="does not support model_type"),
+    written(
+        "a thousand million layers", json.dumps({**GPT2_FILE, "n_layer": 10**9}), says="n_layer"
+    ),
+    written("true as a size", json.dumps({**GPT2_FILE, "n_embd": True}), says="n_embd"),
+    written(
+        "a text as a size", json.dumps({**GPT2_FILE, "n_positions": "many"}), says="n_positions"
+    ),
+    written(
+        "more heads than width", json.dumps({**GPT2_FILE, "n_head": 65}), says="attention heads"
+    ),
+)
+def test_config_json_of_the_planner(attack, tmp_path, main_of):
+    attack.prepare(tmp_path)
+    attack.check(
+        tmp_path, main_of("plan_memory", "--model", tmp_path / "mine", "--gpu_memory", "16")
+    )
+
+
+@table(
+    flag("--gpu_memory", "1e308", says="--gpu_memory"),
+    flag("--gpu_memory", "nan", says="--gpu_memory"),
+    flag("--gpu_memory", "16", "--gpus", "1000000000000", says="--gpus"),
+    flag("--gpu_memory", "16", "--batch_size", "1000000000000", says="--batch_size"),
+    flag("--gpu_memory", "16", "--lora_r", DIGITS, says="--lora_r"),
+    flag("--gpu_memory", "16", "--model", LONG, says="--model"),
+    flag("--gpu_memory", "16", "--model", "", says="--model"),
+    flag("--gpu_memori", "16", "--gpu_memory", "16", says="did you mean --gpu_memory"),
+    flag("--num_gpus", "4", "--gpu_memory", "16", says="did you mean --gpus"),
+)
+def test_flag_of_the_planner(attack, tmp_path, main_of):
+    attack.check(tmp_path, main_of("plan_memory", *attack.args))
+
+
+@table(
+    flag("x", says="--inspect"),
+    flag("x", "--to", "hf", says="OUT"),
+    flag("x", "--to", "safetensors", "y", says="--to"),
+    flag("", "--inspect", says="CKPT"),
+    flag("a\nb", "--inspect", says="CKPT"),
+    flag("x", "--inspec", says="--inspec"),
+)
+def test_flag_of_the_converter(attack, tmp_path, main_of):
+    run = main_of("convert_checkpoint", *attack.args)
+    attack.check(tmp_path, run)
+    assert run.err.count("\n") == 1, run.err
+
+
+def test_the_largest_numbers_are_planned_at_once(main_of):
+    largest = [
+        "--gpus",
+        2**17,
+        "--gpus_per_node",
+        "8",
+        "--batch_size",
+        2**20,
+        "--gradient_accumulation_steps",
+        2**20,
+    ]
+    for solve in ([], ["--solve", "batch"], ["--solve", "gpus"], ["--solve", "model"]):
+        assert main_of("plan_memory", "--gpu_memory", "16", *largest, *solve).code in (0, 1)
+
+
+@table(
+    flag("", says="empty"),
+    flag(LONG, says="longer than a file name"),
+    flag("no-such", says="no such folder"),
+    flag(".", "--tolerance", "nan", says="--tolerance"),
+    flag(".", "--output_dir", LONG, says="--output_dir"),
+    flag(".", "--statu", says="statu"),
+)
+def test_flag_of_the_report(attack, tmp_path, main_of):
+    attack.check(tmp_path, main_of("compare_report", *attack.args))

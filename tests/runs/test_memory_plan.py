@@ -1,0 +1,126 @@
+"""scripts/plan_memory.py plans what a run needs, without torch, and recommends what fits."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import PROJECT, STRATEGIES, finish, start
+from memory_checks import STATES, plan, planned
+
+GPT2_SIZES = ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+
+
+@pytest.mark.parametrize("model", GPT2_SIZES)
+def test_sharding_more_is_planned_to_hold_less(model):
+    for precision in ("fp32", "bf16"):
+        for ranks in (2, 4, 8):
+            needs = planned(
+                "--model", model, "--gpus", ranks, "--gpu_memory", 80, "--precision", precision
+            )["strategies"]
+            states = [sum(needs[s][f"{kind}_bytes"] for kind in STATES) for s in STRATEGIES[:4]]
+            assert states == sorted(states, reverse=True)
+
+
+def test_plan_recommends_a_command_that_runs(script, tmp_path):
+    args = ["--model", "tiny-gpt2", "--gpus", "2", "--gpu_memory", "1.15", "--seq_length", "128"]
+    code, out = plan(*args)
+    assert code == 0 and all(strategy in out for strategy in STRATEGIES)
+    command = shlex.split(
+        next(line for line in out.splitlines() if line.strip().startswith("torchrun"))
+    )
+    process = start(
+        [*command, "--max_steps", "2", "--no_eval", "--no_export", "--output_dir", tmp_path / "out"]
+    )
+    _, err = finish(process, 120)
+    assert process.returncode == 0, err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["world_size"] == 2 and results["strategy"] == planned(*args)["recommended"]
+
+
+def test_plan_needs_neither_torch_nor_weights():
+    code = """
+import runpy, sys
+sys.argv = ["plan_memory.py", "--model", "gpt2-xl", "--gpu_memory", "80"]
+try:
+    runpy.run_path("scripts/plan_memory.py", run_name="__main__")
+except SystemExit:
+    print("IMPORTED", *sorted({"torch", "transformers", "numpy", "deepspeed"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
+    assert done.stdout.splitlines()[-1] == "IMPORTED"
+
+
+def test_solved_batch_fits_and_the_next_does_not():
+    args = ["--model", "gpt2-xl", "--gpus", 4, "--gpu_memory", 24]
+    solved = json.loads(plan(*args, "--solve", "batch", "--json")[1])["batch_size"]
+    assert 0 < solved["zero1"] < solved["infinity"]
+    for strategy in ("zero1", "fsdp", "infinity"):
+        for more, fits in ((0, True), (1, False)):
+            needs = planned(*args, "--batch_size", solved[strategy] + more)["strategies"]
+            assert needs[strategy]["fits"] == fits
+
+
+def test_solved_gpus_fit_and_one_less_does_not():
+    solved = json.loads(
+        plan("--model", "gpt2-xl", "--gpu_memory", 16, "--solve", "gpus", "--json")[1]
+    )["gpus"]
+    assert solved["dp"] is None and solved["zero3"] > 1
+    for gpus, fits in ((solved["zero3"], True), (solved["zero3"] - 1, False)):
+        assert (
+            planned("--model", "gpt2-xl", "--gpus", gpus, "--gpu_memory", 16)["strategies"][
+                "zero3"
+            ]["fits"]
+            == fits
+        )
+
+
+def test_solved_model_grows_with_what_is_sharded():
+    solved = json.loads(plan("--gpus", 8, "--gpu_memory", 24, "--solve", "model", "--json")[1])[
+        "parameters"
+    ]
+    assert 0 < solved["dp"] < solved["zero2"] < solved["zero3"] < solved["infinity"]
+
+
+@pytest.mark.parametrize(
+    "args, code, said",
+    [
+        (["--model", "nothing.json", "--gpu_memory", "16"], 2, "nothing.json: no such file"),
+        (["--gpu_memory", "16", "--gpuss", "2"], 2, "--gpuss"),
+        (["--gpu_memory", "-1"], 2, "above 0"),
+        (["--gpu_memory", "16", "--seq_length", "2048"], 2, "1024"),
+        (["--model", "CONFIG", "--gpu_memory", "16"], 2, "bert"),
+        (["--model", "gpt2-xl", "--gpu_memory", "1.5"], 1, "Nothing fits"),
+    ],
+)
+def test_plan_that_cannot_be_made(tmp_path, args, code, said):
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": 768}')
+    found, out = plan(*[tmp_path / "config.json" if arg == "CONFIG" else arg for arg in args])
+    assert found == code and said in out
+
+
+def test_config_that_leaves_things_out_has_transformers_defaults(tmp_path):
+    """The number of parameters is that of transformers' own model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for family in ("mistral", "qwen2", "qwen3", "gpt_neox", "llama", "gpt2"):
+        sizes = {
+            "hidden_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 32,
+            "intermediate_size": 96,
+        }
+        sizes = (
+            {"n_embd": 64, "n_layer": 2, "n_head": 4}
+            if family == "gpt2"
+            else {**sizes, "vocab_size": 100}
+        )
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        assert (
+            planned("--model", tmp_path / "config.json", "--gpu_memory", 80)["parameters"] == whole
+        ), family
