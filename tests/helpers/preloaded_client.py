@@ -37,6 +37,7 @@ RUN_TIME = {
     b"FAULT",
     b"FAULT_SCRIPT",
     b"PYTEST_CURRENT_TEST",
+    b"SLURM_CONF",  # set once a worker has started Slurm; without this line all later starts are real
     b"TMPDIR",  # the child forgets the server's temporary folder
     # compare_strategies.sh
     b"COMPARISON_RUN",

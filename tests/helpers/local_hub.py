@@ -1,0 +1,225 @@
+"""A stand-in for the Hugging Face hub on this machine, with a small GPT-2 and a small WikiText.
+
+The weights are random and the text is from Python's own documentation; names, files, redirects of
+old names, and error codes are those that the clients of the hub expect. A repository has one
+revision, "main".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socketserver
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from pydoc_data.topics import topics
+from urllib.parse import parse_qs, unquote, urlsplit
+
+GPT2, WIKITEXT = "openai-community/gpt2", "Salesforce/wikitext"
+OLD_NAMES = {"models/gpt2": f"models/{GPT2}", "datasets/wikitext": f"datasets/{WIKITEXT}"}
+CONFIG = "wikitext-2-raw-v1"
+ARTICLES = {"test": 8, "validation": 12, "train": 40}
+LARGE = (".safetensors", ".parquet")  # named by the hash of the content alone, as large files are
+
+# ------------------------------------------------------------------------------ what the hub serves
+
+
+def write_gpt2(folder: Path) -> None:
+    """Save a GPT-2 of 2 layers and a tokenizer of 1,000 entries.
+
+    As in the hub's file, the weights' names lack "transformer." and the tied head is left out.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    tokenizer, end = ByteLevelBPETokenizer(), "<|endoftext|>"
+    texts = [topics[name] for name in sorted(topics)]
+    tokenizer.train_from_iterator(texts, vocab_size=1000, special_tokens=[end], show_progress=False)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, eos_token=end, bos_token=end, model_max_length=1024
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_layer=2, n_embd=128, n_head=4, **ends))
+    model.config.architectures = ["GPT2LMHeadModel"]
+    model.config.save_pretrained(folder)
+    weights = {name.removeprefix("transformer."): w for name, w in model.state_dict().items()}
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def rows_of(name: str) -> list[str]:
+    """A topic as an article of WikiText: a row for each line, and empty rows around headings."""
+    paragraphs = [" ".join(text.split()) for text in topics[name].split("\n\n")]
+    lines = [f" {paragraph} \n" for paragraph in paragraphs if paragraph]
+    return ["", f" = {name} = \n", "", *lines[:1], "", " = = More = = \n", "", *lines[1:]]
+
+
+def write_wikitext(folder: Path) -> None:
+    """Save the three splits of ARTICLES as Parquet files, and the README that names them."""
+    import pyarrow
+    import pyarrow.parquet
+
+    (folder / CONFIG).mkdir(parents=True)
+    names, files = iter(sorted(topics)), []
+    for split, number in ARTICLES.items():
+        rows = [row for _ in range(number) for row in rows_of(next(names))]
+        file = f"{CONFIG}/{split}-00000-of-00001.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": rows}), folder / file)
+        files.append(f"  - split: {split}\n    path: {CONFIG}/{split}-*\n")
+    header = f"configs:\n- config_name: {CONFIG}\n  data_files:\n{''.join(files)}"
+    (folder / "README.md").write_text(f"---\n{header}---\n")
+
+
+def write_repositories(root: Path) -> None:
+    """Save everything that a Hub serves."""
+    (root / "models" / GPT2).mkdir(parents=True)
+    write_gpt2(root / "models" / GPT2)
+    write_wikitext(root / "datasets" / WIKITEXT)
+
+
+# -------------------------------------------------------------------------------------- the server
+
+
+class Repository:
+    """The files of a model or a dataset.
+
+    Attributes:
+        entries: what a listing says of each file and folder, by path.
+        commit: the hash of the only commit.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.entries = folder, {}
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            path, content = file.relative_to(folder).as_posix(), file.read_bytes()
+            entry = {"type": "file", "path": path, "size": len(content)}
+            entry["oid"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            if path.endswith(LARGE):
+                oid = hashlib.sha256(content).hexdigest()
+                entry["lfs"] = {"oid": oid, "size": len(content), "pointerSize": 134}
+            self.entries[path] = entry
+        self.commit = hashlib.sha1(json.dumps(self.entries).encode()).hexdigest()
+        for path in list(self.entries):
+            for parent in list(Path(path).parents)[:-1]:
+                self.entries[str(parent)] = {
+                    "type": "directory",
+                    "path": str(parent),
+                    "size": 0,
+                    "oid": self.commit,
+                }
+
+    def list(self, top: str, recursive: bool) -> list[dict]:
+        """The entries below a folder ("" for all)."""
+        below = f"{top}/" if top else ""
+        paths = sorted(path for path in self.entries if path.startswith(below))
+        return [self.entries[p] for p in paths if recursive or "/" not in p[len(below) :]]
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves the folder that write_repositories has written.
+
+    Attributes:
+        url: for HF_ENDPOINT.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128  # several ranks ask at once
+
+    def __init__(self, root: Path):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.repositories = {
+            folder.relative_to(root).as_posix(): Repository(folder) for folder in root.glob("*/*/*")
+        }
+
+    def server_bind(self) -> None:
+        """Bind without HTTPServer's reverse look-up of the name, which may hang."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    # /api/models/ID, /api/models/ID/VERB/REVISION/PATH
+    ABOUT = re.compile(
+        r"/api/(?P<kind>models|datasets)/(?P<id>[\w.-]+(?:/(?!(?:revision|tree|paths-info)/)[\w.-]+)?)"
+        r"(?:/(?P<verb>revision|tree|paths-info)/(?P<revision>[^/]+)/?(?P<path>.*))?"
+    )
+    # /ID/resolve/REVISION/PATH for a model, /datasets/ID/resolve/REVISION/PATH
+    FILE = re.compile(
+        r"/(?P<kind>datasets/)?(?P<id>[\w.-]+(?:/[\w.-]+)?)/(?P<verb>resolve)/(?P<revision>[^/]+)/(?P<path>.*)"
+    )
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        url = urlsplit(self.path)
+        path = unquote(url.path)
+        asked = self.ABOUT.fullmatch(path) or self.FILE.fullmatch(path)
+        if asked is None:
+            return self.fail(404, "EntryNotFound")
+        name = f"{(asked['kind'] or 'models').strip('/')}/{asked['id']}"
+        if name in OLD_NAMES:
+            old, new = (n.partition("/")[2] for n in (name, OLD_NAMES[name]))
+            return self.answer(307, b"", Location=self.path.replace(f"/{old}", f"/{new}", 1))
+        repository = self.server.repositories.get(name)
+        if repository is None:
+            return self.fail(401, "RepoNotFound")  # as for a private one
+        if asked["revision"] not in (None, "main", repository.commit):
+            return self.fail(404, "RevisionNotFound")
+        if asked["verb"] == "resolve":
+            return self.send(repository, asked["path"])
+        if asked["verb"] == "tree":
+            recursive = "recursive=true" in url.query.lower()
+            return self.answer_json(repository.list(asked["path"], recursive))
+        if asked["verb"] == "paths-info":
+            paths = parse_qs(body).get("paths", [])
+            return self.answer_json(
+                [repository.entries[p] for p in paths if p in repository.entries]
+            )
+        files = [{"rfilename": p} for p, e in repository.entries.items() if e["type"] == "file"]
+        facts = {"id": asked["id"], "sha": repository.commit, "siblings": files, "tags": []}
+        self.answer_json({**facts, "private": False, "gated": False, "disabled": False})
+
+    do_HEAD = do_POST = do_GET
+
+    def send(self, repository: Repository, path: str) -> None:
+        """A file, or the part that a Range header asks for."""
+        entry = repository.entries.get(path)
+        commit = {"X-Repo-Commit": repository.commit}
+        if entry is None or entry["type"] != "file":
+            return self.fail(404, "EntryNotFound", **commit)
+        headers = {
+            **commit,
+            "ETag": f'"{entry.get("lfs", entry)["oid"]}"',
+            "Accept-Ranges": "bytes",
+        }
+        if "lfs" in entry:
+            headers |= {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": entry["size"]}
+        content, code = (repository.folder / path).read_bytes(), 200
+        if part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            first, last = int(part[1]), min(int(part[2] or len(content)), len(content) - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+            content, code = content[first : last + 1], 206
+        self.answer(code, content, **headers)
+
+    def fail(self, code: int, error: str, **headers) -> None:
+        """`error` is what the client makes its exception of."""
+        self.answer(code, b"{}", **headers, **{"X-Error-Code": error, "X-Error-Message": error})
+
+    def answer_json(self, found) -> None:
+        self.answer(200, json.dumps(found).encode(), **{"Content-Type": "application/json"})
+
+    def answer(self, code: int, body: bytes, **headers) -> None:
+        self.send_response(code)
+        for name, value in {**headers, "Content-Length": len(body)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        pass
