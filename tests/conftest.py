@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
 import re
@@ -30,9 +29,6 @@ pytest_plugins = [
 PROJECT = Path(__file__).resolve().parent.parent
 SCRIPT = PROJECT / "real_model_example.py"
 FAULT = PROJECT / "tests" / "helpers" / "fault.py"
-SHARED = (
-    PROJECT.parent / "shared"
-)  # real tokenizer, WikiText-2 and a stand-in for the hub, where they are at hand
 STRATEGIES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
 
 # Work on which strategies and splits are compared. A global batch of 8 blocks on 77 blocks: nine
@@ -408,35 +404,22 @@ def without_libaio(tmp_path_factory) -> dict:
     return {"PATH": path, "CC": "gcc"}
 
 
-def shared_module(name: str):
-    path = SHARED / "hub" / f"{name}.py"
-    if not path.exists():
-        skip(
-            f"needs {path.relative_to(PROJECT.parent)} beside the project (GPT-2's tokenizer, WikiText-2, a hub)"
-        )
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def hub_root(tmp_path_factory) -> Path:
-    """A folder with a small GPT-2 and WikiText-2, laid out as the hub has them."""
+    """A folder with a small GPT-2 and a small WikiText, laid out as the hub has them."""
+    from local_hub import write_repositories
+
     root = tmp_path_factory.mktemp("hub")
-    shared_module("serve_hub")
-    subprocess.run(
-        [sys.executable, SHARED / "hub" / "make_root.py", root, "--tiny"],
-        check=True,
-        capture_output=True,
-    )
+    write_repositories(root)
     return root
 
 
 @pytest.fixture
 def hub(hub_root):
     """A stand-in for the hub; `hub.url` goes into HF_ENDPOINT. `hub.close()` stops it early."""
-    server = shared_module("serve_hub").Hub(hub_root)
+    from local_hub import Hub
+
+    server = Hub(hub_root)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     closed = []
 

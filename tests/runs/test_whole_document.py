@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-from conftest import SHARED, skip
 from tokenizer_zoo import CHINESE, EMOJI, KINDS, MARKS, SPECIAL, random_text, tokenizer_of
 
 from support.data.long_documents import DocumentTokenizer
@@ -167,38 +167,32 @@ def test_a_slow_tokenizer_gets_whole_documents():
     assert part.text == PYDOCS
 
 
-# GPT-2's own tokenizer, and the corpus on which perplexity is reported
+# ------------------------------------------------------------------------- corpora, of the real size
 
 
-@pytest.fixture(scope="module")
-def gpt2_tokenizer():
-    if not (SHARED / "data" / "gpt2-tokenizer").exists():
-        skip("needs ../shared/data (GPT-2's tokenizer, WikiText-2)")
-    from transformers import AutoTokenizer
+@cache
+def corpus(name: str) -> str:
+    """Python's reference, or the source code of its library, of which 20 chunks."""
+    if name == "reference":
+        return PYDOCS
+    files = sorted(Path(random.__file__).parent.glob("*.py"))
+    return "".join(file.read_text(encoding="utf-8") for file in files)[: 20 * 65_536 - 1000]
 
-    return AutoTokenizer.from_pretrained(SHARED / "data" / "gpt2-tokenizer")
 
-
-WIKITEXT = ["wiki.test.raw", "wiki.valid.raw", "wiki.train.first1MB.nonblank.txt"]
-REAL = [
-    (kind, name) for kind in ("GPT-2", "llama2", "llama3", "xlnet", "bert") for name in WIKITEXT
+CORPORA = [
+    pytest.param(
+        kind, name, marks=[] if (kind, name) == ("gpt2", "reference") else [pytest.mark.soak]
+    )
+    for kind in ("gpt2", "llama2", "llama3", "xlnet", "bert")
+    for name in ("reference", "sources")
 ]
 
 
-@pytest.mark.parametrize(
-    "kind, name",
-    [
-        pytest.param(
-            *row,
-            marks=[] if "GPT-2" in row or row == ("llama2", WIKITEXT[0]) else [pytest.mark.soak],
-        )
-        for row in REAL
-    ],
-)
-def test_wikitext(gpt2_tokenizer, kind, name):
-    tokenizer = gpt2_tokenizer if kind == "GPT-2" else tokenizer_of(kind)
-    text = (SHARED / "data" / "wikitext-2" / name).read_text(encoding="utf-8")
+@pytest.mark.parametrize("kind, name", CORPORA)
+def test_corpus(kind, name):
+    tokenizer, text = tokenizer_of(kind), corpus(name)
     sought, found = check(tokenizer, text)
     assert sought == found == len(text) // 65_536
-    if name == "wiki.test.raw" and kind == "GPT-2":
-        assert in_parts(tokenizer, text) == (20, whole(tokenizer, text))
+    if kind == "gpt2":
+        parts = {"reference": 8, "sources": 20}[name]
+        assert in_parts(tokenizer, text) == (parts, whole(tokenizer, text))
