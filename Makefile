@@ -2,6 +2,7 @@
 # make test   set up, then lint and run every test once (about 55 minutes on 2 cores)
 # make unit   the tests that start no process (seconds)
 # make soak   the full products and repeats, and every attack (hours)
+# make bench  measure speed and memory next to transformers.Trainer and accelerate; GPU=1 on a GPU
 #
 # TORCH=...   what pip installs for torch, for example TORCH="torch==2.6.0"
 PYTHON ?= python3
@@ -15,7 +16,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 TORCH_PIN := $(shell grep -E '^torch==' constraints.txt)
 CPU_ONLY  := $(shell test -e /dev/nvidiactl || test -e /dev/dxg || echo yes)
 
-.PHONY: setup setup-dev demo unit test lint soak clean
+.PHONY: setup setup-dev demo unit test lint soak bench clean
 
 setup: $(VENV)/installed
 setup-dev: $(VENV)/installed-dev
@@ -60,6 +61,10 @@ unit: setup-dev
 
 soak: setup-dev
 	$(BIN)/python -m pytest -m "soak or attack" $(PARALLEL)
+
+# BENCH=... adds options, such as BENCH="--rounds 5 --cases one"; benchmarks/peers.py describes them.
+bench: setup
+	$(BIN)/python -m benchmarks.peers --write $(if $(GPU),--gpu) $(BENCH)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,235 @@
+"""The statistics, tables and figure of benchmarks/peers.py.
+
+Of a run the speed is that of its median step after the skipped ones. Over the rounds, the table has
+the median and, in parentheses, the smallest and the largest value. A ratio is formed within a
+round, whose runs follow each other, and then the median of the ratios is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from support.units import GB
+
+if TYPE_CHECKING:
+    from benchmarks.peers import Case, Run
+
+COLOURS = {"ours": "#0072B2", "Trainer": "#E69F00", "accelerate": "#56B4E9"}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of some values."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread | None:
+        """Return the spread of values; None if there are none."""
+        values = sorted(values)
+        return cls(statistics.median(values), values[0], values[-1]) if values else None
+
+    def text(self, form: str) -> str:
+        """Format the three numbers, for instance with ".2f"."""
+        return f"{self.median:{form}} ({self.low:{form}}–{self.high:{form}})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A program's line of a table.
+
+    Attributes:
+        speed: tokens per second of all ranks.
+        speed_ratio, memory_ratio, start_ratio: relative to the reference; None for a program that
+            has no round in common with it.
+        memory: peak in bytes: on a GPU of PyTorch's allocator, else resident, sum over the ranks.
+        start: seconds from the start of the process to the end of the first step.
+        mfu: model FLOPs utilization; None if not known.
+    """
+
+    program: str
+    speed: Spread
+    speed_ratio: Spread | None
+    memory: float
+    memory_ratio: float | None
+    start: float
+    start_ratio: float | None
+    mfu: float | None
+
+
+def tokens_per_second(run: Run, skip: int) -> float:
+    """Return the speed of a run's median step, without the first `skip` steps.
+
+    Where only some steps are logged, a step's time is the mean of those between two lines.
+    """
+    seconds = [
+        (after - before) / (step - previous)
+        for (previous, before), (step, after) in itertools.pairwise(run.stamps)
+        if previous >= skip
+    ]
+    return run.setting.tokens / statistics.median(seconds)
+
+
+def rows_of(case: Case, runs: list[Run], skip: int) -> list[Row]:
+    """Return the rows of a case's table, for the programs with measurements.
+
+    Args:
+        case: the case.
+        runs: of all cases.
+        skip: number of first steps that are left out.
+    """
+    by_program = {
+        program: {
+            run.round: run for run in runs if (run.setting, run.program) == (case.setting, program)
+        }
+        for program in case.programs
+    }
+    reference = by_program.get(case.reference, {})
+    mfu_per_rate = next((run.mfu_per_rate for run in runs if run.mfu_per_rate), None)
+
+    def ratio(of: dict[int, Run], value) -> Spread | None:
+        common = of.keys() & reference.keys()
+        return Spread.of(value(of[number]) / value(reference[number]) for number in common)
+
+    def median(of: dict[int, Run], value) -> float:
+        return statistics.median(value(run) for run in of.values())
+
+    def speed(run: Run) -> float:
+        return tokens_per_second(run, skip)
+
+    rows = []
+    for program, of in by_program.items():
+        if not of:
+            continue
+        speeds = Spread.of(map(speed, of.values()))
+        memory_ratio, start_ratio = ratio(of, memory_of), ratio(of, start_of)
+        rows.append(
+            Row(
+                program,
+                speeds,
+                ratio(of, speed),
+                median(of, memory_of),
+                memory_ratio.median if memory_ratio else None,
+                median(of, start_of),
+                start_ratio.median if start_ratio else None,
+                speeds.median * mfu_per_rate if mfu_per_rate else None,
+            )
+        )
+    return rows
+
+
+def memory_of(run: Run) -> int:
+    """Return the peak memory of a run: of the GPU if it used one."""
+    return run.peak_gpu or sum(run.peak_rss)
+
+
+def start_of(run: Run) -> float:
+    """Return the seconds from the start of the process to the first line after a step."""
+    return run.stamps[0][1]
+
+
+# ------------------------------------------------------------------------------------------- report
+
+
+def table(case: Case, rows: list[Row]) -> list[str]:
+    """Return the lines of a case's Markdown table."""
+    versus = "dp" if case.reference == "ours" else case.reference
+    on_gpu = any(row.mfu for row in rows)
+    memory = "peak GPU memory, GB" if on_gpu else "peak resident memory, GB"
+    heads = ["", "tokens/s", f"relative to {versus}", *(["MFU"] if on_gpu else [])]
+    heads += [memory, f"relative to {versus}", "first step after, s", f"relative to {versus}"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        cells = [row.program, row.speed.text(".0f"), ratio_text(row.speed_ratio)]
+        cells += [f"{row.mfu:.1%}" if row.mfu else "—"] if on_gpu else []
+        cells += [f"{row.memory / GB:.2f}", number_text(row.memory_ratio)]
+        cells += [f"{row.start:.1f}", number_text(row.start_ratio)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def ratio_text(ratio: Spread | None) -> str:
+    """Format the spread of a ratio; a dash if there is none."""
+    return ratio.text(".2f") if ratio else "—"
+
+
+def number_text(ratio: float | None) -> str:
+    """Format a ratio; a dash if there is none."""
+    return "—" if ratio is None else f"{ratio:.2f}"
+
+
+def provenance(facts: dict, command: str, steps: int, skip: int) -> str:
+    """Return a paragraph with the command, the hardware, the versions and the date."""
+    machine = facts["hardware"]
+    versions = ", ".join(
+        f"{name} {facts['versions'][name]}"
+        for name in ("python", "torch", "cuda", "transformers", "accelerate", "deepspeed")
+        if name in facts["versions"]
+    )
+    return (
+        f"`{command}`, {facts['started_at'][:10]}: {machine['cores']} cores of {machine['cpu']}, "
+        f"{machine['ram_bytes'] / GB:.0f} GB of memory, {machine['gpu'] or 'no GPU'}; {versions}. "
+        f"Each run has {steps} steps, of which the first {skip} are left out."
+    )
+
+
+def replace_section(text: str, name: str, lines: list[str]) -> str:
+    """Return a text in which the lines between the two markers of a section are replaced.
+
+    Raises:
+        ValueError: the text has no such section.
+    """
+    begin, end = f"<!-- {name}: generated by make bench -->", f"<!-- end of {name} -->"
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"no section between {begin} and {end}")
+    return "\n".join([head + begin, "", *lines, "", end + tail])
+
+
+# ------------------------------------------------------------------------------------------- figure
+
+
+def draw(tables: list[tuple[Case, list[Row]]], path: Path, caption: str) -> None:
+    """Draw speed and memory of each program, relative to the case's reference, as bars.
+
+    Args:
+        tables: the cases and their rows.
+        path: the .png file to write.
+        caption: hardware and versions.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 1.2 + 1.9 * len(tables)), layout="constrained")
+    axes = figure.subplots(len(tables), 2, squeeze=False)
+    for (case, rows), (speed, memory) in zip(tables, axes, strict=True):
+        rows = [row for row in rows if row.speed_ratio][::-1]
+        versus = "dp" if case.reference == "ours" else case.reference
+        names = [row.program for row in rows]
+        colours = [COLOURS[name.split()[0]] for name in names]
+        ratios = [row.speed_ratio for row in rows]
+        spread = [
+            [ratio.median - ratio.low for ratio in ratios],
+            [ratio.high - ratio.median for ratio in ratios],
+        ]
+        values = [ratio.median for ratio in ratios]
+        speed.barh(names, values, xerr=spread, color=colours, capsize=3)
+        speed.set_title(f"{case.title}: speed relative to {versus}", fontsize=9, loc="left")
+        sizes = [row.memory / GB for row in rows]
+        memory.barh(names, sizes, color=colours)
+        memory.set_title("peak memory, GB", fontsize=9, loc="left")
+        texts = ([f"{value:.2f}" for value in values], [f"{size:.1f}" for size in sizes])
+        for axis, labels in zip((speed, memory), texts, strict=True):
+            axis.bar_label(axis.containers[-1], labels, padding=3, fontsize=8, label_type="center")
+            axis.tick_params(labelsize=8)
+            axis.spines[["top", "right"]].set_visible(False)
+        speed.axvline(1, color="#555555", linewidth=0.8)
+    figure.supxlabel(caption, fontsize=7, color="#555555")
+    figure.savefig(path, dpi=110)
