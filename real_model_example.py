@@ -39,20 +39,17 @@ if __name__ == "__main__":
 from support import startup
 
 if __name__ == "__main__":
-    # Before torch is imported, so that --help and argument errors are printed at once, and so that
-    # settings that libraries read on import (threads, allocator, offline mode) take effect.
+    # Before torch is imported: --help and argument errors are printed at once, and settings that
+    # libraries read on import (threads, allocator, offline mode) take effect.
     ARGS, LAUNCH = startup.start(sys.argv[1:])
 
-import functools
 import itertools
-import math
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,13 +59,12 @@ from support.cli.arguments import Arguments, choose_seq_length
 from support.cluster.context import DistContext
 from support.cluster.devices import choose_device, choose_precision
 from support.cluster.launch import Launch, exit_before_start
-from support.cluster.process_group import connect_ranks, group_options, simulate_process_group
+from support.cluster.process_group import connect_ranks, group_options
 from support.cluster.tuning import keep_freed_memory
 from support.commands.check import check
-from support.commands.prefetch import prefetch
 from support.console import Console
 from support.data import batches as data
-from support.data import streaming, tokenize
+from support.data import streaming
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted
 from support.labels import IGNORED
 from support.memory.advise import ways_to_fit
@@ -79,14 +75,11 @@ from support.model.loss import next_token_loss
 from support.report.metrics_log import MetricsLogger
 from support.report.run_record import RunRecord
 from support.strategies.contexts import autocast, gradient_sync
-from support.strategies.deepspeed import OneByOne, configure_deepspeed, quiet
+from support.strategies.deepspeed import configure_deepspeed, partition_parameters, quiet
 from support.strategies.gradients import gradient_norm, loss_scaler, skip_update_if_not_finite
 from support.strategies.optimizer import adamw, learning_rate, parameter_groups, set_learning_rate
 from support.strategies.requirements import check_requirements
 from support.strategy import STRATEGIES, Engine
-
-# Evaluation batches between two checks for a stop signal. Each check waits for all ranks.
-STOP_CHECK_BATCHES = 8
 
 
 def main(args: Arguments, launch: Launch) -> None:
@@ -94,8 +87,6 @@ def main(args: Arguments, launch: Launch) -> None:
 
     Never returns normally: the process ends with an exit code of support/errors.py.
     """
-    if args.prefetch:
-        prefetch(args, launch)  # does not return
     try:
         ctx = setup_distributed(args, launch)
     except BaseException as error:
@@ -137,8 +128,7 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     record.model_loaded(args, spec, dataset, train_data)
     objects = wrap(model, train_data, args, ctx)
     record.memory.note("wrapped")
-    if ctx.device.type == "cpu":
-        keep_freed_memory()  # for the next step; see support/cluster/tuning.py
+    keep_freed_memory(ctx.device)  # for the next step; see support/cluster/tuning.py
 
     signature = run_signature(args, ctx, spec, dataset, objects.model)
     manager = CheckpointManager(args, ctx, record.folder, objects, signature, spec)
@@ -149,53 +139,50 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
         return objects.model
     metrics = record.start_training(args, objects, manager, state)
     try:
-        evaluation = train_and_evaluate(objects, train_data, validation, metrics, manager)
+        eval_loss = train_and_evaluate(objects, train_data, validation, metrics, manager)
     except Preempted:
         record.preempted(metrics)
         raise
-    record.finish(args, manager, metrics, evaluation, autocast(objects.model, ctx))
+    record.finish(args, manager, metrics, eval_loss, autocast(objects.model, ctx))
     return objects.model
 
 
 def train_and_evaluate(
     objects: TrainingObjects, train_data, validation, metrics: MetricsLogger, manager
-) -> tuple[float, float] | None:
+) -> float | None:
     """Train all epochs, or until early stopping, and evaluate whenever an evaluation is due.
 
     Returns:
-        (loss, perplexity) of the last evaluation, or None if there was none.
+        The loss of the last evaluation, or None if there was none.
     Raises:
         Preempted: a rank received a stop signal, and the checkpoint is complete.
         TrainingError: the loss is not finite, or a checkpoint cannot be written.
     """
     args, ctx, state = metrics.args, metrics.ctx, metrics.state
     train_epoch = ENGINES[STRATEGIES[args.strategy].engine].train_epoch
-    # A checkpoint at the end of an epoch or of the run is saved before the evaluation, so a resumed
-    # run may begin with that evaluation.
+    # The checkpoint at the end of an epoch is saved before its evaluation: a resume begins with it.
     due = args.eval_only or (state.evaluation_is_due if state.step else args.eval_first)
-    evaluation = None
+    eval_loss = None
     while True:
         if due and validation.num_sequences:
             metrics.memory_by_phase.doing = "evaluation"
-            evaluation = evaluate(objects.model, validation, args, ctx)
-            if evaluation is None:  # a rank received a stop signal
+            eval_loss = evaluate(objects.model, validation, args, ctx)
+            if eval_loss is None:  # a rank received a stop signal
                 manager.save(state)
                 raise Preempted(objects.model)
-            state.add_evaluation(evaluation[0])  # early stopping may end the run
-            metrics.log_evaluation(*evaluation)
+            state.add_evaluation(eval_loss)  # early stopping may end the run
+            metrics.log_evaluation(eval_loss)
             manager.after_evaluation(state)
         elif due:
             ctx.console.warn(f"{data.NOTHING_TO_EVALUATE}.")
-        if state.finished or args.eval_only:
-            return evaluation
+        if state.finished:
+            return eval_loss
         step_batches = data.rest_of_epoch(train_data, state, args, ctx)
         train_epoch(objects, step_batches, metrics, manager)
         due = state.evaluation_is_due
 
 
 # ========================================================================= the two training loops
-
-
 def train_epoch_ddp(
     objects: TrainingObjects, step_batches, metrics: MetricsLogger, manager: CheckpointManager
 ) -> None:
@@ -300,8 +287,6 @@ def train_epoch_deepspeed(
 
 
 # ==================================================================== parts of a step, evaluation
-
-
 def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
     """Count the tokens of one optimizer step over all micro-batches and ranks, in one all-reduce.
 
@@ -318,41 +303,33 @@ def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(model, validation, args, ctx: DistContext) -> tuple[float, float] | None:
-    """Compute the mean loss over the validation tokens and the perplexity exp(loss).
+def evaluate(model: nn.Module, validation, args: Arguments, ctx: DistContext) -> float | None:
+    """Compute the mean loss over the validation tokens.
 
     The sequences are divided among the ranks. Where they do not divide evenly, a batch is padded
     with sequences whose labels are all ignored, so that every token counts exactly once.
 
     Returns:
-        (loss in nats per token, perplexity), or None if a rank received a stop signal.
+        The loss in nats per token, or None if a rank received a stop signal.
     """
     model.eval()
-    limit = args.eval_samples or args.num_samples or validation.num_sequences
-    order = range(min(limit, validation.num_sequences))
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
     divisor = torch.ones((), device=ctx.device)
-    batches = data.step_batches(validation, order, args.batch_size, 1, ctx.rank, ctx.world_size)
-    steps = data.steps_of(len(order), args.batch_size * ctx.world_size)
-    with ctx.console.bar("Evaluation", steps, "batch") as bar:
-        for number, step_batch in enumerate(data.copy_ahead(batches, ctx.device)):
-            [(inputs, labels)] = step_batch.batches
-            if number % STOP_CHECK_BATCHES == 0 and ctx.asked_to_stop():
+    batches, count = data.evaluation_batches(validation, args, ctx)
+    with ctx.console.bar("Evaluation", count, "batch") as bar:
+        for number, (inputs, labels) in enumerate(batches):
+            # Not for each batch, because all ranks wait for each other here.
+            if number % 8 == 0 and ctx.asked_to_stop():
                 return None
             with autocast(model, ctx):
                 total[0] += next_token_loss(model, inputs, labels, divisor)
             total[1] += (labels[:, 1:] != IGNORED).sum()
             bar.advance()
     dist.all_reduce(total)
-    loss = (total[0] / total[1]).item()
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    ctx.console.print0(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
-    return loss, perplexity
+    return (total[0] / total[1]).item()
 
 
 # ==================================================================== strategies: PyTorch DDP (dp)
-
-
 def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Module:
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
     if args.compile:
@@ -374,85 +351,59 @@ def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Mod
 
 
 # ================================================================ strategies: PyTorch FSDP2 (fsdp)
-
-
 def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
     """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
     The sharded model is built on the meta device, without memory. Then rank 0's weights are
     broadcast tensor by tensor, and each rank keeps its shard.
     """
+    from torch.distributed.fsdp import fully_shard
+
+    from support.strategies.fsdp import sharding_options
+
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()
-    # bf16: compute in bf16, but keep the shards and reduce the gradients in fp32. fp16 is left to
-    # autocast (support/strategies/contexts.py).
-    dtype = torch.bfloat16 if ctx.precision == "bf16" else None
-    options = args.fsdp
-    on_cpu = fsdp.CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
-    fully_shard = functools.partial(
-        fsdp.fully_shard,
-        mesh=ctx.mesh(options.hybrid),
-        mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        offload_policy=on_cpu if options.offload else fsdp.OffloadPolicy(),
-    )
-    blocks = layers.blocks_to_shard(sharded, options, ctx)
+    options = sharding_options(args, ctx)  # mesh, precision, CPU offload
+    blocks = layers.blocks_to_shard(sharded, args.fsdp, ctx)
     for block in blocks:
         if args.compile:
             block.compile()
-        fully_shard(block, reshard_after_forward=options.reshard_after_forward)
-    fully_shard(sharded)  # the root keeps its own parameters gathered from forward to backward
-    if options.forward_prefetch:
+        fully_shard(block, reshard_after_forward=args.fsdp.reshard_after_forward, **options)
+    fully_shard(sharded, **options)  # the root stays gathered from forward to backward
+    if args.fsdp.forward_prefetch:
         for block, next_block in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([next_block])
-    sharded.to_empty(device="cpu" if options.offload else ctx.device)
+    sharded.to_empty(device="cpu" if args.fsdp.offload else ctx.device)
     weights.fill_from_rank0(sharded, full_model, ctx)
     return sharded
 
 
 # ================================= strategies: DeepSpeed (zero1, zero2, zero3, offload, infinity)
-
-
 def load_for_zero(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
     """Load the model. Stage 3 shards each parameter as it is read; infinity puts it on NVMe.
 
-    Loading maps the weight file into memory without reading it. Each parameter is then copied and
-    partitioned in turn, so that a rank never holds more than its shards and one full parameter.
+    The weight file is mapped into memory. Each parameter is then copied and partitioned in turn, so
+    that a rank never holds more than its shards and one full parameter.
     """
     if not STRATEGIES[args.strategy].shards_parameters:
         return spec.load(ctx)  # stages 1 and 2 shard no parameters
-    import deepspeed
-
     # "auto" is the file's own dtype: a conversion here would copy the whole model.
-    model = spec.load(ctx, dtype="auto")
-    with quiet(args.verbose):
-        deepspeed.zero.Init(  # partitions the parameters of `model` in place
-            module=OneByOne(model, weights.DTYPES[ctx.precision]),
-            config_dict_or_path=args.ds_config_dict,
-        )
-    for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
-        buffer.data = buffer.data.to(ctx.device)
-    return model
+    return partition_parameters(spec.load(ctx, dtype="auto"), args, ctx)
 
 
 def initialize_deepspeed(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Module:
-    """Create the DeepSpeed engine: model and optimizer as the JSON file configures them.
-
-    With --eval_only the engine has no optimizer.
-    """
+    """Create the DeepSpeed engine: model and optimizer as the JSON file configures them."""
     import deepspeed
 
-    groups = None if args.eval_only else parameter_groups(model, args.weight_decay)
-    config = dict(args.ds_config_dict)
-    if args.eval_only:
-        config.pop("optimizer")
     with quiet(args.verbose):
-        engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+        engine, _, _, _ = deepspeed.initialize(
+            model=model,
+            model_parameters=parameter_groups(model, args.weight_decay),
+            config=args.ds_config_dict,  # without an optimizer if --eval_only is given
+        )
     if args.compile:
         engine.compile()
     return engine
-
-
-# ===================================================================== the engine of each strategy
 
 
 # How each library loads, wraps and trains a model. FSDP shards while it loads and needs no wrapper.
@@ -472,14 +423,11 @@ def wrap(model: nn.Module, train_data, args: Arguments, ctx: DistContext) -> Tra
     else:
         model = ENGINES[strategy.engine].wrap(model, args, ctx)
         optimizer = model.optimizer if strategy.uses_deepspeed else adamw(model, args)
-    needs_scaler = ctx.precision == "fp16" and not strategy.uses_deepspeed
-    scaler = loss_scaler(ctx, enabled=needs_scaler)
+    scaler = loss_scaler(ctx, enabled=ctx.precision == "fp16" and not strategy.uses_deepspeed)
     return TrainingObjects(model, optimizer, scaler, train_data if args.streaming else None)
 
 
 # =================================================================================== model and data
-
-
 def load_model_and_tokenizer(
     args: Arguments, ctx: DistContext, spec: models.ModelSpec
 ) -> tuple[nn.Module, Any]:
@@ -503,9 +451,7 @@ def load_model_and_tokenizer(
 
 
 def prepare_dataset(args: Arguments, ctx: DistContext, tokenizer) -> tuple[Any, Any, dict]:
-    """Tokenize the corpus and cut it into sequences; with --streaming, only open it.
-
-    The tokens are computed once per node and cached for later runs.
+    """Tokenize the corpus, once per node, and cut it into sequences; a stream is only opened.
 
     Returns:
         The training sequences, the validation sequences, and the dataset's entry in results.json.
@@ -514,32 +460,18 @@ def prepare_dataset(args: Arguments, ctx: DistContext, tokenizer) -> tuple[Any, 
             text that a flag needs.
     """
     ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
-    train_data: Any
-    if args.streaming:
-        train_data, validation, facts = streaming.open_stream(args, ctx, tokenizer)
-    else:
-        tokens = tokenize.tokenize_corpus(
-            args, ctx, tokenizer, args.dataset, args.dataset_config, args.validation_file
-        )
-        train_data, validation, facts = data.split_sequences(tokens, args)
-        tokenize.print_splits(ctx, args, facts, tokenizer)
-        facts = {"name": args.dataset, **facts["train"], "validation": facts["validation"]}
-        facts["bad_rows"] = tokens["bad_rows"]
+    open_data = streaming.open_stream if args.streaming else data.open_tokenized
+    train_data, validation, facts = open_data(args, ctx, tokenizer)
     data.check_validation(validation, args)
     return train_data, validation, facts
 
 
 # ================================================================================ the process group
-
-
 def setup_distributed(args: Arguments, launch: Launch) -> DistContext:
     """Initialize the process group: NCCL for GPUs, gloo for CPU processes.
 
     A single process also gets a process group, so that there is only one code path.
 
-    Args:
-        args: the flags.
-        launch: rank, world size and address, as read from the launcher's environment.
     Returns:
         This process among the ranks: its device, its output, and the monitor of failures.
     Raises:
@@ -550,22 +482,17 @@ def setup_distributed(args: Arguments, launch: Launch) -> DistContext:
     backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
     console = Console(launch.is_main, args.quiet, args.verbose)
     ctx = DistContext.create(launch, device, backend, console)
-    timeout = timedelta(seconds=args.ddp_timeout)
-    if ctx.simulated:
-        simulate_process_group(ctx, timeout)
-    else:
-        dist.init_process_group(
-            store=connect_ranks(ctx, args.ddp_timeout),
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-            **group_options(args, device, launch.world_size),
-        )
-        ctx.nodes = sum(ctx.all_gather(launch.is_node_leader))  # one leader per node
+    dist.init_process_group(
+        store=connect_ranks(ctx, args.ddp_timeout),
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        timeout=timedelta(seconds=args.ddp_timeout),
+        **group_options(args, ctx),
+    )
+    ctx.nodes = sum(ctx.all_gather(launch.is_node_leader))  # one leader per node
     torch.set_float32_matmul_precision("high")  # use TF32 tensor cores for fp32 where available
-    if args.deterministic:
-        # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
-        torch.use_deterministic_algorithms(True)
+    # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
+    torch.use_deterministic_algorithms(args.deterministic)
     return ctx
 
 

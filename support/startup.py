@@ -66,6 +66,10 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
         args = args.replace(hub_offline=hub_offline, hub_problem=hub_problem)
         for line in ignored_flags(args) if launch.is_main and not args.quiet else ():
             print(f"ℹ️  {line}")
+        if args.prefetch:
+            from support.commands.prefetch import prefetch  # imports torch
+
+            prefetch(args, launch)  # does not return
     except UserError as error:
         launching.exit_before_start(error, verbose)
     return args, launch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 # As nvidia-smi and DeepSpeed count.
 MB = 2**20
 GB = 2**30
@@ -17,6 +19,11 @@ def human_count(number: int) -> str:
     if number >= 1e9:
         return f"{number / 1e9:.1f}B"
     return f"{number / 1e6:.0f}M" if number >= 1e7 else f"{number / 1e6:.1f}M"
+
+
+def perplexity_of(loss: float) -> float:
+    """Return the perplexity exp(loss) of a loss in nats per token; infinite above a loss of 700."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def human_rate(rate: float) -> str:

@@ -1,9 +1,8 @@
-"""The process group: waiting for its ranks, its backend, and its simulation."""
+"""The process group: its backend, and waiting for its ranks."""
 
 from __future__ import annotations
 
 import re
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from support.cluster.peers import PeerMonitor
 from support.cluster.rendezvous import ARRIVAL_SECONDS, open_store, rendezvous
 
 
-def group_options(args, device: torch.device, world_size: int) -> dict[str, Any]:
+def group_options(args, ctx: DistContext) -> dict[str, Any]:
     """Choose the backend of the process group, and whether the group is bound to a device.
 
     FSDP with CPU offload also reduces tensors in host memory, which NCCL cannot do: GradScaler's
@@ -29,37 +28,26 @@ def group_options(args, device: torch.device, world_size: int) -> dict[str, Any]
 
     Args:
         args: --strategy, and the settings of FSDP or DeepSpeed.
-        device: device of this rank.
-        world_size: number of ranks.
+        ctx: backend and device of this rank, and the number of ranks.
     Returns:
         Keyword arguments of `dist.init_process_group`: `backend`, and in some cases `device_id`.
     """
-    if device.type == "cpu":
-        return {"backend": "gloo"}
+    if ctx.backend != "nccl":
+        return {"backend": ctx.backend}
     if args.strategy == "fsdp" and args.fsdp.offload:
         return {"backend": "cpu:gloo,cuda:nccl"}
     release = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:3])
-    if args.ds_config_dict and world_size > 1 and not (2, 6, 0) < release < (2, 7, 1):
-        return {"backend": "nccl", "device_id": device}
+    if args.ds_config_dict and ctx.world_size > 1 and not (2, 6, 0) < release < (2, 7, 1):
+        return {"backend": "nccl", "device_id": ctx.device}
     return {"backend": "nccl"}
-
-
-def simulate_process_group(ctx: DistContext, timeout: timedelta) -> None:
-    """Initialize a process group of simulated ranks, with this process as rank 0.
-
-    It uses PyTorch's "fake" backend for tests, whose collectives return at once and transfer no
-    data. Every strategy allocates the same memory as among real ranks.
-    """
-    ctx.stop.install()
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=0, world_size=ctx.world_size, timeout=timeout
-    )
 
 
 def connect_ranks(ctx: DistContext, seconds: float) -> dist.Store:
     """Wait until all ranks have started and fit together, and watch them from then on.
+
+    In a simulation this process is rank 0, and the other ranks do not exist. It uses PyTorch's
+    "fake" backend for tests, whose collectives return at once and transfer no data. Every strategy
+    allocates the same memory as among real ranks.
 
     Args:
         ctx: this process; its `attempt` is set.
@@ -69,6 +57,11 @@ def connect_ranks(ctx: DistContext, seconds: float) -> dist.Store:
     Raises:
         TrainingError: a rank did not arrive in time, or the ranks do not fit together.
     """
+    if ctx.simulated:
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+        ctx.stop.install()
+        return FakeStore()
     launch = ctx.launch
     seconds = min(seconds, ARRIVAL_SECONDS)
     store, ctx.attempt = rendezvous(launch, ctx.backend, seconds, identify_gpu(ctx.device))

@@ -126,14 +126,15 @@ def return_freed_memory() -> None:
     _mallopt(mmap_threshold=1 << 20)
 
 
-def keep_freed_memory() -> None:
-    """Keep the memory of one step's activations for the next step; used while a CPU trains.
+def keep_freed_memory(device) -> None:
+    """Keep the memory of one step's activations for the next step, if a CPU trains.
 
     Returning it to the kernel causes page faults at every step (benchmarks/RESULTS.md has the cost
     for GPT-2 124M). Tensors of 8 MB and more are returned, because keeping them would fragment the
     heap.
     """
-    _mallopt(mmap_threshold=8 << 20, trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
+    if device.type == "cpu":
+        _mallopt(mmap_threshold=8 << 20, trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
 
 
 def _mallopt(**settings: int) -> bool:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from support.cli.arguments import global_batch
 from support.cli.conflicts import NEED_EVALUATIONS
 from support.cluster.context import DistContext
+from support.data import tokenize
 from support.errors import UserError
 from support.labels import IGNORED
 from support.train_state import TrainState
@@ -173,6 +174,23 @@ def stack_examples(rows: list, seq_length: int, fixed: bool) -> tuple[torch.Tens
 
 
 # ------------------------------------------------------------------------------------------- splits
+
+
+def open_tokenized(args, ctx: DistContext, tokenizer) -> tuple[Sequences, Sequences, dict]:
+    """Tokenize the corpus, or find its tokens in the cache, and cut them into sequences.
+
+    Returns:
+        (training sequences, validation sequences, the dataset's entry in results.json).
+    Raises:
+        UserError: the corpus cannot be read, or is shorter than one sequence.
+    """
+    tokens = tokenize.tokenize_corpus(
+        args, ctx, tokenizer, args.dataset, args.dataset_config, args.validation_file
+    )
+    train, validation, facts = split_sequences(tokens, args)
+    tokenize.print_splits(ctx, args, facts, tokenizer)
+    entry = {"name": args.dataset, **facts["train"], "validation": facts["validation"]}
+    return train, validation, {**entry, "bad_rows": tokens["bad_rows"]}
 
 
 def split_sequences(prepared: dict, args) -> tuple[Sequences, Sequences, dict]:
@@ -388,6 +406,21 @@ def rest_of_epoch(train, state: TrainState, args, ctx: DistContext) -> Iterator[
     accumulation = args.gradient_accumulation_steps
     batches = step_batches(train, order, args.batch_size, accumulation, ctx.rank, ctx.world_size)
     return copy_ahead(batches, ctx.device)
+
+
+def evaluation_batches(validation, args, ctx: DistContext) -> tuple[Iterator, int]:
+    """Return this rank's batches (inputs, labels) of an evaluation, and how many there are.
+
+    Args:
+        validation: the validation sequences.
+        args: --batch_size; --eval_samples, or else --num_samples, limits the sequences.
+        ctx: the ranks.
+    """
+    limit = args.eval_samples or args.num_samples or validation.num_sequences
+    order = np.arange(min(limit, validation.num_sequences))
+    steps = step_batches(validation, order, args.batch_size, 1, ctx.rank, ctx.world_size)
+    batches = (step.batches[0] for step in copy_ahead(steps, ctx.device))
+    return batches, steps_of(len(order), args.batch_size * ctx.world_size)
 
 
 def fill_up(file: Sequences, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

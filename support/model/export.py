@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import math
 import os
 import shutil
 import tempfile
@@ -36,7 +35,7 @@ from support.model import lora
 from support.model.card import model_card
 from support.model.resolve import ModelSpec
 from support.model.weights import DTYPES, as_dtype, persistent_buffers
-from support.units import GB
+from support.units import GB, perplexity_of
 from support.unwrap import unwrapped
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def finish(trained: Trained, results, target: Target, args, state) -> None:
     facts = {**results.facts, "merged": args.merge_lora}
     if trained.best_is_loaded:
         loss = facts["best_eval_loss"]
-        facts |= {"eval_loss": loss, "perplexity": math.exp(min(loss, 700))}
+        facts |= {"eval_loss": loss, "perplexity": perplexity_of(loss)}
         facts |= {"steps": facts["best_step"], "train_loss_last": None, "tokens": None}
     card = model_card(facts, trained.identity)
     try:

@@ -27,7 +27,7 @@ from support.report.step_timer import PHASES, StepTimer
 from support.report.trackers import Trackers, start_trackers
 from support.strategies import gradients
 from support.train_state import TrainState
-from support.units import human_bytes
+from support.units import human_bytes, perplexity_of
 from support.unwrap import unwrapped
 
 LONGEST_LINE_BYTES = 1 << 16  # of metrics.jsonl; a record has a few hundred bytes
@@ -291,14 +291,15 @@ class MetricsLogger:
         # DeepSpeed reports -1 as the norm of gradients that are not finite.
         return grad_norm is None or 0 <= grad_norm < math.inf or self.ctx.precision == "fp16"
 
-    def log_evaluation(self, loss: float, perplexity: float) -> None:
+    def log_evaluation(self, loss: float) -> None:
         """Record an evaluation after the current step, and say if early stopping ended the run.
 
         Args:
             loss: mean over the validation tokens.
-            perplexity: of the same tokens.
         """
         state = self.state
+        perplexity = perplexity_of(loss)
+        self.ctx.console.print0(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
         self._write({"step": state.step, "eval_loss": loss, "perplexity": perplexity})
         if state.stopped_early:
             self.ctx.console.print0(

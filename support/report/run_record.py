@@ -113,9 +113,7 @@ class RunRecord:
         world_size, num_sequences = self.ctx.world_size, state.num_sequences
         if self.results.nothing_left_to_do(total_steps(args, world_size, num_sequences), args):
             return True
-        # Not state.total_steps, which is 0 with --eval_only.
-        steps = total_steps(args, world_size, num_sequences, state.step, state.samples)
-        return self.results.was_complete and state.step >= steps
+        return self.results.was_complete and state.finished and not args.eval_only
 
     def start_training(
         self, args, objects: TrainingObjects, manager: CheckpointManager, state: TrainState
@@ -157,7 +155,7 @@ class RunRecord:
         metrics.close()
 
     def finish(
-        self, args, manager: CheckpointManager, metrics: MetricsLogger, evaluation, casting
+        self, args, manager: CheckpointManager, metrics: MetricsLogger, eval_loss, casting
     ) -> None:
         """Summarize the run, export the model, and print a sample of its text.
 
@@ -165,7 +163,7 @@ class RunRecord:
             args: the flags.
             manager: the checkpoint manager, which has the trained model.
             metrics: the measurements.
-            evaluation: (loss, perplexity) of the last evaluation, or None.
+            eval_loss: loss of the last evaluation, or None.
             casting: the context manager of the forward pass.
         Raises:
             TrainingError: the export failed; the message says where the trained weights are.
@@ -182,7 +180,7 @@ class RunRecord:
                 "weights."
             )
         results.update(checkpoint_seconds=manager.seconds)
-        results.update(**summarize(self.ctx, metrics, self.memory, evaluation, args, manager.spec))
+        results.update(**summarize(self.ctx, metrics, self.memory, eval_loss, args, manager.spec))
         console_lines.say_results(self.ctx, results.facts, args)
         self._export(args, manager, state, casting)
         metrics.close(results.facts.get("sample"))

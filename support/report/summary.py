@@ -17,13 +17,14 @@ from support.model.resolve import ModelSpec
 from support.report.metrics_log import MetricsLogger
 from support.report.peak_flops import peak_flops
 from support.report.results import progress
+from support.units import perplexity_of
 
 
 def summarize(
     ctx: DistContext,
     metrics: MetricsLogger,
     memory_by_phase: memory.MemoryByPhase,
-    evaluation: tuple[float, float] | None,
+    eval_loss: float | None,
     args: Arguments,
     spec: ModelSpec,
 ) -> dict:
@@ -33,7 +34,7 @@ def summarize(
 
     Args:
         memory_by_phase: memory after each phase of the run.
-        evaluation: (loss, perplexity) of the last evaluation, or None.
+        eval_loss: loss of the last evaluation, or None.
     Raises:
         TrainingError: a memory simulation updated no weights, so Adam's states were not measured.
     """
@@ -49,12 +50,11 @@ def summarize(
     )
     speeds = ctx.all_gather(metrics.speed())
     sent = ctx.all_gather(sum(collective["sent_bytes"] for collective in traffic.values()))
-    loss, perplexity = evaluation or (None, None)
     best = state.best or {"loss": None, "step": None}
     measured = {
         **progress(state.counters()),
-        "eval_loss": loss,
-        "perplexity": perplexity,
+        "eval_loss": eval_loss,
+        "perplexity": None if eval_loss is None else perplexity_of(eval_loss),
         "best_eval_loss": best["loss"],
         "best_step": best["step"],
         "stopped_early": state.patience if state.stopped_early else None,

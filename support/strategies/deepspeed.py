@@ -16,6 +16,7 @@ from torch import nn
 from support import patches
 from support.cli.ds_config import ModelSizes, complete_ds_config, configured_strategy
 from support.cluster.context import DistContext
+from support.model.weights import DTYPES
 from support.strategies import op_builds, requirements
 from support.strategy import Strategy
 
@@ -74,7 +75,10 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
     sizes = ModelSizes(
         spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
     )
-    return complete_ds_config(config, ctx.precision, sizes, ctx.world_size, nvme_folder)
+    config = complete_ds_config(config, ctx.precision, sizes, ctx.world_size, nvme_folder)
+    if args.eval_only:
+        del config["optimizer"]
+    return config
 
 
 def _prepare_compilations(strategy: Strategy, ctx: DistContext) -> None:
@@ -93,6 +97,25 @@ def _prepare_compilations(strategy: Strategy, ctx: DistContext) -> None:
         ctx.console.warn(
             f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine."
         )
+
+
+def partition_parameters(model: nn.Module, args, ctx: DistContext) -> nn.Module:
+    """Partition the parameters of a model in place, for stage 3; infinity moves them to NVMe.
+
+    Args:
+        model: its weights are mapped from the file, and not in memory yet.
+        args: `ds_config_dict`, and --verbose.
+        ctx: the ranks.
+    """
+    import deepspeed
+
+    with quiet(args.verbose):
+        deepspeed.zero.Init(
+            module=OneByOne(model, DTYPES[ctx.precision]), config_dict_or_path=args.ds_config_dict
+        )
+    for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
+        buffer.data = buffer.data.to(ctx.device)
+    return model
 
 
 class OneByOne(nn.Module):

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,13 +36,15 @@ def test_group_that_deepspeed_clones_is_bound_to_the_gpu(
     monkeypatch, strategy, ranks, torch_version, bound
 ):
     monkeypatch.setattr(torch, "__version__", torch_version)
-    options = process_group.group_options(parse_arguments(["--strategy", strategy]), GPU, ranks)
+    ctx = SimpleNamespace(backend="nccl", device=GPU, world_size=ranks)
+    options = process_group.group_options(parse_arguments(["--strategy", strategy]), ctx)
     assert options == {"backend": "nccl", **({"device_id": GPU} if bound else {})}
 
 
 def test_group_on_a_cpu(tmp_path):
     args = parse_arguments(offloading(tmp_path))
-    assert process_group.group_options(args, torch.device("cpu"), 2) == {"backend": "gloo"}
+    ctx = SimpleNamespace(backend="gloo")
+    assert process_group.group_options(args, ctx) == {"backend": "gloo"}
 
 
 @pytest.mark.parametrize("offloads", [True, False])
@@ -50,7 +53,8 @@ def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, prelo
     host; without offload, where gradients are on the GPU, the group cannot reduce these.
     """
     args = parse_arguments(offloading(tmp_path) if offloads else ["--strategy", "fsdp"])
-    backend = process_group.group_options(args, GPU, 2)["backend"]
+    ctx = SimpleNamespace(backend="nccl", device=GPU, world_size=2)
+    backend = process_group.group_options(args, ctx)["backend"]
     backend = {"nccl": "cuda:nccl"}.get(backend, backend).replace("nccl", "gloo")
     program = [sys.executable, "-m", "tests.helpers.host_gradients"]
     command = [*program, backend, tmp_path / "store"]

@@ -11,7 +11,8 @@ from support import PROJECT
 
 # From the top to the bottom: a package or module imports only from lower lines.
 ORDER = [
-    ["commands", "startup"],
+    ["startup"],
+    ["commands"],
     ["report"],
     ["checkpoints"],
     ["strategies"],
