@@ -136,7 +136,7 @@ def check_precisions(bench: Bench) -> None:
             bench.report(f"{precision} {name}", problem, summary_of(run, reference.losses))
 
 
-# ------------------------------------------------------------------------------------- 3: behaviour
+# ------------------------------------------------------------------------------------- 3: behavior
 
 
 def check_behaviour(bench: Bench) -> None:

@@ -1,6 +1,6 @@
 """All patches of other libraries: one function each, called where the patch is needed.
 
-A patch names the version in which the behaviour was seen, why it is changed, and when the patch can
+A patch names the version in which the behavior was seen, why it is changed, and when the patch can
 be removed. PATCHES lists what each patch replaces; a test looks up these names in the installed
 libraries. Importing this module changes nothing and imports none of them.
 """

@@ -432,7 +432,7 @@ def complete_ds_config(
     zero = config["zero_optimization"]
     tied_on_nvme = model.tied and lookup(zero, "offload_param.device") == "nvme"
     _set_if(zero, (AUTO,), bucket_sizes(model.hidden_size, model.parameters, tied_on_nvme))
-    # A single rank has no communication to overlap. Stages 1 and 2 would still synchronise the
+    # A single rank has no communication to overlap. Stages 1 and 2 would still synchronize the
     # device after each backward, and allocate a second bucket.
     _set_if(zero, (AUTO,), {"overlap_comm": world_size > 1})
     for part in ("offload_optimizer", "offload_param"):

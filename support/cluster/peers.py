@@ -70,11 +70,11 @@ class PeerMonitor:
     def __init__(
         self, store, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
     ):
-        self._store, self._rank, self._neighbour = store, rank, (rank + 1) % world_size
+        self._store, self._rank, self._neighbor = store, rank, (rank + 1) % world_size
         self._reported = self.lost = False
         self._answers = self._count = 0
         self._place = ""  # the neighbor's "host pid"
-        self._store_silence, self._neighbour_silence = Silence(clock), Silence(clock)
+        self._store_silence, self._neighbor_silence = Silence(clock), Silence(clock)
 
     def ask(self) -> bool:
         """Do one round of calls to the store; return False if one of them failed."""
@@ -83,9 +83,9 @@ class PeerMonitor:
                 self._store.set(f"place/{self._rank}", f"{socket.gethostname()} {os.getpid()}")
             self._reported = self._store.check(["failure"])
             self._store.add(f"alive/{self._rank}", 1)
-            self._count = self._store.add(f"alive/{self._neighbour}", 0)
+            self._count = self._store.add(f"alive/{self._neighbor}", 0)
             if self._count and not self._place:  # set before the first count
-                self._place = self._store.get(f"place/{self._neighbour}").decode()
+                self._place = self._store.get(f"place/{self._neighbor}").decode()
             self._answers += 1
         except Exception:  # torch raises several classes for a broken connection
             self.lost = True
@@ -117,10 +117,10 @@ class PeerMonitor:
         if silent > 0:
             return None  # the neighbor's counter was not read either
         limit = SILENT_SECONDS if self._count else STARTING_SECONDS
-        quiet = self._neighbour_silence.observe(self._count)
+        quiet = self._neighbor_silence.observe(self._count)
         if quiet > limit and not (quiet < BUSY_SECONDS and computes(self._place)):
             return (
-                f"Rank {self._neighbour} ended without reporting an error, or was stopped: {KILLED}"
+                f"Rank {self._neighbor} ended without reporting an error, or was stopped: {KILLED}"
             )
         return None
 

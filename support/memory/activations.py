@@ -57,11 +57,11 @@ def saved_by_block(work: Workload, strategy: str) -> int:
     # Query, key, value and output; the kernel's log-sum-exp in fp32.
     attention = c * (2 * m.query + 2 * m.key) + 4 * m.heads
     if m.family == "llama":
-        # RMSNorm computes in fp32: its fp32 input, the normalised input, and its output (under
+        # RMSNorm computes in fp32: its fp32 input, the normalized input, and its output (under
         # autocast a 16-bit copy for each linear layer that reads it).
-        normalised = 0 if frozen else work.stream(strategy)
+        normalized = 0 if frozen else work.stream(strategy)
         outputs = sum(readers) if autocast else sum(map(bool, readers))
-        norms = 2 * (4 + normalised) * h + c * h * outputs
+        norms = 2 * (4 + normalized) * h + c * h * outputs
         if m.qk_norm:
             norms += (4 + (0 if frozen else c)) * (m.query + m.key)
     else:

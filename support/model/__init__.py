@@ -1,6 +1,6 @@
 """The model: from --model to weights in memory, and from trained weights to an exported folder.
 
-resolve   finds, downloads or initialises a model: from --model to a ModelSpec
+resolve   finds, downloads or initializes a model: from --model to a ModelSpec
 weights   read from a folder, drawn from the seed, distributed to the ranks
 layers    settings and layers whose names depend on the architecture
 loss      the next-token loss, computed in chunks of the logits by the output layer

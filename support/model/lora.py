@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al., arXiv 2106.09685) for frozen weights, attached to the model by peft.
 
 A linear layer with the weight W computes x W + (alpha / r) · (x A) B. A has r columns and B has r
-rows; only A and B are trained. B is initialised to 0, so the adapted model initially computes the
+rows; only A and B are trained. B is initialized to 0, so the adapted model initially computes the
 same output as the base model.
 """
 
@@ -33,7 +33,7 @@ class Lora:
         targets: suffixes of the names of the layers that get an adapter, or "all-linear"; None:
             peft's default for the architecture, or all linear layers if peft has no default.
         base: the model's name, for adapter_config.json.
-        seed: for the initialisation of A.
+        seed: for the initialization of A.
         settled: peft's configuration of the adapters; None until `attach` has been called.
     """
 
@@ -99,7 +99,7 @@ class Lora:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-                # peft's own initialisation, repeated in fp32: peft rounds A to the model's type.
+                # peft's own initialization, repeated in fp32: peft rounds A to the model's type.
                 if ".lora_A." in name and not on_meta:
                     nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
 

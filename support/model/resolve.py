@@ -130,7 +130,7 @@ class ModelSpec:
             names = sorted(info["missing_keys"])
             shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
             ctx.console.warn(
-                f"The checkpoint has no weights for {shown}: they are initialised randomly."
+                f"The checkpoint has no weights for {shown}: they are initialized randomly."
             )
         return self._prepare(model)
 

@@ -48,7 +48,7 @@ def from_folder(
 
 
 def from_config(config) -> nn.Module:
-    """Return a newly initialised model in fp32."""
+    """Return a newly initialized model in fp32."""
     # A copy, because transformers writes the dtype into the configuration that it gets.
     return AutoModelForCausalLM.from_config(
         copy.deepcopy(config), **as_dtype(torch.float32), **NO_REMOTE_CODE
@@ -91,7 +91,7 @@ def as_dtype(dtype: torch.dtype | str) -> dict:
 
 
 def draw_weights(config, seed: int, ctx: DistContext) -> str:
-    """Initialise a model from the seed and save it to a temporary folder.
+    """Initialize a model from the seed and save it to a temporary folder.
 
     Returns:
         The folder, which is removed at the end of the run.

@@ -13,9 +13,9 @@ from support.report.compare import STATES, Attempt, Comparison, Row, differences
 from support.report.tables import provenance, title
 from support.units import GB, MB, human_rate
 
-# The palette of Okabe and Ito, whose colours can be told apart with colour-blindness: one colour
+# The palette of Okabe and Ito, whose colors can be told apart with color-blindness: one color
 # for each kind of memory, and one for each strategy.
-KIND_COLOURS = {
+KIND_COLORS = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
     "optimizer": "#E69F00",
@@ -24,7 +24,7 @@ KIND_COLOURS = {
     "activations": "#009E73",
     "logits": "#CC79A7",
 }
-STRATEGY_COLOURS = {
+STRATEGY_COLORS = {
     "dp": "#000000",
     "zero1": "#E69F00",
     "zero2": "#56B4E9",
@@ -34,7 +34,7 @@ STRATEGY_COLOURS = {
     "fsdp": "#CC79A7",
     "control": "#777777",
 }
-MARKERS = dict(zip(STRATEGY_COLOURS, "os^DvPX.", strict=True))
+MARKERS = dict(zip(STRATEGY_COLORS, "os^DvPX.", strict=True))
 LIMIT_STYLE = {"color": "#D55E00", "linestyle": "--"}
 SMALLEST_DIFFERENCE = 1e-8  # drawn for equal losses: 0 has no logarithm
 
@@ -125,7 +125,7 @@ def _device_parts(comparison: Comparison, rows: list[Row]) -> list[Part]:
     elif comparison.simulated:
         sizes["activations"] = [row.activations or 0 for row in rows]
         sizes["logits"] = [row.logits or 0 for row in rows]
-    return [Part(kind, values, {"color": KIND_COLOURS[kind]}) for kind, values in sizes.items()]
+    return [Part(kind, values, {"color": KIND_COLORS[kind]}) for kind, values in sizes.items()]
 
 
 def _host_parts(rows: list[Row]) -> list[Part]:
@@ -134,7 +134,7 @@ def _host_parts(rows: list[Row]) -> list[Part]:
         Part(
             f"{kind}, in host memory",
             [row.host_categories.get(kind, 0) for row in rows],
-            {"facecolor": "white", "edgecolor": KIND_COLOURS[kind], "hatch": "///"},
+            {"facecolor": "white", "edgecolor": KIND_COLORS[kind], "hatch": "///"},
         )
         for kind in ("gradients", "optimizer")
     ]
@@ -233,7 +233,7 @@ def draw_losses(axes: Axes, rows: list[Row]) -> None:
     """Draw all loss curves, each thinner than the one below it, so that none hides another."""
     for number, row in enumerate(rows):
         style = {
-            "color": STRATEGY_COLOURS[row.strategy],
+            "color": STRATEGY_COLORS[row.strategy],
             "linewidth": 1.5 + 1.7 * (len(rows) - 1 - number),
         }
         for attempt in row.completed:
@@ -255,7 +255,7 @@ def draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> Non
     rows = rows + ([comparison.control] if comparison.control else [])
     for row in rows:
         style = {
-            "color": STRATEGY_COLOURS[row.strategy],
+            "color": STRATEGY_COLORS[row.strategy],
             "marker": MARKERS[row.strategy],
             "markersize": 4,
             "markeredgecolor": "#333333",

@@ -22,7 +22,7 @@ from support.strategy import Strategy
 
 
 def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
-    """Complete DeepSpeed's configuration for this model and device, and initialise DeepSpeed.
+    """Complete DeepSpeed's configuration for this model and device, and initialize DeepSpeed.
 
     Every rank calls this function.
 

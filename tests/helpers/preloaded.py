@@ -24,7 +24,7 @@ What a real start does, and how the child does it:
 - Resource limits, namespaces, users, open files other than the standard streams, and options of the
   interpreter: the client starts the real interpreter.
 - A string's hash differs from process to process. Ranks with an odd LOCAL_RANK come from a second
-  server, so that an order that depends on hashes differs between neighbouring ranks here, too.
+  server, so that an order that depends on hashes differs between neighboring ranks here, too.
 - numpy draws its global seed while it is imported; the child draws another one.
 
 Differences that stay: the child has another pid than the client and is a child of the server, its

@@ -80,7 +80,7 @@ def test_every_format_gives_the_same_stream(script, llama, tmp_path, expected_to
 
 
 def test_long_document_is_cut_without_changing_a_token(llama, script, tmp_path, text_file):
-    """200 kB in one document are tokenised in pieces; the result is that of the whole."""
+    """200 kB in one document are tokenized in pieces; the result is that of the whole."""
     from transformers import AutoTokenizer
 
     cache = tmp_path / "cache"
@@ -170,7 +170,7 @@ def test_num_samples_is_the_whole_runs_number(script):
 
 @pytest.mark.soak
 def test_memory_does_not_grow_with_the_corpus(script, tmp_path, text_file):
-    """100 MB against 1 MB: tokenised once, a quick second start, and the same resident memory."""
+    """100 MB against 1 MB: tokenized once, a quick second start, and the same resident memory."""
     text = text_file.read_text()
 
     def start_twice(megabytes):

@@ -37,5 +37,5 @@ def test_after_prefetch_the_run_needs_no_hub(script, hub, tmp_path):
     run = script(*work, env={**env, "HF_HUB_OFFLINE": "1"}, folder=folder)
     assert run.results["status"] == "completed" and len(run.losses) == 1
     assert sorted((tmp_path / "hf" / "distributed_training").iterdir()) == cached, (
-        "it was tokenised a second time"
+        "it was tokenized a second time"
     )

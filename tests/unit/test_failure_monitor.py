@@ -38,13 +38,13 @@ class FakeStore:
 
 
 def watch(
-    seconds: float, store: FakeStore, monitor, period=1.0, asks=True, neighbour=True
+    seconds: float, store: FakeStore, monitor, period=1.0, asks=True, neighbor=True
 ) -> str | None:
     """Let time pass for rank 0; returns what the monitor reports at last."""
     found = None
     for _ in range(round(seconds / period)):
         store.now += period
-        store.alive[1] += neighbour
+        store.alive[1] += neighbor
         if asks:
             monitor.ask()
         found = monitor.look()
@@ -69,18 +69,18 @@ def test_a_suspended_run_continues(watched, seconds):
     store, monitor = watched
     watch(5, store, monitor)
     store.now += seconds  # SIGSTOP on all ranks; this one continues first
-    assert watch(10, store, monitor, neighbour=False) is None
+    assert watch(10, store, monitor, neighbor=False) is None
     assert watch(100, store, monitor) is None
 
 
 def test_a_rank_that_stops_answering_is_reported_in_time(watched):
     store, monitor = watched
     watch(5, store, monitor)
-    assert watch(16, store, monitor, neighbour=False) is None
-    assert "Rank 1" in watch(4, store, monitor, neighbour=False)
+    assert watch(16, store, monitor, neighbor=False) is None
+    assert "Rank 1" in watch(4, store, monitor, neighbor=False)
 
 
-def test_a_neighbour_that_computes_has_more_time(watched, monkeypatch):
+def test_a_neighbor_that_computes_has_more_time(watched, monkeypatch):
     """Its main thread may hold Python's lock for minutes; one that is stopped or waits has no such
     excuse.
     """
@@ -88,24 +88,24 @@ def test_a_neighbour_that_computes_has_more_time(watched, monkeypatch):
     store.place = f"{socket.gethostname()} {os.getpid()}"
     watch(5, store, monitor)
     monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_RUNNING)
-    assert watch(300, store, monitor, neighbour=False) is None
+    assert watch(300, store, monitor, neighbor=False) is None
     monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_STOPPED)
-    assert "Rank 1" in watch(2, store, monitor, neighbour=False)
+    assert "Rank 1" in watch(2, store, monitor, neighbor=False)
 
 
-def test_a_neighbour_that_computes_without_end_is_reported(watched, monkeypatch):
+def test_a_neighbor_that_computes_without_end_is_reported(watched, monkeypatch):
     store, monitor = watched
     store.place = f"{socket.gethostname()} {os.getpid()}"
     monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_RUNNING)
     watch(5, store, monitor)
-    assert "Rank 1" in watch(700, store, monitor, neighbour=False)
+    assert "Rank 1" in watch(700, store, monitor, neighbor=False)
 
 
 def test_a_rank_that_never_answers_is_reported(watched):
     store, monitor = watched
     store.alive[1] = 0
-    assert watch(50, store, monitor, neighbour=False) is None
-    assert "Rank 1" in watch(20, store, monitor, neighbour=False)
+    assert watch(50, store, monitor, neighbor=False) is None
+    assert "Rank 1" in watch(20, store, monitor, neighbor=False)
 
 
 def test_a_store_that_blocks_is_reported_in_time(watched):
@@ -118,7 +118,7 @@ def test_a_store_that_blocks_is_reported_in_time(watched):
 def test_a_slow_machine_still_finds_the_dead(watched):
     store, monitor = watched
     watch(10, store, monitor, period=5)
-    assert "Rank 1" in watch(60, store, monitor, period=5, neighbour=False)
+    assert "Rank 1" in watch(60, store, monitor, period=5, neighbor=False)
 
 
 def test_a_store_that_ended_is_reported_at_once(watched):
