@@ -27,12 +27,14 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import sysconfig
 import time
 from pathlib import Path
 
+from benchmarks import peers
 from benchmarks.bench import (
     GB,
     PROJECT,
@@ -337,65 +339,35 @@ def around(memory: dict) -> list[str]:
 
 
 def check_speed(bench: Bench) -> None:
-    """Measure tokens per second on one GPU, and those of transformers.Trainer on the same work."""
+    """Measure this project and transformers.Trainer on the same work, one round of each."""
     if not bench.needs_gpu("speed"):
         return
     model = architectures.find_architecture("gpt2")
-    for batch in (4, 32):
-        needed_bytes = predict(Workload(model, 1, batch, 1024), "dp").total
+    for name in ("eager-4", "compiled-4", "eager", "compiled"):
+        case = peers.GPU_CASES[name]
+        batch, length = case.setting.batch_size, case.setting.seq_length
+        needed_bytes = predict(Workload(model, 1, batch, length), "dp").total
         if needed_bytes > bench.machine.gpu_memory:
-            bench.skip(
-                f"speed, batch {batch}", f"planned {needed_bytes / GB:.0f} GB, more than there is"
-            )
+            planned = f"planned {needed_bytes / GB:.0f} GB, more than there is"
+            bench.skip(f"speed, {case.title}", planned)
             continue
-        for mode in ("eager", "compiled"):
-            compare_speed(bench, batch, mode)
+        for program in ("ours", "Trainer"):
+            measure_speed(bench, name, case, program)
 
 
-def compare_speed(bench: Bench, batch: int, how: str) -> None:
-    """Run this project and the Trainer; add two lines, and a row of the table.
-
-    Args:
-        how: "eager" or "compiled".
-    """
-    name, compile_it = f"batch {batch} {how}", " --compile" if how == "compiled" else ""
-    one_gpu = {"CUDA_VISIBLE_DEVICES": first_gpu()}  # the Trainer uses all visible GPUs
-    flags = f"{NO_FILES} --batch_size {batch} --max_steps 40 --precision bf16{compile_it}"
-    run = bench.train(f"speed-{batch}-{how}", *gpt2_at_1024(bench), flags, env=one_gpu)
-    ours = run.results.get("tokens_per_second") or 0
-    problem = run.problem() or ("" if ours else "no throughput")
-    bench.report(f"speed, {name}", problem, f"{ours:,.0f} tokens/s")
-
-    file = bench.fresh(f"trainer-{batch}-{how}.json")
-    command = [sys.executable, PROJECT / "benchmarks" / "hf_trainer.py", file]
-    command += f"--batch_size {batch}{compile_it}".split()
-    trainer = bench.run(f"trainer-{batch}-{how}", command, env=one_gpu)
-    trainer_result = json.loads(file.read_text()) if file.exists() else {}
-    theirs = trainer_result.get("tokens_per_second") or 0
-    ratio = f", this project {ours / theirs:.2f} of that" if theirs else ""
-    problem = "" if theirs else f"no result: {trainer.reason()}"
-    bench.report(f"speed of the Trainer, {name}", problem, f"{theirs:,.0f} tokens/s{ratio}")
-
-    mfu = run.results.get("mfu")  # in proportion to tokens/s: the model is the same
-    step = 1000 * ((run.results.get("step_seconds") or {}).get("median") or 0)
-    cells = [f"{ours:,.0f}", percent(mfu), f"{step:.1f}", f"{peak_of(run):.1f}", f"{theirs:,.0f}"]
-    cells += [percent(mfu * theirs / ours if mfu and ours else None)]
-    cells += [f"{(trainer_result.get('peak_bytes') or 0) / GB:.1f}"]
-    head = ["| batch | | tokens/s | MFU | step, ms | peak GB | Trainer: tokens/s | MFU | peak GB |"]
-    head += ["|---|---|---|---|---|---|---|---|---|"]
-    table = bench.tables.setdefault("GPT-2 124M, 1,024 tokens, bf16, dp on one GPU", head)
-    table.append(f"| {batch} | {how} | {' | '.join(cells)} |")
-    bench.write()
-
-
-def percent(share: float | None) -> str:
-    """Format a share as "38.1%", and None as a dash."""
-    return "—" if share is None else f"{share:.1%}"
-
-
-def first_gpu() -> str:
-    """Return the first GPU's name in CUDA_VISIBLE_DEVICES, or "0"."""
-    return (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+def measure_speed(bench: Bench, name: str, case: peers.Case, program: str) -> None:
+    """Run one program of a case of benchmarks/peers.py, and show the case's table so far."""
+    out = bench.out / "peers" / name
+    if program == "ours":  # the first one
+        shutil.rmtree(out, ignore_errors=True)
+    flags = f"--gpu --cases {name} --only {program} --rounds 1 --keep --out"
+    command = [sys.executable, "-m", "benchmarks.peers", *flags.split(), out]
+    run = bench.run(f"speed-{name}-{program}", command)
+    table = [line for line in run.log.splitlines() if line.startswith("|")]
+    missing = "" if run.code == 0 and table else f"no result: {run.reason()}"
+    if table:
+        bench.tables[case.title] = table
+    bench.report(f"speed, {case.title}, {program}", missing, f"{run.seconds:.0f} s")
 
 
 # --------------------------------------------------------------------------------- 6: several ranks

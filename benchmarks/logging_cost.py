@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Measure what logging, metrics, the progress bar and the checkpoint hooks add to a step.
 
-    python -m benchmarks.logging_cost                  # three rounds
-    python -m benchmarks.logging_cost --gpt2_step 5.5  # and the share of a step of 5.5 s
+    python -m benchmarks.logging_cost
 
 real_model_example.py trains the embedded model twice in each round: as it is, with a progress bar,
 metrics.jsonl and a test for a due checkpoint, and with all these calls replaced by functions that
@@ -78,29 +77,38 @@ def measure(enabled: bool, steps: int) -> float:
         return statistics.median(json.loads(report.read_text()))
 
 
-def main() -> None:
-    """Print the median step with and without the hooks, and the difference."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--gpt2_step", type=float, help="seconds of a step to compare with")
-    parser.add_argument("--train", choices=["with", "without"], help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.train:
-        train(args.train == "with", args.steps, args.report)
+def measure_cost(rounds: int, steps: int) -> list[float]:
+    """Measure and print the difference between the median steps of the two runs of each round.
+
+    Args:
+        rounds: number of rounds.
+        steps: steps of a run.
+    Returns:
+        The differences in seconds.
+    """
     costs = []
-    for number in range(1, args.rounds + 1):
-        enabled, disabled = measure(True, args.steps), measure(False, args.steps)
+    for number in range(1, rounds + 1):
+        enabled, disabled = measure(True, steps), measure(False, steps)
         costs.append(enabled - disabled)
         print(
             f"round {number}: {1000 * enabled:.2f} ms a step, {1000 * disabled:.2f} ms without the "
             f"hooks, difference {1000 * costs[-1]:.2f} ms",
             flush=True,
         )
-    cost = statistics.median(costs)
-    share = f", {cost / args.gpt2_step:.3%} of {args.gpt2_step:g} s" if args.gpt2_step else ""
-    print(f"median of the differences: {1000 * cost:.2f} ms{share}")
+    return costs
+
+
+def main() -> None:
+    """Print the median step with and without the hooks, and the difference."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--train", choices=["with", "without"], help=argparse.SUPPRESS)
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train:
+        train(args.train == "with", args.steps, args.report)
+    measure_cost(args.rounds, args.steps)
 
 
 if __name__ == "__main__":

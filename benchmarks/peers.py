@@ -10,10 +10,10 @@
 
 The work is GPT-2 124M with random weights, the same sequences for all, AdamW, clipping to 1 and the
 case's dropout. A program prints a line after an optimizer step, and this process, the only clock,
-notes when the line arrives. The programs of a case take turns (rounds). The first steps of each run
-are left out. This process also reads the memory of the ranks. All measurements go to
-<out>/measurements.json, and the tables to standard output. With --write, which `make bench` gives,
-they also go to a section of benchmarks/RESULTS.md, and the figure to docs/.
+notes when the line arrives. The programs of a case take turns (rounds). The first steps and the
+last step of each run are left out. This process also reads the memory of the ranks. All
+measurements go to <out>/measurements.json, and the tables to standard output. With --write, which
+`make bench` gives, they also go to a section of benchmarks/RESULTS.md, and the figure to docs/.
 benchmarks/peers_report.py describes the statistics.
 """
 
@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -38,8 +39,18 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from benchmarks import logging_cost
 from benchmarks.bench import PROJECT, SCRIPT, TORCHRUN, end_family
-from benchmarks.peers_report import Row, draw, provenance, replace_section, rows_of, table
+from benchmarks.peers_report import (
+    Row,
+    draw,
+    logging_text,
+    provenance,
+    replace_section,
+    rows_of,
+    table,
+)
+from support.cluster.devices import cpu_computes_bf16
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.units import GB
 
@@ -66,16 +77,18 @@ class Setting:
         batch_size: sequences of a rank in a step.
         logging_steps: steps between two lines. On a GPU each line waits for the device.
         model: "gpt2", or "tiny-gpt2" for tests.
+        gpu: whether it runs on the first GPU; otherwise GPUs are hidden.
     """
 
-    ranks: int = 1
     precision: str = "fp32"
     dropout: float = 0.1
     batch_size: int = 4
     seq_length: int = 256
+    ranks: int = 1
     compile: bool = False
     logging_steps: int = 1
     model: str = "gpt2"
+    gpu: bool = False
 
     @property
     def tokens(self) -> int:
@@ -113,10 +126,11 @@ PROGRAMS = {
 PEERS = ("ours", "Trainer", "accelerate")
 OURS = ("ours", "ours zero1", "ours zero2", "ours offload", "ours zero3", "ours fsdp")
 ONE = Setting()
-TWO = Setting(ranks=2, batch_size=2)
-GPU = Setting(precision="bf16", dropout=0.0, batch_size=32, seq_length=1024, logging_steps=10)
+TWO = Setting(ranks=2, batch_size=1)  # so that all runs together take less than half an hour
+GPU = Setting("bf16", 0.0, 32, 1024, logging_steps=10, gpu=True)
+GPU_4 = replace(GPU, batch_size=4)
 CPU_CASES = {
-    "one": Case("One process, fp32, dropout 0.1", ONE, PEERS),
+    "one": Case("One process, fp32, dropout 0.1", ONE, PEERS[:2]),
     "no-dropout": Case("One process, fp32, no dropout", replace(ONE, dropout=0.0), PEERS[:2]),
     "ddp": Case("Two processes, fp32, DDP", TWO, PEERS),
     "fsdp": Case(
@@ -124,9 +138,23 @@ CPU_CASES = {
     ),
     "strategies": Case("Two processes, fp32, strategies relative to dp", TWO, OURS, "ours"),
 }
+# Without bf16 instructions PyTorch emulates bf16, and only the emulation would be measured.
+BF16_CASES = {
+    f"{name}-bf16": replace(
+        case,
+        title=case.title.replace("fp32", "bf16"),
+        setting=replace(case.setting, precision="bf16"),
+    )
+    for name, case in CPU_CASES.items()
+    if name in ("one", "no-dropout", "ddp")
+}
+LOGGING = "logging"  # the name of the case that benchmarks/logging_cost.py measures
+NO_BF16 = "bf16 is not measured: this CPU has no bf16 instructions, and PyTorch emulates them."
 GPU_CASES = {
-    "eager": Case("One GPU, bf16, eager", GPU, PEERS),
-    "compiled": Case("One GPU, bf16, compiled", replace(GPU, compile=True), PEERS),
+    "eager": Case("One GPU, bf16, 32 sequences, eager", GPU, PEERS),
+    "compiled": Case("One GPU, bf16, 32 sequences, compiled", replace(GPU, compile=True), PEERS),
+    "eager-4": Case("One GPU, bf16, 4 sequences, eager", GPU_4, PEERS),
+    "compiled-4": Case("One GPU, bf16, 4 sequences, compiled", replace(GPU_4, compile=True), PEERS),
     "strategies": Case("One GPU, bf16, strategies relative to dp", GPU, OURS, "ours"),
 }
 
@@ -146,6 +174,7 @@ class Run:
         peak_gpu: peak of PyTorch's allocator in bytes, of rank 0; None without a GPU.
         mfu_per_rate: model FLOPs utilization for one token per second, as this project computes it;
             None for other programs and on an unknown device.
+        other_load: share of the machine's CPU time that other programs took during the run.
     """
 
     setting: Setting
@@ -156,6 +185,7 @@ class Run:
     peak_rss: list[int]
     peak_gpu: int | None = None
     mfu_per_rate: float | None = None
+    other_load: float = 0
 
 
 class PeakMemory(threading.Thread):
@@ -200,6 +230,27 @@ def peak_rss(pid: int) -> int:
     return 0
 
 
+class Load:
+    """The CPU time that programs other than this process's children take from now on."""
+
+    def __init__(self):
+        self.before = self._seconds()
+
+    @staticmethod
+    def _seconds() -> tuple[float, float, float]:
+        """Return seconds since some moment: on the clock, busy on all cores, of the children."""
+        times, children = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        busy = sum(times[:8]) - times.idle - times.iowait  # without guests, which count as user
+        return time.monotonic(), busy, children.ru_utime + children.ru_stime
+
+    def of_others(self) -> float:
+        """Return their share of all cores' time; call it after the children have ended."""
+        seconds, busy, children = (
+            now - before for now, before in zip(self._seconds(), self.before, strict=True)
+        )
+        return max(0.0, busy - children) / (seconds * psutil.cpu_count())
+
+
 @dataclass
 class Measurer:
     """Runs programs and measures them.
@@ -207,7 +258,7 @@ class Measurer:
     Attributes:
         out: folder of logs, data and runs.
         steps: optimizer steps of a run.
-        facts: hardware, versions and date of the last run of this project.
+        facts: hardware, versions and date of the last run of this project; see also `LOGGING`.
     """
 
     out: Path
@@ -223,18 +274,15 @@ class Measurer:
         folder = self.out / "run"
         shutil.rmtree(folder, ignore_errors=True)
         command = self.command(setting, program, folder)
-        cores = len(os.sched_getaffinity(0))
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        # torchrun would give each rank one thread, wherever this is not set.
-        env["OMP_NUM_THREADS"] = str(max(1, cores // setting.ranks))
+        env = {**os.environ, **environment(setting)}
         log = self.out / "log.txt"
         with open(log, "w", encoding="utf-8") as errors:
             run = self._watch(command, env, errors, Run(setting, program, number, [], [], []))
-        if len(run.stamps) < 2:
+        if len(run.stamps) < 3:
             raise RuntimeError(f"{program}: {log.read_text(errors='replace')[-2000:]}")
         if program.startswith("ours"):
             results = json.loads((folder / "results.json").read_text())
-            self.facts = {name: results[name] for name in ("hardware", "versions", "started_at")}
+            self.facts |= {name: results[name] for name in ("hardware", "versions", "started_at")}
             self.facts["versions"]["accelerate"] = version("accelerate")
             if results["device"] == "cuda":
                 run.peak_gpu = max(results["memory"]["peak_bytes"])
@@ -300,6 +348,7 @@ class Measurer:
     def _watch(self, command: list[str], env: dict, errors, run: Run) -> Run:
         """Start a command, note when its lines arrive, and return the completed measurement."""
         pattern, first = (OUR_STEP, 0) if run.program.startswith("ours") else (THEIR_STEP, 1)
+        load = Load()
         started = time.perf_counter()
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, cwd=PROJECT
@@ -322,7 +371,22 @@ class Measurer:
             if process.wait() != 0:
                 run.stamps.clear()
             run.peak_rss = memory.stop()
+            run.other_load = load.of_others()
         return run
+
+
+def environment(setting: Setting) -> dict[str, str]:
+    """Return the environment variables that are equal for all programs."""
+    cores = len(os.sched_getaffinity(0))
+    # The Trainer would use all visible GPUs.
+    first_gpu = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        # torchrun would give each rank one thread.
+        "OMP_NUM_THREADS": str(max(1, cores // setting.ranks)),
+        "CUDA_VISIBLE_DEVICES": first_gpu if setting.gpu else "",
+    }
 
 
 def write_corpus(file: Path, characters: int) -> None:
@@ -389,16 +453,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--steps", type=int, help="optimizer steps of a run (default: 5; 40 on a GPU)")
     add("--skip", type=int, help="first steps to leave out (default: 2; 10 on a GPU)")
     add("--keep", action="store_true", help="keep earlier measurements, and add to them")
+    add("--batch_size", type=int, help="sequences of a rank (default: those of the case)")
     add("--model", choices=["gpt2", EMBEDDED_MODEL], default="gpt2", help="(default: gpt2)")
     add("--out", type=Path, default=PROJECT / "runs" / "bench", help="(default: runs/bench)")
     add("--write", action="store_true", help="write benchmarks/RESULTS.md and the figure")
     args = parser.parse_args(argv)
     all_cases = GPU_CASES if args.gpu else CPU_CASES
+    if not args.gpu and cpu_computes_bf16():
+        all_cases = all_cases | BF16_CASES
+    changes = {"model": args.model}
+    if args.batch_size:
+        changes["batch_size"] = args.batch_size
     args.all_cases = {
-        name: replace(case, setting=replace(case.setting, model=args.model))
+        name: replace(case, setting=replace(case.setting, **changes))
         for name, case in all_cases.items()
     }
-    names = args.cases.split(",") if args.cases else list(all_cases)
+    names = args.cases.split(",") if args.cases else [*all_cases, *([] if args.gpu else [LOGGING])]
+    args.logging = LOGGING in names
+    names = [name for name in names if name != LOGGING]
     args.only = [name for name in args.only.split(",") if name]
     unknown = [name for name in names if name not in all_cases]
     unknown += [name for name in args.only if name not in PROGRAMS]
@@ -416,6 +488,8 @@ def main(argv: list[str]) -> int:
     if args.list:
         for name, case in args.cases.items():
             print(f"{name:12} {case.title}: {', '.join(case.programs)}")
+        if args.logging:
+            print(f"{LOGGING:12} {logging_cost.__doc__.splitlines()[0]}")
         return 0
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -434,28 +508,37 @@ def main(argv: list[str]) -> int:
             runs.append(run)
             save_runs(file, runs, measurer.facts)
             print(describe(run), flush=True)
+    if args.logging:
+        measurer.facts[LOGGING] = logging_cost.measure_cost(args.rounds, 600)
+        save_runs(file, runs, measurer.facts)
     tables = [(case, rows_of(case, runs, args.skip)) for case in args.all_cases.values()]
-    report([(case, rows) for case, rows in tables if rows], runs, measurer.facts, args)
+    measurer.facts["other_load"] = max((run.other_load for run in runs), default=0)
+    report([(case, rows) for case, rows in tables if rows], measurer.facts, args)
     return 1 if failures else 0
 
 
-def report(tables: list[tuple[Case, list[Row]]], runs: list[Run], facts: dict, args) -> None:
+def report(tables: list[tuple[Case, list[Row]]], facts: dict, args: argparse.Namespace) -> None:
     """Print the tables; with --write also write them, and draw the figure.
 
     Args:
         tables: the cases with measurements, and their rows.
-        runs: all measurements.
         facts: see `Measurer`.
         args: --gpu, --write, --steps, --skip.
     """
     lines = []
     for case, rows in tables:
         lines += [f"### {case.title}", "", *table(case, rows), ""]
+    if LOGGING in facts and tables:
+        case, rows = tables[0]
+        lines += [logging_text(facts[LOGGING], case.setting.tokens / rows[0].speed.median), ""]
+    if not args.gpu and not cpu_computes_bf16():
+        lines += [NO_BF16]
     print("\n".join(lines))
     if args.write:
         name = "bench GPU=1" if args.gpu else "bench"
         figure = FIGURE.with_stem(f"{FIGURE.stem}_gpu") if args.gpu else FIGURE
         source = provenance(facts, f"make {name}", args.steps, args.skip)
+        source += f" Other programs took at most {facts['other_load']:.0%} of the CPU."
         text = RESULTS.read_text(encoding="utf-8")
         RESULTS.write_text(replace_section(text, name, [source, "", *lines]), encoding="utf-8")
         draw(tables, figure, source)
@@ -467,7 +550,8 @@ def describe(run: Run) -> str:
     steps = " ".join(f"{after - before:.2f}" for before, after in itertools.pairwise(seconds))
     return (
         f"round {run.round}, {run.program}: first step after {seconds[0]:.1f} s, then {steps} s; "
-        f"peak {sum(run.peak_rss) / GB:.2f} GB; loss {run.losses[0]:.2f} to {run.losses[-1]:.2f}"
+        f"peak {sum(run.peak_rss) / GB:.2f} GB; loss {run.losses[0]:.2f} to {run.losses[-1]:.2f}; "
+        f"other programs took {run.other_load:.0%} of the CPU"
     )
 
 

@@ -1,8 +1,8 @@
 """The statistics, tables and figure of benchmarks/peers.py.
 
-Of a run the speed is that of its median step after the skipped ones. Over the rounds, the table has
-the median and, in parentheses, the smallest and the largest value. A ratio is formed within a
-round, whose runs follow each other, and then the median of the ratios is taken.
+Of a run the speed is that of its median step, without the first steps and the last. Over the
+rounds, the table has the median and, in parentheses, the smallest and the largest value. A ratio is
+formed within a round, whose runs follow each other, and then the median of the ratios is taken.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ class Row:
 
 
 def tokens_per_second(run: Run, skip: int) -> float:
-    """Return the speed of a run's median step, without the first `skip` steps.
+    """Return the speed of a run's median step, without the first `skip` steps and the last.
 
-    Where only some steps are logged, a step's time is the mean of those between two lines.
+    On a CPU this project counts all tensors in its last step. Where only some steps are logged, a
+    step's time is the mean of those between two lines.
     """
     seconds = [
         (after - before) / (step - previous)
-        for (previous, before), (step, after) in itertools.pairwise(run.stamps)
+        for (previous, before), (step, after) in itertools.pairwise(run.stamps[:-1])
         if previous >= skip
     ]
     return run.setting.tokens / statistics.median(seconds)
@@ -141,11 +142,14 @@ def start_of(run: Run) -> float:
 def table(case: Case, rows: list[Row]) -> list[str]:
     """Return the lines of a case's Markdown table."""
     versus = "dp" if case.reference == "ours" else case.reference
+    work = case.setting
     on_gpu = any(row.mfu for row in rows)
     memory = "peak GPU memory, GB" if on_gpu else "peak resident memory, GB"
     heads = ["", "tokens/s", f"relative to {versus}", *(["MFU"] if on_gpu else [])]
     heads += [memory, f"relative to {versus}", "first step after, s", f"relative to {versus}"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    each = " per process" if work.ranks > 1 else ""
+    lines = [f"Each step has {work.batch_size} × {work.seq_length} tokens{each}.", ""]
+    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         cells = [row.program, row.speed.text(".0f"), ratio_text(row.speed_ratio)]
         cells += [f"{row.mfu:.1%}" if row.mfu else "—"] if on_gpu else []
@@ -176,7 +180,23 @@ def provenance(facts: dict, command: str, steps: int, skip: int) -> str:
     return (
         f"`{command}`, {facts['started_at'][:10]}: {machine['cores']} cores of {machine['cpu']}, "
         f"{machine['ram_bytes'] / GB:.0f} GB of memory, {machine['gpu'] or 'no GPU'}; {versions}. "
-        f"Each run has {steps} steps, of which the first {skip} are left out."
+        f"Each run has {steps} steps, of which the first {skip} and the last are left out."
+    )
+
+
+def logging_text(costs: list[float], step: float) -> str:
+    """Return a paragraph about what the hooks of a step cost.
+
+    Args:
+        costs: seconds per step in each round, from benchmarks/logging_cost.py.
+        step: seconds of a step of the first table.
+    """
+    cost = Spread.of(1000 * seconds for seconds in costs)
+    return (
+        "Logging, metrics, progress bar and checkpoint hooks cost this project "
+        f"{cost.text('.1f')} ms in each step of the embedded model, whatever the model: "
+        f"{cost.median / 1000 / step:.2%} of the {step:.1f} s that a step of the first table takes "
+        "(`python -m benchmarks.logging_cost` replaces them by functions that do nothing)."
     )
 
 

@@ -142,9 +142,8 @@ class Pretended(bench.Bench):
         if "synchronizing_calls.py" in command[1]:
             calls = [{"count": 20, "call": "torch/x.py:1", "project": "support/y.py:2"}]
             run["files"][command[2]] = json.dumps({"steps": 10, "calls": calls})
-        if "hf_trainer.py" in command[1]:
-            found = {"tokens_per_second": 8e4, "peak_bytes": 9 * GB, "step_seconds": 0.06}
-            run["files"][command[2]] = json.dumps(found)
+        if "benchmarks.peers" in command:
+            run["log"] = f"round 1\n### {flags['--cases']}\n\n| {flags['--only']} | 100000 |\n"
         return run
 
     @staticmethod
@@ -183,11 +182,11 @@ def test_all_parts_pass_where_all_runs_are_right(pretend):
         assert f"PASS fp16 {strategy}: " in "\n".join(lines)
         assert f"PASS srun, 2 ranks, {strategy}: " in "\n".join(lines)
     assert "| dp | 17.850 | 17.000 | +5.0% | 20.000 | 1.000 | — | 2.000 |" in report
-    assert "| 32 | compiled | 100,000 | 30.0% | 50.0 | 17.0 | 80,000 | 24.0% | 9.0 |" in report
+    assert "32 sequences, compiled\n\n| Trainer | 100000 |" in report
     assert "| zero3 | 2 | torch/x.py:1 | support/y.py:2 |" in report
     text = "\n".join(commands)
     assert "--fsdp_config" in text and "--batch_size 64 --gradient_accumulation_steps 4" in text
-    assert text.count("hf_trainer.py") == 4 and text.count("--simulate_gpus 8") == 7
+    assert text.count("benchmarks.peers") == 8 and text.count("--simulate_gpus 8") == 7
     assert text.count("--model gpt2-medium") == text.count("--simulate_gpus 4") == 3
 
 
@@ -265,11 +264,15 @@ def peak_of(size):
             at("simulated-4-gpt2-medium-zero3", results=peak_of(9.1)),
             "gpt2-medium on 4 simulated",
         ),
-        (5, at("speed-4-eager", results={}), "speed, batch 4 eager: no throughput"),
         (
             5,
-            at("trainer-32-compiled", files=without("trainer"), log="TypeError: y"),
-            "speed of the Trainer, batch 32 compiled: no result: TypeError: y",
+            at("speed-eager-4-ours", log=""),
+            "speed, One GPU, bf16, 4 sequences, eager, ours: no result: no output",
+        ),
+        (
+            5,
+            at("speed-compiled-Trainer", code=1, log="TypeError: y"),
+            "speed, One GPU, bf16, 32 sequences, compiled, Trainer: no result: TypeError: y",
         ),
         (6, at("torchrun-zero3", losses=slower_by(2e-3)), "torchrun, 2 ranks, zero3: loss off"),
         (6, at("srun-dp", results={"world_size": 1}), "srun, 2 ranks, dp: 1 ranks instead of 2"),

@@ -14,9 +14,9 @@ CASE = Case("One process", ONE, PEERS)
 
 
 def run_of(program, number, step_seconds, first=5.0, gigabytes=(2,), **more):
-    """A run whose first two steps take 100 s each, and the others as long as listed."""
+    """A run whose first two steps and last step take 100 s each, the others as long as listed."""
     stamps, now = [(1, first), (2, first + 100)], first + 100
-    for step, seconds in enumerate(step_seconds, 3):
+    for step, seconds in enumerate([*step_seconds, 100], 3):
         now += seconds
         stamps.append((step, now))
     sizes = [size * GB for size in gigabytes]
@@ -44,9 +44,9 @@ def test_medians_over_rounds_of_the_median_step():
 
 def test_skipped_steps_are_left_out_and_logged_steps_are_averaged():
     run = run_of("ours", 1, [1, 1])
-    assert peers_report.tokens_per_second(run, 0) == 1024  # median of 100, 1 and 1
-    assert peers_report.tokens_per_second(replace(run, stamps=run.stamps[:2]), 0) == 10.24
-    every_tenth = replace(run, stamps=[(1, 0), (10, 90), (20, 100), (30, 110)])
+    assert peers_report.tokens_per_second(run, 2) == 1024
+    assert peers_report.tokens_per_second(replace(run, stamps=run.stamps[:3]), 0) == 10.24
+    every_tenth = replace(run, stamps=[(1, 0), (10, 90), (20, 100), (30, 110), (40, 200)])
     assert peers_report.tokens_per_second(every_tenth, 10) == 1024
 
 
@@ -66,8 +66,8 @@ def test_a_program_without_rounds_in_common_has_no_ratio():
 def test_mfu_of_all_programs_is_in_proportion_to_their_speed():
     runs = [run_of("ours", 1, [1], mfu_per_rate=1e-4, peak_gpu=GB), run_of("Trainer", 1, [2])]
     lines = peers_report.table(CASE, peers_report.rows_of(CASE, runs, skip=2))
-    assert "| ours | 1024 (1024–1024) | 2.00 (2.00–2.00) | 10.2% | 1.00 |" in lines[2]
-    assert "| 5.1% |" in lines[3] and "peak GPU memory" in lines[0]
+    assert "| ours | 1024 (1024–1024) | 2.00 (2.00–2.00) | 10.2% | 1.00 |" in lines[4]
+    assert "| 5.1% |" in lines[5] and "peak GPU memory" in lines[2]
 
 
 def test_each_program_of_a_setting_runs_once_a_round():
@@ -111,14 +111,16 @@ def test_report_is_written_only_if_it_is_asked_for(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(peers, "FIGURE", tmp_path / "figure.png")
     machine = {"cores": 2, "cpu": "a CPU", "ram_bytes": 24 * GB, "gpu": None}
     facts = {"hardware": machine, "versions": {"torch": "2.13"}, "started_at": "2026-11-22T10:00"}
+    facts["logging"] = [0.01, 0.02, 0.04]
     peers.save_runs(tmp_path / "measurements.json", RUNS, facts)
-    command = ["--rounds", "0", "--keep", "--out", str(tmp_path)]
+    command = ["--rounds", "0", "--keep", "--cases", "one", "--out", str(tmp_path)]
     assert peers.main(command) == 0
     assert "| ours | 512 (256–1024) | 1.50 (1.00–2.00) |" in capsys.readouterr().out
     assert "512" not in results.read_text() and not (tmp_path / "figure.png").exists()
     assert peers.main([*command, "--write"]) == 0
     text = results.read_text()
     assert "| ours | 512 (256–1024) |" in text and "2 cores of a CPU, 24 GB" in text
+    assert "20.0 (10.0–40.0) ms" in text and "1.00% of the 2.0 s" in text
     assert text.startswith("a\n") and text.endswith("\nb\n") and (tmp_path / "figure.png").exists()
 
 
