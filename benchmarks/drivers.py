@@ -96,7 +96,8 @@ def train_with_accelerate(args: argparse.Namespace, model: GPT2LMHeadModel, data
         dynamo_backend="inductor" if args.compile else "no",
         fsdp_plugin=plugin,
     )
-    loader = DataLoader(data, batch_size=args.batch_size, shuffle=True, drop_last=True)
+    pin = torch.cuda.is_available()
+    loader = DataLoader(data, args.batch_size, shuffle=True, drop_last=True, pin_memory=pin)
     decay = {p: args.weight_decay if p.ndim > 1 else 0.0 for p in model.parameters()}
     groups = [
         {"params": [p for p in decay if decay[p] == value], "weight_decay": value}

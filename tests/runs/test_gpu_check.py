@@ -266,8 +266,8 @@ def peak_of(size):
         ),
         (
             5,
-            at("speed-eager-4-ours", log=""),
-            "speed, One GPU, bf16, 4 sequences, eager, ours: no result: no output",
+            at("speed-eager-4-ours", log="a line"),
+            "speed, One GPU, bf16, 4 sequences, eager, ours: no result: a line",
         ),
         (
             5,
