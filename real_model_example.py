@@ -160,22 +160,21 @@ def train_and_evaluate(
     """
     args, ctx, state = metrics.args, metrics.ctx, metrics.state
     train_epoch = ENGINES[STRATEGIES[args.strategy].engine].train_epoch
-    # The checkpoint at the end of an epoch is saved before its evaluation: a resume begins with it.
+    # A checkpoint is saved before an evaluation of the same step, so a resume may begin with it.
     due = args.eval_only or (state.evaluation_is_due if state.step else args.eval_first)
     eval_loss = None
     while True:
         if due and validation.num_sequences:
-            metrics.memory_by_phase.doing = "evaluation"
+            metrics.start_evaluation()
             eval_loss = evaluate(objects.model, validation, args, ctx)
             if eval_loss is None:  # a rank received a stop signal
-                manager.save(state)
-                raise Preempted(objects.model)
+                manager.preempt(state)
             state.add_evaluation(eval_loss)  # early stopping may end the run
             metrics.log_evaluation(eval_loss)
             manager.after_evaluation(state)
         elif due:
             ctx.console.warn(f"{data.NOTHING_TO_EVALUATE}.")
-        if state.finished:
+        if state.finished:  # with --eval_only there is no step to train
             return eval_loss
         step_batches = data.rest_of_epoch(train_data, state, args, ctx)
         train_epoch(objects, step_batches, metrics, manager)
@@ -231,8 +230,8 @@ def train_epoch_ddp(
         metrics.mark("update")
 
         state.advance()
-        # The host waits for the GPU only where a line is logged or a checkpoint is saved, and for
-        # the previous step's stop signals.
+        # The host waits for the GPU only where a line is logged or a checkpoint is saved, for the
+        # previous step's stop signals, and with the optimizer on the CPU for found_inf.
         metrics.end_step(step_loss, lr, grad_norm, total_tokens)
         manager.after_step(state, ranks_to_stop)
         if state.evaluation_is_due or state.finished:

@@ -1,4 +1,4 @@
-"""The start of a run, before torch is imported: arguments, first checks, settings of the process.
+"""The start of a run, before it imports torch: arguments, first checks, settings of the process.
 
 Each check fails within a second, with one line that says what to do.
 """
@@ -28,7 +28,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
     """Read the arguments and the launcher's environment, run the first checks, tune the process.
 
     If a check fails, the process exits with one line and code 2. With --print_config it prints the
-    flags and exits with code 0.
+    flags, and with --prefetch it imports torch and downloads what the run reads; both then exit.
 
     Args:
         argv: the arguments, without the program's name.

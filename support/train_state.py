@@ -17,7 +17,8 @@ class TrainState:
     `tokens`, `training_seconds` and the losses are up to date after `MetricsLogger.flush`.
 
     Attributes:
-        total_steps: optimizer steps of the whole run, unless early stopping ends it.
+        total_steps: optimizer steps of the whole run, unless early stopping ends it; 0 with
+            --eval_only.
         num_sequences: sequences in an epoch.
         global_batch: sequences in a step over all ranks; the last step of an epoch may have fewer.
         evaluates: whether to evaluate at all.

@@ -23,7 +23,7 @@ def human_count(number: int) -> str:
 
 def perplexity_of(loss: float) -> float:
     """Return the perplexity exp(loss) of a loss in nats per token; infinite above a loss of 700."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss > 700 else math.exp(loss)
 
 
 def human_rate(rate: float) -> str:

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -345,8 +345,19 @@ class CheckpointManager:
         if (every and state.step % every == 0) or (epochs and state.at_end_of_epoch):
             self.save(state)
         if self.may_save and self._stop.read(stop):
-            self.save(state)
-            raise Preempted(self.model)
+            self.preempt(state)
+
+    def preempt(self, state: TrainState) -> NoReturn:
+        """Save a checkpoint and end the run, because a rank received a stop signal.
+
+        Raises:
+            Preempted: the checkpoint is complete.
+            TrainingError: this run saves no checkpoints, or the checkpoint cannot be written.
+        """
+        if not self.may_save:
+            raise TrainingError("Stopped by a signal, without a checkpoint.")
+        self.save(state)
+        raise Preempted(self.model)
 
     def after_evaluation(self, state: TrainState) -> None:
         """Save a checkpoint if this evaluation is the best so far; call it on every rank.

@@ -4,7 +4,7 @@ launch         the launcher and the rank of this process
 tuning         settings of this process that libraries read when they are imported
 rendezvous     waiting for all ranks, and checking that they fit together
 devices        the GPU of a rank, and the precision in which it computes
-process_group  the backend of the process group, and the simulated process group
+process_group  the backend of the process group, and waiting for its ranks
 context        `DistContext`: rank, device, collectives of objects, preparation once per node
 failures       `FailureMonitor`: the first failure is reported, and every rank exits
 peers          detection of ranks that were killed or stopped

@@ -12,6 +12,7 @@ from support.cluster.context import DistContext
 from support.cluster.devices import identify_gpu
 from support.cluster.peers import PeerMonitor
 from support.cluster.rendezvous import ARRIVAL_SECONDS, open_store, rendezvous
+from support.strategy import STRATEGIES
 
 
 def group_options(args, ctx: DistContext) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def group_options(args, ctx: DistContext) -> dict[str, Any]:
     """
     if ctx.backend != "nccl":
         return {"backend": ctx.backend}
-    if args.strategy == "fsdp" and args.fsdp.offload:
+    if STRATEGIES[args.strategy].engine == "fsdp" and args.fsdp.offload:
         return {"backend": "cpu:gloo,cuda:nccl"}
     release = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:3])
     if args.ds_config_dict and ctx.world_size > 1 and not (2, 6, 0) < release < (2, 7, 1):
@@ -45,12 +46,14 @@ def group_options(args, ctx: DistContext) -> dict[str, Any]:
 def connect_ranks(ctx: DistContext, seconds: float) -> dist.Store:
     """Wait until all ranks have started and fit together, and watch them from then on.
 
+    This also installs the handlers of the stop signals.
+
     In a simulation this process is rank 0, and the other ranks do not exist. It uses PyTorch's
     "fake" backend for tests, whose collectives return at once and transfer no data. Every strategy
     allocates the same memory as among real ranks.
 
     Args:
-        ctx: this process; its `attempt` is set.
+        ctx: this process; among real ranks its `attempt` is set.
         seconds: time to wait for the last rank.
     Returns:
         The store for `dist.init_process_group`.

@@ -291,6 +291,15 @@ class MetricsLogger:
         # DeepSpeed reports -1 as the norm of gradients that are not finite.
         return grad_norm is None or 0 <= grad_norm < math.inf or self.ctx.precision == "fp16"
 
+    def start_evaluation(self) -> None:
+        """Write the steps so far: wandb drops a step that is logged after a later one.
+
+        Raises:
+            TrainingError: see `end_step`; a model with a non-finite loss is not evaluated.
+        """
+        self.flush()
+        self.memory_by_phase.doing = "evaluation"
+
     def log_evaluation(self, loss: float) -> None:
         """Record an evaluation after the current step, and say if early stopping ended the run.
 

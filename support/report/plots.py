@@ -24,17 +24,16 @@ KIND_COLORS = {
     "activations": "#009E73",
     "logits": "#CC79A7",
 }
-STRATEGY_COLORS = {
-    "dp": "#000000",
-    "zero1": "#E69F00",
-    "zero2": "#56B4E9",
-    "zero3": "#009E73",
-    "offload": "#F0E442",
-    "infinity": "#D55E00",
-    "fsdp": "#CC79A7",
-    "control": "#777777",
+STRATEGY_STYLES = {
+    "dp": {"color": "#000000", "marker": "o"},
+    "zero1": {"color": "#E69F00", "marker": "s"},
+    "zero2": {"color": "#56B4E9", "marker": "^"},
+    "zero3": {"color": "#009E73", "marker": "D"},
+    "offload": {"color": "#F0E442", "marker": "v"},
+    "infinity": {"color": "#D55E00", "marker": "P"},
+    "fsdp": {"color": "#CC79A7", "marker": "X"},
+    "control": {"color": "#777777", "marker": "."},
 }
-MARKERS = dict(zip(STRATEGY_COLORS, "os^DvPX.", strict=True))
 LIMIT_STYLE = {"color": "#D55E00", "linestyle": "--"}
 SMALLEST_DIFFERENCE = 1e-8  # drawn for equal losses: 0 has no logarithm
 
@@ -233,7 +232,7 @@ def draw_losses(axes: Axes, rows: list[Row]) -> None:
     """Draw all loss curves, each thinner than the one below it, so that none hides another."""
     for number, row in enumerate(rows):
         style = {
-            "color": STRATEGY_COLORS[row.strategy],
+            "color": STRATEGY_STYLES[row.strategy]["color"],
             "linewidth": 1.5 + 1.7 * (len(rows) - 1 - number),
         }
         for attempt in row.completed:
@@ -255,8 +254,7 @@ def draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> Non
     rows = rows + ([comparison.control] if comparison.control else [])
     for row in rows:
         style = {
-            "color": STRATEGY_COLORS[row.strategy],
-            "marker": MARKERS[row.strategy],
+            **STRATEGY_STYLES[row.strategy],
             "markersize": 4,
             "markeredgecolor": "#333333",
             "linewidth": 1.3,

@@ -13,7 +13,7 @@ from support.cluster.context import DistContext
 def sharding_options(args, ctx: DistContext) -> dict[str, Any]:
     """Return keyword arguments of `fully_shard`: `mesh`, `mp_policy` and `offload_policy`.
 
-    In bf16 the blocks compute in bf16, but the shards are kept and the gradients are reduced in
+    In bf16 the model computes in bf16, but the shards are kept and the gradients are reduced in
     fp32. fp16 is left to autocast (support/strategies/contexts.py).
 
     Args:

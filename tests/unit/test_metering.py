@@ -185,3 +185,21 @@ def test_fp32_without_tf32_has_the_peak_of_fp32(monkeypatch):
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
     assert peaks.peak_flops(torch.device("cuda", 0), "fp32") == 19.5e12
     assert peaks.peak_flops(torch.device("cpu"), "fp32") is None
+
+
+def test_steps_before_an_evaluation_are_logged_before_it(tmp_path, clock):
+    """A GPU's losses stay on the device until a line is logged; trackers drop a step that comes
+    after a later one.
+    """
+    metrics = open_metrics(tmp_path, clock)
+    metrics.ctx.device = SimpleNamespace(type="cuda")
+    metrics.args.logging_steps = 10
+    metrics.start_epoch()
+    train(metrics, clock, steps=4)
+    metrics.start_evaluation()
+    metrics.log_evaluation(1.0)
+    train(metrics, clock, steps=2)
+    metrics.flush()
+    logged = [call.args[0] for call in metrics.trackers.log.call_args_list]
+    assert [record["step"] for record in logged] == [1, 2, 3, 4, 4, 5, 6]
+    assert "eval_loss" in logged[4]
