@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from support.chunks import NORM_CHUNK
 from support.cli.ds_config import bucket_sizes
 from support.memory.activations import (
     activation_bytes,
@@ -168,7 +167,7 @@ def _dp(work: Workload) -> _States:
         8 * trained,
         steady=states if persistent else states - 4 * trained,
         at_end=states + uses * 4 * largest,
-        update=_norm(work, largest) + (0 if persistent else 4 * trained),
+        update=0 if persistent else 4 * trained,
         sent=2 * 4 * trained,
     )
 
@@ -309,21 +308,11 @@ def _fsdp(work: Workload, strategy: str) -> _States:
         8 * trained,
         steady=steady,
         at_end=steady + not_reduced + gathered + gradients,
-        update=4 * trained + _norm(work, max(work.trained) // n),
+        update=4 * trained,
         sent=2 * c * work.accumulation * total + 4 * sum(work.trained),
         gathered=gathered,
         in_backward=in_backward,
     )
-
-
-def _norm(work: Workload, largest: int) -> int:
-    """Return the bytes for the norm of the gradients: on a CPU fp64 copies of NORM_CHUNK elements.
-
-    Args:
-        work: the workload.
-        largest: elements of the largest gradient.
-    """
-    return 8 * min(largest, NORM_CHUNK) if work.device == "cpu" else 0
 
 
 def _parts(sizes: list[int], n: int) -> int:

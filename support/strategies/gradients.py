@@ -50,11 +50,14 @@ def is_on_host(gradient: torch.Tensor) -> bool:
 def _square_in_fp64(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the squares of tensors in host memory.
 
-    It is computed in parts: an fp64 copy of a whole embedding would waste memory.
+    Only the sums of NORM_CHUNK squares are in fp32. PyTorch's norm with dtype=float64 converts each
+    element in scalar code: 379 ms for GPT-2's embedding on one core, where this takes 33 ms. The
+    results differ by 1e-8.
     """
     parts = [part for gradient in gradients for part in gradient.flatten().split(NORM_CHUNK)]
-    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
-    return (norms**2).sum()
+    return torch.stack([torch.dot(part, part) for part in map(torch.Tensor.float, parts)]).sum(
+        dtype=torch.float64
+    )
 
 
 def skip_update_if_not_finite(
