@@ -33,6 +33,22 @@ def skip_packed_sequence_check() -> None:
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
+@functools.cache
+def wrap_sdpa(wrapper: Callable[[Callable], Callable]) -> None:
+    """transformers 5.23.0: replace the function that calls PyTorch's attention by a wrapper of it.
+
+    A model with an attention implementation of another name would also need masks of its own.
+
+    Remove it when PyTorch has a kernel for attention with dropout on a CPU.
+
+    Args:
+        wrapper: called with transformers' function; returns one with the same parameters.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = wrapper(ALL_ATTENTION_FUNCTIONS["sdpa"])
+
+
 def limit_template_operators(operators: dict[str, Callable]) -> None:
     """Jinja 3.1.6: compute binary operators in chat templates with functions that have limits.
 
@@ -135,6 +151,7 @@ def guard_compilations(lock: Callable[[str, Path], AbstractContextManager], run:
 # What each patch replaces, as "module:attribute".
 PATCHES = {
     skip_packed_sequence_check: ("transformers.masking_utils:find_packed_sequence_indices",),
+    wrap_sdpa: ("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",),
     limit_template_operators: (
         "jinja2.sandbox:SandboxedEnvironment.intercepted_binops",
         "jinja2.sandbox:SandboxedEnvironment.default_binop_table",

@@ -34,6 +34,7 @@ from support.errors import UserError, first_line
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
+from support.model.dropout import Dropout, attention_with_dropout
 from support.model.layers import fuse_gelu, set_dropout
 from support.model.lora import Lora
 from support.model.loss import OutputLayer, returns_plain_logits
@@ -139,6 +140,7 @@ class ModelSpec:
             self.lora.attach(model)
         if self.chunked_loss:
             OutputLayer.replace_head(model)
+        Dropout.replace_all(model)
         return model
 
 
@@ -163,6 +165,7 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
         ctx.console.warn(notice)
     config.use_cache = False
     patches.skip_packed_sequence_check()
+    patches.wrap_sdpa(attention_with_dropout)
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
         set_dropout(config, args.dropout, ctx)

@@ -43,8 +43,9 @@ WORK = [
 def test_old_checkpoint_resumes(script, tmp_path, strategy, ranks, accumulation):
     """Under the strategy that wrote it, and under others on two ranks with the same global batch.
 
-    The reference is from another machine, whose kernels may round differently. Dropout is drawn for
-    each rank, so the runs on two ranks are compared with the evaluation only, and loosely.
+    The reference was written before dropout on a CPU had a generator of its own, so the dropped
+    elements after step 4 are others; they change these losses by 2e-4. On two ranks each has its own
+    dropout, so those runs are compared loosely.
     """
     project = shutil.copytree(FIXTURE, tmp_path / "project")
     script(
@@ -61,7 +62,7 @@ def test_old_checkpoint_resumes(script, tmp_path, strategy, ranks, accumulation)
     resumed = read_metrics(project / "run" / "metrics.jsonl")
     expected = read_metrics(FIXTURE / "metrics_of_whole_run.jsonl")
     assert [record["step"] for record in resumed] == [record["step"] for record in expected]
-    tolerance = 1e-5 if ranks == 1 else 2e-2
+    tolerance = 1e-3 if ranks == 1 else 2e-2
     for record, wanted in zip(resumed, expected, strict=True):
         name = "loss" if "loss" in wanted else "eval_loss"
         assert record[name] == pytest.approx(wanted[name], rel=tolerance), record
