@@ -136,7 +136,7 @@ CPU_CASES = {
     "fsdp": Case(
         "Two processes, fp32, FSDP", TWO, ("ours fsdp", "accelerate FSDP"), "accelerate FSDP"
     ),
-    "strategies": Case("Two processes, fp32, strategies relative to dp", TWO, OURS, "ours"),
+    "strategies": Case("Two processes, fp32, strategies", TWO, OURS, "ours"),
 }
 # Without bf16 instructions PyTorch emulates bf16, and only the emulation would be measured.
 BF16_CASES = {
@@ -155,7 +155,7 @@ GPU_CASES = {
     "compiled": Case("One GPU, bf16, 32 sequences, compiled", replace(GPU, compile=True), PEERS),
     "eager-4": Case("One GPU, bf16, 4 sequences, eager", GPU_4, PEERS),
     "compiled-4": Case("One GPU, bf16, 4 sequences, compiled", replace(GPU_4, compile=True), PEERS),
-    "strategies": Case("One GPU, bf16, strategies relative to dp", GPU, OURS, "ours"),
+    "strategies": Case("One GPU, bf16, strategies", GPU, OURS, "ours"),
 }
 
 
@@ -541,7 +541,7 @@ def report(tables: list[tuple[Case, list[Row]]], facts: dict, args: argparse.Nam
         source += f" Other programs took at most {facts['other_load']:.0%} of the CPU."
         text = RESULTS.read_text(encoding="utf-8")
         RESULTS.write_text(replace_section(text, name, [source, "", *lines]), encoding="utf-8")
-        draw(tables, figure, source)
+        draw(tables, figure, source.replace("`", ""))
 
 
 def describe(run: Run) -> str:

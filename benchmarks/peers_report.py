@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from support.units import GB
 if TYPE_CHECKING:
     from benchmarks.peers import Case, Run
 
-COLOURS = {"ours": "#0072B2", "Trainer": "#E69F00", "accelerate": "#56B4E9"}
+COLORS = {"ours": "#0072B2", "Trainer": "#D55E00", "accelerate": "#777777"}
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,12 @@ def start_of(run: Run) -> float:
 
 def table(case: Case, rows: list[Row]) -> list[str]:
     """Return the lines of a case's Markdown table."""
-    versus = "dp" if case.reference == "ours" else case.reference
     work = case.setting
     on_gpu = any(row.mfu for row in rows)
     memory = "peak GPU memory, GB" if on_gpu else "peak resident memory, GB"
-    heads = ["", "tokens/s", f"relative to {versus}", *(["MFU"] if on_gpu else [])]
-    heads += [memory, f"relative to {versus}", "first step after, s", f"relative to {versus}"]
+    relative = f"relative to {versus(case)}"
+    heads = ["", "tokens/s", relative, *(["MFU"] if on_gpu else [])]
+    heads += [memory, relative, "first step after, s", relative]
     each = " per process" if work.ranks > 1 else ""
     lines = [f"Each step has {work.batch_size} × {work.seq_length} tokens{each}.", ""]
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -157,6 +158,11 @@ def table(case: Case, rows: list[Row]) -> list[str]:
         cells += [f"{row.start:.1f}", number_text(row.start_ratio)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def versus(case: Case) -> str:
+    """Return the name of a case's reference in tables and titles."""
+    return "dp" if case.reference == "ours" else case.reference
 
 
 def ratio_text(ratio: Spread | None) -> str:
@@ -227,29 +233,33 @@ def draw(tables: list[tuple[Case, list[Row]]], path: Path, caption: str) -> None
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 1.2 + 1.9 * len(tables)), layout="constrained")
-    axes = figure.subplots(len(tables), 2, squeeze=False)
+    heights = [len(rows) + 1.5 for _, rows in tables]
+    figure = Figure(figsize=(11, 0.8 + 0.27 * sum(heights)), layout="constrained")
+    axes = figure.subplots(
+        len(tables), 2, sharey="row", squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
     for (case, rows), (speed, memory) in zip(tables, axes, strict=True):
         rows = [row for row in rows if row.speed_ratio][::-1]
-        versus = "dp" if case.reference == "ours" else case.reference
-        names = [row.program for row in rows]
-        colours = [COLOURS[name.split()[0]] for name in names]
         ratios = [row.speed_ratio for row in rows]
         spread = [
             [ratio.median - ratio.low for ratio in ratios],
             [ratio.high - ratio.median for ratio in ratios],
         ]
         values = [ratio.median for ratio in ratios]
-        speed.barh(names, values, xerr=spread, color=colours, capsize=3)
-        speed.set_title(f"{case.title}: speed relative to {versus}", fontsize=9, loc="left")
-        sizes = [row.memory / GB for row in rows]
-        memory.barh(names, sizes, color=colours)
-        memory.set_title("peak memory, GB", fontsize=9, loc="left")
-        texts = ([f"{value:.2f}" for value in values], [f"{size:.1f}" for size in sizes])
-        for axis, labels in zip((speed, memory), texts, strict=True):
-            axis.bar_label(axis.containers[-1], labels, padding=3, fontsize=8, label_type="center")
-            axis.tick_params(labelsize=8)
-            axis.spines[["top", "right"]].set_visible(False)
+        bars(speed, rows, values, f"{case.title}: speed relative to {versus(case)}", xerr=spread)
         speed.axvline(1, color="#555555", linewidth=0.8)
-    figure.supxlabel(caption, fontsize=7, color="#555555")
+        bars(memory, rows, [row.memory / GB for row in rows], "peak memory of all ranks, GB")
+    figure.supxlabel("\n".join(textwrap.wrap(caption, 150)), fontsize=7, color="#555555")
     figure.savefig(path, dpi=110)
+
+
+def bars(axes, rows: list[Row], values: list[float], title: str, **style) -> None:
+    """Draw a horizontal bar for each row, with its value inside."""
+    names = [row.program for row in rows]
+    colors = [COLORS[name.split()[0]] for name in names]
+    axes.barh(names, values, color=colors, capsize=3, **style)
+    for bar, value in enumerate(values):
+        axes.text(value / 50, bar, f"{value:.2f}", va="center", fontsize=8, color="white")
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
