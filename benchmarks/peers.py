@@ -508,7 +508,7 @@ def main(argv: list[str]) -> int:
             runs.append(run)
             save_runs(file, runs, measurer.facts)
             print(describe(run), flush=True)
-    if args.logging:
+    if args.logging and args.rounds:
         measurer.facts[LOGGING] = logging_cost.measure_cost(args.rounds, 600)
         save_runs(file, runs, measurer.facts)
     tables = [(case, rows_of(case, runs, args.skip)) for case in args.all_cases.values()]
