@@ -27,6 +27,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -366,6 +367,9 @@ class Measurer:
                 elif match := GPU_PEAK.match(line):
                     run.peak_gpu = int(match[1])
                 errors.write(line)
+        except BaseException:  # also Ctrl-C and SIGTERM: the ranks must not outlive this process
+            end_family(process)
+            raise
         finally:
             limit.cancel()
             if process.wait() != 0:
@@ -556,4 +560,5 @@ def describe(run: Run) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped by SIGTERM."))
     sys.exit(main(sys.argv[1:]))

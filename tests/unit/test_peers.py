@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -140,3 +141,13 @@ def test_failed_run_is_reported(tmp_path, monkeypatch, capsys):
     command = "--cases one --only Trainer --rounds 1 --out".split()
     assert peers.main([*command, str(tmp_path)]) == 1
     assert re.search("❌ Trainer: .*broken", capsys.readouterr().out, re.DOTALL)
+
+
+def test_program_is_ended_with_the_runner(tmp_path, monkeypatch):
+    """A stop of the runner is an exception where it reads; here the line cannot be read."""
+    program = "import time; print('step 1 loss x', flush=True); time.sleep(60)"
+    monkeypatch.setattr(peers.Measurer, "command", lambda *_: [sys.executable, "-c", program])
+    started = time.monotonic()
+    with pytest.raises(ValueError):
+        peers.main(["--cases", "one", "--only", "Trainer", "--rounds", "1", "--out", str(tmp_path)])
+    assert time.monotonic() - started < 30
