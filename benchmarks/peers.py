@@ -462,6 +462,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, default=PROJECT / "runs" / "bench", help="(default: runs/bench)")
     add("--write", action="store_true", help="write benchmarks/RESULTS.md and the figure")
     args = parser.parse_args(argv)
+    args.command = "make bench GPU=1" if args.gpu else "make bench"
     all_cases = GPU_CASES if args.gpu else CPU_CASES
     if not args.gpu and cpu_computes_bf16():
         all_cases = all_cases | BF16_CASES
@@ -480,6 +481,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     unknown += [name for name in args.only if name not in PROGRAMS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
+    if args.cases:
+        args.command += f' BENCH="--cases {args.cases}"'
     args.cases = {name: args.all_cases[name] for name in names}
     args.steps = args.steps or (40 if args.gpu else 5)
     args.skip = (10 if args.gpu else 2) if args.skip is None else args.skip
@@ -527,7 +530,7 @@ def report(tables: list[tuple[Case, list[Row]]], facts: dict, args: argparse.Nam
     Args:
         tables: the cases with measurements, and their rows.
         facts: see `Measurer`.
-        args: --gpu, --write, --steps, --skip.
+        args: --gpu, --write, --steps, --skip, and the command.
     """
     lines = []
     for case, rows in tables:
@@ -541,7 +544,7 @@ def report(tables: list[tuple[Case, list[Row]]], facts: dict, args: argparse.Nam
     if args.write:
         name = "bench GPU=1" if args.gpu else "bench"
         figure = FIGURE.with_stem(f"{FIGURE.stem}_gpu") if args.gpu else FIGURE
-        source = provenance(facts, f"make {name}", args.steps, args.skip)
+        source = provenance(facts, args.command, args.steps, args.skip)
         source += f" Other programs took at most {facts['other_load']:.0%} of the CPU."
         text = RESULTS.read_text(encoding="utf-8")
         RESULTS.write_text(replace_section(text, name, [source, "", *lines]), encoding="utf-8")

@@ -53,6 +53,7 @@ class Row:
         memory: peak in bytes: on a GPU of PyTorch's allocator, else resident, sum over the ranks.
         start: seconds from the start of the process to the end of the first step.
         mfu: model FLOPs utilization; None if not known.
+        rounds: number of its runs.
     """
 
     program: str
@@ -63,6 +64,7 @@ class Row:
     start: float
     start_ratio: float | None
     mfu: float | None
+    rounds: int
 
 
 def tokens_per_second(run: Run, skip: int) -> float:
@@ -122,6 +124,7 @@ def rows_of(case: Case, runs: list[Run], skip: int) -> list[Row]:
                 median(of, start_of),
                 start_ratio.median if start_ratio else None,
                 speeds.median * mfu_per_rate if mfu_per_rate else None,
+                len(of),
             )
         )
     return rows
@@ -149,7 +152,9 @@ def table(case: Case, rows: list[Row]) -> list[str]:
     heads = ["", "tokens/s", relative, *(["MFU"] if on_gpu else [])]
     heads += [memory, relative, "first step after, s", relative]
     each = " per process" if work.ranks > 1 else ""
-    lines = [f"Each step has {work.batch_size} × {work.seq_length} tokens{each}.", ""]
+    rounds = max(row.rounds for row in rows)
+    lines = [f"Each step has {work.batch_size} × {work.seq_length} tokens{each}. Rounds: {rounds}."]
+    lines += [""]
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         cells = [row.program, row.speed.text(".0f"), ratio_text(row.speed_ratio)]
@@ -184,7 +189,8 @@ def provenance(facts: dict, command: str, steps: int, skip: int) -> str:
         if name in facts["versions"]
     )
     return (
-        f"`{command}`, {facts['started_at'][:10]}: {machine['cores']} cores of {machine['cpu']}, "
+        f"`{command}`, {facts['started_at'][:10]}; "
+        f"CPU cores: {machine['cores']}, {machine['cpu']}; "
         f"{machine['ram_bytes'] / GB:.0f} GB of memory, {machine['gpu'] or 'no GPU'}; {versions}. "
         f"Each run has {steps} steps, of which the first {skip} and the last are left out."
     )

@@ -120,7 +120,7 @@ def test_report_is_written_only_if_it_is_asked_for(tmp_path, monkeypatch, capsys
     assert "512" not in results.read_text() and not (tmp_path / "figure.png").exists()
     assert peers.main([*command, "--write"]) == 0
     text = results.read_text()
-    assert "| ours | 512 (256–1024) |" in text and "2 cores of a CPU, 24 GB" in text
+    assert "| ours | 512 (256–1024) |" in text and "CPU cores: 2, a CPU; 24 GB" in text
     assert "20.0 (10.0–40.0) ms" in text and "1.00% of the 2.0 s" in text
     assert text.startswith("a\n") and text.endswith("\nb\n") and (tmp_path / "figure.png").exists()
 
