@@ -93,7 +93,7 @@ in_project() { # $1: Python code that may import from the project; the rest are 
 }
 facts=$(in_project '
 try:
-    import matplotlib, tabulate, torch
+    import matplotlib, torch
     from support.report.results import hardware, versions
 except ImportError as error:
     sys.exit(f"{sys.executable}: {error}")

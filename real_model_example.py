@@ -87,6 +87,7 @@ def main(args: Arguments, launch: Launch) -> None:
 
     Never returns normally: the process ends with an exit code of support/errors.py.
     """
+    startup.end_of_imports()
     try:
         ctx = setup_distributed(args, launch)
     except BaseException as error:

@@ -31,8 +31,6 @@ from support import process
 if __name__ == "__main__":
     process.catch_signals()
 
-from tabulate import tabulate
-
 from support.cli import argument_types as kinds
 from support.cli.arguments import Arguments, choose_seq_length
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
@@ -41,6 +39,7 @@ from support.memory.architectures import find_architecture
 from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, MemoryEstimate, predict_all
 from support.memory.fit import PREFERENCE, Limits
 from support.memory.workload import Workload, adapters
+from support.text_tables import text_table
 from support.units import GB
 
 # For each --solve: what it finds, and its key in --json.
@@ -231,7 +230,7 @@ def table(needs: list[MemoryEstimate], limits: Limits, batches: dict[str, int]) 
         )
     headers = ["\nstrategy", *ON_GPU, "\nfits"]
     headers += ["host\n/node", "NVMe\n/node", "sent\n/step", "sent\nvs dp"]
-    return tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
+    return text_table(rows, headers)
 
 
 def in_gb(size: int) -> str:

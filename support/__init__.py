@@ -24,6 +24,7 @@ strategy     the table of strategies
 known_models shapes of the embedded model and of GPT-2
 chunks       sizes of the chunks in which large tensors are processed
 labels       the label of tokens without a loss
+text_tables  tables for a terminal and for Markdown
 units        units, and numbers as people read them
 """
 

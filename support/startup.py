@@ -5,6 +5,7 @@ Each check fails within a second, with one line that says what to do.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -72,7 +73,19 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
             prefetch(args, launch)  # does not return
     except UserError as error:
         launching.exit_before_start(error, verbose)
+    # The imports that follow create 2 million objects and no garbage. Searching them for garbage
+    # takes a sixth of the time: 5.5 s of CPU time with the collector, 4.6 s without.
+    gc.disable()
     return args, launch
+
+
+def end_of_imports() -> None:
+    """Enable the garbage collector, which `start` has disabled.
+
+    It need not search the objects of the imported modules, which live as long as the process.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def check_run(args) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -14,6 +19,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def base_optimizer(optimizer) -> torch.optim.Optimizer:
     """Return PyTorch's optimizer inside DeepSpeed's."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Return whether FSDP2 shards the parameters of a module, without an import of FSDP."""
+    return hasattr(module, "set_requires_gradient_sync")
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import shlex
 import threading
-import urllib.error
-import urllib.request
 
 from support.cli.paths import is_local_dataset, is_local_model
 from support.errors import UserError
@@ -130,6 +127,11 @@ def answers(endpoint: str) -> bool:
 
     The proxy variables of the environment are used. An HTTP error counts as an answer.
     """
+    # Not at the top of the file: these imports take a fifth of the time of --help.
+    import http.client
+    import urllib.error
+    import urllib.request
+
     if not endpoint.startswith(("http://", "https://")):
         return False
     answered = threading.Event()

@@ -327,8 +327,10 @@ def _groups(work: Workload) -> list[list[int]]:
     """
     if work.lora:
         return [work.trained]
-    matrices = [size for size in work.trained if work.model.is_matrix(size)]
-    return [matrices, [size for size in work.trained if not work.model.is_matrix(size)]]
+    matrices = set(filter(work.model.is_matrix, set(work.trained)))
+    return [
+        [size for size in work.trained if (size in matrices) == wanted] for wanted in (True, False)
+    ]
 
 
 def _share(group: list[int], work: Workload) -> int:

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
-from support.unwrap import base_optimizer, is_dtensor, local_part
+from support.unwrap import base_optimizer, is_dtensor, is_fsdp_module, local_part
 
 
 def gathered_bytes(model: torch.nn.Module) -> int:
@@ -29,7 +28,7 @@ def gathered_bytes(model: torch.nn.Module) -> int:
             if not p.ds_persist and p.ds_status.name != "NOT_AVAILABLE" and not _is_its_shard(p)
         ]
         return sum(p.ds_numel * p.element_size() for p in gathered)
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    sharded = any(is_fsdp_module(module) for module in model.modules())
     return sum(p.nbytes for p in parameters if not is_dtensor(p)) if sharded else 0
 
 

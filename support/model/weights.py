@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from support.cluster.context import DistContext
 from support.errors import UserError, first_line
@@ -24,7 +24,7 @@ NO_REMOTE_CODE = {"trust_remote_code": False}
 
 def from_folder(
     folder: str, config, dtype: torch.dtype | str = torch.float32
-) -> tuple[nn.Module, dict]:
+) -> tuple[PreTrainedModel, dict]:
     """Load a model and its loading info from a local folder.
 
     Attention is SDPA if the architecture supports it.

@@ -7,10 +7,9 @@ import textwrap
 from collections.abc import Callable
 from datetime import datetime, timezone
 
-from tabulate import tabulate
-
 from support.report.compare import PHASES, Comparison, Row, state_bytes
 from support.report.verdict import explain_traffic, verdict
+from support.text_tables import markdown_table, text_table
 from support.units import GB, MB, human_rate
 
 Table = tuple[list[list[str]], list[str]]  # rows and headers
@@ -19,15 +18,11 @@ Columns = list[tuple[str, Callable[[Row], str]]]  # header with the unit, cell o
 
 def as_text(comparison: Comparison) -> str:
     """Return the text for the terminal: both tables, the verdict, and the explanation."""
-    parts = [
-        title(comparison),
-        tabulate(*first_table(comparison), tablefmt="simple", disable_numparse=True),
-        _wrapped(verdict(comparison)),
-    ]
+    parts = [title(comparison), text_table(*first_table(comparison)), _wrapped(verdict(comparison))]
     if comparison.reference and not comparison.simulated:
         parts += [
             "Where the time of a step goes, and what a rank sends:",
-            tabulate(*why_table(comparison), tablefmt="simple", disable_numparse=True),
+            text_table(*why_table(comparison)),
             _wrapped(explain_traffic(comparison)),
         ]
     return "\n\n".join(parts) + "\n"
@@ -44,7 +39,7 @@ def as_markdown(comparison: Comparison) -> str:
     """Return the .md file, for a README or a lab notebook."""
     parts = [
         f"## {title(comparison)}",
-        _markdown_table(*first_table(comparison)),
+        markdown_table(*first_table(comparison)),
         _markdown_list(verdict(comparison)),
     ]
     if comparison.reference:
@@ -52,7 +47,7 @@ def as_markdown(comparison: Comparison) -> str:
     if comparison.reference and not comparison.simulated:
         parts += [
             "### Where the time of a step goes, and what a rank sends",
-            _markdown_table(*why_table(comparison)),
+            markdown_table(*why_table(comparison)),
             _markdown_list(explain_traffic(comparison)),
         ]
     parts.append(_markdown_list(provenance(comparison)))
@@ -119,12 +114,6 @@ def _wrapped(sentences: list[str]) -> str:
 
 def _markdown_list(lines: list[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
-
-
-def _markdown_table(rows: list[list[str]], headers: list[str]) -> str:
-    """Return a GitHub table, with each header on one line."""
-    headers = [" ".join(header.split()) for header in headers]
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
 def title(comparison: Comparison) -> str:

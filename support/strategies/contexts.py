@@ -6,11 +6,11 @@ import contextlib
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from support.cluster.context import DistContext
 from support.model.weights import DTYPES
+from support.unwrap import is_fsdp_module
 
 
 def autocast(model: nn.Module, ctx: DistContext):
@@ -19,7 +19,7 @@ def autocast(model: nn.Module, ctx: DistContext):
     It is disabled where the weights are converted anyway: by DeepSpeed's engine, and by FSDP2's
     mixed-precision policy in bf16.
     """
-    by_fsdp = isinstance(model, FSDPModule) and ctx.precision == "bf16"
+    by_fsdp = is_fsdp_module(model) and ctx.precision == "bf16"
     converted = by_fsdp or hasattr(model, "set_gradient_accumulation_boundary")
     return torch.autocast(
         ctx.device.type, DTYPES[ctx.precision], enabled=ctx.precision != "fp32" and not converted
@@ -32,7 +32,7 @@ def gradient_sync(model: nn.Module, needed: bool):
 
     With gradient accumulation only the last micro-batch of a step needs it.
     """
-    if isinstance(model, FSDPModule):
+    if is_fsdp_module(model):
         model.set_requires_gradient_sync(needed)
     skip_ddp_sync = isinstance(model, DistributedDataParallel) and not needed
     with model.no_sync() if skip_ddp_sync else contextlib.nullcontext():

@@ -7,13 +7,12 @@ import math
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from support.chunks import NORM_CHUNK
 from support.cli.ds_config import GROWTH_INTERVAL, INITIAL_SCALE_POWER
 from support.cluster.context import DistContext
 from support.errors import TrainingError
-from support.unwrap import base_optimizer, local_part
+from support.unwrap import base_optimizer, is_fsdp_module, local_part
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:
@@ -34,7 +33,7 @@ def gradient_norm(model: nn.Module) -> torch.Tensor:
         # A few kernel launches for all; in fp64 each gradient would need a copy and three.
         square += nn.utils.get_total_norm(on_gpu).double() ** 2
     # Each rank has different shards; under HYBRID_SHARD each rank of a node.
-    if isinstance(model, FSDPModule):
+    if is_fsdp_module(model):
         mesh = next(model.parameters()).device_mesh
         square = square.to(mesh.device_type)
         dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))

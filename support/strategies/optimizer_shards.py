@@ -16,10 +16,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from support.errors import TrainingError
-from support.unwrap import base_optimizer, full_shape, is_dtensor, local_part, unwrapped
+from support.unwrap import (
+    base_optimizer,
+    full_shape,
+    is_dtensor,
+    is_fsdp_module,
+    local_part,
+    unwrapped,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -265,7 +271,7 @@ def free_gathered_weights(model: nn.Module) -> None:
     They would not be updated together with the shards.
     """
     for module in unwrapped(model).modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             module.reshard()
     if hasattr(model, "empty_partition_cache"):  # DeepSpeed's engine
         model.empty_partition_cache()

@@ -403,7 +403,7 @@ def test_libraries_that_cannot_be_imported(tmp_path, error, code, says):
 
 @pytest.mark.parametrize("program", ["plan_memory.py", "compare_report.py"])
 def test_command_line_that_is_interrupted_during_imports(tmp_path, program):
-    (tmp_path / "tabulate.py").write_text(
+    (tmp_path / "unicodedata.py").write_text(
         "import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(30)\n"
     )
     run = start([sys.executable, PROJECT / "scripts" / program], {"PYTHONPATH": tmp_path})

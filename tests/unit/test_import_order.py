@@ -29,6 +29,7 @@ ORDER = [
         "progress",
         "redaction",
         "strategy",
+        "text_tables",
         "train_state",
         "units",
         "unwrap",
