@@ -89,3 +89,38 @@ def test_nothing_in_support_imports_the_script_or_scripts():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom):
                 assert node.module not in above, file
+
+
+# Libraries that only some runs need, and those that take long to import.
+ON_DEMAND = (
+    *("accelerate", "datasets", "deepspeed", "peft", "wandb", "yaml"),
+    *("http", "urllib.request", "email"),
+    *("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.tensorboard"),
+)
+
+
+def imported_at_once(file: Path) -> set[str]:
+    """The modules that importing a file imports, outside functions and `if TYPE_CHECKING:`."""
+    nodes, names = list(ast.parse(file.read_text()).body), set()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        elif not isinstance(node, ast.FunctionDef):
+            nodes += ast.iter_child_nodes(node)
+    return names
+
+
+def test_libraries_for_some_runs_are_imported_where_they_are_used():
+    files = [PROJECT / "real_model_example.py", *(PROJECT / "support").rglob("*.py")]
+    at_once = {(file.name, name) for file in files for name in imported_at_once(file)}
+    assert {
+        (file, name)
+        for file, name in at_once
+        if f"{name}.".startswith(tuple(f"{library}." for library in ON_DEMAND))
+    } == set()

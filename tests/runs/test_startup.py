@@ -1,0 +1,55 @@
+"""What a start imports; most of the time until the first step is spent on imports."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import PROJECT, SCRIPT
+
+SCRIPTS = PROJECT / "scripts"
+PLAN = [SCRIPTS / "plan_memory.py", "--model", "gpt2", "--gpu_memory", "16"]
+
+
+def imported_by(*command) -> tuple[int, set[str]]:
+    """The exit code of a command, and the modules that it imports."""
+    run = subprocess.run(
+        [sys.executable, "-X", "importtime", *command], capture_output=True, text=True
+    )
+    lines = [line for line in run.stderr.splitlines() if line.startswith("import time:")]
+    return run.returncode, {line.rpartition("|")[2].strip() for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ([SCRIPT, "--help"], 0),
+        ([SCRIPT, "--strategy", "none"], 2),
+        ([SCRIPT, "--model", "/no/such/folder"], 2),
+        (PLAN, 0),
+        ([SCRIPTS / "distributed_setup.py", "--help"], 0),
+        ([SCRIPTS / "compare_report.py", "--help"], 0),
+        ([SCRIPTS / "convert_checkpoint.py", "--help"], 0),
+    ],
+    ids=lambda value: (
+        " ".join(getattr(v, "name", v) for v in value) if isinstance(value, list) else ""
+    ),
+)
+def test_help_errors_and_plans_import_only_small_modules(command, code):
+    actual, modules = imported_by(*command)
+    assert actual == code and "argparse" in modules
+    heavy = {"torch", "numpy", "transformers", "tokenizers", "datasets", "deepspeed", "matplotlib"}
+    slow_in_the_standard_library = {"email.message", "http.client", "urllib.request", "asyncio"}
+    assert not modules & (heavy | slow_in_the_standard_library)
+
+
+def test_dp_imports_no_library_of_other_strategies_and_features(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("A short text about nothing. " * 200)
+    flags = "--max_steps 1 --batch_size 1 --seq_length 32 --no_eval --no_export --overwrite"
+    command = [SCRIPT, *flags.split(), "--dataset", text, "--output_dir", tmp_path / "out"]
+    command += ["--cache_dir", tmp_path / "cache"]
+    imported_by(*command)
+    code, modules = imported_by(*command)  # the tokens are cached now
+    assert code == 0 and "transformers" in modules
+    libraries = {"datasets", "deepspeed", "peft", "matplotlib", "tensorboard", "wandb"}
+    assert not modules & libraries
