@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +25,7 @@ from support.data.rows import (
     reading,
 )
 from support.errors import UserError, first_line
-from support.files.atomic import sha256_of
+from support.files.atomic import read_json, sha256_of, write_text
 from support.files.folders import advise_include, count_types, describe_twins, files_of
 
 WIKITEXT = "Salesforce/wikitext"  # its short name on the hub no longer loads with `datasets` 5
@@ -67,6 +70,7 @@ def open_source(
     text_column: str | None,
     validation_file: str | None,
     include: str | None = None,
+    cache: Path | None = None,
 ) -> Source:
     """Open the corpus that --dataset names, and the text of --validation_file.
 
@@ -77,6 +81,7 @@ def open_source(
             form (see `rows`).
         validation_file: a file or folder that replaces the validation split of the corpus.
         include: which files of a folder are read, see `folders.files_of`.
+        cache: a folder for what is known about datasets of the hub from earlier runs.
     Raises:
         UserError: the corpus does not exist or cannot be read, or has no training split or no known
             column.
@@ -86,7 +91,7 @@ def open_source(
     elif is_local_dataset(dataset):
         source = _open_files(dataset, text_column, include)
     else:
-        source = _open_hub(dataset, config, text_column)
+        source = _open_hub(dataset, config, text_column, cache)
     if validation_file is None:
         return source
     validation = _open_files(validation_file, text_column, include)
@@ -260,16 +265,73 @@ def commit_on_hub(dataset: str) -> str | None:
         return None
 
 
-def _open_hub(dataset: str, config: str | None, text_column: str | None) -> Source:
+def _open_hub(
+    dataset: str, config: str | None, text_column: str | None, cache: Path | None
+) -> Source:
+    """Open a dataset of the hub; without the library `datasets` if an earlier run has opened it.
+
+    The import of the library and its requests take seconds, and a run whose tokens are in the cache
+    does not need them.
+    """
+    key = hashlib.sha256(repr((dataset, config, text_column)).encode()).hexdigest()[:32]
+    memo = None if cache is None else cache / f"hub_{key}.json"
+    if (known := _read_memo(memo, dataset)) is None:
+        source, files = _load_hub(dataset, config, text_column)
+        if memo:
+            signatures = {str(file): _signature(file) for file in files}
+            _write_memo(memo, {**vars(source), "splits": list(source.splits), "files": signatures})
+        return source
+
+    def items(name: str) -> Iterator[Item]:
+        source, _ = _load_hub(dataset, config, text_column)
+        if source.fingerprint != known["fingerprint"]:
+            memo.unlink(missing_ok=True)
+            raise UserError(f"--dataset {dataset} has changed since the run started: start again.")
+        yield from source.splits[name]()
+
+    splits = {name: partial(items, name) for name in known["splits"]}
+    return Source(dataset, known["fingerprint"], splits)
+
+
+def _write_memo(memo: Path, facts: dict) -> None:
+    with contextlib.suppress(OSError):  # writing the tokens to the same folder reports it
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        write_text(memo, json.dumps(facts))
+
+
+def _read_memo(memo: Path | None, dataset: str) -> dict | None:
+    """Return what `_open_hub` wrote in an earlier run; None if the text may have changed since."""
+    try:
+        known = read_json(memo) if memo else None
+        files = [Path(file) for file in known["files"]]
+        unchanged = all([*_signature(file)] == known["files"][str(file)] for file in files)
+        # The library names the folder of a dataset's files by the commit on the hub.
+        commits = {file.parent.name for file in files}
+        offline = os.environ.get("HF_HUB_OFFLINE") == "1"
+        current = files and unchanged and (offline or commits == {commit_on_hub(dataset)})
+        valid = known["splits"] in (["train"], ["train", "validation"]) and known["fingerprint"]
+        return known if current and valid else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError):
+        return None  # no such file, or no valid one
+
+
+def _load_hub(
+    dataset: str, config: str | None, text_column: str | None
+) -> tuple[Source, list[Path]]:
+    """Load a dataset of the hub; return it and the local files with its splits."""
     flag = f"--dataset {dataset}"
     corpus = load_from_hub(dataset, config)
     columns = columns_of_text(corpus["train"].column_names, text_column, flag)
     digest = hashlib.sha256(f"{columns}\0{config}\0{dataset == 'wikitext'}".encode())
     splits = {name: corpus[name] for name in ("train", "validation") if name in corpus}
-    for split in splits.values():
-        for file in sorted(entry["filename"] for entry in split.cache_files):
-            with reading(file):
-                digest.update(bytes.fromhex(sha256_of(Path(file))))
+    files = [
+        Path(file)
+        for split in splits.values()
+        for file in sorted(entry["filename"] for entry in split.cache_files)
+    ]
+    for file in files:
+        with reading(file):
+            digest.update(bytes.fromhex(sha256_of(file)))
 
     def items(name: str) -> Iterator[Item]:
         rows = enumerate(splits[name].select_columns(columns), 1)
@@ -279,7 +341,8 @@ def _open_hub(dataset: str, config: str | None, text_column: str | None) -> Sour
         with reading(flag):
             yield from join_articles(contents) if dataset == "wikitext" else contents
 
-    return Source(dataset, digest.hexdigest(), {name: partial(items, name) for name in splits})
+    opened = {name: partial(items, name) for name in splits}
+    return Source(dataset, digest.hexdigest(), opened), files
 
 
 def begins_article(line: str) -> bool:

@@ -57,9 +57,10 @@ def tokenize_corpus(
     """
 
     def tokenize() -> dict:
-        source = open_source(name, config, args.text_column, validation, args.include)
+        folder = cache_folder(args.cache_dir)
+        source = open_source(name, config, args.text_column, validation, args.include, folder)
         print_files(source.files, source.notices, ctx)
-        cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
+        cache = Cache(folder, ctx.temporary, ctx.console.print)
         with ctx.console.bar("Tokenizing", unit="characters") as bar:
             return tokenize_once(source, tokenizer, cache, bar.advance, args.max_bad_rows)
 

@@ -1,5 +1,7 @@
 """What a start imports; most of the time until the first step is spent on imports."""
 
+import json
+import os
 import subprocess
 import sys
 
@@ -9,11 +11,16 @@ from conftest import PROJECT, SCRIPT
 SCRIPTS = PROJECT / "scripts"
 PLAN = [SCRIPTS / "plan_memory.py", "--model", "gpt2", "--gpu_memory", "16"]
 
+ONE_STEP = "--max_steps 1 --batch_size 1 --seq_length 32 --no_eval --no_export --overwrite".split()
 
-def imported_by(*command) -> tuple[int, set[str]]:
+
+def imported_by(*command, **env) -> tuple[int, set[str]]:
     """The exit code of a command, and the modules that it imports."""
     run = subprocess.run(
-        [sys.executable, "-X", "importtime", *command], capture_output=True, text=True
+        [sys.executable, "-X", "importtime", *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
     )
     lines = [line for line in run.stderr.splitlines() if line.startswith("import time:")]
     return run.returncode, {line.rpartition("|")[2].strip() for line in lines}
@@ -45,11 +52,27 @@ def test_help_errors_and_plans_import_only_small_modules(command, code):
 def test_dp_imports_no_library_of_other_strategies_and_features(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A short text about nothing. " * 200)
-    flags = "--max_steps 1 --batch_size 1 --seq_length 32 --no_eval --no_export --overwrite"
-    command = [SCRIPT, *flags.split(), "--dataset", text, "--output_dir", tmp_path / "out"]
+    command = [SCRIPT, *ONE_STEP, "--dataset", text, "--output_dir", tmp_path / "out"]
     command += ["--cache_dir", tmp_path / "cache"]
     imported_by(*command)
     code, modules = imported_by(*command)  # the tokens are cached now
     assert code == 0 and "transformers" in modules
     libraries = {"datasets", "deepspeed", "peft", "matplotlib", "tensorboard", "wandb"}
     assert not modules & libraries
+
+
+def test_a_cached_dataset_of_the_hub_is_not_loaded_again_unless_it_has_changed(hub, tmp_path):
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+    command = [SCRIPT, *ONE_STEP, "--dataset", "wikitext", "--output_dir", tmp_path / "out"]
+
+    def start() -> tuple[bool, dict]:
+        code, modules = imported_by(*command, **env)
+        assert code == 0
+        dataset = json.loads((tmp_path / "out" / "results.json").read_text())["dataset"]
+        return "datasets" in modules, dataset
+
+    first, again = start(), start()
+    assert first[0] and not again[0] and first[1] == again[1]
+    [file] = (tmp_path / "hf" / "datasets").rglob("*-train.arrow")
+    os.utime(file, (0, 0))
+    assert start() == first
