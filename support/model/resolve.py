@@ -43,8 +43,10 @@ from support.model.weights import (
     draw_weights,
     from_config,
     from_folder,
+    from_tensors,
     grow_vocabulary,
 )
+from support.strategy import STRATEGIES
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -60,6 +62,7 @@ class ModelSpec:
         weights: local folder that `load` reads.
         seed: for weights that the folder lacks.
         lora: the model's adapters, or None.
+        drawn: the weights themselves, for the first call of `load`, if `weights` lacks them.
         random: the weights, or rows of the embedding, were drawn from the seed for this run and are
             not stored elsewhere.
         parameters: number of parameters, adapters included; tied weights count once.
@@ -80,6 +83,7 @@ class ModelSpec:
     seed: int
     lora: Lora | None = None
     random: bool = False
+    drawn: dict[str, torch.Tensor] | None = field(default=None, repr=False)
     parameters: int = 0
     trainable: int = 0
     matmul_parameters: int = 0
@@ -126,7 +130,11 @@ class ModelSpec:
             UserError: the weights cannot be loaded.
         """
         torch.manual_seed(self.seed)  # for weights that the checkpoint lacks
-        model, info = from_folder(self.weights, self.config, dtype)
+        if self.drawn:
+            tensors, self.drawn = self.drawn, None
+            model, info = from_tensors(tensors, self.config)
+        else:
+            model, info = from_folder(self.weights, self.config, dtype)
         if info["missing_keys"]:
             names = sorted(info["missing_keys"])
             shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
@@ -179,6 +187,7 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
             args.seed,
             Lora.of(args),
             prepared["random"],
+            prepared["drawn"],
             own_settings=own_settings,
         )
 
@@ -257,8 +266,17 @@ def _prepare_folders(args, ctx: DistContext) -> dict:
     location = _locate(args, ctx)
     config, notices = location.config, list(location.notices)
     entries = len(_read_tokenizer(location.tokenizer, args))
-    weights = location.weights or draw_weights(config, args.seed, ctx)
-    if entries > config.get_text_config().vocab_size:
+    larger = entries > config.get_text_config().vocab_size
+    weights, drawn = location.weights, None
+    if weights is None:
+        # A single process keeps the weights in memory. Without the file the first step of GPT-2
+        # 124M begins XXX s earlier. The strategies of other engines shard while they read a file,
+        # and --merge_lora reads it again.
+        keep = not (larger or args.lora_r or ctx.failures.store)
+        keep = keep and STRATEGIES[args.strategy].engine == "ddp"
+        weights, drawn = draw_weights(config, args.seed, ctx, on_disk=not keep)
+        drawn = drawn if keep else None
+    if larger:
         weights = grow_vocabulary(weights, config, entries, args.seed, ctx)
         notices.append(
             f"The tokenizer has {entries:,} entries, more than the model: "
@@ -269,6 +287,7 @@ def _prepare_folders(args, ctx: DistContext) -> dict:
         "tokenizer": location.tokenizer,
         "notices": notices,
         "random": weights != location.weights,
+        "drawn": drawn,
     }
 
 

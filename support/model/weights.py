@@ -47,6 +47,13 @@ def from_folder(
         ) from error
 
 
+def from_tensors(tensors: dict[str, torch.Tensor], config) -> tuple[PreTrainedModel, dict]:
+    """Return a model in fp32 with these parameters and buffers (not copied), and loading info."""
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=tensors, output_loading_info=True, **as_dtype(torch.float32)
+    )
+
+
 def from_config(config) -> nn.Module:
     """Return a newly initialized model in fp32."""
     # A copy, because transformers writes the dtype into the configuration that it gets.
@@ -90,14 +97,22 @@ def as_dtype(dtype: torch.dtype | str) -> dict:
     return {name: dtype}
 
 
-def draw_weights(config, seed: int, ctx: DistContext) -> str:
+def draw_weights(
+    config, seed: int, ctx: DistContext, on_disk: bool
+) -> tuple[str, dict[str, torch.Tensor]]:
     """Initialize a model from the seed and save it to a temporary folder.
 
+    Args:
+        config: of the model.
+        seed: of the random numbers.
+        ctx: the ranks.
+        on_disk: also save the weights, and not only the configuration.
     Returns:
-        The folder, which is removed at the end of the run.
+        The folder, which is removed at the end of the run, and the parameters and buffers.
     """
     torch.manual_seed(seed)
-    return _save_temporarily(from_config(config), ctx)
+    model = from_config(config)
+    return _save_temporarily(model, ctx, on_disk), _tensors_of(model)
 
 
 def grow_vocabulary(folder: str, config, entries: int, seed: int, ctx: DistContext) -> str:
@@ -116,7 +131,7 @@ def grow_vocabulary(folder: str, config, entries: int, seed: int, ctx: DistConte
     return _save_temporarily(model, ctx)
 
 
-def _save_temporarily(model: nn.Module, ctx: DistContext) -> str:
+def _save_temporarily(model: nn.Module, ctx: DistContext, with_weights: bool = True) -> str:
     temporary = TemporaryFolder(
         Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
     )
@@ -126,11 +141,14 @@ def _save_temporarily(model: nn.Module, ctx: DistContext) -> str:
     for name, value in as_dtype(torch.float32).items():
         setattr(model.config, name, value)
     model.config.save_pretrained(folder)
-    save_file(
-        dict(model.named_parameters()) | persistent_buffers(model),
-        Path(folder) / "model.safetensors",
-    )
+    if with_weights:
+        save_file(_tensors_of(model), Path(folder) / "model.safetensors")
     return folder
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return parameters | persistent_buffers(model)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
