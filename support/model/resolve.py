@@ -2,7 +2,8 @@
 
 Every kind of --model results in a local folder, which each strategy loads in its own way. Random
 weights, too, are drawn once per node from the seed and saved to a temporary folder: ZeRO-3 would
-draw other numbers than an unsharded model, and the strategies could not be compared.
+draw other numbers than an unsharded model, and the strategies could not be compared. A single
+process of dp keeps them in memory.
 """
 
 from __future__ import annotations
