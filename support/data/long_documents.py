@@ -36,11 +36,15 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import re
 import sys
 import unicodedata
+from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
@@ -50,7 +54,9 @@ from support.errors import UserError
 
 CHUNK_CHARACTERS = 1 << 16
 OVERLAP_CHARACTERS = 1 << 10
+SHORT_OVERLAP_CHARACTERS = 1 << 8
 BATCH_CHARACTERS = 1 << 20  # tokenized by one call, which uses all cores
+BATCHES_AHEAD = 2
 WHOLE_DOCUMENT = sys.maxsize // 2  # characters of a chunk that is never cut
 KIND_CHANGES = 8
 # The parts of a pattern that match any length of text of all kinds, and whose match may end far
@@ -89,16 +95,27 @@ class Chunk:
         text: its text, which overlaps with the text of the next chunk.
         start: number of characters before it in the document.
         begin, end: the seams between which its tokens are used; None at an end of the document.
-        ids, encoding: token ids of its text, and the tokenizer's `Encoding`; None if it is not
-            tokenized.
+        ids, encoding: token ids of its text as unsigned ints, and the tokenizer's `Encoding`; None
+            if it is not tokenized.
     """
 
     text: str
     start: int
     begin: Seam | None = None
     end: Seam | None = None
-    ids: list[int] | None = None
+    ids: array[int] | None = None
     encoding: Any = None
+
+    def tokens(self) -> list[Token]:
+        """Return all tokens."""
+        words = self.encoding.word_ids
+        begins = [True, *map(operator.ne, words[1:], words)]
+        return [
+            Token(id, self.start + start, self.start + end, begin)
+            for id, (start, end), begin in zip(
+                self.ids, self.encoding.offsets, begins, strict=False
+            )
+        ]
 
     def token(self, index: int) -> Token:
         """Return the token with this index."""
@@ -116,12 +133,14 @@ class Chunk:
             return None
         return index if tuple(map(self.token, indices)) == seam.around else None
 
-    def ids_between_seams(self) -> list[int]:
+    def ids_between_seams(self) -> array[int]:
         """Return the ids that are used.
 
         Raises:
             UserError: the chunk has other tokens at a seam.
         """
+        if not (self.begin or self.end):
+            return self.ids
         indices = [seam and self.index_of(seam) for seam in (self.begin, self.end)]
         if (self.begin and indices[0] is None) or (self.end and indices[1] is None):
             raise UserError(
@@ -149,6 +168,7 @@ class DocumentTokenizer:
         batch: int = BATCH_CHARACTERS,
     ):
         self.tokenizer, self.overlap, self.batch = tokenizer, overlap, batch
+        self.overlaps = [overlap]  # in which a seam is searched, one after the other
         backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         self.chunk = max(chunk, overlap) if _can_be_cut(backend) else WHOLE_DOCUMENT
         self.seams_within_words = backend is not None and type(backend.model).__name__ == "BPE"
@@ -157,22 +177,27 @@ class DocumentTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """Return the token ids of one text."""
+        if text and len(text) <= self.chunk:  # needs no thread
+            return list(self._encode([Chunk(text, 0)])[0].ids)
         return [id for _, ids in self.encode([[text]]) for id in ids]
 
     def encode(
         self,
         documents: Iterable[Iterable[str]],
         advance: Callable[[int], None] = lambda characters: None,
-    ) -> Iterator[tuple[bool, list[int]]]:
+    ) -> Iterator[tuple[bool, array[int]]]:
         """Tokenize documents; empty documents are omitted.
 
         Args:
             documents: the pieces of each document's text, read when they are needed.
             advance: called after each batch with its number of characters.
         Yields:
-            (whether a document begins with these ids, token ids).
+            (whether a document begins with these ids, token ids as unsigned ints).
         """
         cutter, left = copy.copy(self), None
+        # Most seams are found in a short overlap, in a quarter of the time. `parts` does not search
+        # it, because the checkpoints of a stream have positions among its parts.
+        cutter.overlaps = sorted({min(SHORT_OVERLAP_CHARACTERS, self.overlap), self.overlap})
         for chunk in cutter._encoded(documents, advance):
             if left is not None:
                 seam = chunk.begin
@@ -190,17 +215,38 @@ class DocumentTokenizer:
     def _encoded(
         self, documents: Iterable[Iterable[str]], advance: Callable[[int], None]
     ) -> Iterator[Chunk]:
+        """Yield the tokenized chunks of documents, in their order.
+
+        The next batches are tokenized in threads, because the tokenizer releases Python's lock,
+        while this thread reads and cuts text, and its caller writes the tokens of earlier batches.
+        """
+        if self.tokenizer.is_fast:
+            # The first call sets options. Later, while other calls run, that would be an error.
+            self._encode([Chunk("", 0)])
+        with ThreadPoolExecutor(BATCHES_AHEAD if self.tokenizer.is_fast else 1) as threads:
+            ahead: deque[Future] = deque()
+            for batch in self._batches(documents):
+                ahead.append(threads.submit(self._encode, batch))
+                if len(ahead) > BATCHES_AHEAD:
+                    yield from self._finished(ahead.popleft(), advance)
+            while ahead:
+                yield from self._finished(ahead.popleft(), advance)
+
+    def _batches(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Chunk]]:
         batch, characters = [], 0
         for pieces in documents:
             for chunk in self.parts(pieces):
                 batch.append(chunk)
                 characters += len(chunk.text)
                 if characters >= self.batch:
-                    yield from self._encode(batch)
-                    advance(characters)
+                    yield batch
                     batch, characters = [], 0
-        yield from self._encode(batch)
-        advance(characters)
+        yield batch
+
+    def _finished(self, future: Future, advance: Callable[[int], None]) -> list[Chunk]:
+        chunks = future.result()
+        advance(sum(len(chunk.text) for chunk in chunks))
+        return chunks
 
     def _encode(self, chunks: list[Chunk]) -> list[Chunk]:
         if chunks:
@@ -213,7 +259,7 @@ class DocumentTokenizer:
             )
             encodings = encoded.encodings or [None] * len(chunks)
             for chunk, ids, encoding in zip(chunks, encoded["input_ids"], encodings, strict=True):
-                chunk.ids, chunk.encoding = ids, encoding
+                chunk.ids, chunk.encoding = array("I", ids), encoding
         return chunks
 
     def parts(self, pieces: Iterable[str]) -> Iterator[Chunk]:
@@ -235,7 +281,7 @@ class DocumentTokenizer:
         if text:
             yield Chunk(text, start, begin)
 
-    def part_ids(self, part: Chunk) -> list[int]:
+    def part_ids(self, part: Chunk) -> array[int]:
         """Return the token ids of one of `parts`; joined, they are the ids of the whole text.
 
         Raises:
@@ -247,10 +293,13 @@ class DocumentTokenizer:
     # ------------------------------------------------------------------- seams
 
     def _seam_at(self, text: str, start: int, cut: int) -> Seam | None:
-        left = Chunk(text[cut - self.overlap : cut + self.overlap], start + cut - self.overlap)
-        right = Chunk(text[cut : cut + 2 * self.overlap], start + cut)
-        self._encode([left, right])
-        return self.find_seam(left, right)
+        for size in self.overlaps:
+            left = Chunk(text[cut - size : cut + size], start + cut - size)
+            right = Chunk(text[cut : cut + 2 * size], start + cut)
+            self._encode([left, right])
+            if seam := self.find_seam(left, right):
+                return seam
+        return None
 
     def find_seam(self, left: Chunk, right: Chunk) -> Seam | None:
         """Return a seam of two tokenized chunks, or None if there is none.
@@ -258,8 +307,7 @@ class DocumentTokenizer:
         It is near the middle of the longest stretch on which the chunks agree, if possible at the
         beginning of a pre-token.
         """
-        left_tokens = [left.token(index) for index in range(len(left.ids))]
-        right_tokens = [right.token(index) for index in range(len(right.ids))]
+        left_tokens, right_tokens = left.tokens(), right.tokens()
         run = SequenceMatcher(None, left_tokens, right_tokens, autojunk=False).find_longest_match()
         if run.size < 2:
             return None
@@ -272,16 +320,19 @@ class DocumentTokenizer:
                 and bisect_right(changes, end) - bisect_right(changes, start) >= KIND_CHANGES
             )
 
-        places = [
-            place
-            for place in range(1, run.size)
-            if self._is_boundary(tokens[place - 1], tokens[place])
-            and is_far(tokens[0].start, tokens[place].start)
-            and is_far(tokens[place].start, tokens[-1].end)
-        ]
-        if not places:
+        def is_seam(place: int) -> bool:
+            return (
+                self._is_boundary(tokens[place - 1], tokens[place])
+                and is_far(tokens[0].start, tokens[place].start)
+                and is_far(tokens[place].start, tokens[-1].end)
+            )
+
+        def order(place: int) -> tuple[bool, float]:
+            return not tokens[place].begins, abs(place - run.size / 2)
+
+        place = next(filter(is_seam, sorted(range(1, run.size), key=order)), None)
+        if place is None:
             return None
-        place = min(places, key=lambda place: (not tokens[place].begins, abs(place - run.size / 2)))
         # As few tokens around the seam as satisfy its conditions.
         seam = tokens[place].start
         begin = next(n for n in reversed(range(place)) if is_far(tokens[n].start, seam))

@@ -222,7 +222,7 @@ class RowEncoder:
         eos = self.documents.tokenizer.eos_token_id
         separator = [eos] if item.begins and eos is not None else []
         ids = self.documents.part_ids(item.part) if item.part else self.documents.ids(text)
-        return np.array(separator + ids, dtype=np.int64), None
+        return np.array([*separator, *ids], dtype=np.int64), None
 
     def _example(self, item: Item) -> tuple[tuple[np.ndarray, np.ndarray] | None, str | None]:
         if self.examples is None:

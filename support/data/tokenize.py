@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from support.files.hub_cache import cache_folder
 
 CACHE_VERSION = 6  # increase it when the layout of the cache or the tokenization changes
 BATCH_EXAMPLES = 256
+WRITTEN_TOKENS = 1 << 16  # minimum number of tokens of a document file in one write
 BAD_ROWS = "bad_rows.json"  # file in a folder of the cache
 SHOWN_BAD_ROWS = 10
 
@@ -208,7 +211,9 @@ def _write_tokens(
 ) -> dict:
     """Write the files of a tokenized corpus, and return the facts about it."""
     bad, notices = [], []
-    dtype = "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
+    # Not len(tokenizer): the ids of some vocabularies have gaps.
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    dtype = "uint16" if largest < 1 << 16 else "uint32"
 
     def refuse(row: BadRow) -> None:
         bad.append(str(row))
@@ -290,14 +295,22 @@ class SplitWriter:
         end_of_text = self.tokenizer.eos_token_id
         separator = [] if end_of_text is None else [end_of_text]
         encode = DocumentTokenizer(self.tokenizer).encode
-        tokens = 0
+        tokens, waiting = 0, array("I")
         with open(f"{self.path}.bin", "wb") as file:
             chunks = encode(map(self._read, documents), self.advance)
             for number, (begins, ids) in enumerate(chunks):
-                ids = separator + ids if begins and number else ids
-                np.asarray(ids, dtype=self.dtype).tofile(file)
-                tokens += len(ids)
-        return tokens
+                if begins and number:
+                    waiting.extend(separator)
+                waiting.extend(ids)
+                # Many short documents are one write.
+                if len(waiting) >= WRITTEN_TOKENS:
+                    tokens += self._append(waiting, file)
+                    waiting = array("I")
+            return tokens + self._append(waiting, file)
+
+    def _append(self, ids: array[int], file: BinaryIO) -> int:
+        np.frombuffer(ids, dtype=np.uint32).astype(self.dtype).tofile(file)
+        return len(ids)
 
     def _read(self, document: Document) -> Iterator[str]:
         """Yield the pieces of a document, and add them to the digest."""

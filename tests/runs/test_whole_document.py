@@ -142,8 +142,8 @@ def test_chunks_of_the_real_size():
         ]
         characters, found = [], []
         for begins, ids in DocumentTokenizer(tokenizer).encode(pieces, characters.append):
-            found += [ids] if begins else []
-            found[-1] += [] if begins else ids
+            found += [[]] if begins else []
+            found[-1] += ids
         assert found == [whole(tokenizer, text) for text in texts if text]
         assert sum(map(len, texts)) <= sum(characters) < 1.1 * sum(map(len, texts))
         number, ids = in_parts(tokenizer, texts[0])
