@@ -74,6 +74,33 @@ def pytest_configure():
         os.sched_setaffinity(0, CORES[int(worker[2:]) :: workers] or CORES)
 
 
+# The files that take longest. pytest-xdist gives its workers one file after the other; a long one
+# that starts last leaves the other worker without work.
+FIRST = [
+    "test_slurm_jobs.py",
+    "test_comparison.py",
+    "test_checkpoint.py",
+    "test_memory_prediction.py",
+    "test_equality.py",
+    "test_streaming.py",
+    "test_machines.py",
+    "test_any_strategy.py",
+    "test_models.py",
+    "test_check.py",
+    "test_attacks_processes.py",
+    "test_own_data.py",
+    "test_export.py",
+    "test_lora.py",
+    "test_ssh.py",
+]
+
+
+def pytest_collection_modifyitems(items):
+    """Run the files of FIRST first."""
+    place = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(FIRST)))
+
+
 def compile_ops(mark: Path) -> None:
     """Compile DeepSpeed's ops once and side by side, before several workers need one at the same
     time.
@@ -237,7 +264,24 @@ def preloaded(environment):
 
 
 @pytest.fixture(scope="session")
-def script(tmp_path_factory, preloaded):
+def begin(preloaded):
+    """begin(command, env, cwd) is `start`, but a fork of a preloaded interpreter runs the command.
+
+    For tests that interrupt a run. Those that look for its processes use `start`.
+    """
+
+    def run(command: list, env: dict | None = None, cwd: Path | None = None) -> subprocess.Popen:
+        if preloaded:
+            if command[0] == "torchrun":
+                env = {**(env or {}), **preloaded.for_torchrun()}
+            command = preloaded.replace(command)
+        return start(command, env, cwd)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def script(tmp_path_factory, begin):
     """script(*args, launcher=, ranks=, env=, ok=) runs real_model_example.py and returns a `Run`.
 
     Under python and torchrun a fork of a preloaded interpreter runs it, unless `real` is true.
@@ -263,13 +307,10 @@ def script(tmp_path_factory, preloaded):
             skip("infinity needs libaio: apt install libaio-dev")
         folder = folder or tmp_path_factory.mktemp("run") / "out"
         command = [*launcher_command(launcher, ranks), program, *args]
-        if preloaded and not real:
-            command = preloaded.replace(command)
-            env = {**(env or {}), **(preloaded.for_torchrun() if launcher == "torchrun" else {})}
         if "--output_dir" not in args and "--help" not in args:
             command += ["--output_dir", folder]
         started = time.monotonic()
-        process = start(command, env, cwd)
+        process = (start if real else begin)(command, env, cwd)
         out, err = finish(process, timeout)
         done = Run(process.returncode, out, err, time.monotonic() - started, Path(folder))
         if ok:

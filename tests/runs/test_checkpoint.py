@@ -258,8 +258,8 @@ def test_a_signal_to_the_launcher(request, tmp_path, launcher, strategy):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_exit_code_of_a_run_that_was_stopped(tmp_path, number):
-    process = start(
+def test_exit_code_of_a_run_that_was_stopped(begin, tmp_path, number):
+    process = begin(
         [
             *launcher_command("python", 1),
             SCRIPT,
@@ -279,10 +279,10 @@ def test_exit_code_of_a_run_that_was_stopped(tmp_path, number):
     assert json.loads((tmp_path / "results.json").read_text())["status"] == "preempted"
 
 
-def test_a_signal_during_an_evaluation(script, tmp_path):
+def test_a_signal_during_an_evaluation(script, begin, tmp_path):
     """Before the first step at that, when there are no moments to save."""
     work = [*ON_ONE, "--eval_first", "--eval_samples", "500", "--max_steps", "3", "--output_dir"]
-    process = start([*launcher_command("python", 1), SCRIPT, *work, tmp_path / "stopped"])
+    process = begin([*launcher_command("python", 1), SCRIPT, *work, tmp_path / "stopped"])
     while "Dataset ready" not in (line := process.stdout.readline()):
         assert line, process.stderr.read()
     time.sleep(0.5)

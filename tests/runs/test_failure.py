@@ -108,10 +108,10 @@ def test_gradient_that_is_not_finite_stops_the_run_and_is_in_no_checkpoint(scrip
     ]
 
 
-def test_stopped_infinity_leaves_nothing_on_nvme(tmp_path):
+def test_stopped_infinity_leaves_nothing_on_nvme(begin, tmp_path):
     nvme = tmp_path / "nvme"
     nvme.mkdir()
-    process = start(
+    process = begin(
         [
             *launcher_command("python", 1),
             SCRIPT,
@@ -133,8 +133,8 @@ def test_stopped_infinity_leaves_nothing_on_nvme(tmp_path):
     assert list(nvme.iterdir()) == []
 
 
-def test_signal_with_no_save_ends_with_one_line(tmp_path):
-    process = start(
+def test_signal_with_no_save_ends_with_one_line(begin, tmp_path):
+    process = begin(
         [
             *launcher_command("python", 1),
             SCRIPT,

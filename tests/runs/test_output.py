@@ -193,8 +193,8 @@ def test_a_flag_of_another_strategy_is_ignored_with_one_line(script, tmp_path):
     )
 
 
-def test_default_output_dir_is_new_for_each_run(script, tmp_path):
-    from conftest import SCRIPT, finish, launcher_command, start
+def test_default_output_dir_is_new_for_each_run(begin, tmp_path):
+    from conftest import SCRIPT, finish, launcher_command
 
     command = [
         *launcher_command("python", 1),
@@ -205,7 +205,7 @@ def test_default_output_dir_is_new_for_each_run(script, tmp_path):
         "1",
         "--no_eval",
     ]
-    finish(start(command, cwd=tmp_path), 60)
+    finish(begin(command, cwd=tmp_path), 60)
     [folder] = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"tiny-gpt2-dp-\d{8}-\d{6}", folder.name)
     assert {file.name for file in folder.iterdir()} == {
