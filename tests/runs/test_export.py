@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PROJECT, assert_close, free_port, load_exported
+from conftest import PROJECT, assert_close, finish, free_port, load_exported
 
 CONVERT = [sys.executable, PROJECT / "scripts" / "convert_checkpoint.py"]
 WORK = ["--seq_length", "32", "--num_samples", "8", "--batch_size", "2", "--no_eval"]
@@ -86,13 +86,22 @@ def test_no_export(script):
 # --------------------------------------------------------------------------------------- converting
 
 
-def convert(*args):
-    """Run the converter; returns exit code and output."""
-    done = subprocess.run(
-        [*CONVERT, *map(str, args)], capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"}
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def convert(capsys, monkeypatch):
+    """convert(*args) runs the converter in this process; returns exit code and output."""
+    import convert_checkpoint
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *map(str, args)])
+        code = 0
+        try:
+            convert_checkpoint.main()
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +120,16 @@ def saved(script):
     )
 
 
-def test_inspect(saved):
-    code, out = convert(saved.folder, "--inspect")
-    assert code == 0
+def test_inspect(saved, begin):
+    """In a process of its own, as a user starts it."""
+    process = begin([*CONVERT, saved.folder, "--inspect"], {"HF_HUB_OFFLINE": "1"})
+    out, err = finish(process, 120)
+    assert process.returncode == 0 and "Traceback" not in err, err
     assert "step 2" in out and "zero2 on 2 ranks" in out and "4,339,200 parameters" in out
     assert "transformer.wte.weight" in out and "4096×256" in out
 
 
-def test_to_hf_is_the_export(saved, tmp_path):
+def test_to_hf_is_the_export(saved, convert, tmp_path):
     code, out = convert(saved.folder, "--to", "hf", tmp_path / "hf", "--max_shard_size", "5MB")
     assert code == 0, out
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
@@ -131,7 +142,7 @@ def test_to_hf_is_the_export(saved, tmp_path):
     assert code == 2 and "exists" in out
 
 
-def test_to_torch(saved, tmp_path):
+def test_to_torch(saved, convert, tmp_path):
     import torch
 
     code, out = convert(saved.folder, "--to", "torch", tmp_path / "torch")
@@ -147,7 +158,7 @@ def test_to_torch(saved, tmp_path):
     assert all(moment.abs().max() > 0 for moment in optimizer["exp_avg_sq"].values())
 
 
-def test_a_damaged_or_wrong_source_is_refused(saved, tmp_path):
+def test_a_damaged_or_wrong_source_is_refused(saved, convert, tmp_path):
     copy = shutil.copytree(saved.folder / "checkpoints", tmp_path / "copy")
     file = next(copy.rglob("*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -259,7 +270,7 @@ def plain_pytorch(folder, hf, lr):
     return losses
 
 
-def test_deepspeed_goes_on_from_a_universal_folder(saved, plain_deepspeed, tmp_path):
+def test_deepspeed_goes_on_from_a_universal_folder(saved, convert, plain_deepspeed, tmp_path):
     """Weights, moments and Adam's step: without one of them the second loss would be another."""
     assert convert(saved.folder, "--to", "torch", tmp_path / "torch")[0] == 0
     assert convert(saved.folder, "--to", "deepspeed-universal", tmp_path / "universal")[0] == 0
@@ -276,7 +287,7 @@ def test_deepspeed_goes_on_from_a_universal_folder(saved, plain_deepspeed, tmp_p
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_start_from_a_universal_folder_that_deepspeed_made(
-    script, saved, plain_deepspeed, tmp_path, stage
+    script, saved, convert, plain_deepspeed, tmp_path, stage
 ):
     import torch
 
