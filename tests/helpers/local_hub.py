@@ -144,6 +144,7 @@ class Hub(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else an answer waits 40 ms for an acknowledgement
     # /api/models/ID, /api/models/ID/VERB/REVISION/PATH
     ABOUT = re.compile(
         r"/api/(?P<kind>models|datasets)/(?P<id>[\w.-]+(?:/(?!(?:revision|tree|paths-info)/)[\w.-]+)?)"
