@@ -1,5 +1,5 @@
 # make demo   set up, then compare all strategies on the embedded model and text
-# make test   set up, then lint and run every test once (about 55 minutes on 2 cores)
+# make test   set up, then lint and run every test once (estimated: 20 minutes on 2 cores)
 # make unit   the tests that start no process (seconds)
 # make soak   the full products and repeats, and every attack (hours)
 # make bench  measure speed and memory next to transformers.Trainer and accelerate; GPU=1 on a GPU
@@ -7,7 +7,8 @@
 # TORCH=...   what pip installs for torch, for example TORCH="torch==2.6.0"
 PYTHON ?= python3
 # Two files of tests at a time, each with half of the cores. PARALLEL= runs one test after the other.
-PARALLEL ?= -n 2 --dist loadfile
+# They come in the order of collection (tests/conftest.py), not by their number of tests.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 VENV   := .venv
 BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
