@@ -46,6 +46,8 @@ def test_is_a_function_of_the_seed_and_not_of_the_number_of_threads(threads):
     assert torch.equal(first, draw(1, 2))
     assert not torch.equal(first, draw(2, 1))
     assert not torch.equal(*first.chunk(2))
+    numbers = dropout.draw_numbers((8 * dropout.PART,), (1,))
+    assert not torch.equal(*numbers.chunk(2))  # each part has a generator of its own
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-9, 1.0])
