@@ -5,10 +5,10 @@ from benchmarks import peers
 
 def test_every_driver_is_measured(tmp_path, capsys):
     flags = "--model tiny-gpt2 --cases one,fsdp --rounds 1 --steps 3 --skip 0 --out"
-    command = [*flags.split(), str(tmp_path), "--only", "ours,Trainer,accelerate,accelerate FSDP"]
+    command = [*flags.split(), str(tmp_path), "--only", "ours,Trainer,accelerate FSDP"]
     assert peers.main(command) == 0, capsys.readouterr().out
     runs, facts = peers.load_runs(tmp_path / "measurements.json")
-    assert [run.program for run in runs] == ["ours", "Trainer", "accelerate", "accelerate FSDP"]
+    assert [run.program for run in runs] == ["ours", "Trainer", "accelerate FSDP"]
     assert facts["versions"]["accelerate"] and facts["hardware"]["cores"]
     for run in runs:
         assert [step for step, _ in run.stamps] == [1, 2, 3]
