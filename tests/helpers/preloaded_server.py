@@ -311,6 +311,9 @@ def take_over(request: dict) -> None:
     tempfile.tempdir = None
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
+    for number in signal.valid_signals() - set(request["ignored"]):
+        if signal.getsignal(number) == signal.SIG_IGN:  # the tests run under nohup
+            signal.signal(number, signal.SIG_DFL)
     _show_arguments(request["arguments"])
     _open_streams(request["unbuffered"])
 
