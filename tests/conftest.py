@@ -23,6 +23,7 @@ from preloaded import Preloaded
 
 pytest_plugins = [
     "cluster_work",
+    "command_lines",
     "generated_scripts",
 ]  # of tests/helpers; their fixtures are for several files
 
