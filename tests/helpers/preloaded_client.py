@@ -39,6 +39,9 @@ RUN_TIME = {
     b"PYTEST_CURRENT_TEST",
     b"SLURM_CONF",  # set once a worker has started Slurm; without this line all later starts are real
     b"TMPDIR",  # the child forgets the server's temporary folder
+    # torch sets these in the tests' own process
+    b"PYTORCH_NVML_BASED_CUDA_CHECK",
+    b"TORCHINDUCTOR_CACHE_DIR",
     # compare_strategies.sh
     b"COMPARISON_RUN",
     b"CONTROL",

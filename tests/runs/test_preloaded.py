@@ -6,7 +6,8 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("variable", "forked"), [("SLURM_CONF", True), ("TORCH_CPP_LOG_LEVEL", False)]
+    ("variable", "forked"),
+    [("SLURM_CONF", True), ("TORCHINDUCTOR_CACHE_DIR", True), ("TORCH_CPP_LOG_LEVEL", False)],
 )
 def test_start_is_a_fork_unless_a_library_reads_the_variable(
     preloaded, tmp_path, monkeypatch, variable, forked
