@@ -1,5 +1,5 @@
 # make demo   set up, then compare all strategies on the embedded model and text
-# make test   set up, then lint and run every test once (estimated: 20 minutes on 2 cores)
+# make test   set up, then lint and run every test once (48 minutes on 2 shared cores)
 # make unit   the tests that start no process (seconds)
 # make soak   the full products and repeats, and every attack (hours)
 # make bench  measure speed and memory next to transformers.Trainer and accelerate; GPU=1 on a GPU
