@@ -28,7 +28,7 @@ def on_each(machines, *args, nnodes="3", names=None, programs=None, rdzv_id=None
     ]
     if (
         ":" in nnodes
-        # with a store that torchrun's agents share a machine that is added waits for ever (torch 2.13)
+        # with a store that torchrun's agents share a machine that is added waits without end (torch 2.13)
     ):
         torchrun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *torchrun]
         torchrun += ["--max_restarts=3", "--rdzv_conf=last_call_timeout=5"]

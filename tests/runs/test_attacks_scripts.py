@@ -1,4 +1,4 @@
-"""Attacks on the command lines of the scripts beside the training script."""
+"""Attacks on the command lines of the scripts in scripts/."""
 
 import json
 
