@@ -113,7 +113,7 @@ class RunRecord:
         world_size, num_sequences = self.ctx.world_size, state.num_sequences
         if self.results.nothing_left_to_do(total_steps(args, world_size, num_sequences), args):
             return True
-        return self.results.was_complete and state.finished and not args.eval_only
+        return self.results.was_complete and state.finished
 
     def start_training(
         self, args, objects: TrainingObjects, manager: CheckpointManager, state: TrainState

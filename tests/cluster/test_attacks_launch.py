@@ -22,6 +22,15 @@ TASK = {
 
 EXPORTED = {"RANK": "0", "WORLD_SIZE": "2"}
 
+# A shell in each task has set these before it starts four processes.
+SHELL_IN_TASK = TASK | {
+    "RANK": "6",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "2",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "n1",
+}
+
 SLURM_WINS = ("srun", 1, 2, 0, 1, 1, "n1", 20707)
 
 # What happened: the process's environment, that with which its task started ("task": as the
@@ -85,29 +94,11 @@ LAUNCHES = {
         ("deepspeed", 3, 4, 3, 4, 0, "127.0.0.1", 1234),
     ),
     "a shell in each task that starts four": (
-        TASK
-        | {
-            "RANK": "6",
-            "WORLD_SIZE": "8",
-            "LOCAL_RANK": "2",
-            "LOCAL_WORLD_SIZE": "4",
-            "MASTER_ADDR": "n1",
-        },
+        SHELL_IN_TASK,
         {},
         ("python", 6, 8, 2, 4, 1, "n1", 29500),
     ),
-    "the same in a container": (
-        TASK
-        | {
-            "RANK": "6",
-            "WORLD_SIZE": "8",
-            "LOCAL_RANK": "2",
-            "LOCAL_WORLD_SIZE": "4",
-            "MASTER_ADDR": "n1",
-        },
-        None,
-        ("python", 6, 8, 2, 4, 1, "n1", 29500),
-    ),
+    "the same in a container": (SHELL_IN_TASK, None, ("python", 6, 8, 2, 4, 1, "n1", 29500)),
     "one srun for each rank": (
         TASK
         | {

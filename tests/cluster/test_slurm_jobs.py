@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cluster_work import WORK, setup, wait_for
@@ -202,18 +203,18 @@ def test_time_limit_is_survived(slurm, script, project):
     assert losses_of(work, job) == whole.losses
 
 
-def test_a_rank_that_dies_fails_the_job(slurm, project):
-    work = project.parent / "my work"
+def submit_endless(template: Path, work: Path) -> str:
+    """Submit a job that trains until it is ended, and wait for its first step; return its number."""
     job, _ = submit(
-        project / "slurm" / "train_srun.slurm",
-        *WORK,
-        "--epochs",
-        "4000",
-        sbatch=ONE_RANK_A_NODE,
-        cwd=work,
-        wait=False,
+        template, *WORK, "--epochs", "4000", sbatch=ONE_RANK_A_NODE, cwd=work, wait=False
     )
     wait_for(lambda: started(work, job), 90, "the job does not train")
+    return job
+
+
+def test_a_rank_that_dies_fails_the_job(slurm, project):
+    work = project.parent / "my work"
+    job = submit_endless(project / "slurm" / "train_srun.slurm", work)
     victim = next(
         p
         for p in descendants_of_test()
@@ -245,16 +246,7 @@ def test_a_turn_that_fails_is_not_repeated(slurm, script, project):
 
 def test_scancel_leaves_a_checkpoint_to_resume(slurm, script, project):
     work = project.parent / "my work"
-    job, _ = submit(
-        project / "slurm" / "train_multi_node.slurm",
-        *WORK,
-        "--epochs",
-        "4000",
-        sbatch=ONE_RANK_A_NODE,
-        cwd=work,
-        wait=False,
-    )
-    wait_for(lambda: started(work, job), 90, "the job does not train")
+    job = submit_endless(project / "slurm" / "train_multi_node.slurm", work)
     subprocess.run(["scancel", job], check=True)
     folder = work / "runs" / f"train-{job}"
     wait_for(
