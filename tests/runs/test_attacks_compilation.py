@@ -1,61 +1,58 @@
-"""Attacks on the compilation of C++ ops: killed, stopped, at the same time. A trivial op stands for
-DeepSpeed's.
+"""DeepSpeed's ops are compiled once, whatever happens to the process that compiles them.
+
+The compiler is a stub that compiles a trivial module in place of DeepSpeed's sources.
 """
 
-import fcntl
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
-from conftest import PROJECT, finish, start
+from conftest import PROJECT, finish, path_without, start
 
-OP = """
+from support.strategies import ops
+from support.strategy import STRATEGIES
+
+MODULE = """
 #include <Python.h>
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "op", nullptr, -1, nullptr};
-extern "C" PyObject* PyInit_op() { return PyModule_Create(&module); }
+#define NAME2(name) PyInit_##name
+#define NAME(name) NAME2(name)
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "op", nullptr, -1, nullptr};
+extern "C" PyObject* NAME(TORCH_EXTENSION_NAME)() { return PyModule_Create(&definition); }
 """
-# Everything but the op itself goes to the real compiler.
+# Writes its process id for each file that it compiles.
 COMPILER = """#!/bin/bash
-case "$*" in *op.cpp*-o*|*-c*op.cpp*) echo $$ >> {pids}; sleep {seconds};; esac
-exec /usr/bin/c++ "$@"
+case " $* " in
+    *" -c "*) echo $$ >> {folder}/compiled
+        sleep {seconds}
+        for argument in "$@"; do
+            case "$argument" in *.cpp) arguments+=({folder}/module.cpp) ;; *) arguments+=("$argument") ;; esac
+        done
+        exec /usr/bin/c++ "${{arguments[@]}}" -O0 ;;
+    *) exec /usr/bin/c++ -Wl,--allow-multiple-definition "$@" ;;
+esac
 """
-BUILD = """
-import signal, sys
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-from torch.utils import cpp_extension
-from functools import partial
-from support import patches
-from support.strategies import op_builds
-print0 = partial(print, flush=True)
-lock = partial(op_builds.build_lock, run_id=sys.argv[1], print0=print0)
-patches.guard_compilations(lock, op_builds.run_command)
-cpp_extension.load("op", [sys.argv[2]])
-print("loaded")
-"""
+BUILDER = PROJECT / "scripts" / "build_ops.py"
 
 
 @pytest.fixture
-def build(tmp_path):
-    """build(run, seconds) starts a process that compiles the op, with a compiler that takes so
+def builder(tmp_path):
+    """builder(seconds) starts scripts/build_ops.py for offload, with a compiler that takes so
     long.
     """
-    (tmp_path / "op.cpp").write_text(OP)
+    (tmp_path / "module.cpp").write_text(MODULE)
     processes = []
 
-    def run(name: str, seconds: int) -> subprocess.Popen:
+    def run(seconds: int = 0, command=(sys.executable, BUILDER, "offload")) -> subprocess.Popen:
         compiler = tmp_path / f"compiler{len(processes)}"
-        compiler.write_text(COMPILER.format(pids=tmp_path / "pids", seconds=seconds))
+        compiler.write_text(COMPILER.format(folder=tmp_path, seconds=seconds))
         compiler.chmod(0o755)
         env = {"TORCH_EXTENSIONS_DIR": tmp_path / "extensions", "CXX": compiler}
-        processes.append(
-            start([sys.executable, "-c", BUILD, name, tmp_path / "op.cpp"], env, cwd=PROJECT)
-        )
+        processes.append(start(list(command), env, cwd=PROJECT))
         return processes[-1]
 
     yield run
@@ -64,18 +61,41 @@ def build(tmp_path):
         process.communicate()
 
 
-def compilers(tmp_path, seconds: float = 60) -> list[psutil.Process]:
-    """The compilers that run, once there is one."""
-    until = time.monotonic() + seconds
-    while not (tmp_path / "pids").exists():
+def calls(folder: Path) -> list[str]:
+    """The process ids of the compilers that were started."""
+    return (folder / "compiled").read_text().split() if (folder / "compiled").exists() else []
+
+
+def running_compilers(folder: Path) -> list[psutil.Process]:
+    """The compilers that run, and what they have started, once there are some."""
+    until = time.monotonic() + 90
+    while not calls(folder):
         assert time.monotonic() < until
         time.sleep(0.1)
     time.sleep(0.2)
-    return [
-        psutil.Process(int(pid))
-        for pid in (tmp_path / "pids").read_text().split()
-        if psutil.pid_exists(int(pid))
-    ]
+    running = [psutil.Process(int(pid)) for pid in calls(folder) if psutil.pid_exists(int(pid))]
+    assert running
+    return running + [child for process in running for child in process.children(recursive=True)]
+
+
+def test_nothing_is_compiled_twice(builder, tmp_path):
+    """Neither by a second call, nor in a second environment with the same versions."""
+    out, err = finish(builder(), 120)
+    assert "cpu_adam: compiled in" in out, out + err
+    compiled = calls(tmp_path)
+    out, _ = finish(builder(), 60)
+    assert "cpu_adam: already compiled" in out
+
+    # A second environment: another interpreter, and packages at another path.
+    other, environment = tmp_path / "other", Path(sys.prefix)
+    (other / "bin").mkdir(parents=True)
+    (other / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
+    (other / "lib").symlink_to(environment / "lib")
+    if (environment / "pyvenv.cfg").exists():
+        (other / "pyvenv.cfg").write_text((environment / "pyvenv.cfg").read_text())
+    out, err = finish(builder(command=(other / "bin" / "python", BUILDER, "offload")), 60)
+    assert "cpu_adam: already compiled" in out, out + err
+    assert calls(tmp_path) == compiled
 
 
 @pytest.mark.parametrize(
@@ -86,132 +106,52 @@ def compilers(tmp_path, seconds: float = 60) -> list[psutil.Process]:
         pytest.param(signal.SIGINT, marks=pytest.mark.soak),
     ],
 )
-def test_killed_compilation_leaves_no_compiler_and_no_lock(build, tmp_path, number):
-    first = build("first run", 1000)
-    running = compilers(tmp_path)
-    running += [child for process in running for child in process.children(recursive=True)]
-    assert running
+def test_killed_compilation_leaves_no_compiler_and_no_lock(builder, tmp_path, number):
+    first = builder(1000)
+    running = running_compilers(tmp_path)
     first.send_signal(number)
     first.communicate(timeout=20)
     _, alive = psutil.wait_procs(running, 10)
     assert alive == []
-    out, err = finish(build("second run", 0), 60)
-    assert "loaded" in out, err
-    assert not (tmp_path / "extensions" / "op" / "lock").exists()
+    out, err = finish(builder(), 120)
+    assert "cpu_adam: compiled in" in out, out + err
+    [folder] = (tmp_path / "extensions").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"cpu_adam.so", ".lock"}
+
+
+START = """
+import signal
+from support.strategies import ops
+ops.start_builder(["cpu_adam"])
+signal.pause()
+"""
+
+
+def test_builder_in_the_background_ends_with_its_run(builder, tmp_path):
+    run = builder(1000, (sys.executable, "-c", START))
+    running = [*psutil.Process(run.pid).children(recursive=True), *running_compilers(tmp_path)]
+    run.kill()
+    run.communicate(timeout=20)
+    _, alive = psutil.wait_procs(running, 10)
+    assert alive == []
 
 
 @pytest.mark.soak
-def test_second_run_says_what_it_waits_for(build, tmp_path):
-    first = build("first run", 15)
-    compilers(tmp_path)
-    out, err = finish(build("second run", 0), 90)
-    assert out.count("Waiting") == 1 and f"process {first.pid} on" in out, out + err
-    assert "loaded" in out
-    assert "loaded" in first.communicate(timeout=20)[0]
+def test_second_builder_waits_for_the_first(builder, tmp_path):
+    first = builder(15)
+    running_compilers(tmp_path)
+    out, err = finish(builder(), 90)
+    assert "waiting" in out and "already compiled" in out, out + err
+    assert "compiled in" in first.communicate(timeout=20)[0]
+    assert len(calls(tmp_path)) == len(set(calls(tmp_path)))
 
 
-# ----------------------------------------------------------------------------------- the lock alone
-
-
-@pytest.fixture
-def lock(tmp_path, monkeypatch):
-    """lock(run) takes and releases the lock of a folder, and returns what was said."""
-    from support.strategies import op_builds
-
-    monkeypatch.setattr(op_builds, "POLL_SECONDS", 0.05)
-
-    def take(run="mine") -> list[str]:
-        said = []
-        with op_builds.build_lock("op", tmp_path, run, said.append):
-            assert not (tmp_path / "lock").exists()
-            assert json.loads((tmp_path / ".building").read_text())["process"] == os.getpid()
-        return said
-
-    return take
-
-
-def in_background(take, *args) -> tuple[threading.Thread, list]:
-    said = []
-    thread = threading.Thread(target=lambda: said.extend(take(*args)), daemon=True)
-    thread.start()
-    return thread, said
-
-
-def test_a_free_lock_is_taken_silently(lock):
-    assert lock() == lock() == []
-
-
-@pytest.mark.parametrize("age", [0, 10_000])
-def test_the_file_of_a_killed_compilation_is_removed(lock, tmp_path, age):
-    (tmp_path / "lock").touch()
-    os.utime(tmp_path / "lock", (time.time() - age,) * 2)
-    [said] = lock()
-    assert "removed" in said
-
-
-def test_the_file_of_a_live_compilation_stays_however_old_it_is(lock, tmp_path):
-    (tmp_path / "lock").touch()
-    os.utime(tmp_path / "lock", (0, 0))
-    ninja = subprocess.Popen(
-        ["sleep", "1000"], cwd=tmp_path
-    )  # of a program that does not know our lock
-    try:
-        thread, said = in_background(lock)
-        thread.join(2)
-        assert thread.is_alive() and (tmp_path / "lock").exists()
-        (tmp_path / "lock").unlink()
-        thread.join(10)
-        assert not thread.is_alive() and len(said) == 1 and "Waiting" in said[0]
-    finally:
-        ninja.kill()
-        ninja.wait()
-
-
-def test_a_young_file_of_another_machine_is_respected(lock, tmp_path, monkeypatch):
-    """Some file systems do not pass locks on between machines."""
-    from support.strategies import op_builds
-
-    monkeypatch.setattr(op_builds, "UNLOCKED_SECONDS", 2)
-    (tmp_path / "lock").touch()
-    (tmp_path / ".building").write_text(
-        json.dumps({"process": 1, "host": "there", "run": "another"})
-    )
-    started = time.monotonic()
-    said = lock()
-    assert time.monotonic() - started > 1.5
-    assert len(said) == 2 and "Waiting" in said[0] and "removed" in said[1]
-
-
-@pytest.mark.parametrize("run, messages", [("mine", 0), ("another", 1)])
-def test_a_lock_that_is_held_is_waited_for(lock, tmp_path, run, messages):
-    with open(tmp_path / ".building", "w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        other.write(json.dumps({"process": 123, "host": "there", "run": run}))
-        other.flush()
-        thread, said = in_background(lock)
-        thread.join(1)
-        assert thread.is_alive()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert len(said) == messages and all("123" in line and "there" in line for line in said)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "5", '{"process": 1}', "\0\xff"])
-def test_a_damaged_owner_is_no_problem(lock, tmp_path, text):
-    (tmp_path / ".building").write_text(text)
-    assert lock() == []
-
-
-def test_without_locks_a_young_file_is_respected(lock, tmp_path, monkeypatch):
-    from support.strategies import op_builds
-
-    def no_locks(*_):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(op_builds.fcntl, "flock", no_locks)
-    monkeypatch.setattr(op_builds, "UNLOCKED_SECONDS", 2)
-    (tmp_path / "lock").touch()
-    said, started = [], time.monotonic()
-    with op_builds.build_lock("op", tmp_path, "mine", said.append):
-        assert time.monotonic() - started > 1.5
-    assert len(said) == 2 and "Waiting" in said[0] and "removed" in said[1]
+def test_a_compiled_op_needs_no_compiler(script, tmp_path):
+    """As on the compute nodes of a cluster, after make ops on the login node."""
+    ops.build(ops.needed_ops(STRATEGIES["offload"]), print, False)
+    env = {
+        "PATH": path_without(tmp_path, "c++", "g++", "gcc", "cc", "clang", "ninja"),
+        "CXX": "none",
+    }
+    run = script("--strategy", "offload", "--max_steps", "2", "--no_eval", "--no_export", env=env)
+    assert len(run.losses) == 2

@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Compile DeepSpeed's C++ ops before the first run needs them. Nothing is compiled twice.
+
+    python scripts/build_ops.py                    # for all strategies; make ops does the same
+    python scripts/build_ops.py offload            # for one: only offload and infinity need any
+
+On a cluster, run it on the login node, or on a compute node if its CPU differs. No GPU and no CUDA
+toolkit are needed. The ops are in ~/.cache/torch_extensions (or TORCH_EXTENSIONS_DIR), in a folder
+for each combination of versions and CPU. Exit codes: 0; 1 if an op cannot be compiled; 2 for wrong
+usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support import process
+
+if __name__ == "__main__":
+    process.catch_signals()
+
+from support.errors import EXIT_FAILED, MissingRequirement
+from support.strategies import op_builds, ops, requirements
+from support.strategy import STRATEGIES
+
+
+def main() -> None:
+    """Read the arguments, and compile what is missing."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="STRATEGY", help="a strategy, or an op's name")
+    parser.add_argument("--verbose", action="store_true", help="show the compiler's output")
+    args = parser.parse_args()
+    every_op = ops.needed_ops(STRATEGIES["infinity"])
+    for name in args.names:
+        if name not in [*STRATEGIES, *every_op]:
+            parser.error(f"{name} is neither a strategy nor one of {', '.join(every_op)}")
+    names = args.names or ["infinity"]
+    chosen = {op for name in names if name in STRATEGIES for op in ops.needed_ops(STRATEGIES[name])}
+    wanted = [op for op in every_op if op in chosen | set(names)]
+    try:
+        requirements.check_compiler([op for op in wanted if not ops.is_compiled(op)])
+        is_complete = op_builds.build_ops(
+            wanted, functools.partial(print, flush=True), args.verbose
+        )
+    except (MissingRequirement, OSError) as error:
+        print(f"❌ {error}")
+        is_complete = False
+    if not is_complete:
+        sys.exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    process.run_command_line(main)
