@@ -89,13 +89,13 @@ def library(function: str, file: Path, tokenizer) -> float:
 
 def ours(file: Path, tokenizer) -> float:
     """Return the seconds until the token cache of a corpus is written."""
-    from support.data.sources import open_source
+    from support.data.sources import SourceOptions, open_source
     from support.data.tokenize import tokenize_once
     from support.files.cache import Cache
 
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        source = open_source(str(file), None, None, None)
+        source = open_source(str(file), SourceOptions())
         tokenize_once(source, tokenizer, Cache(Path(folder), [], print), lambda n: None, 0)
         return time.perf_counter() - started
 
@@ -115,13 +115,11 @@ def waiting(file: Path, name: str, batch: int, step_seconds: float, steps: int) 
     """
     import torch
 
+    from support.cli.parse import parse_arguments
     from support.data.streaming import open_stream
 
-    arguments = argparse.Namespace(dataset=str(file), batch_size=batch, max_steps=steps, seed=0)
-    arguments.seq_length, arguments.shuffle_buffer, arguments.max_bad_rows = 1024, 1000, 0
-    arguments.gradient_accumulation_steps, arguments.validation_file = 1, None
-    arguments.text_column = arguments.dataset_config = arguments.include = None
-    arguments.compile, arguments.simulate_gpus = False, None
+    flags = f"--dataset {file} --batch_size {batch} --max_steps {steps} --seq_length 1024"
+    arguments = parse_arguments([*flags.split(), "--streaming", "--no_eval", "--seed", "0"])
     silent = SimpleNamespace(**dict.fromkeys(("print", "print0", "warn"), lambda *_: None))
     one_rank = SimpleNamespace(
         is_main=True,
