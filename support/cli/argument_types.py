@@ -10,7 +10,9 @@ import argparse
 import math
 import os
 import re
+import sys
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 
 from support.cli.arguments import Arguments
@@ -18,6 +20,18 @@ from support.errors import UserError
 from support.files.user_files import did_you_mean, shown
 
 REPORTERS = ("tensorboard", "wandb")
+# Trainer's names of the optimizers -> ours, where they differ.
+OPTIMIZER_NAMES = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    "adamw_bnb_8bit": "adamw_8bit",
+}
+# Words in the value of --fsdp.
+FSDP_OPTIONS = (
+    *("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"),
+    *("auto_wrap", "offload"),
+)
+# --resume without a path. Not a string, so that `--resume "$UNSET"`, an empty path, is an error.
+NEWEST = True
 
 
 # ------------------------------------------------------------------------------------------ numbers
@@ -67,9 +81,13 @@ def real(high: float, zero: bool = False):
 positive_int = whole(1, 10**9)
 natural_int = whole(0, 10**9)
 sequences = whole(1, 10**12)  # of a corpus
+tokens = whole(1, 10**15)
 batch = whole(1, 2**20)
-steps = whole(1, 99_999_999)  # eight digits, as in the names of checkpoint folders
-natural_steps = whole(0, 99_999_999)
+MOST_STEPS = 99_999_999  # eight digits, as in the names of checkpoint folders
+steps = whole(1, MOST_STEPS)
+max_steps = whole(1, MOST_STEPS, " (leave it out for no limit)")
+warmup_steps = whole(0, MOST_STEPS, " (--warmup_ratio takes a share of all steps)")
+_epochs = whole(1, MOST_STEPS, " (--max_steps can stop within an epoch)")
 ranks = whole(1, 2**17)
 rank_of_adapters = whole(1, 2**16)
 block_length = whole(2, 2**24, " (a block holds a token and its successor)")
@@ -78,6 +96,12 @@ seconds = whole(1, 2_000_000)  # must fit 32 bits in milliseconds
 positive_float = real(1e9)
 natural_float = real(1e9, zero=True)
 rate = real(1000)
+ratio = real(1, zero=True)
+
+
+def epochs(text: str) -> int:
+    """Parse a number of epochs; other trainers write whole ones as 3.0."""
+    return _epochs(re.sub(r"\.0*$", "", text))
 
 
 def probability(text: str) -> float:
@@ -96,6 +120,37 @@ def share(text: str) -> float:
             f"{shown(text)} is not a share between 0 and 1 (--no_eval evaluates on nothing)"
         )
     return value
+
+
+# ----------------------------------------------------------------------------- switches and choices
+
+
+def boolean(text: str) -> bool:
+    """Parse the value of a switch: --compile and --compile True are the same."""
+    value = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in value:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is neither true nor false")
+    return value[text.lower()]
+
+
+def scheduler(text: str) -> str:
+    """Convert "constant_with_warmup", Trainer's name for constant; argparse checks the choices."""
+    return "constant" if text == "constant_with_warmup" else text
+
+
+def optimizer(text: str) -> str:
+    """Convert Trainer's name of an optimizer; argparse checks the choices."""
+    return OPTIMIZER_NAMES.get(text, text)
+
+
+def fsdp_options(text: str) -> str:
+    """Check the options of --fsdp, as Trainer has them; empty, as its default, is no FSDP."""
+    words = "" if text.lower() == "false" else text.replace(",", " ")
+    words = "full_shard auto_wrap" if text.lower() == "true" else words
+    for word in words.split():
+        if word not in FSDP_OPTIONS:
+            raise argparse.ArgumentTypeError(f"{shown(word)} is none of {', '.join(FSDP_OPTIONS)}")
+    return " ".join(words.split())
 
 
 # ---------------------------------------------------------------------------------- names and texts
@@ -125,6 +180,11 @@ def name(text: str) -> str:
     if len(encoded) > 4000 or any(len(part) > 255 for part in encoded.split(b"/")):
         raise argparse.ArgumentTypeError(f"{shown(text)} is longer than a file name may be")
     return expanded
+
+
+def checkpoint(text: str) -> str | bool | None:
+    """Check the value of --resume: a path, or true and false as Trainer takes them."""
+    return {"true": NEWEST, "false": None}.get(text.lower(), name(text))
 
 
 def path(text: str) -> Path:
@@ -159,6 +219,21 @@ def precision(text: str) -> str:
     return "fp32" if text == "no" else text
 
 
+def tags(text: str) -> list[str]:
+    """Parse the comma-separated words of --tags."""
+    return list(dict.fromkeys(filter(None, map(str.strip, word(text).split(",")))))
+
+
+def repository(text: str) -> str:
+    """Check a name on the hub: NAME or OWNER/NAME."""
+    part = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+    if not re.fullmatch(f"(?:{part}/)?{part}", word(text)) or "--" in text or ".." in text:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is no name of a repository, such as my-model or organization/my-model"
+        )
+    return text
+
+
 def reporters(text: str) -> list[str]:
     """Parse the comma-separated trackers of --report_to; duplicates and "none" are removed."""
     names = list(
@@ -182,13 +257,21 @@ def _not_blank(text: str) -> None:
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError with one line, and suggests a similar spelling."""
 
+    _typed: Sequence[str] = ()
+
     def error(self, message: str):
+        if names := re.match("argument ((--[a-z0-9_]+)(?:/--[a-z0-9_]+)+): ", message):
+            # argparse lists all names of the flag: keep the one that was typed.
+            typed = {argument.partition("=")[0] for argument in self._typed}
+            used = [name for name in names[1].split("/") if name in typed]
+            message = f"argument {(used or [names[2]])[-1]}{message[names.end(1) :]}"
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             message += did_you_mean(choice[1], re.findall(r"[\w.-]+", choice[2]))
         raise UserError(f"{shown(message, 400)} (--help lists every flag)")
 
     def parse_known_args(self, args=None, namespace=None):
         """Parse as argparse does, into `Arguments` that are not frozen."""
+        self._typed = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, Arguments() if namespace is None else namespace)
 
     def parse_args(self, args=None, namespace=None) -> Arguments:  # type: ignore[override]

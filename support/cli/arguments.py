@@ -74,3 +74,15 @@ def choose_seq_length(args, positions: int | None) -> int:
 def global_batch(args, world_size: int) -> int:
     """Return the sequences in one optimizer step, over all ranks."""
     return args.batch_size * args.gradient_accumulation_steps * world_size
+
+
+def held_out_share(args) -> float | None:
+    """Return the share of the training sequences to hold out; None for the default."""
+    if args.validation_split_percentage:
+        return args.validation_split_percentage / 100
+    return args.validation_split
+
+
+def isolates_documents(args) -> bool:
+    """Return whether tokens attend to their own document only."""
+    return args.isolate_documents or args.packing

@@ -19,6 +19,7 @@ NEED_TRAINING = (
     "early_stopping_patience",
     "load_best_at_end",
     "merge_lora",
+    "push_to_hub",
 )
 UNKNOWN_LENGTH = "the length of a stream is not known in advance"
 
@@ -28,6 +29,7 @@ EXCLUDING = (
     ("eval_only", "save_every", "an evaluation writes no checkpoint"),
     ("eval_only", "save_epochs", "an evaluation writes no checkpoint"),
     ("eval_only", "resume", "it evaluates --model"),
+    ("eval_only", "auto_micro_batch", "nothing is trained: use --eval_batch_size"),
     ("eval_only", "lora_r", "it evaluates --model as it is, and new adapters change nothing"),
     ("eval_only", "export_hf", "nothing is trained"),
     ("eval_only", "export_dtype", "nothing is trained"),
@@ -37,15 +39,35 @@ EXCLUDING = (
     ("no_export", "export_hf", ""),
     ("no_export", "export_dtype", ""),
     ("no_export", "merge_lora", "the adapters are merged for the export"),
+    ("no_export", "push_to_hub", "the exported model is pushed"),
+    ("eval_only", "push_to_hub", "nothing is trained"),
     ("validation_file", "validation_split", ""),
+    ("validation_file", "eval_split", ""),
+    ("validation_split", "eval_split", ""),
+    ("validation_split", "validation_split_percentage", ""),
+    ("warmup_steps", "warmup_ratio", ""),
+    ("text_column", "prompt_column", "a row is a text, or a prompt and a completion"),
+    ("text_column", "completion_column", "a row is a text, or a prompt and a completion"),
     ("profile", "profile_memory", "both need torch's profiler"),
     ("profile", "simulate_gpus", "both need torch's profiler"),
     ("prefetch", "check", ""),
+    ("prefetch", "show_sample", ""),
+    ("check", "show_sample", ""),
+    ("simulate_gpus", "show_sample", ""),
     ("prefetch", "simulate_gpus", ""),
+    *(("prove", flag, "") for flag in ("check", "prefetch", "show_sample")),
+    *(("prove", flag, "it trains one step") for flag in ("eval_only", "simulate_gpus")),
+    ("prove", "resume", "the gradient is read from the moments of Adam's first step"),
+    ("prove", "streaming", "all ways must read the same sequences"),
+    ("prove", "load_in_4bit", "all ways compute in fp32"),
     ("check", "simulate_gpus", "--check tests real ranks"),
     ("streaming", "epochs", UNKNOWN_LENGTH),
     ("streaming", "num_samples", UNKNOWN_LENGTH),
-    ("streaming", "validation_split", f"{UNKNOWN_LENGTH} (use --validation_file)"),
+    ("streaming", "eval_split", "a stream is evaluated on --validation_file"),
+    *(
+        ("streaming", flag, f"{UNKNOWN_LENGTH} (use --validation_file)")
+        for flag in ("validation_split", "validation_split_percentage")
+    ),
     *(("no_eval", flag, "it needs evaluations") for flag in NEED_EVALUATIONS[1:]),
     *(("eval_only", flag, "it needs training") for flag in NEED_EVALUATIONS[1:]),
     *(("simulate_gpus", flag, "a simulation trains no model") for flag in NEED_TRAINING),
@@ -57,7 +79,10 @@ NEEDING = (
     ("lora_dropout", "lora_r", ""),
     ("lora_targets", "lora_r", ""),
     ("merge_lora", "lora_r", ""),
+    ("load_in_4bit", "lora_r", "weights in 4 bits are frozen, and only adapters are trained"),
     ("resume_force", "resume", ""),
+    ("hub_model_id", "push_to_hub", ""),
+    ("hub_private_repo", "push_to_hub", ""),
     ("streaming", "max_steps", UNKNOWN_LENGTH),
 )
 
@@ -79,6 +104,17 @@ def refuse_conflicts(args) -> None:
         raise UserError(
             "--resume needs --output_dir, the run to continue; or name a checkpoint: --resume PATH."
         )
+    if _is_set(args, "prove") and args.optim != "adamw":
+        raise UserError(
+            f"--prove reads the gradient from AdamW's moments: leave --optim {args.optim} out."
+        )
+    if args.hang_seconds and args.hang_seconds >= args.ddp_timeout:
+        raise UserError(
+            f"--hang_seconds {args.hang_seconds} must be less than --ddp_timeout "
+            f"{args.ddp_timeout}, after which the run ends."
+        )
+    if args.packing and "isolate_documents" in args.given and not args.isolate_documents:
+        raise UserError("--packing always isolates examples: leave --no_isolate_documents out.")
     if args.logging_dir and "tensorboard" not in args.report_to:
         raise UserError("--logging_dir is TensorBoard's: add --report_to tensorboard.")
     if args.streaming and args.early_stopping_patience and not args.eval_every:
@@ -86,11 +122,21 @@ def refuse_conflicts(args) -> None:
             "--early_stopping_patience needs --eval_every with --streaming, which has no epochs "
             "after which to evaluate."
         )
+    if args.streaming and args.mixture:
+        raise UserError(
+            "--streaming reads one dataset, and --dataset names several: leave out --streaming, or "
+            "name a folder."
+        )
     reads_pydocs = args.dataset == "pydocs" or (not args.dataset and args.model == EMBEDDED_MODEL)
     if args.streaming and reads_pydocs:
         raise UserError(
             "--streaming reads files or a dataset on the hub, and pydocs is a part of Python: "
             "leave it out."
+        )
+    if args.streaming and args.train_split and any(sign in args.train_split for sign in "[+"):
+        raise UserError(
+            f"--streaming reads a whole split, and --train_split {args.train_split} is a part or "
+            "several: name one split."
         )
     if args.simulate_gpus and args.max_steps == 1:
         raise UserError(

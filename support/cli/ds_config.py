@@ -226,26 +226,33 @@ def reconcile(args, config: dict, file: str) -> dict:
             supported.
     """
     _check_strategy(args.strategy, config, file)
-    _set_optimizer(config)
+    _set_optimizer(args, config, file)
     accumulation_is_open = "gradient_accumulation_steps" not in args.given and config.get(
         "gradient_accumulation_steps"
     ) in (None, AUTO)
     for key, flag in FLAG_OF_KEY.items():
         value = lookup(config, key)
+        if key.startswith("optimizer.") and "optimizer" not in config:
+            continue
         if flag == "nvme_path" and (
             value is None or lookup(config, key.rsplit(".", 1)[0] + ".device") != "nvme"
         ):
             continue
         if value not in (None, AUTO):
-            required = _as_flag(flag, key, value, file)  # the file may have a number in quotes
-            if flag in args.given and required != getattr(args, flag):
-                raise _contradiction(f"{flag} {getattr(args, flag)}", f"{key} {value}", file)
-            setattr(args, flag, required)
+            _follow(args, flag, key, value, file)
         _put(config, key, getattr(args, flag))
     _reconcile_total_batch(args, config, accumulation_is_open, file)
     _reconcile_precision(args, config, file)
     _check_scheduler(args, config, file)
     return config
+
+
+def _follow(args, flag: str, key: str, value, file: str) -> None:
+    """Set a flag to a value of the file, unless the flag was given with another value."""
+    required = _as_flag(flag, key, value, file)  # the file may have a number in quotes
+    if flag in args.given and required != getattr(args, flag):
+        raise _contradiction(f"{flag} {getattr(args, flag)}", f"{key} {value}", file)
+    setattr(args, flag, required)
 
 
 def _contradiction(flag: str, value: str, file: str) -> UserError:
@@ -279,18 +286,53 @@ def _check_strategy(strategy: str, config: dict, file: str) -> None:
         )
 
 
-def _set_optimizer(config: dict) -> None:
-    """Add AdamW, unless the file has an optimizer, and the values for which there are no flags."""
+def _set_optimizer(args, config: dict, file: str) -> None:
+    """Add AdamW, unless the file has an optimizer, and reconcile Adam's betas and epsilon.
+
+    The other optimizers of --optim are created by us (strategies/optimizer.py), and DeepSpeed must
+    allow them.
+
+    Raises:
+        UserError: the file has an optimizer, and --optim or a flag of Adam is for another one.
+    """
+    users_type = str(lookup(config, "optimizer.type") or "") if args.ds_config else ""
+    if users_type:
+        # DeepSpeed's Adam is AdamW unless the file says otherwise.
+        is_adamw = users_type.lower() in ("adam", "adamw")
+        if "optim" in args.given and not (is_adamw and args.optim == "adamw"):
+            raise UserError(
+                f"{file} has the optimizer {users_type}, and --optim is {args.optim}: remove the "
+                "section optimizer from the file, or leave --optim out."
+            )
+        flags = sorted({"adam_beta1", "adam_beta2", "adam_epsilon"} & args.given)
+        if flags and "adam" not in users_type.lower():
+            raise UserError(
+                f"{file} has the optimizer {users_type}, and --{flags[0]} is for Adam: "
+                "leave the flag out."
+            )
+    if args.optim != "adamw":
+        config.pop("optimizer", None)
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        return
     offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
-    defaults = {"betas": [0.9, 0.999], "eps": 1e-8}
     if "optimizer" not in config:
-        params = {"lr": AUTO, "weight_decay": AUTO, **defaults}
+        params = {"lr": AUTO, "weight_decay": AUTO, "betas": AUTO, "eps": AUTO}
         if offloads_to in (None, "none"):
             params |= {"torch_adam": True, "fused": True}
         config["optimizer"] = {"type": "AdamW", "params": params}
-    for name, default in defaults.items():
-        if lookup(config, f"optimizer.params.{name}") == AUTO:
-            _put(config, f"optimizer.params.{name}", default)
+    params = config["optimizer"].get("params", {})
+    betas = params.get("betas", AUTO)
+    betas = betas if isinstance(betas, list) and len(betas) == 2 else [AUTO, AUTO]
+    values = {"adam_beta1": betas[0], "adam_beta2": betas[1], "adam_epsilon": params.get("eps")}
+    for flag, value in values.items():
+        if value not in (None, AUTO):
+            key = "optimizer.params.eps" if flag == "adam_epsilon" else "optimizer.params.betas"
+            _follow(args, flag, key, value, file)
+    # An optimizer of the file without these keys may not have them.
+    if params.get("betas") == AUTO or {"adam_beta1", "adam_beta2"} & args.given:
+        _put(config, "optimizer.params.betas", [args.adam_beta1, args.adam_beta2])
+    if params.get("eps") == AUTO or "adam_epsilon" in args.given:
+        _put(config, "optimizer.params.eps", args.adam_epsilon)
 
 
 def _as_flag(flag: str, key: str, value, file: str):
@@ -350,7 +392,7 @@ def _check_scheduler(args, config: dict, file: str) -> None:
     scheduler = config.get("scheduler")
     if scheduler is None:
         return
-    for flag in ("lr_scheduler", "warmup_steps", "lr"):
+    for flag in ("lr_scheduler", "warmup_steps", "warmup_ratio", "lr"):
         if flag in args.given:
             raise _contradiction(flag, f"the scheduler {lookup(scheduler, 'type')}", file)
     if AUTO in (lookup(scheduler, "params") or {}).values():

@@ -6,17 +6,15 @@ Nothing heavy is imported here, so that --help and argument errors appear at onc
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from support import VERSION
 from support.cli import argument_types as kinds
-from support.cli.argument_types import Parser
-from support.cli.run_file import OTHER_NAMES, SWITCHES
+from support.cli.aliases import CONVERTED, hidden_rows, names_of
+from support.cli.argument_types import NEWEST, Parser
+from support.cli.run_file import SWITCHES
 from support.known_models import EMBEDDED_MODEL
+from support.optimizers import OPTIMIZERS
 from support.strategy import STRATEGIES
-
-# --resume without a path. Not a string, so that `--resume "$UNSET"`, an empty path, is an error.
-NEWEST = True
 
 EXIT_CODES = """\
 exit codes: 0 completed, 1 failed, 2 wrong usage or bad input, 3 out of memory,
@@ -39,8 +37,15 @@ def flag(name: str, kind, text: str, **options) -> tuple[str, dict]:
 
 
 def switch(name: str, text: str) -> tuple[str, dict]:
-    """Return a row for a flag without a value, which is off by default."""
-    return name, {"action": "store_true", "help": text}
+    """Return a row for a flag that is off by default, and may have the value true or false."""
+    boolean = {"nargs": "?", "const": True, "type": kinds.boolean, "default": False}
+    return name, {**boolean, "help": text}
+
+
+def off_unless(name: str, text: str) -> list[tuple[str, dict]]:
+    """Return the rows of --NAME, which is off by default, and of --no_NAME, not in --help."""
+    off = {"action": "store_false", "dest": name, "default": argparse.SUPPRESS}
+    return [switch(f"--{name}", text), (f"--no_{name}", {**off, "help": argparse.SUPPRESS})]
 
 
 def on_unless(name: str, text: str) -> list[tuple[str, dict]]:
@@ -60,6 +65,21 @@ COMMANDS = (
         "download and tokenize what the run needs, for machines without a network, "
         "and train nothing",
     ),
+    switch(
+        "--show_sample",
+        "print the first training sequence as tokens, with those that are trained marked, and "
+        "train nothing",
+    ),
+    flag(
+        "--prove",
+        kinds.ranks,
+        "make one step on the model and data in several ways, also with --strategy on N ranks and "
+        "with transformers.Trainer, and compare loss, gradient and update (default N: all GPUs, "
+        "else 2)",
+        nargs="?",
+        const=True,
+        metavar="N",
+    ),
 )
 RUN_FILE = (
     flag(
@@ -77,6 +97,12 @@ MODEL = (
         "tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl, any "
         "causal language model on the Hugging Face hub, or a local folder",
         default=EMBEDDED_MODEL,
+    ),
+    flag(
+        "--model_revision",
+        kinds.word,
+        "branch, tag or commit of a model on the hub (default: main)",
+        metavar="REV",
     ),
     switch("--from_scratch", "take the architecture only; random weights drawn from --seed"),
     flag("--dropout", kinds.probability, "dropout probability (default: the model's own)"),
@@ -106,6 +132,11 @@ MODEL = (
     switch(
         "--merge_lora", "export the whole model with the adapters added, instead of the adapters"
     ),
+    switch(
+        "--load_in_4bit",
+        "keep the frozen weights in 4 bits (QLoRA: NF4, double quantization); needs --lora_r and "
+        "bitsandbytes",
+    ),
     switch("--compile", "compile the model with torch.compile"),
 )
 DATA = (
@@ -113,7 +144,10 @@ DATA = (
         "--dataset",
         kinds.name,
         "pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .parquet), or "
-        "a hub dataset (default: pydocs for tiny-gpt2, else wikitext)",
+        "a hub dataset; or several, also with weights: A:0.7 B:0.3 (default: pydocs for "
+        "tiny-gpt2, else wikitext)",
+        nargs="+",
+        metavar="NAME",
     ),
     flag(
         "--include",
@@ -124,10 +158,34 @@ DATA = (
     ),
     flag("--dataset_config", kinds.word, "configuration name of a hub dataset"),
     flag(
+        "--dataset_revision",
+        kinds.word,
+        "branch, tag or commit of a hub dataset (default: main)",
+        metavar="REV",
+    ),
+    flag(
+        "--train_split",
+        kinds.word,
+        "split of a hub dataset to train on, also a part as 'train[:10%%]' (default: train)",
+        metavar="SPLIT",
+    ),
+    flag(
+        "--eval_split",
+        kinds.word,
+        "split of a hub dataset to evaluate on (default: validation, if there is one)",
+        metavar="SPLIT",
+    ),
+    flag(
         "--text_column",
         kinds.word,
-        "column or key that holds the text (default: messages, or prompt and completion, "
-        "where a row has them, else text)",
+        "column or key that holds the text (default: the format that a row's keys show: messages, "
+        "ShareGPT, prompt and completion, Alpaca, else text)",
+    ),
+    flag("--prompt_column", kinds.word, "column or key that holds the prompt"),
+    flag(
+        "--completion_column",
+        kinds.word,
+        "column or key that holds the completion, which is trained on",
     ),
     flag(
         "--validation_file",
@@ -172,6 +230,16 @@ DATA = (
         "tokens in a sequence (default: 256 for tiny-gpt2, else 512, or as many "
         "as the model has positions)",
     ),
+    *off_unless(
+        "isolate_documents",
+        "let tokens attend to their own document only, where a sequence has several "
+        "(default: to all earlier tokens of the sequence)",
+    ),
+    switch(
+        "--packing",
+        "put several conversations or pairs into a sequence, instead of padding; each attends to "
+        "itself only",
+    ),
     flag("--num_samples", kinds.sequences, "sequences to train on, over all ranks (default: all)"),
     flag(
         "--cache_dir",
@@ -183,18 +251,47 @@ DATA = (
 TRAINING = (
     flag("--batch_size", kinds.batch, "sequences per GPU in a micro-batch", default=4),
     flag(
+        "--eval_batch_size",
+        kinds.batch,
+        "sequences per GPU in a batch of an evaluation (default: --batch_size)",
+    ),
+    flag(
         "--gradient_accumulation_steps", kinds.batch, "micro-batches per optimizer step", default=1
     ),
-    flag("--epochs", kinds.steps, "passes over the data (default: 1, or what --max_steps needs)"),
-    flag("--max_steps", kinds.steps, "stop after this many optimizer steps"),
+    switch(
+        "--auto_micro_batch",
+        "if memory runs out in the first steps, start again with half of --batch_size and twice "
+        "the accumulation, until the run fits",
+    ),
+    flag("--epochs", kinds.epochs, "passes over the data (default: 1, or what --max_steps needs)"),
+    flag("--max_steps", kinds.max_steps, "stop after this many optimizer steps"),
     flag(
-        "--lr", kinds.rate, "peak learning rate (default: 5e-5, adapters 2e-4, random weights 5e-4)"
+        "--lr",
+        kinds.rate,
+        "peak learning rate (default: 5e-5, adapters 2e-4, random weights 5e-4; sgd 0.1)",
     ),
     flag(
-        "--lr_scheduler", ("linear", "cosine", "constant"), "decay after warm-up", default="linear"
+        "--lr_scheduler",
+        kinds.scheduler,
+        "decay after warm-up: linear, cosine, constant",
+        default="linear",
+        choices=("linear", "cosine", "constant"),
+        metavar="NAME",
     ),
-    flag("--warmup_steps", kinds.natural_steps, "steps of linear warm-up", default=0),
-    flag("--weight_decay", kinds.natural_float, "AdamW's; none on biases and norms", default=0.01),
+    flag("--warmup_steps", kinds.warmup_steps, "steps of linear warm-up", default=0),
+    flag("--warmup_ratio", kinds.ratio, "warm-up as a share of all steps, rounded up", default=0.0),
+    flag(
+        "--optim",
+        kinds.optimizer,
+        "adamw, adamw_8bit (bitsandbytes), adafactor, sgd, or Trainer's name of one of them",
+        default="adamw",
+        choices=tuple(OPTIMIZERS),
+        metavar="NAME",
+    ),
+    flag("--adam_beta1", kinds.probability, "AdamW's decay of the first moment", default=0.9),
+    flag("--adam_beta2", kinds.probability, "AdamW's decay of the second moment", default=0.999),
+    flag("--adam_epsilon", kinds.positive_float, "AdamW's epsilon", default=1e-8),
+    flag("--weight_decay", kinds.natural_float, "none on biases and norms", default=0.01),
     flag(
         "--max_grad_norm", kinds.natural_float, "clip the gradient's norm; 0 = never", default=1.0
     ),
@@ -259,6 +356,13 @@ STRATEGY = (
 )
 CLUSTER = (
     flag("--ddp_timeout", kinds.seconds, "seconds until a collective times out", default=1800),
+    flag(
+        "--hang_seconds",
+        kinds.seconds,
+        "write every rank's stack to hang_report.txt in --output_dir if a collective waits longer "
+        "(default: a tenth of --ddp_timeout)",
+        metavar="N",
+    ),
     # The deepspeed launcher passes it; it is ignored, and RANK is used.
     ("--local_rank", {"type": int, "default": -1, "help": argparse.SUPPRESS}),
 )
@@ -281,7 +385,7 @@ OUTPUT = (
     switch("--no_save", "write no checkpoint, not even when a signal stops the run"),
     flag(
         "--resume",
-        kinds.name,
+        kinds.checkpoint,
         "continue from the newest whole checkpoint in --output_dir (from the start if there is "
         "none), or from PATH",
         nargs="?",
@@ -302,8 +406,19 @@ OUTPUT = (
         "type of the exported weights (default: %(default)s, as they are trained)",
         default="fp32",
     ),
+    switch("--push_to_hub", "push the exported model to the Hugging Face hub at the end"),
     flag(
-        "--generate", kinds.prompt, "print a continuation of this text at the end", metavar="PROMPT"
+        "--hub_model_id",
+        kinds.repository,
+        "repository to push to, with or without an owner (default: the name of --output_dir)",
+        metavar="NAME",
+    ),
+    switch("--hub_private_repo", "create that repository as a private one"),
+    flag(
+        "--generate",
+        kinds.prompt,
+        "print a continuation of this text at the end; after conversations, the answer to it",
+        metavar="PROMPT",
     ),
     flag("--logging_steps", kinds.steps, "optimizer steps between two lines", default=10),
     flag(
@@ -319,6 +434,21 @@ OUTPUT = (
         kinds.name,
         "where the files of --report_to tensorboard go (default: tensorboard in --output_dir)",
         metavar="DIR",
+    ),
+    flag("--run_name", kinds.word, "name of the run in the trackers", metavar="NAME"),
+    flag(
+        "--project",
+        kinds.word,
+        "wandb's project (default: WANDB_PROJECT, else distributed-training; of a resumed run, its "
+        "own)",
+        metavar="NAME",
+    ),
+    flag(
+        "--tags",
+        kinds.tags,
+        "words for the run in the trackers, with commas between",
+        default=[],
+        metavar="LIST",
     ),
     switch("--quiet", "print warnings and errors only"),
 )
@@ -352,7 +482,19 @@ GROUPS = {
     "cluster": CLUSTER,
     "output": OUTPUT,
     "debugging": DEBUGGING,
+    "flags of Hugging Face's Trainer and run_clm.py that set others": CONVERTED,
 }
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help in which all names of a flag come before its value: --lr, --learning_rate LR."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(action.option_strings)
+        if action.nargs == 0 or action.type is kinds.boolean:
+            return names
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{names} {value}"
 
 
 def build_parser() -> Parser:
@@ -364,9 +506,7 @@ def build_parser() -> Parser:
         "strategies.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-            prog, max_help_position=30, width=80
-        ),
+        formatter_class=lambda prog: HelpFormatter(prog, max_help_position=30, width=80),
     )
     parser.add_argument("--version", action="version", version=f"distributed-training {VERSION}")
     for name, options in COMMANDS:
@@ -374,28 +514,7 @@ def build_parser() -> Parser:
     for title, rows in GROUPS.items():
         group = parser.add_argument_group(title)
         for name, options in rows:
-            group.add_argument(name, **options)
-    _add_other_names(parser)
+            group.add_argument(*names_of(name), **options)
+    for name, options in (*(switch(f"--{name}", "") for name in SWITCHES), *hidden_rows()):
+        parser.add_argument(name, **{**options, "help": argparse.SUPPRESS})
     return parser
-
-
-class _Deepspeed(argparse.Action):
-    """--deepspeed [FILE], as in transformers' Trainer and DeepSpeed's own argument parser."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        namespace.use_deepspeed = True
-        if values is not None:
-            namespace.ds_config = values
-
-
-def _add_other_names(parser: argparse.ArgumentParser) -> None:
-    """Add the names that other trainers use for our flags; --help does not list them."""
-    flags = {action.dest: action for action in reversed(parser._actions)}
-    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    parser.add_argument("--local-rank", dest="local_rank", type=int, **hidden)
-    for alias, dest in OTHER_NAMES.items():
-        same: dict[str, Any] = {"type": flags[dest].type, "choices": flags[dest].choices}
-        parser.add_argument(f"--{alias}", dest=dest, **same, **hidden)
-    parser.add_argument("--deepspeed", nargs="?", type=kinds.name, action=_Deepspeed, **hidden)
-    for switch in SWITCHES:
-        parser.add_argument(f"--{switch}", action="store_true", help=argparse.SUPPRESS)

@@ -87,6 +87,23 @@ def read_fsdp_config(path: str) -> FsdpOptions:
     return options
 
 
+def apply_fsdp_flag(options: FsdpOptions, flag: str | None) -> None:
+    """Set what the words of --fsdp choose, as Trainer takes them.
+
+    Args:
+        options: of --fsdp_config, or the defaults; changed in place.
+        flag: checked words with a space between; None or empty if the flag is not given.
+    """
+    words = (flag or "").split()
+    if words and not {"auto_wrap", "no_shard"} & {*words}:
+        options.notes.append("each transformer block is sharded separately, as with auto_wrap")
+    if {"shard_grad_op", "hybrid_shard_zero2"} & {*words}:
+        options.reshard_after_forward = False
+    options.hybrid |= bool({"hybrid_shard", "hybrid_shard_zero2"} & {*words})
+    options.no_shard |= "no_shard" in words
+    options.offload |= "offload" in words
+
+
 def _take(options: FsdpOptions, key: str, value, path: str) -> None:
     name = key if key.startswith("fsdp_") else f"fsdp_{key}"
     if name in ALWAYS:

@@ -7,10 +7,16 @@ import re
 import shlex
 import threading
 
+from support.cli.datasets import datasets_of
 from support.cli.paths import is_local_dataset, is_local_model
-from support.errors import UserError
-from support.files.hub_cache import cached_repository, huggingface_home, missing_of_model
-from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
+from support.errors import UserError, first_line
+from support.files.hub_cache import (
+    cached_repository,
+    huggingface_home,
+    login_command,
+    missing_of_model,
+)
+from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES, LARGE_MODELS
 from support.redaction import redact
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
@@ -43,16 +49,21 @@ def reach_hub(args, is_main: bool, is_node_leader: bool) -> bool:
     Returns:
         True if the hub may be used.
     Raises:
-        UserError: the hub does not answer, and the cache lacks a file that the run needs.
+        UserError: the hub does not answer, and the cache lacks a file that the run needs, or
+            --push_to_hub is given.
     """
     model = args.model if args.model != EMBEDDED_MODEL and not is_local_model(args.model) else None
-    dataset = {"wikitext": "Salesforce/wikitext", "pydocs": None}.get(args.dataset, args.dataset)
-    dataset = None if dataset and is_local_dataset(dataset) else dataset
-    every_rank = args.streaming and dataset  # every rank reads a streamed dataset
-    if not (model or dataset) or not (is_node_leader or every_rank):
+    datasets = [
+        "Salesforce/wikitext" if name == "wikitext" else name
+        for name, _ in datasets_of(args)
+        if name != "pydocs" and not is_local_dataset(name)
+    ]
+    every_rank = args.streaming and datasets  # every rank reads a streamed dataset
+    pushes = args.push_to_hub and is_main
+    if not (model or datasets or pushes) or not (is_node_leader or every_rank):
         os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is needed from the hub
         return False
-    set_offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    set_offline = is_set_offline()
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     if not set_offline and answers(endpoint):
         return True
@@ -62,13 +73,19 @@ def reach_hub(args, is_main: bool, is_node_leader: bool) -> bool:
         if set_offline
         else f"The Hugging Face hub ({endpoint}) cannot be reached"
     )
+    if pushes:
+        raise UserError(
+            f"{reason}, and --push_to_hub needs it: leave it out, and push the exported model from "
+            "a machine with a network: hf upload OWNER/NAME FOLDER."
+        )
     needed_model = None if scratch_without_hub(args) else model
     missing_model = None if cached_repository("models", needed_model) else needed_model
-    missing_dataset = None if cached_repository("datasets", dataset) else dataset
-    if missing_model or missing_dataset:
-        raise UserError(f"{reason}, and {_remedies(args, missing_model, missing_dataset)}")
-    missing_files = missing_of_model(needed_model, not args.from_scratch) if needed_model else []
-    if missing_files:
+    missing = [name for name in datasets if not cached_repository("datasets", name)]
+    if missing_model or missing:
+        raise UserError(f"{reason}, and {_remedies(args, missing_model, ', '.join(missing))}")
+    with_weights = not (args.from_scratch or args.show_sample)
+    revision = args.model_revision or "main"
+    if needed_model and (missing_files := missing_of_model(needed_model, with_weights, revision)):
         raise UserError(
             f"{reason}, and the cache has no {' and no '.join(missing_files)} of {model}. Run "
             f"this where there is a network (a cluster's head node): {prefetch_command(args)}"
@@ -78,9 +95,53 @@ def reach_hub(args, is_main: bool, is_node_leader: bool) -> bool:
     return False
 
 
+def download_config(model: str) -> str:
+    """Return the path of the config.json of a model on the hub, from the cache if it is there.
+
+    Raises:
+        UserError: there is no such model, the user has no access, or the hub does not answer.
+    """
+    names = ", ".join(
+        (EMBEDDED_MODEL, *GPT2_SHAPES, *(short for short, _ in LARGE_MODELS.values()))
+    )
+    advice = f"Use one of {names}, a local model folder, or a config.json."
+    if model.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        raise UserError(f"--model {model}: no such file or folder. {advice}")
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+
+    cached = try_to_load_from_cache(model, "config.json")
+    if isinstance(cached, str):
+        return cached
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    if is_set_offline() or not answers(endpoint):
+        raise UserError(
+            f"--model {model}: no such file or folder, its config.json is not in the cache, and "
+            f"the Hugging Face hub ({redact(endpoint)}) cannot be reached. {advice}"
+        )
+    try:
+        return hf_hub_download(model, "config.json")
+    except GatedRepoError as error:
+        raise UserError(
+            f"--model {model}: the hub gives access after a login: accept the model's terms on its "
+            f"page, then set HF_TOKEN or run `{login_command()}`."
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(
+            f"--model {model}: no such file or folder, and the hub has no config.json of that "
+            f"name ({redact(first_line(error))}). {advice}"
+        ) from error
+
+
+def is_set_offline() -> bool:
+    """Return whether the user's environment forbids the use of the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
 PREFETCH_FLAGS = (
     *("dataset_config", "text_column", "validation_file", "chat_template", "cache_dir"),
-    *("max_bad_rows", "include"),
+    *("max_bad_rows", "include", "prompt_column", "completion_column", "model_revision"),
+    *("dataset_revision", "train_split", "eval_split"),
 )
 
 
@@ -90,7 +151,8 @@ def prefetch_command(args) -> str:
     It is meant for a machine that has a network and shares the cache's disk, such as a head node.
     """
     command = ["env", f"HF_HOME={huggingface_home()}", "python", "real_model_example.py"]
-    command += ["--prefetch", "--model", args.model, "--dataset", args.dataset]
+    command += ["--prefetch", "--model", args.model, "--dataset"]
+    command += map(str, datasets_of(args))
     for flag in PREFETCH_FLAGS:
         command += [f"--{flag}", str(getattr(args, flag))] if flag in args.given else []
     return shlex.join(command + ["--from_scratch"] * args.from_scratch)

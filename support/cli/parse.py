@@ -6,15 +6,19 @@ import argparse
 import itertools
 
 from support import PROJECT
+from support.cli.aliases import apply_converted, lines_for_user
+from support.cli.argument_types import NEWEST
 from support.cli.arguments import Arguments
 from support.cli.conflicts import refuse_conflicts
+from support.cli.datasets import parse_datasets
 from support.cli.ds_config import choose_strategy, configured_strategy, read_ds_config, reconcile
-from support.cli.flags import NEWEST, build_parser
-from support.cli.fsdp_config import FsdpOptions, read_fsdp_config
-from support.cli.run_file import OTHER_NAMES, read_run_file, strategy_of_switches
+from support.cli.flags import build_parser
+from support.cli.fsdp_config import FsdpOptions, apply_fsdp_flag, read_fsdp_config
+from support.cli.run_file import read_run_file, strategy_of_switches
 from support.errors import UserError
 from support.files.user_files import shown
 from support.known_models import EMBEDDED_MODEL
+from support.optimizers import OPTIMIZERS
 from support.strategy import STRATEGIES
 
 CHECK_SECONDS = 60  # --check: the longest wait for another rank
@@ -48,38 +52,55 @@ def parse_arguments(argv: list[str]) -> Arguments:
             file.
     """
     parser = build_parser()
-    _refuse_two_spellings(argv)
+    _refuse_two_spellings(parser, argv)
     if file := parser.parse_known_args(argv)[0].config:
-        argv = [*read_run_file(file, parser), *argv]
+        argv = [*_not_overridden(read_run_file(file, parser), parser, argv), *argv]
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         _refuse_launcher_flag(unknown[0])
         parser.refuse_unknown(unknown[0])
     args.given = _given_flags(parser, argv)
     args.resume = "" if args.resume is NEWEST else args.resume
+    apply_converted(args)
+    _set_datasets(args)
     refuse_conflicts(args)
     _set_defaults(args)
     _resolve_strategy(args)
+    _check_strategy_supports(args)
     args.hub_offline, args.hub_problem = False, None
     return args.freeze()
 
 
-def _refuse_two_spellings(argv: list[str]) -> None:
-    """Refuse a flag that is given under two of its names.
+def _not_overridden(
+    from_file: list[str], parser: argparse.ArgumentParser, argv: list[str]
+) -> list[str]:
+    """Remove a run file's --fsdp if the command line chooses another strategy."""
+    given = any(argument.split("=")[0] == "--strategy" for argument in argv)
+    if given and parser.parse_known_args(argv)[0].strategy != "fsdp":
+        return [argument for argument in from_file if not argument.startswith("--fsdp=")]
+    return from_file
+
+
+def _refuse_two_spellings(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """Refuse a flag that is given under two of its names, or set by two flags.
 
     Raises:
         UserError: names both.
     """
     spelled: dict[str, str] = {}
     for argument, following in itertools.pairwise([*argv, "--"]):
-        option = argument.partition("=")[0]
-        flag = OTHER_NAMES.get(option[2:], option[2:])
-        if flag == "deepspeed" and ("=" in argument or not following.startswith("-")):
-            flag = "ds_config"
-        if option.startswith("--") and spelled.setdefault(flag, option) != option:
-            raise UserError(
-                f"{spelled[flag]} and {option} are two names of one flag: leave one out."
-            )
+        option, _, value = argument.partition("=")
+        action = parser._option_string_actions.get(option)
+        if action is None or action.nargs == 0:  # --eval and --no_eval: the last one counts
+            continue
+        value = value or ("" if following.startswith("-") else following)
+        flag = "ds_config" if action.dest == "deepspeed" and value else action.dest
+        if value.lower() == "false":  # --bf16 True --fp16 False
+            continue
+        if (other := spelled.setdefault(flag, option)) != option:
+            same = parser._option_string_actions[other] is action
+            verb = "are two names of one flag" if same else f"both set --{flag}"
+            raise UserError(f"{other} and {option} {verb}: leave one out.")
 
 
 def _refuse_launcher_flag(argument: str) -> None:
@@ -101,13 +122,26 @@ def _given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
     return set(vars(parser.parse_known_args(argv)[0]))
 
 
+def _set_datasets(args) -> None:
+    """Set `mixture` to the datasets with their weights if there are several, else to ().
+
+    `dataset` is then one text, for messages and results.json.
+    """
+    datasets = parse_datasets(args.dataset or [])
+    args.mixture = datasets if len(datasets) > 1 else ()
+    args.dataset = " ".join(map(str, datasets)) or None
+
+
 def _set_defaults(args) -> None:
     """Set the values that depend on other flags."""
     if args.check:
         args.ddp_timeout = min(args.ddp_timeout, CHECK_SECONDS)
+    args.hang_seconds = args.hang_seconds or max(1, args.ddp_timeout // 10)
     if args.simulate_gpus:
         args.eval, args.no_save, args.no_export = False, True, True
         args.max_steps, args.epochs = args.max_steps or SIMULATED_STEPS, None
+    if args.dataset is None and args.eval_only and args.validation_file:
+        args.dataset = args.validation_file  # no other text is used
     if args.dataset is None:
         args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
     if args.lora_r and args.lora_alpha is None:
@@ -116,13 +150,15 @@ def _set_defaults(args) -> None:
         random = args.from_scratch or args.model == EMBEDDED_MODEL
         # At 1e-3 the embedded model's loss sometimes jumps; at such a step rounding differences
         # between strategies become visible.
-        args.lr = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
+        usual = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
+        args.lr = OPTIMIZERS[args.optim].lr or usual
 
 
 def _resolve_strategy(args) -> None:
     """Resolve the strategy and its settings from the flags, a DeepSpeed file and an FSDP file."""
     given = args.strategy if "strategy" in args.given else None
-    chosen = strategy_of_switches(args.use_deepspeed, args.use_fsdp, given, args.ds_config)
+    use_fsdp, fsdp_flag = args.use_fsdp or bool(args.fsdp), args.fsdp
+    chosen = strategy_of_switches(args.use_deepspeed, use_fsdp, given, args.ds_config)
     del args.use_deepspeed, args.use_fsdp
     config, args.ds_config_dict, args.fsdp = None, None, FsdpOptions()
     if args.ds_config is not None:
@@ -131,13 +167,30 @@ def _resolve_strategy(args) -> None:
     args.strategy = chosen or args.strategy
     if args.fsdp_config is not None and args.strategy == "fsdp":
         args.fsdp = read_fsdp_config(args.fsdp_config)
-        _follow_fsdp_config(args)
+    if args.strategy == "fsdp":
+        apply_fsdp_flag(args.fsdp, fsdp_flag)
+        _follow_fsdp_options(args)
     if STRATEGIES[args.strategy].uses_deepspeed:
         file = args.ds_config or f"{PROJECT}/{STRATEGIES[args.strategy].config_file}"
         args.ds_config_dict = reconcile(args, config or read_ds_config(file), file)
 
 
-def _follow_fsdp_config(args) -> None:
+def _check_strategy_supports(args) -> None:
+    """Check that the strategy supports --optim and --load_in_4bit.
+
+    Raises:
+        UserError: it does not, with the reason.
+    """
+    if args.load_in_4bit and STRATEGIES[args.strategy].shards_parameters:
+        raise UserError(
+            f"--load_in_4bit does not work under {args.strategy}, which would have to shard "
+            "bitsandbytes' packed weights: use dp, zero1, zero2 or offload."
+        )
+    if reason := OPTIMIZERS[args.optim].problem(configured_strategy(args)):
+        raise UserError(f"--optim {args.optim} does not work under {args.strategy}: {reason}.")
+
+
+def _follow_fsdp_options(args) -> None:
     """Apply the FSDP file's precision and NO_SHARD; a contradicting --precision is an error."""
     fsdp_precision = args.fsdp.precision
     if fsdp_precision and "precision" in args.given and args.precision != fsdp_precision:
@@ -152,14 +205,20 @@ def _follow_fsdp_config(args) -> None:
 
 
 def ignored_flags(args) -> list[str]:
-    """Return one line for each given flag that the chosen strategy ignores, and FSDP's notes."""
+    """Return one line for each given flag that has no effect in this run, and FSDP's notes."""
     uses = {
         "ds_config": ("the DeepSpeed strategies", args.ds_config_dict is not None),
         "nvme_path": ("infinity", configured_strategy(args).uses_nvme),
         "fsdp_config": ("fsdp", args.strategy == "fsdp" or args.fsdp.no_shard),
     }
-    return [
+    lines = [
         f"--{flag} is used by {users} only: ignored under {args.strategy}"
         for flag, (users, is_used) in uses.items()
         if flag in args.given and not is_used
-    ] + [f"{args.fsdp_config}: {note}" for note in args.fsdp.notes]
+    ] + [f"{args.fsdp_config or '--fsdp'}: {note}" for note in args.fsdp.notes]
+    lines += [
+        f"--{flag} is used by --report_to only: ignored"
+        for flag in ("run_name", "project", "tags")
+        if flag in args.given and not args.report_to
+    ]
+    return lines + lines_for_user(args)

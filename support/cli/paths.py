@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from support.cli.datasets import datasets_of
 from support.cli.ds_config import configured_strategy
 from support.errors import UserError
 from support.files.folders import files_of
@@ -36,22 +37,40 @@ def check_data_paths(args) -> None:
     """Check that files and folders of data, and the chat template, exist and can be read.
 
     Raises:
-        UserError: a file is missing, not readable or empty, or --include has no folder.
+        UserError: a file is missing, not readable or empty, --include has no folder, or a flag for
+            datasets of the hub is given for another one.
     """
-    paths = {
-        "--dataset": args.dataset if is_local_dataset(args.dataset) else None,
-        "--validation_file": args.validation_file,
-    }
-    for flag, name in paths.items():
-        if name:
-            check_data_path(flag, name, args.include)
-    if args.include and not any(name and Path(name).is_dir() for name in paths.values()):
+    local = [name for name, _ in datasets_of(args) if is_local_dataset(name)]
+    paths = [("--dataset", name) for name in local]
+    paths += [("--validation_file", args.validation_file)] if args.validation_file else []
+    for flag, name in paths:
+        check_data_path(flag, name, args.include)
+    _check_hub_flags(args)
+    if args.include and not any(Path(name).is_dir() for _, name in paths):
         raise UserError(
             f"--include {args.include} chooses among the files of a folder, and there is none: "
             "leave it out."
         )
     if args.chat_template:
         read_text("--chat_template", args.chat_template)
+
+
+def _check_hub_flags(args) -> None:
+    """Check that flags for datasets of the hub have one to apply to.
+
+    Raises:
+        UserError: there is none; or there are several, and each would need its own value.
+    """
+    hub = [name for name, _ in datasets_of(args) if name != "pydocs" and not is_local_dataset(name)]
+    for flag in ("train_split", "eval_split", "dataset_revision"):
+        if getattr(args, flag) and not hub:
+            raise UserError(
+                f"--{flag} is for datasets of the hub, and --dataset {args.dataset} is none: leave "
+                "it out (--validation_file and --validation_split choose what is evaluated)."
+            )
+    for flag in ("dataset_config", "dataset_revision"):
+        if getattr(args, flag) and len(hub) > 1:
+            raise UserError(f"--{flag} is for one dataset of the hub, and there are {len(hub)}.")
 
 
 def check_data_path(flag: str, name: str, include: str | None) -> None:
@@ -148,9 +167,10 @@ def check_export_folder(args) -> None:
         "--output_dir": args.output_dir,
         "--resume": args.resume,
         "--model": args.model if is_local_model(args.model) else None,
-        "--dataset": args.dataset if is_local_dataset(args.dataset) else None,
     }
-    for name, path in needed.items():
+    folders = list(needed.items())
+    folders += [("--dataset", name) for name, _ in datasets_of(args) if is_local_dataset(name)]
+    for name, path in folders:
         if path and folder.resolve() in (needed_path := Path(path).resolve(), *needed_path.parents):
             raise UserError(
                 f"{description} would replace {name}: name another folder with --export_hf."

@@ -8,37 +8,31 @@ placed in front of the command line, so the command line overrides the file.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 
+from support.cli.aliases import REFUSED
+from support.cli.argument_types import boolean
 from support.errors import UserError
 from support.files.user_files import did_you_mean, read_yaml, shown
 
 SECTIONS = ("training", "distributed")
-# Names that other trainers use -> our flag; accepted in files and on the command line.
-OTHER_NAMES = {
-    "learning_rate": "lr",
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "mixed_precision": "precision",
-    "per_device_train_batch_size": "batch_size",
-    "max_seq_length": "seq_length",
-    "max_length": "seq_length",
-    "model_name_or_path": "model",
-    "model_name": "model",
-    "deepspeed_config": "ds_config",
-    "data_size": "num_samples",
-}
 SWITCHES = ("use_deepspeed", "use_fsdp")
-# `deepspeed` is a key of run files, but stands for use_deepspeed or ds_config (see read_run_file).
-NOT_IN_FILES = ("help", "version", "config", "deepspeed")
+NOT_IN_FILES = ("help", "version", "config")
+# Keys whose value "no" YAML reads as false, and their value then.
+NO = {"precision": "fp32", "eval_strategy": "no", "save_strategy": "no"}
+LISTS = {"report_to": ",", "include": ",", "fsdp": " ", "lora_targets": ",", "tags": ","}
 # Attributes that --print_config leaves out.
 NOT_SHOWN = (
     "config",
     "print_config",
     "check",
     "prefetch",
+    "show_sample",
+    "prove",
     "local_rank",
     "given",
+    "mixture",
     "ds_config_dict",
     "hub_offline",
     "hub_problem",
@@ -60,27 +54,31 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
         UserError: the file cannot be read or is not YAML, a key is unknown or given twice, a value
             has the wrong type, or switches contradict each other.
     """
-    flags = {action.dest: action for action in reversed(parser._actions) if action.option_strings}
-    for action in parser._actions:
-        if action.option_strings in (["--no_eval"], ["--no_fused_gelu"]):
-            flags[action.option_strings[0][2:]] = action
-    for name in NOT_IN_FILES:
-        del flags[name]
+    flags = {
+        name[2:]: action
+        for name, action in parser._option_string_actions.items()
+        if name.startswith("--") and name[2:] not in NOT_IN_FILES
+    }
     settings: dict[str, object] = {}
+    keys: dict[str, str] = {}  # the key in the file by the flag that it sets
     for key, value in _without_sections(read_yaml("--config", path), path):
-        name = OTHER_NAMES.get(key, key)
+        # Our own name; --bf16 and --no_eval set another flag, but have other values than it.
+        name = flags[key].option_strings[0][2:] if key in flags else key
         if name == "deepspeed":  # true, false, or the path of a DeepSpeed file
             if "use_deepspeed" in settings:
-                raise UserError(f"{path} gives {shown(key)} twice: leave one out.")
+                raise UserError(f"{path} gives use_deepspeed and deepspeed: leave one out.")
             settings["use_deepspeed"] = value if isinstance(value, bool) else value is not None
             if isinstance(value, bool) or value is None:
                 continue
             name = "ds_config"
         if name not in flags:
-            guess = did_you_mean(key, [*flags, *OTHER_NAMES]) or " (--help lists all)."
+            guess = did_you_mean(key, flags) or " (--help lists all)."
             raise UserError(f"{path}: unknown key {shown(key)}{guess}")
-        if name in settings:
-            raise UserError(f"{path} gives {name} twice, the second time as {key}: leave one out.")
+        # A file may have both bf16: true and fp16: false.
+        target = name if value is False or value is None else flags[name].dest
+        if target in keys:
+            raise UserError(f"{path}: {keys[target]} and {key} set one flag: leave one out.")
+        keys[target] = key
         settings[name] = value
     _apply_switches(settings, path)
     arguments: list[str] = []
@@ -112,6 +110,8 @@ def _apply_switches(settings: dict, path: str) -> None:
     for name in SWITCHES:
         if not isinstance(settings.get(name, False), bool):
             raise _wrong(path, name, settings[name])
+    if "fsdp" in settings and settings["fsdp"] not in (None, False, "", []):
+        settings["use_fsdp"] = True
     without_deepspeed = settings.get("use_deepspeed") is False
     deepspeed, fsdp = (settings.pop(name, False) for name in SWITCHES)
     strategy = strategy_of_switches(
@@ -144,11 +144,11 @@ def strategy_of_switches(
     place, dashes = (f"{path}: ", "") if path else ("", "--")
     if deepspeed and fsdp:
         raise UserError(
-            f"{place}{dashes}use_deepspeed and {dashes}use_fsdp cannot both hold: leave one out."
+            f"{place}{dashes}deepspeed and {dashes}fsdp cannot both hold: leave one out."
         )
     for switch, is_on, contradicts in (
         ("deepspeed", deepspeed, strategy in ("dp", "fsdp")),
-        ("use_fsdp", fsdp, strategy not in (None, "fsdp")),
+        ("fsdp (or use_fsdp)", fsdp, strategy not in (None, "fsdp")),
     ):
         if is_on and contradicts:
             raise UserError(
@@ -164,8 +164,8 @@ def strategy_of_switches(
 
 def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[str]:
     option = action.option_strings[0]
-    if name == "precision" and value is False:  # YAML reads accelerate's value "no" as false
-        value = "fp32"
+    if name in NO and value is False:
+        value = NO[name]
     if name == "resume" and value in ("", True):
         return [option]
     if value is None:
@@ -175,8 +175,18 @@ def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[
             raise _wrong(path, name, value)
         has_opposite = isinstance(action, argparse.BooleanOptionalAction)
         return [option] if value else [f"--no_{name}"] * has_opposite
-    if name in ("report_to", "include") and isinstance(value, list):
-        value = ",".join(map(str, value))
+    if action.nargs == "?" and isinstance(value, bool):
+        return [f"{option}={value}"]
+    if action.type is boolean:
+        raise _wrong(path, name, value)
+    if action.nargs == "+" and isinstance(value, list):
+        if not all(isinstance(item, str) and not item.startswith("-") for item in value):
+            raise _wrong(path, name, value)
+        return [option, *value]
+    if name in LISTS and isinstance(value, list):
+        value = LISTS[name].join(map(str, value))
+    if name in REFUSED and isinstance(value, dict):  # such as gradient_checkpointing_kwargs
+        value = json.dumps(value)
     if isinstance(value, bool | dict | list):
         raise _wrong(path, name, value)
     return [f"{option}={value}"]
@@ -186,10 +196,8 @@ def _wrong(path: str, name: str, value) -> UserError:
     return UserError(f"{path}: {name} cannot be {shown(repr(value))}.")
 
 
-def as_yaml(args: argparse.Namespace) -> str:
-    """Return the resolved flags as YAML that --config can read."""
-    import yaml
-
+def settings_of(args: argparse.Namespace) -> dict:
+    """Return the resolved flags by name, without those that are off or unset."""
     # Flags that are off or unset need no line (0 is a value), except those that are on by default.
     settings = {
         name: value
@@ -197,4 +205,13 @@ def as_yaml(args: argparse.Namespace) -> str:
         if name not in NOT_SHOWN
         and (name in ("eval", "fused_gelu") or not (value is None or value is False or value == []))
     }
-    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    if args.mixture:
+        settings["dataset"] = [str(dataset) for dataset in args.mixture]
+    return settings
+
+
+def as_yaml(args: argparse.Namespace) -> str:
+    """Return the resolved flags as YAML that --config can read."""
+    import yaml
+
+    return yaml.safe_dump(settings_of(args), sort_keys=False, allow_unicode=True)

@@ -1,8 +1,8 @@
 """Sequences of a tokenized corpus and their micro-batches, in one order for any number of ranks.
 
 A sequence is a slice of `seq_length` tokens of one long token stream, or an example (a
-conversation, or a prompt and its completion) that is truncated to `seq_length` and has a loss mask.
-Sequences are read from disk when they are needed.
+conversation, or a prompt and its completion) that is truncated to `seq_length` and has a loss mask,
+or with --packing several examples. Sequences are read from disk when they are needed.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from support.cli.arguments import global_batch
+from support.cli.arguments import global_batch, held_out_share, isolates_documents
 from support.cli.conflicts import NEED_EVALUATIONS
 from support.cluster.context import DistContext
 from support.data import tokenize
+from support.data.mixture import Mixture, mixture_facts
+from support.data.packing import pack
+from support.data.sources import SourceOptions
 from support.errors import UserError
 from support.labels import IGNORED
 from support.train_state import TrainState
@@ -32,9 +36,22 @@ NOTHING_TO_EVALUATE = (
     "There is nothing to evaluate on: a corpus of one sequence, or a stream without "
     "--validation_file"
 )
+TEXT_IS_PACKED = (
+    "--packing is for conversations and pairs, and this corpus is text, whose sequences have no "
+    "padding: use --isolate_documents."
+)
+# The flag would cost a mask, which isolates nothing here.
+EXAMPLES_ARE_ISOLATED = (
+    "--isolate_documents is for text, and each conversation or pair is a sequence of its own: "
+    "leave the flag out, or use --packing."
+)
 
 
 # ---------------------------------------------------------------------------------------- sequences
+
+# Inputs, labels, and the positions of the tokens in their documents (None: not isolated), each
+# int64 of shape [sequences, length].
+MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,7 @@ class TokenFile:
     Attributes:
         path, dtype: raw little-endian ids, and their type ("uint16" or "uint32").
         first, num_sequences: number of the first sequence of this split, and how many it has.
+        end_of_text: id of the token that ends a document, if documents are isolated; else None.
     """
 
     path: str
@@ -51,22 +69,20 @@ class TokenFile:
     seq_length: int
     first: int
     num_sequences: int
+    end_of_text: int | None = None
 
-    def read(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sequences `indices` as (inputs, labels).
+    def read(self, indices: np.ndarray) -> MicroBatch:
+        """Return the sequences `indices`.
 
         Each call maps the file again: the pages of a mapping that stays open would count as memory
         of this process, and a shuffled epoch touches all of them.
-
-        Returns:
-            Two int64 tensors of shape [len(indices), seq_length].
         """
         stream = np.memmap(self.path, dtype=self.dtype, mode="r")
         inputs = torch.empty(len(indices), self.seq_length, dtype=torch.int64)
         for row, index in zip(inputs.numpy(), indices, strict=True):
             start = (self.first + int(index)) * self.seq_length
             row[:] = stream[start : start + self.seq_length]
-        return inputs, inputs.clone()
+        return label_text(inputs, self.end_of_text)
 
     def tokens(self, indices: np.ndarray) -> int:
         """Return the number of tokens in these sequences."""
@@ -117,27 +133,32 @@ class ExampleFile:
         starts = np.where(rows > 0, ends[rows - 1], 0)
         return starts, np.minimum(ends[rows] - starts, self.seq_length)
 
-    def read(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the examples `indices` as (inputs, labels).
+    def read(self, indices: np.ndarray) -> MicroBatch:
+        """Return the examples `indices`.
 
         No attention mask is needed: the padding comes after all valid tokens, and in a causal model
         no token attends to a later one.
-
-        Returns:
-            Two int64 tensors of shape [len(indices), length].
         """
+        return stack_examples(self.examples(indices), self.seq_length, self.fixed)
+
+    def examples(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return (ids, labels) of the examples `indices`, each int64 [its tokens]."""
         ids = np.memmap(f"{self.folder}/{self.split}.bin", dtype=self.dtype, mode="r")
         learned = np.memmap(f"{self.folder}/{self.split}.learned.bin", dtype=np.uint8, mode="r")
         rows = []
         for start, length in zip(*self._bounds(indices), strict=True):
             part = slice(start, start + length)
-            targets = np.where(learned[part], ids[part].astype(np.int64), IGNORED)
-            rows.append((ids[part], targets))
-        return stack_examples(rows, self.seq_length, self.fixed)
+            example = ids[part].astype(np.int64)
+            rows.append((example, np.where(learned[part], example, IGNORED)))
+        return rows
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Return the tokens of each of these examples, without padding."""
+        return self._bounds(indices)[1]
 
     def tokens(self, indices: np.ndarray) -> int:
         """Return the number of tokens in these examples, without padding."""
-        return int(self._bounds(indices)[1].sum())
+        return int(self.lengths(indices).sum())
 
     def take(self, count: int) -> ExampleFile:
         """Return the first `count` examples."""
@@ -150,27 +171,132 @@ class ExampleFile:
         return replace(self, rows=kept), replace(self, rows=held_out)
 
 
-Sequences = TokenFile | ExampleFile
+@dataclass(frozen=True)
+class PackedFile:
+    """Examples on disk, several in a sequence; no token attends to another example.
+
+    Attributes:
+        file: the examples.
+        members, ends: see `packing.pack`.
+    """
+
+    file: ExampleFile
+    members: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, file: ExampleFile) -> PackedFile:
+        """Pack all examples of a file."""
+        lengths = file.lengths(np.arange(file.num_sequences))
+        return cls(file, *pack(lengths, file.seq_length))
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences."""
+        return len(self.ends)
+
+    def _members(self, indices: np.ndarray) -> list[np.ndarray]:
+        """Return the examples of each of these sequences."""
+        return [
+            self.members[self.ends[index - 1] if index else 0 : self.ends[index]]
+            for index in indices
+        ]
+
+    def read(self, indices: np.ndarray) -> MicroBatch:
+        """Return the sequences `indices`."""
+        rows = [join_examples(self.file.examples(members)) for members in self._members(indices)]
+        return stack_examples(rows, self.file.seq_length, self.file.fixed, packed=True)
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Return the tokens of each of these sequences, without padding."""
+        of_examples = self.file.lengths(self.members[: self.ends[-1]])
+        return np.add.reduceat(of_examples, np.append(0, self.ends[:-1]))[indices]
+
+    def tokens(self, indices: np.ndarray) -> int:
+        """Return the number of tokens in these sequences, without padding."""
+        return sum(self.file.tokens(members) for members in self._members(indices))
+
+    def take(self, count: int) -> PackedFile:
+        """Return the first `count` sequences."""
+        return replace(self, ends=self.ends[:count])
 
 
-def stack_examples(rows: list, seq_length: int, fixed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+Sequences = TokenFile | ExampleFile | PackedFile | Mixture
+
+
+def label_text(inputs: torch.Tensor, end_of_text: int | None) -> MicroBatch:
+    """Return sequences of a token stream with their labels and positions.
+
+    The end-of-text token belongs to the document before it. The first token of a document has no
+    loss if documents are isolated, because no token of its document precedes it.
+
+    Args:
+        inputs: int64 [sequences, length].
+        end_of_text: see `TokenFile`.
+    """
+    labels = inputs.clone()
+    if end_of_text is None:
+        return inputs, labels, None
+    ends = inputs == end_of_text
+    place = torch.arange(inputs.shape[1])
+    # After the newest end before the token; the first token of a sequence begins a document, too.
+    begins = F.pad((ends * (place + 1))[:, :-1], (1, 0)).cummax(1).values
+    positions = place - begins
+    return inputs, labels.masked_fill_(positions == 0, IGNORED), positions
+
+
+def join_examples(
+    examples: list[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Join (ids, labels) of examples to (ids, labels, positions) of one sequence.
+
+    The first token of an example has no loss, as in a sequence of its own.
+    """
+    positions = np.concatenate([np.arange(len(ids)) for ids, _ in examples])
+    ids, labels = (np.concatenate(parts) for parts in zip(*examples, strict=True))
+    return ids, np.where(positions == 0, IGNORED, labels), positions
+
+
+def stack_examples(rows: list, seq_length: int, fixed: bool, packed: bool = False) -> MicroBatch:
     """Stack examples of different lengths into one micro-batch, padded with ignored tokens.
 
     Args:
-        rows: (ids, labels) of each example, with at most `seq_length` tokens.
+        rows: (ids, labels) of each example, or with `packed` the result of `join_examples` for each
+            sequence, with at most `seq_length` tokens.
         fixed: pad to `seq_length`; otherwise to the longest example, rounded up to a
             multiple of ROW_MULTIPLE.
-    Returns:
-        (inputs, labels), both int64 of shape [len(rows), length].
+        packed: also return positions. Each token of the padding is at 0, a document of its own.
     """
-    longest = max((len(ids) for ids, _ in rows), default=1)
-    width = seq_length if fixed else min(seq_length, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
+    longest = max((len(row[0]) for row in rows), default=1)
+    width = padded_length(longest, seq_length, fixed)
     inputs = torch.zeros(len(rows), width, dtype=torch.int64)
-    labels = torch.full_like(inputs, IGNORED)
-    for row, (ids, targets) in enumerate(rows):
-        inputs[row, : len(ids)] = torch.from_numpy(np.asarray(ids, dtype=np.int64))
-        labels[row, : len(ids)] = torch.from_numpy(np.asarray(targets, dtype=np.int64))
-    return inputs, labels
+    tensors = [inputs, torch.full_like(inputs, IGNORED), torch.zeros_like(inputs)]
+    for number, row in enumerate(rows):
+        for tensor, values in zip(tensors, row, strict=False):
+            tensor[number, : len(values)] = torch.from_numpy(values)
+    return inputs, tensors[1], tensors[2] if packed else None
+
+
+def padded_length(longest: int, seq_length: int, fixed: bool) -> int:
+    """Return the length of a micro-batch whose longest sequence has `longest` tokens."""
+    return seq_length if fixed else min(seq_length, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
+
+
+def padding_share(file: ExampleFile | PackedFile, args) -> float:
+    """Return the share of padding in the micro-batches of the first epoch.
+
+    Args:
+        file: the training sequences.
+        args: --seed and --batch_size, and see `one_length`.
+    """
+    lengths = file.lengths(epoch_order(file.num_sequences, args.seed, epoch=1))
+    size, seq_length = args.batch_size, args.seq_length
+    starts = np.arange(0, len(lengths), size)
+    longest, sizes = np.maximum.reduceat(lengths, starts), np.diff(starts, append=len(lengths))
+    fixed = one_length(args)
+    padded_to = {length: padded_length(length, seq_length, fixed) for length in set(longest)}
+    padded = sum(padded_to[length] * rows for length, rows in zip(longest, sizes, strict=True))
+    return round(1 - int(lengths.sum()) / int(padded), 4)
 
 
 # ------------------------------------------------------------------------------------------- splits
@@ -184,13 +310,48 @@ def open_tokenized(args, ctx: DistContext, tokenizer) -> tuple[Sequences, Sequen
     Raises:
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
-    tokens = tokenize.tokenize_corpus(
-        args, ctx, tokenizer, args.dataset, args.dataset_config, args.validation_file
-    )
+    if args.mixture:
+        return _open_mixture(args, ctx, tokenizer)
+    return _open_dataset(args, ctx, tokenizer, args.dataset)
+
+
+def _open_dataset(args, ctx: DistContext, tokenizer, name: str) -> tuple[Any, Any, dict]:
+    """Do what `open_tokenized` does for one dataset."""
+    options = SourceOptions.of(args, tokenizer)
+    tokens = tokenize.tokenize_corpus(args, ctx, tokenizer, name, options)
     train, validation, facts = split_sequences(tokens, args)
     tokenize.print_splits(ctx, args, facts, tokenizer)
-    entry = {"name": args.dataset, **facts["train"], "validation": facts["validation"]}
+    entry = {"name": name, **facts["train"], "validation": facts["validation"]}
     return train, validation, {**entry, "bad_rows": tokens["bad_rows"]}
+
+
+def _open_mixture(args, ctx: DistContext, tokenizer) -> tuple[Mixture, Any, dict]:
+    """Do what `open_tokenized` does for several datasets.
+
+    The evaluation uses the validation sequences of each dataset once, or only --validation_file.
+    """
+    parts, validations, entries = [], [], []
+    whole = args.replace(num_samples=None)
+    for name, _ in args.mixture:
+        ctx.console.print0(f"📂 {name}")
+        train, validation, entry = _open_dataset(whole, ctx, tokenizer, name)
+        parts.append(train)
+        validations.append(validation)
+        entries.append(entry)
+    weights = [Fraction(weight) for _, weight in args.mixture if weight]
+    mixture = Mixture.of(parts, weights)
+    mixture = mixture.take(args.num_samples or mixture.num_sequences)
+    if unused := [str(d) for d, n in zip(args.mixture, mixture.counts, strict=True) if not n]:
+        raise UserError(
+            f"--dataset {unused[0]} has less than one sequence in an epoch of "
+            f"{mixture.num_sequences}: change the weights, or use more data."
+        )
+    for name, count, entry in zip(args.mixture, mixture.counts, entries, strict=True):
+        entry |= {"weight": name.weight, "blocks_per_epoch": count}
+        share = count / mixture.num_sequences
+        ctx.console.print0(f"📂 {name.name}: {count:,} sequences in an epoch ({share:.1%})")
+    evaluated = validations[0] if args.validation_file else Mixture.of(validations)
+    return mixture, evaluated, mixture_facts(args.dataset, entries, mixture, evaluated)
 
 
 def split_sequences(prepared: dict, args) -> tuple[Sequences, Sequences, dict]:
@@ -202,8 +363,8 @@ def split_sequences(prepared: dict, args) -> tuple[Sequences, Sequences, dict]:
 
     Args:
         prepared: what `tokenize.tokenize_once` returned.
-        args: --seq_length, --num_samples, --validation_split, --validation_file, and see
-            `one_length`.
+        args: --seq_length, --num_samples, --validation_split, --validation_split_percentage,
+            --validation_file, and see `one_length`.
     Returns:
         (training sequences, validation sequences, {"train", "validation": facts of `open_split`}).
     Raises:
@@ -219,14 +380,25 @@ def split_sequences(prepared: dict, args) -> tuple[Sequences, Sequences, dict]:
                 f"--validation_file {args.validation_file} has less than one sequence of "
                 f"{args.seq_length} tokens: use another --seq_length, or another file."
             )
-        share = args.validation_split
+        share = held_out_share(args)
         count = int(train.num_sequences * share) if share else train.num_sequences // 10
         train, validation = train.hold_out(min(max(1, count), train.num_sequences - 1))
         validation_facts = {"blocks": validation.num_sequences}
+    # After the split, so that the same examples are held out with and without --packing.
+    if args.packing:
+        train, validation = PackedFile.of(train), packed_validation(validation)
+        validation_facts["blocks"] = validation.num_sequences
     if args.num_samples:
         train = train.take(args.num_samples)
     train_facts["blocks"] = train.num_sequences
+    if not isinstance(train, TokenFile):
+        train_facts["padding_share"] = padding_share(train, args)
     return train, validation, {"train": train_facts, "validation": validation_facts}
+
+
+def packed_validation(validation: Sequences) -> Sequences:
+    """Pack validation examples; a corpus of one example holds out none."""
+    return PackedFile.of(validation) if isinstance(validation, ExampleFile) else validation
 
 
 def one_length(args) -> bool:
@@ -244,7 +416,8 @@ def open_split(prepared: dict, name: str, args) -> tuple[Sequences, dict]:
     """Return all sequences of a split, and facts about it.
 
     Returns:
-        (file, {"kind", "rows", "tokens", "sha256", "truncated", "skipped", "blocks"}), where
+        (file, {"kind", "formats", "rows", "tokens", "sha256", "truncated", "skipped", "blocks"}),
+        where
         "truncated", "skipped" and "blocks" count examples that are cut to --seq_length, rows that
         are not used, and sequences.
     Raises:
@@ -252,26 +425,33 @@ def open_split(prepared: dict, name: str, args) -> tuple[Sequences, dict]:
     """
     folder, dtype, length = prepared["folder"], prepared["dtype"], args.seq_length
     split = prepared["splits"][name]
-    facts = {key: split[key] for key in ("kind", "rows", "tokens", "sha256")}
+    facts = {key: split[key] for key in ("kind", "formats", "rows", "tokens", "sha256")}
     facts |= {"truncated": 0, "skipped": split["empty"]}
     if split["kind"] in ("chat", "pair"):
+        if args.isolate_documents and not (args.packing or args.mixture):
+            raise UserError(EXAMPLES_ARE_ISOLATED)
         table = np.fromfile(f"{folder}/{name}.rows.bin", dtype=np.int64).reshape(-1, 2)
         lengths = np.diff(table[:, 0], prepend=0)
         usable = table[:, 1] < np.minimum(lengths, length)  # a target remains after truncation
         facts["truncated"] = int((usable & (lengths > length)).sum())
         facts["skipped"] = int((~usable).sum())
         file = ExampleFile(folder, name, dtype, length, np.flatnonzero(usable), one_length(args))
-        advice = "a larger --seq_length: no example has a target within it"
+        problem = f"No example has a target within --seq_length {length}: use a larger one."
     else:
-        file = TokenFile(f"{folder}/{name}.bin", dtype, length, 0, split["tokens"] // length)
-        advice = "a smaller --seq_length or more text"
+        end_of_text = prepared["end_of_text"] if isolates_documents(args) else None
+        file = TokenFile(
+            f"{folder}/{name}.bin", dtype, length, 0, split["tokens"] // length, end_of_text
+        )
+        problem = (
+            f"The corpus has {split['tokens']:,} tokens, less than one sequence of {length}: "
+            "use a smaller --seq_length or more text."
+        )
+    if args.packing and split["kind"] == "text" and split["tokens"]:
+        raise UserError(TEXT_IS_PACKED)
     if name == "train" and not split["tokens"]:
         raise UserError("The corpus is empty: it has no row that can be used.")
     if name == "train" and not file.num_sequences:
-        raise UserError(
-            f"The corpus has {split['tokens']:,} tokens, less than one sequence of {length}: "
-            f"use {advice}."
-        )
+        raise UserError(problem)
     return file, {**facts, "blocks": file.num_sequences}
 
 
@@ -327,13 +507,13 @@ class StepBatch:
     """The step batch of one rank: its micro-batches of one optimizer step.
 
     Attributes:
-        batches: micro-batches (inputs, labels), each int64 of shape [batch_size, length].
+        batches: micro-batches of batch_size sequences.
         tokens: number of tokens in them, without padding.
         state: with --streaming a `streaming.Place`, the position of the stream after this step;
             otherwise None.
     """
 
-    batches: list[tuple[torch.Tensor, torch.Tensor]]
+    batches: list[MicroBatch]
     tokens: int
     state: Any = None
 
@@ -402,32 +582,41 @@ def rest_of_epoch(train, state: TrainState, args, ctx: DistContext) -> Iterator[
     """
     if args.streaming:
         return train.step_batches(ctx.device)
-    order = epoch_order(train.num_sequences, args.seed, state.epoch)[state.position :]
+    if isinstance(train, Mixture):
+        order = train.epoch_order(args.seed, state.epoch)
+    else:
+        order = epoch_order(train.num_sequences, args.seed, state.epoch)
+    order = order[state.position :]
     accumulation = args.gradient_accumulation_steps
     batches = step_batches(train, order, args.batch_size, accumulation, ctx.rank, ctx.world_size)
     return copy_ahead(batches, ctx.device)
 
 
 def evaluation_batches(validation, args, ctx: DistContext) -> tuple[Iterator, int]:
-    """Return this rank's batches (inputs, labels) of an evaluation, and how many there are.
+    """Return this rank's micro-batches of an evaluation, and how many there are.
 
     Args:
         validation: the validation sequences.
-        args: --batch_size; --eval_samples, or else --num_samples, limits the sequences.
+        args: --eval_batch_size, or else --batch_size; --eval_samples, or else --num_samples,
+            limits the sequences.
         ctx: the ranks.
     """
     limit = args.eval_samples or args.num_samples or validation.num_sequences
-    order = np.arange(min(limit, validation.num_sequences))
-    steps = step_batches(validation, order, args.batch_size, 1, ctx.rank, ctx.world_size)
+    validation = validation.take(limit)
+    order = np.arange(validation.num_sequences)
+    batch_size = args.eval_batch_size or args.batch_size
+    steps = step_batches(validation, order, batch_size, 1, ctx.rank, ctx.world_size)
     batches = (step.batches[0] for step in copy_ahead(steps, ctx.device))
-    return batches, steps_of(len(order), args.batch_size * ctx.world_size)
+    return batches, steps_of(len(order), batch_size * ctx.world_size)
 
 
-def fill_up(file: Sequences, indices: np.ndarray, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fill_up(file: Sequences, indices: np.ndarray, rows: int) -> MicroBatch:
     """Read a micro-batch [rows, length]; missing sequences become rows that the loss ignores."""
-    inputs, labels = file.read(indices)
-    missing = rows - len(indices)
-    return F.pad(inputs, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORED)
+    inputs, labels, positions = file.read(indices)
+    padding = (0, 0, 0, rows - len(indices))
+    if positions is not None:
+        positions = F.pad(positions, padding)
+    return F.pad(inputs, padding), F.pad(labels, padding, value=IGNORED), positions
 
 
 def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
@@ -437,7 +626,7 @@ def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
     uninterrupted run.
     """
     numbers = np.random.SeedSequence([seed, step, micro_step, rank])
-    torch.manual_seed(int(numbers.generate_state(1, np.uint64)[0] >> 1))
+    torch.manual_seed(int(numbers.generate_state(1, np.uint64)[0]) >> 1)
 
 
 def copy_ahead(steps: Iterator, device: torch.device) -> Iterator:
@@ -446,7 +635,9 @@ def copy_ahead(steps: Iterator, device: torch.device) -> Iterator:
     for step_batch in steps:
         if device.type == "cuda":
             step_batch.batches = [
-                tuple(t.pin_memory().to(device, non_blocking=True) for t in micro)
+                tuple(
+                    t if t is None else t.pin_memory().to(device, non_blocking=True) for t in micro
+                )
                 for micro in step_batch.batches
             ]
         if ahead is not None:

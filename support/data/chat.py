@@ -7,13 +7,14 @@ completion.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import jinja2
 import numpy as np
 
 from support.data import templates
-from support.data.rows import BadRow, Example
-from support.errors import UserError
+from support.data.formats import BadRow, Example
+from support.errors import UserError, first_line
 
 # For tokenizers without a chat template, such as GPT-2's: plain headings, and the end-of-text token
 # (if the tokenizer has one) after each answer.
@@ -40,13 +41,19 @@ def template_of(tokenizer) -> str | None:
     return template.get("default") if isinstance(template, dict) else template
 
 
+def has_own_template(tokenizer) -> bool:
+    """Return whether a tokenizer has a chat template other than PLAIN_TEMPLATE."""
+    return template_of(tokenizer) not in (None, "", PLAIN_TEMPLATE)
+
+
 class Encoder:
     """An encoder of examples into token ids and a loss mask.
 
     If the chat template has {% generation %} blocks, it provides the mask of a conversation itself.
     Otherwise the conversation is rendered a second time with a mark in place of each of the
     assistant's texts. The valid tokens are those at the positions of the marks, and the special
-    token that follows and ends the turn.
+    token that follows and ends the turn. The assistant's messages among the first
+    `Example.context` messages have no valid tokens.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer; for conversations, one with a chat template.
@@ -80,11 +87,7 @@ class Encoder:
 
     def _if_learned(self, example: Example, row: tuple | BadRow) -> tuple | BadRow:
         """Return the row, or a BadRow if it has no valid token other than an end of turn."""
-        answers = [
-            message["content"].strip()
-            for message in example.messages or ()
-            if message["role"] == "assistant"
-        ]
+        answers = [example.messages[number]["content"].strip() for number in example.answers]
         has_target = (
             example.completion.strip()
             if example.kind == "pair"
@@ -123,13 +126,25 @@ class Encoder:
     def _by_template(self, example: Example) -> tuple | BadRow:
         try:
             # Render once under the limits; tokenizing below may take more than they allow.
-            self._text_of(example.messages)
+            text = self._text_of(example.messages)
             encoded = self.tokenizer.apply_chat_template(
                 example.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
+            self._check_all_are_rendered(text, example)
         except Exception as error:
             return _refused(example, error)
-        return np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"])
+        mask = np.array(encoded["assistant_masks"])
+        context = sum(m["role"] == "assistant" for m in example.messages) - len(example.answers)
+        if context:
+            # Each answer is a run of ones.
+            begins = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+            if len(begins) != context + len(example.answers):
+                return BadRow(
+                    f"{example.where}: the {{% generation %}} blocks of the chat template do not "
+                    "distinguish the answers of the prompt from the completion."
+                )
+            mask[: [*begins, len(mask)][context]] = 0
+        return np.array(encoded["input_ids"]), mask
 
     def _by_marks(self, examples: list[Example]) -> list:
         rendered = [self._render(example) for example in examples]
@@ -147,17 +162,14 @@ class Encoder:
 
     def _render(self, example: Example) -> tuple[str, list[tuple[int, int]]] | BadRow:
         """Return the whole text, and the character ranges of the valid tokens."""
-        answers = [
-            message["content"] for message in example.messages if message["role"] == "assistant"
-        ]
-        marked, number = [], 0
-        for message in example.messages:
-            if message["role"] == "assistant":
-                message, number = {**message, "content": MARK.format(number)}, number + 1
-            marked.append(message)
+        answers, marked = [], list(example.messages)
+        for number in example.answers:
+            answers.append(example.messages[number]["content"])
+            marked[number] = _marked(example.messages[number], number)
         try:
             text = self._text_of(example.messages)
             around = re.split("\ue000\\d+\ue001", self._text_of(marked))
+            self._check_all_are_rendered(text, example)
         except Exception as error:
             return _refused(example, error)
         # Many templates strip the messages.
@@ -168,6 +180,26 @@ class Encoder:
             f"{example.where}: the chat template changes the assistant's text, so its position is "
             "unknown: use a template with {% generation %} blocks (--chat_template)."
         )
+
+    def _check_all_are_rendered(self, text: str, example: Example) -> None:
+        """Check that the template leaves out no message.
+
+        Some templates know a few roles only, and ignore a message of another one.
+
+        Args:
+            text: the whole text.
+            example: the conversation.
+        Raises:
+            ValueError: a message is left out.
+        """
+        for number, message in enumerate(example.messages):
+            if message["content"].strip() in text:
+                continue
+            # It is missing, or the template changes it.
+            marked = list(example.messages)
+            marked[number] = _marked(message, number)
+            if MARK.format(number) not in self._text_of(marked):
+                raise ValueError(f"it leaves out the message of the role {message['role']!r}")
 
     def _text_of(self, messages: list[dict]) -> str:
         with templates.limits():
@@ -188,6 +220,10 @@ class Encoder:
             position = start + len(text)
             ranges.append((start, position + end_of_turn))
         return ranges
+
+
+def _marked(message: dict, number: int) -> dict:
+    return {**message, "content": MARK.format(number)}
 
 
 def _join(around: list[str], texts: list[str]) -> str:
@@ -229,6 +265,50 @@ def _refused(example: Example, error: Exception) -> BadRow:
     return BadRow(
         f"{example.where}: the chat template refuses it: {reason or (lines or [name])[0]}"
     )
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What --generate continues.
+
+    Attributes:
+        ids: its token ids.
+        is_chat: whether they are a conversation with the text as the user's message.
+    """
+
+    ids: list[int]
+    is_chat: bool
+
+
+def prompt_of(text: str, tokenizer, as_chat: bool) -> Prompt:
+    """Return the token ids of --generate.
+
+    Args:
+        text: the value of --generate.
+        tokenizer: a Hugging Face tokenizer.
+        as_chat: render it with the tokenizer's chat template, if it has one.
+    Raises:
+        UserError: the template refuses the text, or the tokenizer returns no token.
+    """
+    is_chat = as_chat and template_of(tokenizer) is not None
+    rendered = text
+    if is_chat:
+        messages = [{"role": "user", "content": text}]
+        try:
+            with templates.limits():
+                rendered = tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+                templates.check_length(rendered, messages)
+        except Exception as error:
+            raise UserError(
+                f"--generate: the chat template refuses it ({first_line(error, 200)}): use another "
+                "one with --chat_template FILE."
+            ) from error
+    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise UserError(f"--generate {text!r}: this model's tokenizer returns no token for it.")
+    return Prompt(ids, is_chat)
 
 
 def use_plain_template(tokenizer, kind: str | None) -> bool:

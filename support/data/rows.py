@@ -1,16 +1,4 @@
-"""The rows of a file in each format, as documents and examples.
-
-A row of a JSON, CSV, Parquet or hub dataset has one of three forms:
-
-    {"messages": [{"role": …, "content": …}, …]}   a conversation; the loss counts the assistant's
-                                                   messages
-    {"prompt": …, "completion": …}                 the loss counts the completion
-    {"text": …}                                    a document; the loss counts all of it (another
-                                                   key: --text_column)
-
-Any other file is UTF-8 text, and one document. A row that cannot be used is a `BadRow`, which names
-its file and line.
-"""
+"""The rows of a file, of each type of file, as documents and examples."""
 
 from __future__ import annotations
 
@@ -18,195 +6,30 @@ import contextlib
 import csv
 import itertools
 import json
-import reprlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
+from support.data.formats import (
+    BadRow,
+    Document,
+    Example,
+    RowOptions,
+    TextFile,
+    columns_of_table,
+    is_row,
+    read_row,
+    shorten,
+)
 from support.errors import UserError, first_line
-from support.files.user_files import printable, unique_keys
+from support.files.user_files import unique_keys
 
 PIECE_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
 LONGEST_ROW = 1 << 30  # characters; a file with a longer row is probably not of its suffix's format
-SHOWN_KEYS = 10  # keys of a row that a message lists
 # Bytes of memory for each byte of a .json file while it is read; 2.3 were measured with rows of
 # plain text.
 JSON_IN_MEMORY = 3
-# Keys of a message whose values would not be trained on; only the content is.
-UNSUPPORTED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-
-
-class BadRow(UserError):
-    """A row that cannot be used, with its place and the reason; or a file that cannot be read."""
-
-    def __init__(self, text: str):
-        # The text may quote bytes that are not UTF-8.
-        super().__init__(printable(text.encode(errors="replace").decode()))
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text; the loss counts all of it.
-
-    Attributes:
-        where: its file and line.
-        pieces: the text, in one or more pieces.
-        kind: always "text".
-    """
-
-    where: str
-    pieces: Iterable[str]
-    kind: str = "text"
-
-
-@dataclass(frozen=True)
-class TextFile(Document):
-    """A text file, which is one document of any length."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """A conversation, or a prompt and its completion; the loss counts a part of it.
-
-    Attributes:
-        where: its file and line.
-        messages: the conversation; None for a pair.
-        prompt, completion: the pair; empty for a conversation.
-    """
-
-    where: str
-    messages: list[dict] | None = None
-    prompt: str = ""
-    completion: str = ""
-
-    @property
-    def kind(self) -> str:
-        """The kind of the row: "chat" or "pair"."""
-        return "pair" if self.messages is None else "chat"
-
-    def as_json(self) -> str:
-        """Return its content as JSON, for a digest."""
-        pair = [self.prompt, self.completion]
-        return json.dumps(self.messages or pair, sort_keys=True)
-
-
 # A row as it is in the file, with its place; or a part of the file that cannot be read.
 Row = tuple[object, str] | BadRow
-
-
-def kind_of(keys: Iterable[str], text_column: str | None) -> str | None:
-    """Return the kind of a row with these keys: "chat", "pair" or "text"; None if unknown."""
-    if text_column is None and "messages" in keys:
-        return "chat"
-    if text_column is None and "prompt" in keys and "completion" in keys:
-        return "pair"
-    return "text" if (text_column or "text") in keys else None
-
-
-class OneKind:
-    """A check that all rows of a corpus are of one kind.
-
-    Attributes:
-        kind: "text", "chat" or "pair", the kind of the first usable row; None before it.
-    """
-
-    def __init__(self):
-        self.kind: str | None = None
-
-    def check(self, row: Document | Example | BadRow) -> Document | Example | BadRow:
-        """Return the row, or a BadRow if it is of another kind than the rows before it."""
-        if isinstance(row, BadRow):
-            return row
-        self.kind = self.kind or row.kind
-        if row.kind == self.kind:
-            return row
-        return BadRow(
-            f"{row.where}: of kind {row.kind} among rows of kind {self.kind}: "
-            "a corpus has one kind of rows."
-        )
-
-
-def _no_text(text_column: str | None, keys: Iterable) -> str:
-    """Return a message for a row or table whose keys do not match any kind."""
-    key_list = shorten(keys) or "nothing"
-    if text_column:
-        return f"no {text_column!r}, which --text_column names, but {key_list}."
-    return (
-        f"no 'text', no 'messages', and no 'prompt' with 'completion', but {key_list}: "
-        "rename a key, or name the text with --text_column."
-    )
-
-
-def shorten(keys: Iterable) -> str:
-    """Join keys with commas for a message: the first SHOWN_KEYS, with up to 40 characters each.
-
-    A broken file may have millions of keys.
-    """
-    first = [str(key)[:40] for key in itertools.islice(keys, SHOWN_KEYS + 1)]
-    return ", ".join(first[:SHOWN_KEYS]) + (", …" if len(first) > SHOWN_KEYS else "")
-
-
-def read_row(row, where: str, text_column: str | None) -> Document | Example | BadRow:
-    """Convert a row to a document or an example, or to a BadRow with the reason why it is neither.
-
-    Args:
-        row: a text, or an object with the keys of the module docstring.
-        where: its file and line.
-        text_column: see `sources.open_source`.
-    """
-    if isinstance(row, str):
-        row = {text_column or "text": row}
-    if not isinstance(row, dict):
-        return BadRow(f"{where}: neither a text nor an object with keys such as text or messages.")
-    kind = kind_of(row, text_column)
-    if kind is None:
-        return BadRow(f"{where}: {_no_text(text_column, row)}")
-    try:
-        if kind == "chat":
-            return Example(where, _messages(row))
-        if kind == "pair":
-            return Example(where, None, _text(row, "prompt"), _text(row, "completion"))
-        name = text_column or "text"
-        # null is an empty document
-        return Document(where, [_text({name: ""} if row[name] is None else row, name)])
-    except ValueError as error:
-        return BadRow(f"{where}: {error}.")
-
-
-def _messages(row: dict) -> list[dict]:
-    if row.get("tools"):
-        raise ValueError("'tools' is not supported: only the messages are trained on")
-    if not isinstance(row["messages"], list) or not row["messages"]:
-        raise ValueError("'messages' is not a list of messages")
-    return [_message(message) for message in row["messages"]]
-
-
-def _message(message) -> dict:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError("a message is not an object with 'role' and 'content'")
-    if lost := [key for key in UNSUPPORTED if message.get(key)]:
-        raise ValueError(
-            f"a message has {lost[0]!r}, which is not supported: only its 'content' is trained on"
-        )
-    if message.get("weight") not in (None, 1):
-        weight = reprlib.repr(message["weight"])
-        raise ValueError(
-            f"a message has the weight {weight}, which is not supported: every answer has weight 1"
-        )
-    return {"role": message["role"], "content": _text(message, "content")}
-
-
-def _text(row: dict, name: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"{name!r} is not a text but {reprlib.repr(value)[:40]}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name!r} is not UTF-8 text (iconv -f LATIN1 -t UTF-8 converts a file)"
-        ) from error
-    return value
 
 
 @contextlib.contextmanager
@@ -228,7 +51,7 @@ def has_rows(file: Path) -> bool:
     return file.suffix.lower() in READERS
 
 
-def contents_of_file(file: Path, text_column: str | None) -> Iterator[Document | Example | BadRow]:
+def contents_of_file(file: Path, options: RowOptions) -> Iterator[Document | Example | BadRow]:
     """Yield the rows of a file as documents and examples, or the only document of a text file.
 
     A part that cannot be used is a BadRow, and so is a file of another format than its suffix says.
@@ -243,8 +66,8 @@ def contents_of_file(file: Path, text_column: str | None) -> Iterator[Document |
         elif has_rows(file):
             # The readers decode a byte that is not UTF-8 to half of a surrogate pair, so that the
             # row with this byte can be named.
-            for row in READERS[file.suffix.lower()](file, text_column):
-                yield row if isinstance(row, BadRow) else read_row(*row, text_column)
+            for row in READERS[file.suffix.lower()](file, options):
+                yield row if isinstance(row, BadRow) else read_row(*row, options)
         else:
             pieces = _pieces_of(file)
             try:
@@ -306,7 +129,7 @@ def _parse_json(text: str, file: Path, line: int | None = None) -> object | BadR
         return BadRow(f"{place}: {first_line(error, 200).split(';')[0]}.")
 
 
-def _read_jsonl(file: Path, text_column: str | None) -> Iterator[Row]:
+def _read_jsonl(file: Path, options: RowOptions) -> Iterator[Row]:
     with open(file, encoding="utf-8-sig", errors="surrogateescape") as stream:
         for number in itertools.count(1):
             place = f"{file}, line {number}"
@@ -322,7 +145,7 @@ def _read_jsonl(file: Path, text_column: str | None) -> Iterator[Row]:
                 yield row if isinstance(row, BadRow) else (row, place)
 
 
-def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
+def _read_json(file: Path, options: RowOptions) -> Iterator[Row]:
     import psutil
 
     too_large = BadRow(
@@ -340,7 +163,7 @@ def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
     if isinstance(rows, BadRow):
         yield rows
         return
-    if isinstance(rows, dict) and kind_of(rows, text_column) is None:  # {"data": [...]}
+    if isinstance(rows, dict) and not is_row(rows, options):  # {"data": [...]}
         lists = {key: value for key, value in rows.items() if isinstance(value, list)}
         if len(lists) > 1:
             yield BadRow(
@@ -353,7 +176,7 @@ def _read_json(file: Path, text_column: str | None) -> Iterator[Row]:
         yield row, f"{file}, entry {number}"
 
 
-def _read_csv(file: Path, text_column: str | None) -> Iterator[Row]:
+def _read_csv(file: Path, options: RowOptions) -> Iterator[Row]:
     csv.field_size_limit(LONGEST_ROW)  # the default, 128 kB, is less than a long document
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         rows = csv.DictReader(stream, strict=True)
@@ -388,14 +211,14 @@ def _read_csv(file: Path, text_column: str | None) -> Iterator[Row]:
                 yield row, place
 
 
-def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
+def _read_parquet(file: Path, options: RowOptions) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        columns = columns_of_text(table.schema_arrow.names, text_column, str(file))
+        columns = columns_of_table(table.schema_arrow.names, options, str(file))
         if duplicates := [name for name in columns if table.schema_arrow.names.count(name) > 1]:
             raise UserError(f"{file}: two columns have the same name, {duplicates[0]}.")
         for batch in table.iter_batches(columns=columns, batch_size=1024):
@@ -413,23 +236,6 @@ def _read_parquet(file: Path, text_column: str | None) -> Iterator[Row]:
             yield BadRow(str(error))
         else:
             yield BadRow(f"{file} is not a Parquet file that can be read: {first_line(error, 200)}")
-
-
-def columns_of_text(columns: list[str], text_column: str | None, where: str) -> list[str]:
-    """Return the columns of a table that are read.
-
-    Args:
-        columns: names of the table's columns.
-        text_column: see `sources.open_source`.
-        where: the table, for messages.
-    Raises:
-        UserError: the columns do not match any kind of row.
-    """
-    kind = kind_of(columns, text_column)
-    if kind is None:
-        raise UserError(f"{where}: {_no_text(text_column, columns)}")
-    names = {"chat": ["messages", "tools"], "pair": ["prompt", "completion"]}
-    return [name for name in names.get(kind, [text_column or "text"]) if name in columns]
 
 
 READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}

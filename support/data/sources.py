@@ -8,25 +8,20 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from support import progress
 from support.cli.paths import is_local_dataset
-from support.data.rows import (
-    BadRow,
-    Document,
-    Example,
-    columns_of_text,
-    contents_of_file,
-    has_rows,
-    read_row,
-    reading,
-)
+from support.data.chat import has_own_template
+from support.data.formats import BadRow, Document, Example, RowOptions, columns_of_table, read_row
+from support.data.rows import contents_of_file, has_rows, reading
 from support.errors import UserError, first_line
 from support.files.atomic import read_json, sha256_of, write_text
 from support.files.folders import advise_include, count_types, describe_twins, files_of
+from support.files.hub_cache import cache_folder
 
 WIKITEXT = "Salesforce/wikitext"  # its short name on the hub no longer loads with `datasets` 5
 
@@ -64,24 +59,50 @@ class Source:
     advice: str = ""
 
 
-def open_source(
-    dataset: str,
-    config: str | None,
-    text_column: str | None,
-    validation_file: str | None,
-    include: str | None = None,
-    cache: Path | None = None,
-) -> Source:
-    """Open the corpus that --dataset names, and the text of --validation_file.
+@dataclass(frozen=True)
+class SourceOptions:
+    """How a corpus is opened.
+
+    Attributes:
+        rows: how rows are read.
+        validation_file: a file or folder that replaces the validation split of the corpus.
+        include: which files of a folder are read, see `folders.files_of`.
+        config, revision: configuration name of a hub dataset, and its branch, tag or commit.
+        train_split, eval_split: splits of a hub dataset or parts of them, in the syntax of
+            `datasets`; None: "train", and "validation" if there is one that is not trained on.
+        cache: a folder for what is known about datasets of the hub from earlier runs.
+    """
+
+    rows: RowOptions = field(default_factory=RowOptions)
+    validation_file: str | None = None
+    include: str | None = None
+    config: str | None = None
+    revision: str | None = None
+    train_split: str | None = None
+    eval_split: str | None = None
+    cache: Path | None = None
+
+    @classmethod
+    def of(cls, args, tokenizer) -> SourceOptions:
+        """Return the options that the flags set, for a tokenizer with or without a template."""
+        return cls(
+            RowOptions.of(args, has_own_template(tokenizer)),
+            args.validation_file,
+            args.include,
+            args.dataset_config,
+            args.dataset_revision,
+            args.train_split,
+            args.eval_split,
+            cache_folder(args.cache_dir),
+        )
+
+
+def open_source(dataset: str, options: SourceOptions) -> Source:
+    """Open a corpus, and the text of --validation_file.
 
     Args:
         dataset: "pydocs", "wikitext", a file, a folder, or a dataset on the hub.
-        config: configuration name of a hub dataset.
-        text_column: key or column that holds the text; if None, the keys of each row determine its
-            form (see `rows`).
-        validation_file: a file or folder that replaces the validation split of the corpus.
-        include: which files of a folder are read, see `folders.files_of`.
-        cache: a folder for what is known about datasets of the hub from earlier runs.
+        options: how it is opened.
     Raises:
         UserError: the corpus does not exist or cannot be read, or has no training split or no known
             column.
@@ -89,12 +110,12 @@ def open_source(
     if dataset == "pydocs":
         source = _open_pydocs()
     elif is_local_dataset(dataset):
-        source = _open_files(dataset, text_column, include)
+        source = _open_files(dataset, options)
     else:
-        source = _open_hub(dataset, config, text_column, cache)
-    if validation_file is None:
+        source = _open_hub(dataset, options)
+    if options.validation_file is None:
         return source
-    validation = _open_files(validation_file, text_column, include)
+    validation = _open_files(options.validation_file, options)
     digest = hashlib.sha256(f"{source.fingerprint}\0{validation.fingerprint}".encode())
     return Source(
         source.name,
@@ -128,10 +149,11 @@ def _signature(file: Path) -> tuple:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _open_files(name: str, text_column: str | None, include: str | None) -> Source:
+def _open_files(name: str, options: SourceOptions) -> Source:
     path = Path(name)
-    digest, signatures, first_with, twins = hashlib.sha256((text_column or "").encode()), {}, {}, {}
-    for file in (files := files_of(path, name, include)):
+    digest = hashlib.sha256(repr(options.rows).encode())
+    signatures, first_with, twins = {}, {}, {}
+    for file in (files := files_of(path, name, options.include)):
         signature = _signature(file)
         with reading(file):
             content = sha256_of(file)
@@ -140,7 +162,7 @@ def _open_files(name: str, text_column: str | None, include: str | None) -> Sour
             continue
         first_with[content], signatures[file] = file, signature
         digest.update(file.suffix.encode() + bytes.fromhex(content))
-    opened = {"train": partial(_items_of_files, signatures, text_column)}
+    opened = {"train": partial(_items_of_files, signatures, options.rows)}
     counts = [f"{name}: {count_types(files)}"] if path.is_dir() else []
     return Source(
         name,
@@ -152,27 +174,27 @@ def _open_files(name: str, text_column: str | None, include: str | None) -> Sour
     )
 
 
-def _items_of_files(signatures: dict[Path, tuple], text_column: str | None) -> Iterator[Item]:
+def _items_of_files(signatures: dict[Path, tuple], options: RowOptions) -> Iterator[Item]:
     """Yield the items of files, each text once.
 
     Args:
         signatures: the files, each with its `_signature` from when its digest was computed.
-        text_column: see `open_source`.
+        options: how rows are read.
     Raises:
         UserError: a file cannot be read, or has changed since its digest was computed.
     """
-    twins = _same_text(list(signatures), text_column)
+    twins = _same_text(list(signatures), options)
     yield from map(Notice, describe_twins(twins, "text"))
     for file, signature in signatures.items():
         if file not in twins:
-            yield from contents_of_file(file, text_column)
+            yield from contents_of_file(file, options)
         if _signature(file) != signature:
             raise UserError(
                 f"{file} has changed since the run started: start again when it is complete."
             )
 
 
-def _same_text(files: list[Path], text_column: str | None) -> dict[Path, Path]:
+def _same_text(files: list[Path], options: RowOptions) -> dict[Path, Path]:
     """Return the files whose text an earlier file of another type has, apart from white space.
 
     A file is read no further than the size of the largest file of another type, so the comparison
@@ -192,14 +214,14 @@ def _same_text(files: list[Path], text_column: str | None) -> dict[Path, Path]:
     first_with, twins = {}, {}
     for file, type_ in types.items():
         longest = max(size for other, size in sizes.items() if other != type_)
-        digest = _digest_of_text(file, text_column, longest)
+        digest = _digest_of_text(file, options, longest)
         first = first_with.setdefault(digest, file)
         if digest and types[first] != type_:
             twins[file] = first
     return twins
 
 
-def _digest_of_text(file: Path, text_column: str | None, longest: float) -> bytes | None:
+def _digest_of_text(file: Path, options: RowOptions, longest: float) -> bytes | None:
     """Return the SHA-256 digest of a file's documents without white space.
 
     Returns:
@@ -208,7 +230,7 @@ def _digest_of_text(file: Path, text_column: str | None, longest: float) -> byte
     """
     digest, size = hashlib.sha256(), 0
     try:
-        for item in contents_of_file(file, text_column):
+        for item in contents_of_file(file, options):
             for piece in item.pieces if isinstance(item, Document) else ():
                 text = "".join(piece.split()).encode()
                 digest.update(text)
@@ -223,16 +245,25 @@ def _digest_of_text(file: Path, text_column: str | None, longest: float) -> byte
 # ------------------------------------------------------------------------------------------ the hub
 
 
-def load_from_hub(dataset: str, config: str | None, **options):
-    """Load the splits of a dataset with `datasets.load_dataset`.
+@contextlib.contextmanager
+def _loading(dataset: str) -> Iterator[None]:
+    """Convert every exception of the hub's clients to a UserError; they raise a dozen classes."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = first_line(error, 200)  # the first line has the reason
+        raise UserError(
+            f"--dataset {dataset} is not a local file or folder, and cannot be loaded from the "
+            f"hub: {reason}"
+        ) from error
 
-    Args:
-        dataset: name on the hub; "wikitext" is WIKITEXT, by default with the configuration
-            wikitext-2-raw-v1.
-        config: configuration name of the dataset.
-        options: further arguments of `datasets.load_dataset`.
-    Raises:
-        UserError: the dataset cannot be loaded, or has no split named train.
+
+def _builder_of(dataset: str, config: str | None, revision: str | None):
+    """Return the `datasets.DatasetBuilder` of a dataset on the hub.
+
+    "wikitext" is WIKITEXT, by default with the configuration wikitext-2-raw-v1.
     """
     import datasets
 
@@ -240,50 +271,89 @@ def load_from_hub(dataset: str, config: str | None, **options):
         datasets.disable_progress_bars()
     if dataset == "wikitext":
         dataset, config = WIKITEXT, config or "wikitext-2-raw-v1"
-    try:
-        splits = datasets.load_dataset(dataset, config, **options)
-    except Exception as error:  # the clients raise a dozen classes; the first line has the reason
-        reason = first_line(error, 200)
+    return datasets.load_dataset_builder(dataset, config, revision=revision)
+
+
+def load_from_hub(dataset: str, options: SourceOptions) -> dict[str, Any]:
+    """Download a dataset of the hub, unless it is in the cache.
+
+    Returns:
+        {"train", and "validation" if the dataset has a split for it: datasets.Dataset}.
+    Raises:
+        UserError: the dataset cannot be loaded, or has no such split.
+    """
+    with _loading(dataset):
+        builder = _builder_of(dataset, options.config, options.revision)
+        builder.download_and_prepare()
+        wanted = {"train": options.train_split or "train"}
+        # A split that is trained on is not evaluated on, unless it is named.
+        unused = not re.search(r"\bvalidation\b", wanted["train"])
+        if options.eval_split or ("validation" in builder.info.splits and unused):
+            wanted["validation"] = options.eval_split or "validation"
+        for flag, name in zip(("train_split", "eval_split"), wanted.values(), strict=False):
+            for part in name.split("+"):
+                _check_split(dataset, flag, part.partition("[")[0], builder.info.splits)
+        return {role: builder.as_dataset(split=name) for role, name in wanted.items()}
+
+
+def stream_from_hub(dataset: str, config: str | None, revision: str | None, split: str | None):
+    """Return a split of a dataset of the hub as a datasets.IterableDataset.
+
+    Args:
+        dataset, config, revision: see `SourceOptions`.
+        split: name of the split; None: "train".
+    Raises:
+        UserError: the dataset cannot be loaded, or has no such split.
+    """
+    with _loading(dataset):
+        splits = _builder_of(dataset, config, revision).as_streaming_dataset()
+        _check_split(dataset, "train_split", split or "train", splits)
+        return splits[split or "train"]
+
+
+def _check_split(dataset: str, flag: str, split: str, known: Iterable[str]) -> None:
+    """Check that a dataset has a split.
+
+    Raises:
+        UserError: it has none of this name.
+    """
+    if split not in known:
         raise UserError(
-            f"--dataset {dataset} is not a local file or folder, and cannot be loaded from the "
-            f"hub: {reason}"
-        ) from error
-    if "train" not in splits:
-        raise UserError(
-            f"--dataset {dataset} has no split named train; it has {', '.join(splits)}."
+            f"--dataset {dataset} has no split named {split}; it has {', '.join(known)}: "
+            f"choose one with --{flag}."
         )
-    return splits
 
 
-def commit_on_hub(dataset: str) -> str | None:
+def commit_on_hub(dataset: str, revision: str | None) -> str | None:
     """Return the commit hash of a dataset on the hub; None if it cannot be determined."""
     from huggingface_hub import HfApi
 
+    name = WIKITEXT if dataset == "wikitext" else dataset
     try:
-        return HfApi().dataset_info(WIKITEXT if dataset == "wikitext" else dataset).sha
+        return HfApi().dataset_info(name, revision=revision).sha
     except Exception:  # the clients raise a dozen classes
         return None
 
 
-def _open_hub(
-    dataset: str, config: str | None, text_column: str | None, cache: Path | None
-) -> Source:
+def _open_hub(dataset: str, options: SourceOptions) -> Source:
     """Open a dataset of the hub; without the library `datasets` if an earlier run has opened it.
 
     The import of the library and its requests take seconds, and a run whose tokens are in the cache
     does not need them.
     """
-    key = hashlib.sha256(repr((dataset, config, text_column)).encode()).hexdigest()[:32]
-    memo = None if cache is None else cache / f"hub_{key}.json"
-    if (known := _read_memo(memo, dataset)) is None:
-        source, files = _load_hub(dataset, config, text_column)
+    # The cache's folder is not part of the key: it may be reached through another path.
+    settings = replace(options, validation_file=None, include=None, cache=None)
+    key = hashlib.sha256(repr((dataset, settings)).encode()).hexdigest()[:32]
+    memo = None if options.cache is None else options.cache / f"hub_{key}.json"
+    if (known := _read_memo(memo, dataset, options.revision)) is None:
+        source, files = _load_hub(dataset, options)
         if memo:
             signatures = {str(file): _signature(file) for file in files}
             _write_memo(memo, {**vars(source), "splits": list(source.splits), "files": signatures})
         return source
 
     def items(name: str) -> Iterator[Item]:
-        source, _ = _load_hub(dataset, config, text_column)
+        source, _ = _load_hub(dataset, options)
         if source.fingerprint != known["fingerprint"]:
             memo.unlink(missing_ok=True)
             raise UserError(f"--dataset {dataset} has changed since the run started: start again.")
@@ -299,36 +369,58 @@ def _write_memo(memo: Path, facts: dict) -> None:
         write_text(memo, json.dumps(facts))
 
 
-def _read_memo(memo: Path | None, dataset: str) -> dict | None:
+def _read_memo(memo: Path | None, dataset: str, revision: str | None) -> dict | None:
     """Return what `_open_hub` wrote in an earlier run; None if the text may have changed since."""
     try:
         known = read_json(memo) if memo else None
         files = [Path(file) for file in known["files"]]
         unchanged = all([*_signature(file)] == known["files"][str(file)] for file in files)
-        # The library names the folder of a dataset's files by the commit on the hub.
-        commits = {file.parent.name for file in files}
         offline = os.environ.get("HF_HUB_OFFLINE") == "1"
-        current = files and unchanged and (offline or commits == {commit_on_hub(dataset)})
+        newest = offline or commits_of(files) == {commit_on_hub(dataset, revision)}
+        current = files and unchanged and newest
         valid = known["splits"] in (["train"], ["train", "validation"]) and known["fingerprint"]
         return known if current and valid else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError):
         return None  # no such file, or no valid one
 
 
-def _load_hub(
-    dataset: str, config: str | None, text_column: str | None
-) -> tuple[Source, list[Path]]:
+def commits_of(files: list[Path]) -> set[str]:
+    """Return the commits on the hub of a dataset's files: the library's names of their folders."""
+    return {file.parent.name for file in files}
+
+
+def _check_revision(dataset: str, revision: str, files: list[Path]) -> None:
+    """Check that the files of a dataset are of --dataset_revision if the hub cannot tell.
+
+    Offline, the library loads the newest revision that is in its cache.
+
+    Raises:
+        UserError: they are of another revision, or it is unknown of which.
+    """
+    offline = os.environ.get("HF_HUB_OFFLINE") == "1"
+    if offline and not all(commit.startswith(revision) for commit in commits_of(files)):
+        raise UserError(
+            f"--dataset_revision {revision} of --dataset {dataset} cannot be told from others in "
+            "the cache without the hub: run --prefetch with the same flags where there is a "
+            "network, or name a commit."
+        )
+
+
+def _load_hub(dataset: str, options: SourceOptions) -> tuple[Source, list[Path]]:
     """Load a dataset of the hub; return it and the local files with its splits."""
     flag = f"--dataset {dataset}"
-    corpus = load_from_hub(dataset, config)
-    columns = columns_of_text(corpus["train"].column_names, text_column, flag)
-    digest = hashlib.sha256(f"{columns}\0{config}\0{dataset == 'wikitext'}".encode())
-    splits = {name: corpus[name] for name in ("train", "validation") if name in corpus}
+    splits = load_from_hub(dataset, options)
+    columns = columns_of_table(splits["train"].column_names, options.rows, flag)
+    parts = (options.train_split, options.eval_split)
+    settings = (columns, options.config, options.rows, *parts, dataset == "wikitext")
+    digest = hashlib.sha256(repr(settings).encode())
     files = [
         Path(file)
         for split in splits.values()
         for file in sorted(entry["filename"] for entry in split.cache_files)
     ]
+    if options.revision:
+        _check_revision(dataset, options.revision, files)
     for file in files:
         with reading(file):
             digest.update(bytes.fromhex(sha256_of(file)))
@@ -336,7 +428,7 @@ def _load_hub(
     def items(name: str) -> Iterator[Item]:
         rows = enumerate(splits[name].select_columns(columns), 1)
         contents = (
-            read_row(row, f"{flag}, {name}, row {number}", text_column) for number, row in rows
+            read_row(row, f"{flag}, {name}, row {number}", options.rows) for number, row in rows
         )
         with reading(flag):
             yield from join_articles(contents) if dataset == "wikitext" else contents

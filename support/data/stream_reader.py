@@ -19,19 +19,19 @@ import numpy as np
 
 from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext, require_equal_on_all_ranks
-from support.data.long_documents import Chunk
-from support.data.rows import (
+from support.data.formats import (
     BadRow,
     Document,
     Example,
     OneKind,
+    RowOptions,
     TextFile,
-    columns_of_text,
-    contents_of_file,
+    columns_of_table,
     read_row,
-    reading,
 )
-from support.data.sources import begins_article, commit_on_hub, load_from_hub
+from support.data.long_documents import Chunk
+from support.data.rows import contents_of_file, reading
+from support.data.sources import begins_article, commit_on_hub, stream_from_hub
 from support.data.tokenize import print_files
 from support.errors import UserError
 from support.files.atomic import sha256_of
@@ -64,18 +64,21 @@ class StreamCorpus:
     advice: str = ""
 
 
-def open_corpus(args, ctx: DistContext) -> StreamCorpus:
+def open_corpus(args, ctx: DistContext, options: RowOptions) -> StreamCorpus:
     """Open --dataset and print which files it has; every rank must call it.
 
     Args:
-        args: --dataset, --dataset_config, --include, --text_column.
+        args: --dataset and the flags of a hub dataset, --include.
         ctx: the ranks.
+        options: how rows are read.
     Raises:
         UserError: the corpus does not exist or cannot be read, or its columns do not match any kind
             of row.
         TrainingError: the corpus differs between the nodes.
     """
     digest = hashlib.sha256(f"{args.dataset_config}\0{args.text_column}".encode())
+    if args.prompt_column or args.completion_column:  # checkpoints of runs without them stay valid
+        digest.update(repr(options.columns).encode())
     if is_local_dataset(args.dataset):
         files, twins = files_to_read(args)
         if Path(args.dataset).is_dir():
@@ -84,13 +87,16 @@ def open_corpus(args, ctx: DistContext) -> StreamCorpus:
         for file in files:
             size, edges = _edges(file)
             digest.update(os.fsencode(file.name) + f"\0{size}".encode() + edges)
-        open_rows = rows_of_files(files, args.text_column)
+        open_rows = rows_of_files(files, options)
     else:
         # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
-        commit = commit_on_hub(args.dataset) if ctx.is_main else None
+        commit = commit_on_hub(args.dataset, args.dataset_revision) if ctx.is_main else None
         commit, files = ctx.broadcast_from_rank0(commit), []
+        commit = commit or args.dataset_revision
         digest.update(f"{args.dataset}\0{commit}".encode())
-        open_rows = _rows_on_hub(args, commit)
+        if args.train_split:
+            digest.update(f"\0{args.train_split}".encode())
+        open_rows = _rows_on_hub(args, commit, options)
     sha256 = digest.hexdigest()
     require_equal_on_all_ranks(ctx.all_gather(sha256), "The corpus")
     return StreamCorpus(args.dataset, sha256, open_rows, advise_include(files))
@@ -130,37 +136,37 @@ def _edges(file: Path) -> tuple[int, bytes]:
         return size, begin + stream.read(COMPARED_BYTES)
 
 
-def rows_of_files(files: list[Path], text_column: str | None) -> Callable:
+def rows_of_files(files: list[Path], options: RowOptions) -> Callable:
     """Return the `StreamCorpus.open_rows` of local files."""
     import datasets
 
-    options = {"files": [str(file) for file in files], "text_column": text_column}
-    return partial(datasets.IterableDataset.from_generator, _generate_rows, gen_kwargs=options)
+    arguments = {"files": [str(file) for file in files], "options": options}
+    return partial(datasets.IterableDataset.from_generator, _generate_rows, gen_kwargs=arguments)
 
 
-def _generate_rows(files: list[str], text_column: str | None) -> Iterator[dict]:
+def _generate_rows(files: list[str], options: RowOptions) -> Iterator[dict]:
     for file in files:
-        for content in contents_of_file(Path(file), text_column):
+        for content in contents_of_file(Path(file), options):
             yield {"content": content, "begins": True}
 
 
-def _rows_on_hub(args, commit: str | None) -> Callable:
+def _rows_on_hub(args, commit: str | None, options: RowOptions) -> Callable:
     """Return the `StreamCorpus.open_rows` of a dataset on the hub.
 
     Raises:
         UserError: the dataset cannot be loaded, or its columns do not match any kind of row.
     """
-    splits = load_from_hub(args.dataset, args.dataset_config, revision=commit, streaming=True)
+    split = stream_from_hub(args.dataset, args.dataset_config, commit, args.train_split)
     flag = f"--dataset {args.dataset}"
-    columns = list(next(iter(splits["train"].take(1)), {}))
-    columns_of_text(columns, args.text_column, flag)
+    columns = list(next(iter(split.take(1)), {}))
+    columns_of_table(columns, options, flag)
 
     def understand(row: dict, number: int) -> dict:
         begins = args.dataset != "wikitext" or begins_article(row["text"])  # its rows are lines
-        content = read_row(row, f"{flag}, row {number + 1}", args.text_column)
+        content = read_row(row, f"{flag}, row {number + 1}", options)
         return {"content": content, "begins": begins}
 
-    return lambda: splits["train"].map(understand, with_indices=True, remove_columns=columns)
+    return lambda: split.map(understand, with_indices=True, remove_columns=columns)
 
 
 @dataclass

@@ -18,30 +18,43 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from support.cli.arguments import global_batch
+from support.cli.arguments import global_batch, isolates_documents
 from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext
 from support.data.batches import (
-    ExampleFile,
+    TEXT_IS_PACKED,
+    MicroBatch,
     ReadAhead,
+    Sequences,
     StepBatch,
-    TokenFile,
     copy_ahead,
+    join_examples,
+    label_text,
     nothing,
     one_length,
     open_split,
+    packed_validation,
     stack_examples,
 )
 from support.data.chat import PLAIN_NOTICE, Encoder, use_plain_template
+from support.data.formats import BadRow
 from support.data.long_documents import DocumentTokenizer
-from support.data.rows import BadRow, has_rows
+from support.data.packing import pack
+from support.data.rows import has_rows
+from support.data.sources import SourceOptions
 from support.data.stream_reader import Item, Reader, StreamCorpus, files_to_read, open_corpus
-from support.data.tokenize import SHOWN_BAD_ROWS, print_splits, refuse_bad_rows, tokenize_corpus
+from support.data.tokenize import (
+    SHOWN_BAD_ROWS,
+    print_format,
+    print_splits,
+    refuse_bad_rows,
+    tokenize_corpus,
+)
 from support.errors import UserError
 from support.labels import IGNORED
 
@@ -63,14 +76,13 @@ class BatchSlot:
         number: index in the global batch.
         slots: number of batch slots.
         chunk: number of sequences that are shuffled together.
-        seq_length, seed: tokens in a sequence, and the seed of the run.
+        args: --seq_length, --seed, --packing.
         encode: see `RowEncoder.encode`.
     """
 
-    def __init__(
-        self, number: int, slots: int, chunk: int, seq_length: int, seed: int, encode: Callable
-    ):
-        self.number, self.size, self.seq_length, self.seed = number, chunk, seq_length, seed
+    def __init__(self, number: int, slots: int, chunk: int, args, encode: Callable):
+        self.number, self.size, self.packing = number, chunk, args.packing
+        self.seq_length, self.seed = args.seq_length, args.seed
         self.encode = encode
         # The first chunks differ in size, so that not all slots refill in the same step.
         self.early = 1 + (chunk - 1) * (number + 1) // slots
@@ -103,16 +115,28 @@ class BatchSlot:
         self.counts = dict(state.get("counts", self.counts))
 
     def next_sequence(self, reader: Reader):
-        """Return the next sequence: ids of a text, or (ids, labels) of an example."""
+        """Return the next sequence: ids of a text, or (ids, labels) of an example.
+
+        With --packing it is the result of `join_examples`.
+
+        Raises:
+            UserError: --packing, and the rows are text.
+        """
         while not self.sequences or self.used == len(self.sequences):
             used = 0 if self.sequences else self.used  # may be greater than 0 after a resume
             self.chunks += 1
             size = self.early if self.chunks == 1 else self.size
-            read_chunk = self._text_chunk if self._is_text(reader) else self._example_chunk
+            if not self._is_text(reader):
+                read_chunk = self._packed_chunk if self.packing else self._example_chunk
+            elif self.packing:
+                raise UserError(TEXT_IS_PACKED)
+            else:
+                read_chunk = self._text_chunk
             sequences = read_chunk(size, reader)
             generator = np.random.default_rng([self.seed, self.number, self.chunks])
             order = generator.permutation(len(sequences))
-            self.sequences, self.used = [sequences[i] for i in order], used
+            # A chunk may be smaller after a resume with other flags (--resume_force).
+            self.sequences, self.used = [sequences[i] for i in order], min(used, len(order))
         self.used += 1
         return self.sequences[self.used - 1]
 
@@ -172,6 +196,21 @@ class BatchSlot:
         self.begin = {"reader": rows[0][0].state, "offset": 0}
         return [encoded for _, _, encoded in rows]
 
+    def _packed_chunk(self, size: int, reader: Reader) -> list:
+        """Return about `size` sequences with as many examples as `size` sequences have room for."""
+        rows, room = [], size * self.seq_length
+        while room >= 0:
+            rows.append(self.rest.pop() if self.rest else self._tokenize(reader))
+            room -= len(rows[-1][2][0])
+        self.rest = [rows.pop()]  # there was no room for it
+        self.begin = {"reader": rows[0][0].state, "offset": 0}
+        examples = [encoded for _, _, encoded in rows]
+        members, ends = pack(np.array([len(ids) for ids, _ in examples]), self.seq_length)
+        return [
+            join_examples([examples[member] for member in part])
+            for part in np.split(members, ends[:-1])
+        ]
+
 
 @dataclass(frozen=True)
 class Place:
@@ -183,6 +222,7 @@ class Place:
         rows: number of good rows (or parts of text files) read so far, in all passes.
         passes: number of complete passes.
         kind: the kind of the rows, "text", "chat" or "pair"; None before the first row.
+        formats: names of their formats.
     """
 
     slots: dict[str, dict]
@@ -190,6 +230,7 @@ class Place:
     rows: int
     passes: int
     kind: str | None = None
+    formats: tuple[str, ...] = ()
 
 
 class RowEncoder:
@@ -251,6 +292,7 @@ class Stream:
 
     def __init__(self, args, ctx: DistContext, tokenizer, corpus: StreamCorpus):
         self.args, self.ctx, self.tokenizer, self.corpus = args, ctx, tokenizer, corpus
+        self.end_of_text = tokenizer.eos_token_id if isolates_documents(args) else None
         self.place = Place({}, [], 0, 0)
         self.bad: dict[str, None] = {}  # an ordered set of lines about bad rows
         self.found: list[tuple[str, bool]] = []  # bad rows of the step that is being read
@@ -267,7 +309,7 @@ class Stream:
         chunk = max(1, args.shuffle_buffer // num_slots)
         self.layout = slots_of_rank(args, ctx.rank, ctx.world_size)
         self.slots = {
-            number: BatchSlot(number, num_slots, chunk, args.seq_length, args.seed, encoder.encode)
+            number: BatchSlot(number, num_slots, chunk, args, encoder.encode)
             for micro_batch in self.layout
             for number in micro_batch
         }
@@ -310,7 +352,8 @@ class Stream:
             for name, n in counts.items()
         )
         self.ctx.console.print0(f"📚 stream: {counts_text}, in {self.place.passes + 1} passes")
-        return {**self.facts, "kind": self.reader.one_kind.kind, **counts}
+        one_kind = self.reader.one_kind
+        return {**self.facts, "kind": one_kind.kind, "formats": one_kind.formats, **counts}
 
     def resume(self, state: dict | None) -> None:
         """Continue from the state in a checkpoint.
@@ -360,9 +403,10 @@ class Stream:
 
     def _arrive(self, place: Place) -> None:
         """Record the position after the step that is trained on next, and print its bad rows."""
-        kind_is_new = place.kind and not self.place.kind
-        if kind_is_new and use_plain_template(self.tokenizer, place.kind):
-            self.ctx.console.warn(PLAIN_NOTICE)
+        if place.kind and not self.place.kind:
+            print_format(self.ctx, list(place.formats), place.kind)
+            if use_plain_template(self.tokenizer, place.kind):
+                self.ctx.console.warn(PLAIN_NOTICE)
         self.place = place
         for row, this_rank_only in place.bad:
             self.fresh.append(row)
@@ -388,15 +432,22 @@ class Stream:
             slots = {str(number): slot.state() for number, slot in self.slots.items()}
             bad_rows, self.found = self.found, []
             place = Place(
-                slots, bad_rows, self.reader.row, self.reader.passes, self.reader.one_kind.kind
+                slots,
+                bad_rows,
+                self.reader.row,
+                self.reader.passes,
+                self.reader.one_kind.kind,
+                tuple(self.reader.one_kind.formats),
             )
             yield StepBatch([self._stack(batch) for batch in batches], tokens, place)
 
-    def _stack(self, sequences: list) -> tuple[torch.Tensor, torch.Tensor]:
+    def _stack(self, sequences: list) -> MicroBatch:
         if isinstance(sequences[0], np.ndarray):
             inputs = torch.from_numpy(np.stack(sequences).astype(np.int64))
-            return inputs, inputs.clone()
-        return stack_examples(sequences, self.args.seq_length, one_length(self.args))
+            return label_text(inputs, self.end_of_text)
+        return stack_examples(
+            sequences, self.args.seq_length, one_length(self.args), self.args.packing
+        )
 
     def _refuse(self, row: BadRow, this_rank_only: bool = False) -> None:
         """Record a bad row, unless it is recorded already, for instance before a resume.
@@ -424,7 +475,7 @@ def slots_of_rank(args, rank: int, world_size: int) -> list[list[int]]:
     return [list(range(start, start + args.batch_size)) for start in starts]
 
 
-def open_stream(args, ctx: DistContext, tokenizer) -> tuple[Stream, TokenFile | ExampleFile, dict]:
+def open_stream(args, ctx: DistContext, tokenizer) -> tuple[Stream, Sequences, dict]:
     """Open the training stream and --validation_file; every rank must call it.
 
     Returns:
@@ -433,11 +484,16 @@ def open_stream(args, ctx: DistContext, tokenizer) -> tuple[Stream, TokenFile | 
         UserError: see `stream_reader.open_corpus`; or --validation_file cannot be read.
         TrainingError: the corpus differs between the nodes.
     """
-    train = Stream(args, ctx, tokenizer, open_corpus(args, ctx))
-    validation = nothing(args)
+    options = SourceOptions.of(args, tokenizer)
+    train = Stream(args, ctx, tokenizer, open_corpus(args, ctx, options.rows))
+    validation: Sequences = nothing(args)
     if args.validation_file:
-        prepared = tokenize_corpus(args, ctx, tokenizer, args.validation_file)
+        options = replace(options, validation_file=None)
+        prepared = tokenize_corpus(args, ctx, tokenizer, args.validation_file, options)
         validation, split_info = open_split(prepared, "train", args)
+        if args.packing:
+            validation = packed_validation(validation)
+            split_info["blocks"] = validation.num_sequences
         train.facts["validation"] = {**split_info, "bad_rows": prepared["bad_rows"]}
         print_splits(ctx, args, {"validation": train.facts["validation"]}, tokenizer)
     return train, validation, train.facts

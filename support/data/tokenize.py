@@ -19,38 +19,30 @@ import numpy as np
 
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data.chat import PLAIN_NOTICE, PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
+from support.data.formats import BadRow, Document, Example, OneKind
 from support.data.long_documents import DocumentTokenizer
-from support.data.rows import BadRow, Document, Example, OneKind
-from support.data.sources import Item, Notice, Source, open_source
+from support.data.sources import Item, Notice, Source, SourceOptions, open_source
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
 
-CACHE_VERSION = 6  # increase it when the layout of the cache or the tokenization changes
+CACHE_VERSION = 7  # increase it when the layout of the cache or the tokenization changes
 BATCH_EXAMPLES = 256
 WRITTEN_TOKENS = 1 << 16  # minimum number of tokens of a document file in one write
 BAD_ROWS = "bad_rows.json"  # file in a folder of the cache
 SHOWN_BAD_ROWS = 10
 
 
-def tokenize_corpus(
-    args,
-    ctx: DistContext,
-    tokenizer,
-    name: str,
-    config: str | None = None,
-    validation: str | None = None,
-) -> dict:
+def tokenize_corpus(args, ctx: DistContext, tokenizer, name: str, options: SourceOptions) -> dict:
     """Read and tokenize a corpus once per node, unless the cache has it from an earlier run.
 
     The first rank of each node does the work; every rank must call this function.
 
     Args:
-        args: --text_column, --include, --cache_dir, --max_bad_rows.
+        args: --cache_dir, --max_bad_rows.
         ctx: the ranks.
         tokenizer: see `tokenize_once`.
-        name, config, validation: --dataset, the configuration name of a hub dataset, and
-            --validation_file; see `sources.open_source`.
+        name, options: see `sources.open_source`.
     Returns:
         What `tokenize_once` returns, and on rank 0 under "bad_rows" the lines of `bad_rows_in` (an
         empty list on other ranks).
@@ -60,14 +52,13 @@ def tokenize_corpus(
     """
 
     def tokenize() -> dict:
-        folder = cache_folder(args.cache_dir)
-        source = open_source(name, config, args.text_column, validation, args.include, folder)
+        source = open_source(name, options)
         print_files(source.files, source.notices, ctx)
-        cache = Cache(folder, ctx.temporary, ctx.console.print)
+        cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
         with ctx.console.bar("Tokenizing", unit="characters") as bar:
             return tokenize_once(source, tokenizer, cache, bar.advance, args.max_bad_rows)
 
-    prepared = ctx.once_per_node("dataset", tokenize)
+    prepared = ctx.once_per_node(f"dataset {name}", tokenize)
     print_files([], prepared["notices"], ctx)
     require_equal_on_all_ranks(ctx.all_gather(prepared["splits"]), "The text of the dataset")
     prepared["bad_rows"] = bad_rows_in(prepared["folder"]) if ctx.is_main else []
@@ -107,8 +98,10 @@ def print_splits(ctx: DistContext, args, facts: dict[str, dict], tokenizer) -> N
         tokenizer, "chat"
     ):
         ctx.console.warn(PLAIN_NOTICE)
+    found = [format for split_facts in facts.values() for format in split_facts.get("formats", ())]
+    print_format(ctx, found, facts["train" if "train" in facts else "validation"]["kind"])
     for name, split_facts in facts.items():
-        ctx.console.print0(f"📚 {_describe_split(name, split_facts, args.seq_length)}")
+        ctx.console.print0(f"📚 {_describe_split(name, split_facts, args)}")
         if name == "train" and args.num_samples and split_facts["blocks"] < args.num_samples:
             ctx.console.warn(
                 f"--num_samples {args.num_samples:,} is more than the corpus has: using all "
@@ -116,17 +109,36 @@ def print_splits(ctx: DistContext, args, facts: dict[str, dict], tokenizer) -> N
             )
 
 
-def _describe_split(name: str, facts: dict, seq_length: int) -> str:
+def print_format(ctx: DistContext, formats: list[str], kind: str | None) -> None:
+    """Print the formats that were recognized, and what is made of them.
+
+    Args:
+        ctx: the ranks.
+        formats: names of formats; a name may occur several times.
+        kind: the kind of the rows, "text", "chat" or "pair".
+    """
+    if formats:
+        result = {
+            "chat": "conversations in the chat template, the assistant's messages are trained",
+            "pair": "prompts and completions, the completions are trained",
+            "text": "documents, all tokens are trained",
+        }[kind or "text"]
+        ctx.console.print0(f"🔎 Format: {', '.join(dict.fromkeys(formats))} → {result}")
+
+
+def _describe_split(name: str, facts: dict, args) -> str:
     """Return one line about a split: rows, tokens, sequences, and what was truncated or skipped."""
     if "rows" not in facts:
         return f"{name}: {facts['blocks']:,} sequences held out of the corpus"
-    label = (
-        "examples, in sequences of at most" if facts["kind"] in ("chat", "pair") else "sequences of"
-    )
+    label = "sequences of"
+    if facts["kind"] in ("chat", "pair"):
+        label = "sequences, packed, of at most" if args.packing else "sequences of at most"
     line = (
         f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, "
-        f"{facts['blocks']:,} {label} {seq_length} tokens"
+        f"{facts['blocks']:,} {label} {args.seq_length} tokens"
     )
+    if "padding_share" in facts:
+        line += f", {facts['padding_share']:.1%} padding"
     return line + "".join(
         f", {facts[label]:,} {label}" for label in ("truncated", "skipped") if facts[label]
     )
@@ -159,9 +171,9 @@ def tokenize_once(
         advance: called from time to time with the number of characters done since the last call.
         max_bad_rows: maximum number of rows that cannot be used; `bad_rows_in` lists them.
     Returns:
-        {folder, dtype, notices, splits: {name: {kind, tokens, rows, empty, sha256 of the text}}}.
-        It is JSON, and small for a corpus of any size, because it is sent to all ranks of a node
-        through the store.
+        {folder, end_of_text (the id, or None), dtype, notices, splits: {name: {kind, formats,
+        tokens, rows, empty, sha256 of the text}}}. It is JSON, and small for a corpus of any size,
+        because it is sent to all ranks of a node through the store.
     Raises:
         UserError: the cache cannot be read or written, the text cannot be read, there are more than
             `max_bad_rows` bad rows, or see `chat.Encoder.encode` and `chat.use_plain_template`.
@@ -177,7 +189,7 @@ def tokenize_once(
     )
     # The run that wrote the cache may have had a larger --max_bad_rows.
     refuse_bad_rows(bad_rows_in(folder), max_bad_rows, source.advice)
-    return {"folder": str(folder), **facts}
+    return {"folder": str(folder), "end_of_text": tokenizer.eos_token_id, **facts}
 
 
 def refuse_bad_rows(bad: Sequence[str], allowed: int, advice: str = "") -> None:
@@ -258,7 +270,7 @@ class SplitWriter:
         """Write the files.
 
         Returns:
-            {kind, tokens, rows, empty, sha256 of the text}.
+            {kind, formats, tokens, rows, empty, sha256 of the text}.
         Raises:
             UserError: see `tokenize_once`.
         """
@@ -269,6 +281,7 @@ class SplitWriter:
         tokens = self._write_examples(rows) if is_example else self._write_documents(rows)
         return {
             "kind": self.one_kind.kind,
+            "formats": self.one_kind.formats,
             "tokens": tokens,
             "rows": self.rows,
             "empty": self.empty,

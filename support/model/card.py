@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,7 +26,8 @@ def model_card(facts: dict, identity: dict) -> str:
     """Return the text of an exported model's README.md, which starts with the hub's metadata.
 
     Args:
-        facts: the available keys of results.json.
+        facts: the available keys of results.json; "merged", whether adapters were added to the
+            model.
         identity: the run signature, see `checkpoint.run_signature`.
     """
     base, dataset = facts["model"], (facts.get("dataset") or {}).get("name")
@@ -58,6 +61,8 @@ def model_card(facts: dict, identity: dict) -> str:
         f"Trained with `real_model_example.py --strategy {facts['strategy']}` "
         f"on {facts['world_size']} {_devices(facts)}.",
         "## Results\n\n" + _table(results.items(), "Measured"),
+        "Benchmarks of [lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness):"
+        f"\n\n```bash\npip install lm-eval\n{_lm_eval(facts, bool(adapters))}\n```",
         "## Training\n\n" + _table(hyperparameters.items(), "Hyperparameter"),
     ]
     if facts.get("dataset"):
@@ -73,6 +78,25 @@ def model_card(facts: dict, identity: dict) -> str:
     if facts.get("command"):
         parts.append(f"```bash\n{facts['command']}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def card_of_repository(card: str, repository: str) -> str:
+    """Return a model card whose `lm_eval` command names the repository instead of the folder."""
+    return re.sub(r"\b(pretrained|peft)=\.(?='? --tasks )", rf"\1={repository}", card)
+
+
+def _lm_eval(facts: dict, adapters: bool) -> str:
+    """Return the command that evaluates the model in the current folder.
+
+    The tasks of a model that was trained on conversations get its chat template.
+    """
+    model = f"{facts['model']},peft=." if adapters else "."
+    is_chat = (facts.get("dataset") or {}).get("kind") == "chat"
+    return (
+        f"lm_eval --model hf --model_args {shlex.quote(f'pretrained={model}')} "
+        "--tasks hellaswag,arc_easy,winogrande --batch_size auto"
+        + (" --apply_chat_template" if is_chat else "")
+    )
 
 
 def _devices(facts: dict) -> str:

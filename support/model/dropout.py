@@ -124,8 +124,9 @@ def attention_with_dropout(sdpa: Callable) -> Callable:
     def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        plain = causal and attention_mask is None and options.get("position_bias") is None
-        if not (plain and query.shape[2] == key.shape[2] and applies_to(query, dropout)):
+        plain = causal and options.get("position_bias") is None
+        plain = plain and query.shape[2] == key.shape[2] and applies_to(query, dropout)
+        if not (plain and _only_hides(attention_mask)):
             options.update(dropout=dropout, scaling=scaling)
             return sdpa(module, query, key, value, attention_mask, **options)
         groups = query.shape[1] // key.shape[1]  # query heads for each key head
@@ -134,9 +135,17 @@ def attention_with_dropout(sdpa: Callable) -> Callable:
         inputs = [query * (query.shape[-1] ** -0.5 if scaling is None else scaling), key, value]
         if torch.is_autocast_enabled("cpu"):  # some models have queries and keys in fp32
             inputs = [x.to(torch.get_autocast_dtype("cpu")) for x in inputs]
-        return _Attention.apply(*inputs, dropout).transpose(1, 2).contiguous(), None
+        output = _Attention.apply(*inputs, attention_mask, dropout)
+        return output.transpose(1, 2).contiguous(), None
 
     return attention
+
+
+def _only_hides(mask: torch.Tensor | None) -> bool:
+    """Return whether a mask hides keys of causal attention, and shows no later ones."""
+    if mask is None:
+        return True
+    return mask.dtype == torch.bool and mask.shape[1] == 1 and not mask.triu(1).any()
 
 
 class _Attention(torch.autograd.Function):
@@ -146,12 +155,14 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, p):
+    def forward(ctx, query, key, value, mask, p):
         """Compute attention.
 
         Args:
             query, key: [batch, heads, length, size]; the query is scaled.
             value: [batch, heads, length, size of value].
+            mask: bool [batch, 1, length, length], False for hidden keys; None hides no key but
+                the later ones.
             p: probability of dropping an element of the attention matrix.
         Returns:
             [batch, heads, length, size of value].
@@ -159,9 +170,9 @@ class _Attention(torch.autograd.Function):
         shape = value.shape
         query, key, value = (x.flatten(0, 1).contiguous() for x in (query, key, value))
         ctx.save_for_backward(query, key, value)
-        ctx.p, ctx.seed = p, draw_seed()
+        ctx.p, ctx.seed, ctx.mask = p, draw_seed(), mask
         output = torch.empty_like(value)
-        for rows, columns, attention, numbers in _chunks(query, key, ctx.seed):
+        for rows, columns, attention, numbers in _chunks(query, key, mask, ctx.seed):
             output[:, rows] = drop(attention, p, numbers).to(value.dtype) @ value[:, columns]
         return output.mul_(keep_factor(p)).view(shape)
 
@@ -173,7 +184,7 @@ class _Attention(torch.autograd.Function):
         of_output = grad.flatten(0, 1) * keep_factor(ctx.p)
         of_query = torch.empty_like(query)
         of_key, of_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
-        for rows, columns, attention, numbers in _chunks(query, key, ctx.seed):
+        for rows, columns, attention, numbers in _chunks(query, key, ctx.mask, ctx.seed):
             dropped = drop(attention, ctx.p, numbers).to(value.dtype)
             of_value[:, columns] += dropped.mT @ of_output[:, rows]
             of_dropped = (of_output[:, rows] @ value[:, columns].mT).float()
@@ -184,10 +195,12 @@ class _Attention(torch.autograd.Function):
             of_query[:, rows] = of_scores @ key[:, columns]
             of_key[:, columns] += of_scores.mT @ query[:, rows]
         gradients = (of_query, of_key.to(key.dtype), of_value.to(value.dtype))
-        return *(x.unflatten(0, grad.shape[:2]) for x in gradients), None
+        return *(x.unflatten(0, grad.shape[:2]) for x in gradients), None, None
 
 
-def _chunks(query: torch.Tensor, key: torch.Tensor, seed: int) -> Iterator[tuple]:
+def _chunks(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, seed: int
+) -> Iterator[tuple]:
     """Compute the attention matrix in chunks of QUERIES rows, up to the last key that they see.
 
     Yields:
@@ -199,5 +212,8 @@ def _chunks(query: torch.Tensor, key: torch.Tensor, seed: int) -> Iterator[tuple
         scores = (query[:, rows] @ key[:, columns].mT).float()
         later = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
         scores[:, :, rows].masked_fill_(later, -torch.inf)
+        if mask is not None:
+            by_batch = scores.unflatten(0, (len(mask), -1))
+            by_batch.masked_fill_(~mask[:, :, rows, columns], -torch.inf)
         attention = scores.softmax(-1)
         yield rows, columns, attention, draw_numbers(attention.shape, (seed, start))

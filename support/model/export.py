@@ -35,6 +35,7 @@ from support.model import lora
 from support.model.card import model_card
 from support.model.resolve import ModelSpec
 from support.model.weights import DTYPES, as_dtype, persistent_buffers
+from support.optimizers import OPTIMIZERS
 from support.units import GB, perplexity_of
 from support.unwrap import unwrapped
 
@@ -53,7 +54,11 @@ class Target:
         named: the folder as the user wrote it.
         overwrite: replace whatever the folder contains at the end of the run.
         own: the folder contains an earlier export of the same run.
+    Attributes:
+        repository: the repository on the hub to which the export is pushed (rank 0), or None.
     """
+
+    repository: str | None = None
 
     def __init__(self, named: Path, overwrite: bool, own: bool):
         self.named, self.folder, self._overwrite = named, named.absolute(), overwrite
@@ -107,7 +112,7 @@ class Trained(Protocol):
         """Return a checkpoint that contains the present weights; None if there is none."""
 
 
-def finish(trained: Trained, results, target: Target, args, state) -> None:
+def finish(trained: Trained, results, target: Target, args, state) -> Path | None:
     """Export the trained model, unless the flags exclude it or a complete run has exported it.
 
     Every rank calls this function.
@@ -118,15 +123,17 @@ def finish(trained: Trained, results, target: Target, args, state) -> None:
         target: the destination folder.
         args: --no_export, --eval_only, --export_hf, --export_dtype, --merge_lora.
         state: the run's TrainState; None for a run that was complete before it was resumed.
+    Returns:
+        The folder with the exported model; None if the flags exclude it.
     Raises:
         TrainingError: the export failed; the message says where the trained weights are.
     """
     if args.no_export or args.eval_only:
-        return
+        return None
     if trained.ctx.broadcast_from_rank0(
         results.was_complete and not args.export_hf and target.folder.exists()
     ):
-        return
+        return target.folder
     facts = {**results.facts, "merged": args.merge_lora}
     if trained.best_is_loaded:
         loss = facts["best_eval_loss"]
@@ -134,11 +141,13 @@ def finish(trained: Trained, results, target: Target, args, state) -> None:
         facts |= {"steps": facts["best_step"], "train_loss_last": None, "tokens": None}
     card = model_card(facts, trained.identity)
     try:
-        results.update(export=export_model(trained, target, args, card))
+        exported = export_model(trained, target, args, card)
     except ExportFailed as error:
         checkpoint = trained.weights_kept(state)
         location = _name_checkpoint(checkpoint) if checkpoint else _rescue(trained, args, card)
         raise TrainingError(f"{error} {location}") from error
+    results.update(export=exported)
+    return Path(exported["folder"])
 
 
 def _name_checkpoint(checkpoint: Path) -> str:
@@ -313,7 +322,7 @@ def check_room(args, ctx, target: Target, output_dir: Path, spec, saves: int) ->
     """Check before training that the disks have room for the files that the run will write.
 
     Args:
-        args: --no_export, --eval_only, --export_dtype, --merge_lora, --keep_last.
+        args: --no_export, --eval_only, --export_dtype, --merge_lora, --keep_last, --optim.
         ctx: the ranks; all call this function.
         target, output_dir: destinations of the export and of the checkpoints.
         spec: the model's description.
@@ -329,7 +338,8 @@ def check_room(args, ctx, target: Target, output_dir: Path, spec, saves: int) ->
         required[_disk(target.folder)] += exported * DTYPES[args.export_dtype].itemsize
     total |= required
     if saves:
-        checkpoint = 12 * spec.trainable
+        moments = 2 if OPTIMIZERS[args.optim].family == "adamw" else 0
+        checkpoint = 4 * (1 + moments) * spec.trainable
         kept = min(saves, args.keep_last + 1) if args.keep_last else saves
         required[_disk(output_dir)] += checkpoint
         total[_disk(output_dir)] += checkpoint * kept

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from support.cluster.context import DistContext
-from support.errors import UserError
 from support.model.layers import max_positions
 from support.model.resolve import ModelSpec
+
+if TYPE_CHECKING:
+    from support.data.chat import Prompt
 
 NEW_TOKENS = 100
 TEMPERATURE, TOP_K = 0.8, 50
 
 
-def tokens_of(prompt: str, tokenizer) -> list[int]:
-    """Return the token ids of a prompt.
-
-    Raises:
-        UserError: the tokenizer returns no token.
-    """
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    if not ids:
-        raise UserError(f"--generate {prompt!r}: this model's tokenizer returns no token for it.")
-    return ids
-
-
 @torch.no_grad()
-def generate(model: nn.Module, casting, spec: ModelSpec, args, ctx: DistContext) -> str:
-    """Print and return --generate, continued by up to NEW_TOKENS tokens.
+def generate(
+    model: nn.Module, casting, spec: ModelSpec, prompt: Prompt, seed: int, ctx: DistContext
+) -> str:
+    """Print and return a prompt, continued by up to NEW_TOKENS tokens; of a chat, the answer only.
 
     Every rank calls this function, and all ranks return the same text.
 
@@ -41,17 +35,19 @@ def generate(model: nn.Module, casting, spec: ModelSpec, args, ctx: DistContext)
         model: as wrapped by the strategy.
         casting: the context manager that training uses for the forward pass.
         spec: the model's description.
-        args: --generate, whose beginning is cut off if it is longer than the model's context;
-            --seed.
+        prompt: its beginning is cut off if it is longer than the model's context.
+        seed: of the sampling.
         ctx: the ranks.
-    Raises:
-        UserError: the tokenizer returns no token for the prompt.
     """
     model.eval()
     positions = max_positions(spec.config) or 2**31
-    prompt = tokens_of(args.generate, spec.tokenizer)[-(positions - 1) :]
-    ids = torch.tensor([prompt], device=ctx.device)
-    generator, cache = torch.Generator().manual_seed(args.seed), None
+    prompt_ids = prompt.ids[-(positions - 1) :]
+    ids = torch.tensor([prompt_ids], device=ctx.device)
+    ends = {spec.tokenizer.eos_token_id}
+    if prompt.is_chat:  # a turn may end with another token than a text
+        more = spec.generation.eos_token_id
+        ends |= {*more} if isinstance(more, list) else {more}
+    generator, cache = torch.Generator().manual_seed(seed), None
     for _ in range(min(NEW_TOKENS, positions - ids.shape[1])):
         # The compiled graph is for sequences of one length.
         with torch.compiler.set_stance("force_eager"), casting:
@@ -68,9 +64,13 @@ def generate(model: nn.Module, casting, spec: ModelSpec, args, ctx: DistContext)
         )
         chosen = likeliest.indices[choice].to(ctx.device)
         dist.broadcast(chosen, src=0)
-        if chosen.item() == spec.tokenizer.eos_token_id:
+        if chosen.item() in ends:
             break
         ids = torch.cat([ids, chosen[None]], dim=1)
-    text = spec.tokenizer.decode(ids[0])
+    if prompt.is_chat:
+        answer = ids[0, len(prompt_ids) :]
+        text = spec.tokenizer.decode(answer, skip_special_tokens=True).strip()
+    else:
+        text = spec.tokenizer.decode(ids[0])
     ctx.console.print0(f"💬 {text}")
     return text

@@ -90,18 +90,25 @@ class Lora:
         if isinstance(self.settled.target_modules, set):
             self.settled.target_modules = sorted(self.settled.target_modules)
         for name, module in model.named_modules():
-            if isinstance(module, LoraLayer) and weights[id(module.get_base_layer().weight)] > 1:
+            if not isinstance(module, LoraLayer):
+                continue
+            if weights[id(module.get_base_layer().weight)] > 1:
                 raise UserError(
                     f"--lora_targets: {name} shares its weight with another layer, "
                     "and adapters would change both."
                 )
+            # Autocast or the engine makes input and adapter one dtype. peft would first convert the
+            # input to the adapter's fp32.
+            module.cast_input_dtype_enabled = False
         torch.manual_seed(self.seed)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
                 # peft's own initialization, repeated in fp32: peft rounds A to the model's type.
+                # On the CPU, because a GPU draws other numbers.
                 if ".lora_A." in name and not on_meta:
-                    nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+                    values = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5))
+                    parameter.data = values.to(parameter.device)
 
     def _config(self, model: nn.Module):
         """Return peft's configuration of these adapters, with the targets resolved."""

@@ -234,7 +234,11 @@ def _chunks(tokens: int, vocabulary: int, device: str) -> list[slice]:
 
 
 def next_token_loss(
-    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, tokens: torch.Tensor
+    model: nn.Module,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the forward pass and return the sum of the next-token cross entropies / `tokens`.
 
@@ -244,13 +248,16 @@ def next_token_loss(
         labels: int64 [batch, length]; IGNORED for tokens without a loss.
         tokens: scalar tensor, the valid tokens of the whole step on all ranks. The losses of all
             micro-batches and ranks then add up to the mean over tokens.
+        positions: int64 [batch, length], which restart at 0 where a document begins, so that
+            attention stays within it (see support/model/isolation.py); None: from 0 to length - 1.
     Returns:
         The loss, a scalar in fp32.
     """
     # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    options = {} if positions is None else {"position_ids": positions}
     with loss_in_place_of_logits(model, targets, tokens) as chunked:
-        output = model(input_ids=inputs, use_cache=False).logits
+        output = model(input_ids=inputs, use_cache=False, **options).logits
     if chunked:  # the output layer computed the loss in chunks, so the full logits never existed
         return output
     logits = output.flatten(0, 1).float()

@@ -28,15 +28,17 @@ from transformers import (
 )
 
 from support import patches
+from support.cli.arguments import isolates_documents
 from support.cli.hub import scratch_without_hub
 from support.cli.paths import is_local_model
 from support.cluster.context import DistContext
 from support.errors import UserError, first_line
 from support.files.cache import Cache
-from support.files.hub_cache import cache_folder
+from support.files.hub_cache import cache_folder, login_command
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 from support.model.dropout import Dropout, attention_with_dropout
-from support.model.layers import fuse_gelu, set_dropout
+from support.model.isolation import check_isolation
+from support.model.layers import fuse_gelu, max_positions, set_dropout
 from support.model.lora import Lora
 from support.model.loss import OutputLayer, returns_plain_logits
 from support.model.weights import (
@@ -46,6 +48,7 @@ from support.model.weights import (
     from_folder,
     from_tensors,
     grow_vocabulary,
+    weights_dtype,
 )
 from support.strategy import STRATEGIES
 
@@ -63,6 +66,8 @@ class ModelSpec:
         weights: local folder that `load` reads.
         seed: for weights that the folder lacks.
         lora: the model's adapters, or None.
+        dtype: of the weights that `load` returns; adapters are always in fp32.
+        load_in_4bit: `load` returns the weights of linear layers in 4 bits, on the rank's device.
         drawn: the weights themselves, for the first call of `load`, if `weights` lacks them.
         random: the weights, or rows of the embedding, were drawn from the seed for this run and are
             not stored elsewhere.
@@ -83,6 +88,8 @@ class ModelSpec:
     weights: str
     seed: int
     lora: Lora | None = None
+    dtype: torch.dtype = torch.float32
+    load_in_4bit: bool = False
     random: bool = False
     drawn: dict[str, torch.Tensor] | None = field(default=None, repr=False)
     parameters: int = 0
@@ -118,15 +125,16 @@ class ModelSpec:
     def on_meta_device(self) -> nn.Module:
         """Build the model on the meta device: shapes without memory."""
         with torch.device("meta"):
-            model = from_config(self.config)
+            model = from_config(self.config, self.dtype)
         return self._prepare(model)
 
-    def load(self, ctx: DistContext, dtype: torch.dtype | str = torch.float32) -> nn.Module:
+    def load(self, ctx: DistContext, dtype: torch.dtype | str | None = None) -> nn.Module:
         """Load the model with its weights on the CPU.
 
         Args:
             ctx: the ranks.
-            dtype: of the weights; with "auto" they are memory-mapped from the file, not copied.
+            dtype: of the weights, instead of `self.dtype`; with "auto" they are memory-mapped from
+                the file, not copied.
         Raises:
             UserError: the weights cannot be loaded.
         """
@@ -135,7 +143,8 @@ class ModelSpec:
             tensors, self.drawn = self.drawn, None
             model, info = from_tensors(tensors, self.config)
         else:
-            model, info = from_folder(self.weights, self.config, dtype)
+            in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
+            model, info = from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
         if info["missing_keys"]:
             names = sorted(info["missing_keys"])
             shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
@@ -162,7 +171,8 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
     Weights are downloaded, or drawn from the seed, once per node.
 
     Raises:
-        UserError: the model does not exist, cannot be downloaded, or is no causal language model.
+        UserError: the model does not exist, cannot be downloaded, is no causal language model, or
+            cannot isolate documents.
     """
     _be_quiet(args)
     if not args.hub_offline:
@@ -173,24 +183,29 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
     for notice in prepared["notices"]:
         ctx.console.warn(notice)
     config.use_cache = False
-    patches.skip_packed_sequence_check()
+    patches.replace_packed_sequence_check(isolates_documents(args))
     patches.wrap_sdpa(attention_with_dropout)
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
         set_dropout(config, args.dropout, ctx)
     generation = _read_generation(prepared["weights"], config, args.model)
     with _refuse_if_invalid(args.model, "no model can be built from its config.json"):
-        return ModelSpec(
+        spec = ModelSpec(
             config,
             tokenizer,
             generation,
             prepared["weights"],
             args.seed,
             Lora.of(args),
+            weights_dtype(args, ctx),
+            args.load_in_4bit,
             prepared["random"],
             prepared["drawn"],
             own_settings=own_settings,
         )
+    if isolates_documents(args):
+        check_isolation(config, tokenizer, args)
+    return spec
 
 
 def download_model(args, ctx: DistContext) -> PreTrainedTokenizerBase:
@@ -205,6 +220,24 @@ def download_model(args, ctx: DistContext) -> PreTrainedTokenizerBase:
     """
     _be_quiet(args)
     return _read_tokenizer(_locate(args, ctx).tokenizer, args)
+
+
+def find_tokenizer(args, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int | None]:
+    """Resolve --model without its weights; it is downloaded once per node.
+
+    Returns:
+        The tokenizer, and the most tokens that the model can process (None: no limit).
+    Raises:
+        UserError: as `find_model`.
+    """
+
+    def locate() -> dict:
+        location = _locate(args, ctx)
+        return {"tokenizer": location.tokenizer, "positions": max_positions(location.config)}
+
+    _be_quiet(args)
+    found = ctx.once_per_node("tokenizer", locate)
+    return _read_tokenizer(found["tokenizer"], args), found["positions"]
 
 
 def _be_quiet(args) -> None:
@@ -242,7 +275,7 @@ def _locate(args, ctx: DistContext) -> Location:
             GPT2_SHAPES[args.model], 50257, positions=1024, dropout=0.1, end_of_text=50256
         )
         try:
-            folder = download(args.model, args.hub_offline, with_weights=False)
+            folder = download(args.model, args.model_revision, args.hub_offline, with_weights=False)
             _read_tokenizer(folder, args)
             return Location(config, folder)
         except UserError:
@@ -254,7 +287,8 @@ def _locate(args, ctx: DistContext) -> Location:
     if is_local_model(args.model):
         folder = args.model
     else:
-        folder = download(args.model, args.hub_offline, with_weights=not args.from_scratch)
+        with_weights = not (args.from_scratch or args.show_sample)
+        folder = download(args.model, args.model_revision, args.hub_offline, with_weights)
     config = _read_config(folder, args.model)
     return Location(config, folder, None if args.from_scratch else folder)
 
@@ -347,7 +381,7 @@ def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def download(name: str, offline: bool, with_weights: bool) -> str:
+def download(name: str, revision: str | None, offline: bool, with_weights: bool) -> str:
     """Return the local snapshot of a model on the hub; download it if it is not in the cache.
 
     Only the files that training needs are downloaded: configuration, tokenizer and safetensors in
@@ -355,6 +389,7 @@ def download(name: str, offline: bool, with_weights: bool) -> str:
 
     Args:
         name: repository of the model.
+        revision: its branch, tag or commit; None: main.
         offline: use the cache only.
         with_weights: include the weights.
     Raises:
@@ -366,23 +401,34 @@ def download(name: str, offline: bool, with_weights: bool) -> str:
         GatedRepoError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     try:
         patterns = ["*.json", "*.txt", "*.model", "*.tiktoken"]
         if with_weights and not offline:
-            files = [file for file in HfApi().list_repo_files(name) if "/" not in file]
+            files = [
+                file for file in HfApi().list_repo_files(name, revision=revision) if "/" not in file
+            ]
             safe = any(file.endswith(".safetensors") for file in files)
             patterns.append("*.safetensors" if safe else "pytorch_model*.bin")
         others = ["*/*", "consolidated*"]
         return snapshot_download(
-            name, allow_patterns=patterns, ignore_patterns=others, local_files_only=offline
+            name,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=others,
+            local_files_only=offline,
         )
     except Exception as error:  # the clients raise many classes, which differ between versions
         if isinstance(error, GatedRepoError):
-            problem = " is gated: accept its licence on the hub and log in with `hf auth login`."
+            problem = (
+                f" is gated: accept its license on the hub and log in with `{login_command()}`."
+            )
         elif isinstance(error, LocalEntryNotFoundError) and offline:
             problem = " cannot be downloaded: it is not in the cache, and this run is offline."
+        elif isinstance(error, RevisionNotFoundError):
+            problem = f" has no branch, tag or commit {revision} (--model_revision)."
         elif isinstance(error, RepositoryNotFoundError):
             problem = ": there is no such model on the hub (or it is private), and no such folder."
         else:
@@ -448,5 +494,7 @@ def embedded_tokenizer(args, ctx: DistContext) -> str:
         return {}
 
     cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
-    folder, _ = cache.get(f"{EMBEDDED_MODEL}-tokenizer-2-{digest}", train)
+    # transformers 4 cannot read what transformers 5 writes.
+    written_by = transformers.__version__.partition(".")[0]
+    folder, _ = cache.get(f"{EMBEDDED_MODEL}-tokenizer-{written_by}-{digest}", train)
     return str(folder)

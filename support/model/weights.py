@@ -22,29 +22,76 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_REMOTE_CODE = {"trust_remote_code": False}
 
 
+def weights_dtype(args, ctx: DistContext) -> torch.dtype:
+    """Return the dtype of a model's weights in memory, before an engine converts them.
+
+    Weights that are updated need fp32. With adapters the model's own weights are frozen, so they
+    have the dtype of the computations, as all weights under DeepSpeed.
+
+    Args:
+        args: --lora_r and --strategy.
+        ctx: the ranks, with the precision.
+    """
+    if args.lora_r is None or (args.strategy == "fsdp" and not _fsdp_shards_mixed_dtypes()):
+        return torch.float32
+    return DTYPES[ctx.precision]
+
+
+def _fsdp_shards_mixed_dtypes() -> bool:
+    """Return whether FSDP2 allows frozen weights of another dtype than the trained ones.
+
+    Earlier versions of torch require one dtype of all parameters of a module.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    return "trainable_params" in FSDPParamGroup._init_mp_dtypes.__code__.co_varnames
+
+
 def from_folder(
-    folder: str, config, dtype: torch.dtype | str = torch.float32
+    folder: str,
+    config,
+    dtype: torch.dtype | str = torch.float32,
+    in_4bit: torch.device | None = None,
 ) -> tuple[PreTrainedModel, dict]:
     """Load a model and its loading info from a local folder.
 
     Attention is SDPA if the architecture supports it.
 
+    Args:
+        folder: the folder.
+        config: of the model.
+        dtype: of the weights.
+        in_4bit: a device on which the weights of linear layers are kept in 4 bits; None: they are
+            loaded on the CPU in `dtype`.
     Raises:
         UserError: the weights cannot be loaded, with the first line of transformers' error.
     """
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder,
-            config=config,
+            # A copy, because transformers writes the quantization into the configuration.
+            config=copy.deepcopy(config) if in_4bit else config,
             output_loading_info=True,
             local_files_only=True,
             **as_dtype(dtype),
+            **(_quantization(dtype, in_4bit) if in_4bit else {}),
             **NO_REMOTE_CODE,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
             f"--model: the weights in {folder} cannot be loaded: {first_line(error)}"
         ) from error
+
+
+def _quantization(dtype, device: torch.device) -> dict:
+    """Return the arguments of from_pretrained for QLoRA (Dettmers et al., arXiv 2305.14314)."""
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def from_tensors(tensors: dict[str, torch.Tensor], config) -> tuple[PreTrainedModel, dict]:
@@ -54,11 +101,11 @@ def from_tensors(tensors: dict[str, torch.Tensor], config) -> tuple[PreTrainedMo
     )
 
 
-def from_config(config) -> nn.Module:
-    """Return a newly initialized model in fp32."""
+def from_config(config, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a newly initialized model."""
     # A copy, because transformers writes the dtype into the configuration that it gets.
     return AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), **as_dtype(torch.float32), **NO_REMOTE_CODE
+        copy.deepcopy(config), **as_dtype(dtype), **NO_REMOTE_CODE
     )
 
 

@@ -1,0 +1,117 @@
+"""Document isolation: attention within a document where a sequence has several documents.
+
+The positions restart at 0 where a document begins. transformers (from 4.53.3) makes of them a
+block-diagonal mask, [batch, 1, length, length], for SDPA, which all layers share. The package
+flash-attn is not used: transformers 5.23 finds documents in positions only for a batch of one row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from support.errors import UserError
+from support.model.weights import from_config
+
+OLDEST_TRANSFORMERS = Version("4.53.3")
+# Layers that mix tokens without attention: a mask does not stop them at the end of a document.
+MIXERS = (nn.Conv1d, nn.RNNBase)
+
+
+def check_isolation(config, tokenizer, args) -> None:
+    """Check that the model can keep the documents of a sequence apart.
+
+    Args:
+        config: of the model, with attention by SDPA.
+        tokenizer: its tokenizer.
+        args: --isolate_documents, --packing, --model.
+    Raises:
+        UserError: it cannot, or transformers is too old, or the end of a document is unknown.
+    """
+    flag = "--packing" if args.packing else "--isolate_documents"
+    if Version(transformers.__version__) < OLDEST_TRANSFORMERS:
+        raise UserError(
+            f"{flag} needs transformers {OLDEST_TRANSFORMERS} or newer, and "
+            f"{transformers.__version__} is installed: pip install --upgrade transformers."
+        )
+    if not masks_documents(config):
+        raise UserError(
+            f"{flag}: in transformers {transformers.__version__} the layers of {args.model} "
+            f"({config.model_type}) do not use the attention mask that keeps documents apart: "
+            "leave the flag out, or try a newer transformers."
+        )
+    if tokenizer.eos_token_id is None and not args.packing:
+        raise UserError(
+            f"--isolate_documents: the tokenizer of {args.model} has no end-of-text token, which "
+            "separates documents: leave the flag out."
+        )
+
+
+def masks_documents(config) -> bool:
+    """Return whether each layer's only mixing of tokens is attention with the mask of documents.
+
+    The model runs twice: once with two documents, once with one. If transformers finds two, each
+    layer must get a mask, and otherwise none, which means causal attention.
+
+    Args:
+        config: of a causal language model with attention by SDPA.
+    """
+    # Fake tensors have no memory. On the meta device transformers 4 cannot compute rotary
+    # positions. The grouped matrix multiplication of experts accepts bf16 only.
+    for dtype in (torch.float32, torch.bfloat16):
+        with contextlib.suppress(Exception), torch.no_grad(), FakeTensorMode():
+            model = from_config(config, dtype)
+            with_two, with_one = _attentions(model, two=True), _attentions(model, two=False)
+            return (
+                with_two.keys() == with_one.keys()
+                and len(with_two) >= config.get_text_config().num_hidden_layers
+                and all(with_two.values())
+                and not any(with_one.values())
+                and not any(isinstance(module, MIXERS) for module in model.modules())
+            )
+    return False  # a model that reads the values of its tensors cannot run with fake ones
+
+
+def _attentions(model: nn.Module, two: bool) -> dict[int, bool]:
+    """Run the model on four tokens, and return for each attention layer whether it gets a mask.
+
+    Args:
+        model: of fake tensors.
+        two: the tokens are two documents, or else one.
+    """
+    positions = torch.zeros(1, 4, dtype=torch.long)
+    # Not token ids: some models compare them with the padding token, and need their values.
+    embedding = model.get_input_embeddings().weight
+    inputs = torch.zeros(1, 4, embedding.shape[1], dtype=embedding.dtype)
+    with _recorded(two) as masked:
+        model(inputs_embeds=inputs, position_ids=positions, use_cache=False)
+    return masked
+
+
+@contextlib.contextmanager
+def _recorded(two: bool) -> Iterator[dict[int, bool]]:
+    """Let transformers find two documents or one, and record the calls of SDPA."""
+    from transformers import masking_utils  # not in versions before 4.53
+
+    find = masking_utils.find_packed_sequence_indices
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    masked: dict[int, bool] = {}
+
+    def attention(module, query, key, value, attention_mask, *args, **options):
+        masked[id(module)] = attention_mask is not None
+        return sdpa(module, query, key, value, attention_mask, *args, **options)
+
+    masking_utils.find_packed_sequence_indices = lambda positions: positions if two else None
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+    try:
+        yield masked
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa

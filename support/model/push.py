@@ -1,0 +1,107 @@
+"""Push the exported model to the Hugging Face hub (--push_to_hub)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from support import progress
+from support.cluster.context import DistContext
+from support.errors import TrainingError, UserError, first_line
+from support.files.hub_cache import login_command
+from support.model.card import card_of_repository
+
+
+def open_repository(args, folder: Path, ctx: DistContext) -> str | None:
+    """Create the repository of --push_to_hub, so that a missing permission ends the run at once.
+
+    Args:
+        args: --push_to_hub, --hub_model_id, --hub_private_repo.
+        folder: the run's folder, whose name is the default of --hub_model_id.
+        ctx: the ranks; rank 0 creates the repository.
+    Returns:
+        OWNER/NAME on rank 0; None on the other ranks and without --push_to_hub.
+    Raises:
+        UserError: there is no token, or it may not write to the repository, or the repository
+            exists and is public despite --hub_private_repo.
+    """
+    if not (args.push_to_hub and ctx.is_main):
+        return None
+    from huggingface_hub import HfApi
+
+    name = args.hub_model_id or re.sub(r"[^A-Za-z0-9_]+", "-", folder.absolute().name).strip("-")
+    try:
+        api = HfApi()
+        if "/" not in name:
+            name = f"{api.whoami()['name']}/{name}"
+        api.create_repo(name, private=True if args.hub_private_repo else None, exist_ok=True)
+        # create_repo does not change a repository that exists.
+        is_public = args.hub_private_repo and not api.model_info(name).private
+    except Exception as error:  # the client raises a dozen classes; the first line has the reason
+        raise UserError(
+            f"--push_to_hub: {first_line(error, 200).rstrip('.')}. Log in with "
+            f"`{login_command()}`, or set HF_TOKEN to a token that may write to {name}."
+        ) from error
+    if is_public:
+        raise UserError(
+            f"--hub_private_repo: {name} exists and is public. Make it private in its settings on "
+            "the hub, or name another repository with --hub_model_id."
+        )
+    return name
+
+
+def push(repository: str | None, folder: Path, ctx: DistContext) -> dict | None:
+    """Upload an exported model from rank 0 while the other ranks wait, without a time limit.
+
+    Every rank calls this function.
+
+    Args:
+        repository: of `open_repository`.
+        folder: the export.
+        ctx: the ranks.
+    Returns:
+        The `push` entry of results.json on the ranks of rank 0's node; None on the others.
+    Raises:
+        TrainingError: the upload failed; the message says how to repeat it.
+    """
+
+    def upload() -> dict | None:
+        return _upload(repository, folder, ctx) if repository else None
+
+    return ctx.once_per_node("push", upload)
+
+
+def _upload(repository: str, folder: Path, ctx: DistContext) -> dict:
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not progress.on_terminal():
+        disable_progress_bars()
+    ctx.console.print0(f"⏳ Pushing {folder} to {repository}")
+    try:
+        commit = HfApi().create_commit(
+            repository, _files_of(folder, repository), commit_message="Add the trained model"
+        )
+    except Exception as error:
+        raise TrainingError(
+            f"The push to {repository} failed: {first_line(error, 200).rstrip('.')}. The trained "
+            f"model is in {folder}: `hf upload {repository} {folder}` pushes it."
+        ) from error
+    ctx.console.print0(f"🤗 {commit.commit_url}")
+    return {"repository": repository, "commit": commit.oid}
+
+
+def _files_of(folder: Path, repository: str) -> list[Any]:
+    """Return the files of a commit; the card's command names the repository, not the folder."""
+    from huggingface_hub import CommitOperationAdd
+
+    contents: dict[str, bytes | Path] = {
+        file.relative_to(folder).as_posix(): file
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+    if "README.md" in contents:
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        contents["README.md"] = card_of_repository(card, repository).encode()
+    return [CommitOperationAdd(path, content) for path, content in contents.items()]

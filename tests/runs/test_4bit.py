@@ -1,0 +1,59 @@
+"""--load_in_4bit: adapters on weights in 4 bits (QLoRA). Skipped without bitsandbytes."""
+
+import importlib.util
+
+import pytest
+from conftest import assert_close, skip
+from memory_checks import WORK, assert_as_predicted, simulate
+
+TWO = {"launcher": "torchrun", "ranks": 2}
+
+
+@pytest.fixture(scope="module")
+def work(llama, text_file):
+    if importlib.util.find_spec("bitsandbytes") is None:
+        skip("needs bitsandbytes: pip install bitsandbytes")
+    args = ["--model", llama, "--dataset", text_file, "--seq_length", "64", "--max_steps", "8"]
+    return [*args, "--lr", "1e-2", "--lora_r", "4", "--eval_samples", "8"]
+
+
+@pytest.fixture(scope="module")
+def packed(script, work):
+    args = [*work, "--load_in_4bit", "--precision", "fp32"]
+    return script(*args, "--batch_size", "4", "--save_every", "4", "--merge_lora")
+
+
+def test_4bit_adapters_learn_what_others_learn(script, work, packed):
+    """From the same initial adapters: the first losses differ by the rounding of the weights."""
+    from conftest import load_exported
+
+    plain = script(*work, "--precision", "fp32", "--batch_size", "4")
+    assert packed.losses != plain.losses
+    assert_close(packed.losses, plain.losses, 2e-2)
+    held = [run.results["memory"]["categories_bytes"]["parameters"] for run in (packed, plain)]
+    assert held[0] < 0.8 * held[1]  # the embeddings of this small model stay in fp32
+    assert load_exported(packed.folder / "hf").num_parameters() < plain.results["parameters"]
+
+
+IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("dp", "zero1")]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "offload", *IN_SOAK])
+def test_a_checkpoint_goes_on_under_another_strategy(script, work, packed, strategy):
+    start = ["--resume", packed.folder / "checkpoints" / "step-00000004", "--no_export"]
+    args = [*work, "--load_in_4bit", "--precision", "fp32", "--batch_size", "2", *start]
+    run = script(*args, "--strategy", strategy, **TWO)
+    assert_close(run.losses, packed.losses[4:], 1e-4)
+
+
+def test_the_base_model_is_part_of_the_checkpoint(script, work, packed):
+    start = ["--resume", packed.folder / "checkpoints" / "step-00000004"]
+    run = script(*work, "--precision", "fp32", "--batch_size", "4", *start, ok=False)
+    assert run.code == 2 and "4 bits" in run.error
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero2"])
+def test_prediction_for_4bit(script, work, strategy):
+    args = [*work[:2], "--dataset", "pydocs", *WORK, "--lora_r", "8", "--load_in_4bit"]
+    run = simulate(script, *args, "--strategy", strategy, "--precision", "bf16", ranks=2)
+    assert_as_predicted(run.results["memory"], strategy, "bf16")

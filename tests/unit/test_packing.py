@@ -1,0 +1,153 @@
+"""--packing: which examples share a sequence, in a cached corpus and in a stream."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from streams import stream_of
+from tokenizer_zoo import tokenizer_of
+
+from support.cli.parse import parse_arguments
+from support.data.batches import open_split, split_sequences
+from support.data.packing import pack
+from support.data.sources import SourceOptions, open_source
+from support.data.tokenize import tokenize_once
+from support.errors import UserError
+from support.files.cache import Cache
+from support.labels import IGNORED
+
+LENGTH = 64
+
+
+@pytest.mark.parametrize("count", [1, 7, 3000])
+def test_every_example_is_in_one_sequence_that_has_room_for_it(count):
+    lengths = np.random.default_rng(count).integers(1, 257, count)
+    lengths[0] = 256
+    members, ends = pack(lengths, 256)
+    sequences = np.split(members, ends[:-1])
+    assert sorted(members) == list(range(count)) and ends[-1] == count
+    assert all(lengths[members].sum() <= 256 for members in sequences)
+    assert len(sequences) <= 11 / 9 * np.ceil(lengths.sum() / 256) + 4
+    firsts = [members[0] for members in sequences]
+    assert firsts == sorted(firsts) == [min(members) for members in sequences]
+
+
+def test_long_examples_share_with_short_ones():
+    members, ends = pack(np.array([3, 9, 1, 6, 4, 7]), 10)
+    assert [part.tolist() for part in np.split(members, ends[:-1])] == [[0, 5], [1, 2], [3, 4]]
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """Forty short pairs, each with a number of its own."""
+    rows = [
+        {"prompt": f"the number {i}: ", "completion": "word " * (1 + 7 * i % 9)} for i in range(40)
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def arguments(packing: bool) -> SimpleNamespace:
+    flags = {"compile": False, "simulate_gpus": None, "isolate_documents": False, "seed": 0}
+    limits = dict.fromkeys(
+        ("num_samples", "validation_split", "validation_split_percentage", "validation_file")
+    )
+    return SimpleNamespace(seq_length=LENGTH, batch_size=4, packing=packing, **flags, **limits)
+
+
+def examples_of(inputs, labels, positions) -> list[tuple[list, list]]:
+    """(ids, labels) of each example in a micro-batch, without the padding."""
+    examples = []
+    for rows in zip(inputs.tolist(), labels.tolist(), positions.tolist(), strict=True):
+        for token, label, position in zip(*rows, strict=True):
+            if position == 0:
+                examples.append(([], []))
+            examples[-1][0].append(token)
+            examples[-1][1].append(label)
+    # Each token of the padding is a document of one token.
+    return [(ids, labels) for ids, labels in examples if len(ids) > 1]
+
+
+def test_packed_sequences_have_the_same_examples(pairs, tmp_path):
+    source = open_source(str(pairs), SourceOptions())
+    prepared = tokenize_once(source, tokenizer_of("gpt2"), Cache(tmp_path, [], print), id, 0)
+    (plain, held_out, facts), (packed, held_out_packed, packed_facts) = (
+        split_sequences(prepared, arguments(packing)) for packing in (False, True)
+    )
+    for alone, together in ((plain, packed), (held_out, held_out_packed)):
+        everything = np.arange(together.num_sequences)
+        wanted = alone.examples(np.arange(alone.num_sequences))
+        found = examples_of(*together.read(everything))
+        for _, labels in wanted:
+            labels[0] = IGNORED
+        assert sorted(found) == sorted((ids.tolist(), labels.tolist()) for ids, labels in wanted)
+        assert together.tokens(everything) == alone.tokens(np.arange(alone.num_sequences))
+    assert held_out.num_sequences == 4 and packed.num_sequences < plain.num_sequences / 1.5
+    shares = [f["train"]["padding_share"] for f in (facts, packed_facts)]
+    assert shares[1] < 0.1 < shares[0]
+    # The share is that of the batches of the first epoch.
+    from support.data.batches import epoch_order, step_batches
+
+    for file, share in zip((plain, packed), shares, strict=True):
+        order = epoch_order(file.num_sequences, 0, 1)
+        steps = list(step_batches(file, order, 4, 1, 0, 1))
+        size = sum(step.batches[0][0].shape[1] * 4 for step in steps[:-1])
+        last = file.num_sequences - 4 * (len(steps) - 1)
+        size += steps[-1].batches[0][0].shape[1] * last
+        assert 1 - sum(step.tokens for step in steps) / size == pytest.approx(share, abs=1e-4)
+    first = packed.take(2)
+    assert first.num_sequences == 2 and len(first.lengths(np.arange(2))) == 2
+
+
+def test_a_packed_stream_has_each_example_once_in_a_pass(pairs):
+    """And continues from each of its states with the same sequences."""
+    tokenizer, cpu = tokenizer_of("gpt2"), torch.device("cpu")
+    flags = {"packing": True, "seq_length": LENGTH, "shuffle_buffer": 8}
+    stream, _ = stream_of(pairs, tokenizer, **flags)
+    batches, places = [], []
+    for step in stream.step_batches(cpu):
+        batches.append(step.batches[0])
+        places.append(json.loads(json.dumps(stream.progress())))
+        if step.state.passes >= 2:
+            break
+    found = [tuple(ids) for batch in batches for ids, _ in examples_of(*batch)]
+    stream.summary()
+    assert max(map(found.count, found)) <= 3 and len(set(found)) == 40
+    assert min(map(found.count, found)) >= 1
+    assert all(((positions == 0) <= (labels == IGNORED)).all() for _, labels, positions in batches)
+    for step in (0, 3, 6):
+        resumed, _ = stream_of(pairs, tokenizer, **flags)
+        resumed.resume(places[step])
+        again = resumed.step_batches(cpu)
+        for batch in batches[step + 1 : step + 4]:
+            assert all(map(torch.equal, next(again).batches[0], batch))
+        resumed.summary()
+
+
+def test_packing_is_refused_for_text(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "word " * 200}) + "\n")
+    tokenizer = tokenizer_of("gpt2")
+    source = open_source(str(tmp_path / "rows.jsonl"), SourceOptions())
+    prepared = tokenize_once(source, tokenizer, Cache(tmp_path, [], print), id, 0)
+    with pytest.raises(UserError, match="use --isolate_documents"):
+        open_split(prepared, "train", arguments(packing=True))
+    stream, _ = stream_of(tmp_path / "rows.jsonl", tokenizer, packing=True)
+    with pytest.raises(UserError, match="use --isolate_documents"):
+        next(stream.step_batches(torch.device("cpu")))
+    with pytest.raises(UserError, match="always isolates"):
+        parse_arguments(["--packing", "--no_isolate_documents"])
+
+
+def test_a_percentage_is_held_out_only_without_a_validation_split(pairs, tmp_path):
+    args = arguments(packing=False)
+    args.validation_split_percentage = 25
+    cache, tokenizer = Cache(tmp_path, [], print), tokenizer_of("gpt2")
+    counts = []
+    for file in (None, str(pairs)):
+        source = open_source(str(pairs), SourceOptions(validation_file=file))
+        train, validation, _ = split_sequences(tokenize_once(source, tokenizer, cache, id, 0), args)
+        counts.append((train.num_sequences, validation.num_sequences))
+    assert counts == [(30, 10), (40, 40)]

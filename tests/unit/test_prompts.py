@@ -1,0 +1,68 @@
+"""What --generate continues, and the command of the model card."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer
+
+from support.data.chat import prompt_of
+from support.errors import UserError
+from support.model.card import card_of_repository, model_card
+from support.report.run_record import RunRecord
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(tiny_tokenizer):
+    return AutoTokenizer.from_pretrained(tiny_tokenizer)
+
+
+def test_prompt_is_a_users_message_for_a_chat_model(tokenizer):
+    plain = prompt_of("the dog", tokenizer, True)  # no template
+    tokenizer.chat_template = TEMPLATE
+    chat, text = (prompt_of("the dog", tokenizer, as_chat) for as_chat in (True, False))
+    assert tokenizer.decode(plain.ids) == "the dog" and text == plain and not plain.is_chat
+    assert tokenizer.decode(chat.ids) == "[user] the dog[assistant]" and chat.is_chat
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% if %}"])
+def test_template_that_refuses_the_prompt(tokenizer, template):
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="--chat_template"):
+        prompt_of("the dog", tokenizer, True)
+
+
+@pytest.mark.parametrize(
+    "kind, eval_only, is_chat",
+    [
+        ("chat", False, True),
+        ("text", False, False),
+        ("pair", False, False),
+        (None, False, False),  # a stream before its first row
+        ("text", True, True),
+        ("pair", True, False),
+    ],
+)
+def test_what_is_prompted_with_the_template(tokenizer, kind, eval_only, is_chat):
+    tokenizer.chat_template = TEMPLATE  # as base models have, too
+    args = SimpleNamespace(generate="the dog", eval_only=eval_only)
+    spec = SimpleNamespace(tokenizer=tokenizer)
+    assert RunRecord._prompt(None, args, spec, {"kind": kind}).is_chat is is_chat
+
+
+def test_command_of_the_model_card():
+    facts = {"model": "/my gpt2", "parameters": 1, "strategy": "dp", "world_size": 1}
+    # Streams and mixtures have a template in the run signature, whatever their rows are.
+    whole = {"hard": {}, "soft": {"template": "ab"}, "told": {}}
+    adapters = {**whole, "hard": {"lora_r": 8, "lora_alpha": 16}}
+    command = "lm_eval --model hf --model_args "
+    card = model_card({**facts, "dataset": {"name": "x", "kind": "mixed"}}, whole)
+    assert f"{command}pretrained=. " in card and "--apply_chat_template" not in card
+    assert f"{command}pretrained=a/b " in card_of_repository(card, "a/b")
+    card = model_card({**facts, "dataset": {"name": "x", "kind": "chat"}}, adapters)
+    assert f"{command}'pretrained=/my gpt2,peft=.' " in card and "--apply_chat_template" in card
+    assert f"{command}'pretrained=/my gpt2,peft=a/b' " in card_of_repository(card, "a/b")

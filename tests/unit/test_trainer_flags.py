@@ -1,0 +1,114 @@
+"""Flags that Hugging Face's Trainer has, and what they do to the optimizer and the schedule."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support.cli import aliases
+from support.cli.flags import GROUPS, HelpFormatter, build_parser
+from support.cli.fsdp_config import FsdpOptions
+from support.cli.parse import ignored_flags, parse_arguments
+from support.data.batches import evaluation_batches
+from support.errors import UserError
+from support.strategies.optimizer import create, learning_rate
+
+ADAM = ["--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-6"]
+
+
+def test_tables_name_existing_flags_once():
+    ours = {name[2:] for rows in GROUPS.values() for name, _ in rows}
+    assert {*aliases.RENAMED, *aliases.DEFAULTS} <= ours
+    assert not {*aliases.IGNORED, *aliases.REFUSED} & ours
+    assert not {*aliases.IGNORED} & {*aliases.REFUSED}
+
+
+def test_help_lists_the_other_names():
+    text = " ".join(build_parser().format_help().split())
+    assert "--lr, --learning_rate LR peak" in text and "--compile, --torch_compile compile" in text
+    assert "--bf16 --precision bf16" in text
+    assert build_parser().formatter_class("x").__class__ is HelpFormatter
+
+
+def test_adam_settings_reach_both_optimizers():
+    optimizer = create(torch.nn.Linear(2, 2), parse_arguments(ADAM))
+    assert optimizer.defaults["betas"] == (0.8, 0.95) and optimizer.defaults["eps"] == 1e-6
+    for strategy in ("zero1", "zero2", "zero3", "offload", "infinity"):
+        params = parse_arguments([*ADAM, "--strategy", strategy]).ds_config_dict["optimizer"][
+            "params"
+        ]
+        assert (params["betas"], params["eps"]) == ([0.8, 0.95], 1e-6)
+        params = parse_arguments(["--strategy", strategy]).ds_config_dict["optimizer"]["params"]
+        assert (params["betas"], params["eps"]) == ([0.9, 0.999], 1e-8)
+
+
+def test_adam_settings_of_a_deepspeed_file(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(
+        '{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": '
+        '{"lr": "auto", "betas": [0.7, 0.9]}}}'
+    )
+    args = parse_arguments(["--ds_config", str(file)])
+    assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon) == (0.7, 0.9, 1e-8)
+    assert "eps" not in args.ds_config_dict["optimizer"]["params"]
+    with pytest.raises(
+        UserError, match=r"adam_beta2 0\.95 contradicts optimizer\.params\.betas 0\.9"
+    ):
+        parse_arguments(["--ds_config", str(file), "--adam_beta2", "0.95"])
+
+
+def test_warmup_ratio_is_a_share_of_all_steps():
+    rates = {
+        name: [learning_rate(step, 25, parse_arguments([*flags])) for step in range(25)]
+        for name, flags in {
+            "steps": ("--warmup_steps", "3"),
+            "ratio": ("--warmup_ratio", "0.1"),  # 2.5 steps, rounded up
+            "none": (),
+        }.items()
+    }
+    assert rates["ratio"] == rates["steps"] != rates["none"]
+
+
+def test_words_of_fsdp():
+    def options(*flags):
+        return parse_arguments(["--fsdp", *flags]).fsdp
+
+    assert options() == options("full_shard auto_wrap") == FsdpOptions()
+    assert options("shard_grad_op auto_wrap").reshard_after_forward is False
+    assert options("hybrid_shard auto_wrap").hybrid and options("full_shard,offload").offload
+
+
+def test_ignored_flags_and_other_defaults_are_reported():
+    args = parse_arguments(["--do_train", "--num_train_epochs", "1", "--log_level", "info"])
+    lines = "\n".join(ignored_flags(args))
+    assert "--log_level is ignored" in lines and "--seq_length 256 (there 1024)" in lines
+    assert "--batch_size 4 (there 8)" in lines and "--validation_split 0.1 (there 0.05)" in lines
+    same = ["--model", "gpt2", "--bf16", "--per_device_train_batch_size", "8"]
+    line = ignored_flags(parse_arguments(["--do_train", *same]))[-1]
+    assert "--seq_length 512 (there" in line and "batch" not in line and "precision" not in line
+    assert "--epochs" not in lines and not hasattr(args, "log_level")
+    assert ignored_flags(parse_arguments([])) == []
+
+
+class Sequences:
+    """Five sequences of two tokens, as evaluation_batches reads them."""
+
+    num_sequences = 5
+
+    def tokens(self, indices) -> int:
+        return 2 * len(indices)
+
+    def read(self, indices):
+        return torch.zeros(len(indices), 2), torch.zeros(len(indices), 2), None
+
+    def take(self, count):
+        assert count == 5
+        return self
+
+
+@pytest.mark.parametrize("flags, sizes", [((), [2, 2, 2]), (("--eval_batch_size", "3"), [3, 3])])
+def test_batches_of_an_evaluation(flags, sizes):
+    ctx = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    args = parse_arguments(["--batch_size", "2", *flags])
+    batches, count = evaluation_batches(Sequences(), args, ctx)
+    assert [len(batch[0]) for batch in batches] == sizes and count == len(sizes)
