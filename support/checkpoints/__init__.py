@@ -5,4 +5,6 @@ tensors        saves and loads weights and moments, piece by piece
 format         names on disk, manifest.json, verification of the files
 compatibility  the run signature, which a resumed run compares with its checkpoint
 convert        converts checkpoints from and to other formats
+recognize      recognizes checkpoints of other programs by the names of their files
+foreign        opens checkpoints of Trainer, DeepSpeed and FSDP, for convert
 """

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 
-from support.cli.arguments import global_batch
+from support.cli.arguments import global_batch, held_out_share, isolates_documents
 from support.cluster.context import DistContext
 from support.data.tokenize import tokenizer_fingerprint
 from support.errors import UserError
@@ -29,6 +29,11 @@ INFORMATIONAL_FLAGS = (
     "lr",
     "lr_scheduler",
     "warmup_steps",
+    "warmup_ratio",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim",
     "weight_decay",
     "max_grad_norm",
     "dropout",
@@ -36,6 +41,9 @@ INFORMATIONAL_FLAGS = (
     "lora_dropout",
     "fused_gelu",
 )
+
+# Entries that earlier versions did not write, and their value in the runs of those versions.
+VALUES_BEFORE = {"isolate_documents": False, "packing": False}
 
 
 def run_signature(args, ctx: DistContext, spec, dataset: dict, model) -> dict:
@@ -51,20 +59,23 @@ def run_signature(args, ctx: DistContext, spec, dataset: dict, model) -> dict:
         # The frozen weights are not part of a checkpoint.
         must_match["frozen weights"] = (
             f"random, from seed {args.seed}" if spec.random else "as they came"
-        )
+        ) + (", in 4 bits" if spec.load_in_4bit else "")
     # Whether a stream contains conversations is not known in advance.
-    may_be_chat = args.streaming or dataset["kind"] == "chat"
+    may_be_chat = args.streaming or dataset["kind"] in ("chat", "mixed")
+    revision = f"@{args.model_revision}" if args.model_revision else ""
     should_match = {
-        "model": os.path.normpath(args.model),
+        "model": os.path.normpath(args.model) + revision,
         "dataset": dataset["sha256"],
         "blocks": dataset["blocks"],
         "seq_length": args.seq_length,
         "seed": args.seed,
-        "validation_split": args.validation_split,
+        "validation_split": held_out_share(args),
         "validation": (dataset.get("validation") or {}).get("sha256"),
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
         "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
         "global batch": global_batch(args, ctx.world_size),
+        "isolate_documents": isolates_documents(args),
+        "packing": args.packing,
     }
     informational = {name: getattr(args, name) for name in INFORMATIONAL_FLAGS}
     informational |= {"ranks": ctx.world_size, "precision": ctx.precision}
@@ -80,7 +91,9 @@ def check_same_run(saved: dict, current: dict, forced: bool, ctx: DistContext) -
     """Compare the run signatures of a checkpoint and of this run, and refuse another run's.
 
     Args:
-        saved: the run signature in the checkpoint. Entries that it lacks are not compared.
+        saved: the run signature in the checkpoint. Entries that it lacks have their value of
+            VALUES_BEFORE, or else are not compared. A part is empty if it is unknown, as for an
+            imported checkpoint.
         current: the run signature of this run.
         forced: --resume_force, with which "soft" differences only cause a notice.
         ctx: the ranks.
@@ -88,10 +101,11 @@ def check_same_run(saved: dict, current: dict, forced: bool, ctx: DistContext) -
         UserError: the signatures differ; the message lists the differences.
     """
     for part in ("hard", "soft", "told"):
+        before = saved[part] and VALUES_BEFORE | saved[part]
         differences = [
-            f"{key} {shown(saved[part][key])} in the checkpoint, {shown(value)} in this run"
+            f"{key} {shown(before[key])} in the checkpoint, {shown(value)} in this run"
             for key, value in current[part].items()
-            if key in saved[part] and saved[part][key] != value
+            if key in before and before[key] != value
         ]
         if not differences:
             continue

@@ -4,8 +4,8 @@
     torch                 model.pt and optimizer.pt, for `torch.load(..., weights_only=True)`
     deepspeed-universal   a DeepSpeed universal checkpoint, which DeepSpeed loads if its JSON
                           configuration has `"checkpoint": {"load_universal": true}`
-    checkpoint            a checkpoint of this project, made from a DeepSpeed universal checkpoint,
-                          for --resume
+    checkpoint            a checkpoint of this project, for --resume, made from a DeepSpeed
+                          universal checkpoint or another one that `foreign` opens
 
 Only data is read: safetensors, JSON, and PyTorch's files with `weights_only=True`.
 """
@@ -61,8 +61,9 @@ class OwnCheckpoint:
     def __init__(self, folder: Path):
         self.folder, self.manifest = open_checkpoint(folder)
         self.shapes = {name: tuple(shape) for name, shape in self.manifest["shapes"].items()}
-        self.adam_step = self.manifest["adam_step"]
         moments = MOMENTS if any(piece["moments"] for piece in self.manifest["pieces"]) else ()
+        # Adafactor counts its updates, too, and has no moments that another program could use.
+        self.adam_step = self.manifest["adam_step"] if moments else 0
         self.kinds = ("weight", *moments)
         self._reader = PieceReader(self.folder, self.manifest)
 
@@ -87,10 +88,14 @@ class UniversalCheckpoint:
         folder: the folder that contains `zero/`, or its parent with `latest_universal`.
     Attributes:
         folder, shapes, adam_step, kinds: as in OwnCheckpoint.
+        counters: of the manifest: those of a new run.
+        settings: {flag: value} of the flags whose values are known.
     Raises:
         UserError: the folder is no universal checkpoint, or a file in it is damaged.
     """
 
+    counters = NEW_RUN
+    settings: ClassVar[dict] = {}
     FILES: ClassVar = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 
     def __init__(self, folder: Path):
@@ -192,7 +197,7 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
     """Convert a checkpoint to another format, in a new folder.
 
     Args:
-        source: an OwnCheckpoint; for "checkpoint" a UniversalCheckpoint.
+        source: an OwnCheckpoint; for "checkpoint" what foreign.open_foreign yields.
         to: "hf", "torch", "deepspeed-universal" or "checkpoint".
         target: the new folder.
         dtype: of the weights, for "hf".
@@ -207,8 +212,6 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
     """
     if os.path.lexists(target):
         raise UserError(f"{target} exists: name a new folder.")
-    if to == "checkpoint" and not isinstance(source, UniversalCheckpoint):
-        raise UserError("--to checkpoint needs a DeepSpeed universal folder.")
     target = target.absolute()
     temporary = start_folder(target)
     try:
@@ -438,10 +441,8 @@ def _version_of_deepspeed() -> str:
 # ---------------------------------------------------------------------------------------- importing
 
 
-def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
-    """Write a checkpoint of this project with the weights and moments of a universal checkpoint.
-
-    It is the start of a new run, so its counters are 0.
+def write_checkpoint(source, folder: Path) -> None:
+    """Write a checkpoint of this project with the weights and moments of another program's.
 
     Raises:
         UserError: a file of the source is missing or damaged.
@@ -449,11 +450,15 @@ def write_checkpoint(source: UniversalCheckpoint, folder: Path) -> None:
     """
     writer = PieceWriter(folder)
     for name in source.shapes:
-        writer.add(name, 0, {kind: source.read(name, kind).flatten() for kind in source.kinds})
+        tensors = {kind: source.read(name, kind) for kind in source.kinds}
+        # A weight that was not trained has no moments.
+        writer.add(name, 0, {kind: t.flatten() for kind, t in tensors.items() if t is not None})
     writer.flush()
     manifest = {
-        "counters": NEW_RUN,
+        "counters": source.counters,
         "adam_step": source.adam_step,
+        # --resume reports the settings that have changed.
+        "identity": {"told": source.settings},
         "shapes": {name: list(shape) for name, shape in source.shapes.items()},
         "pieces": writer.pieces,
         "files": writer.files,

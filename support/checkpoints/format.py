@@ -49,6 +49,7 @@ LARGEST_BYTES = 256 << 20  # size limit of manifest.json; a million pieces take 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 ELEMENT_BYTES = 4  # all tensors of a checkpoint are fp32
 BUFFERS = "model/buffers.safetensors"
+WHOLE_STATES = "optimizer.safetensors"  # Adafactor's, which have no element for each weight
 MARKS = ("latest", "best")  # files that contain the name of a checkpoint
 DAMAGED = "its manifest.json is damaged"
 
@@ -181,6 +182,8 @@ def with_defaults(manifest: dict) -> dict:
         "groups": [],
         "lr_scheduler": {},
         "stream": None,
+        # An imported checkpoint may have no states; then it fits any optimizer.
+        "optimizer": "adamw" if manifest.get("adam_step") else "",
         **manifest,
         "counters": {
             **NEW_RUN,
@@ -203,6 +206,7 @@ def validate(manifest: dict) -> None:
     """
     _check_counters(manifest["counters"])
     _need(_count(manifest.get("adam_step"), 10**12), "adam_step")
+    _need(isinstance(manifest["optimizer"], str), "optimizer")
     for part, entries in manifest["identity"].items():
         _need(isinstance(entries, dict), f"identity.{part}")
         for value in entries.values():
@@ -210,7 +214,7 @@ def validate(manifest: dict) -> None:
     scaling = manifest["scaling"]
     _need(isinstance(scaling, dict) and all(map(_number, scaling.values())), "scaling")
     _need(all(0 < scaling.get(name, 1) < 2**64 for name in ("scale", "cur_scale")), "scaling")
-    _check_groups(manifest["groups"])
+    _check_groups(manifest["groups"], is_adam=manifest["optimizer"] in ("", "adamw"))
     _need(isinstance(manifest["lr_scheduler"], dict), "lr_scheduler")
     _need(isinstance(manifest["stream"], dict | None), "stream")
     _check_files(manifest.get("files"))
@@ -250,14 +254,16 @@ def _check_counters(counters: dict) -> None:
         _need(_count(best.get("waited")), "counters.best")
 
 
-def _check_groups(groups) -> None:
+def _check_groups(groups, is_adam: bool) -> None:
     _need(isinstance(groups, list), "groups")
     for group in groups:
         _need(isinstance(group, dict), "groups")
-        _need(all(_number(group.get(key)) for key in ("lr", "eps", "weight_decay")), "groups")
-        betas = group.get("betas")
-        _need(isinstance(betas, list) and len(betas) == 2 and all(map(_number, betas)), "groups")
-        _need(all(0 <= beta < 1 for beta in betas), "groups")
+        keys = ("lr", "eps", "weight_decay") if is_adam else ("lr", "weight_decay")
+        _need(all(_number(group.get(key)) for key in keys), "groups")
+        if is_adam:
+            betas = group.get("betas")
+            _need(isinstance(betas, list) and len(betas) == 2, "groups")
+            _need(all(_number(beta) and 0 <= beta < 1 for beta in betas), "groups")
 
 
 def _check_files(files) -> None:

@@ -42,6 +42,7 @@ from support.checkpoints.format import (
     BUFFERS,
     MARKS,
     NEW_RUN,
+    WHOLE_STATES,
     candidates_in,
     file_entry,
     find_damage,
@@ -52,6 +53,7 @@ from support.checkpoints.format import (
     step_of,
     write_manifest,
 )
+from support.checkpoints.recognize import format_of
 from support.checkpoints.tensors import PieceWriter, check_shapes, read_shards, write_shards
 from support.cluster.context import DistContext
 from support.errors import FirstError, OutOfMemory, Preempted, TrainingError, UserError, explain
@@ -73,7 +75,7 @@ from support.strategies.optimizer_shards import ShardedState, free_gathered_weig
 from support.train_state import TrainState
 from support.unwrap import unwrapped
 
-GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group
+GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each group of AdamW
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class CheckpointManager:
         state: the ShardedState of this rank; None with --eval_only.
         before_save, after_save: functions that are called before and after each save.
     Raises:
-        UserError: checkpoints are requested, but the optimizer is not AdamW.
+        UserError: checkpoints are requested, but they do not support the optimizer.
     """
 
     def __init__(
@@ -136,21 +138,21 @@ class CheckpointManager:
     def _may_save(self) -> bool:
         if self.args.eval_only:
             return False
-        is_adamw = ShardedState.knows(self.objects.optimizer)
-        if not is_adamw:
+        supported = ShardedState.family(self.objects.optimizer) is not None
+        if not supported:
             flags = ("save_every", "save_epochs", "load_best_at_end", "resume")
             given = [flag for flag in flags if getattr(self.args, flag) not in (None, False)]
             if given:
                 raise UserError(
-                    "Checkpoints support AdamW only: remove the optimizer from the DeepSpeed file, "
-                    f"or omit --{' and --'.join(given)}."
+                    "Checkpoints do not support the DeepSpeed file's optimizer: use AdamW or "
+                    f"--optim, or omit --{' and --'.join(given)}."
                 )
             if not self.args.no_save:
                 self.ctx.console.warn(
-                    "The DeepSpeed file's optimizer is not AdamW: a signal will end this run "
-                    "without a checkpoint."
+                    "Checkpoints do not support the DeepSpeed file's optimizer: a signal will end "
+                    "this run without one."
                 )
-        return is_adamw and not self.args.no_save
+        return supported and not self.args.no_save
 
     # ------------------------------------------------------------------------------------- resuming
 
@@ -205,6 +207,13 @@ class CheckpointManager:
         Raises:
             UserError: the checkpoint does not fit this model.
         """
+        optimizer = ShardedState.family(self.objects.optimizer)
+        saved_by = manifest["optimizer"]
+        if saved_by not in ("", optimizer):
+            raise UserError(
+                f"--resume {path}: the checkpoint has the states of {shown(saved_by)}, and this "
+                f"run's optimizer is {optimizer}: use the same --optim."
+            )
         check_shapes(path, manifest, self.state)
         saved = load_file(path / BUFFERS) if BUFFERS in manifest["files"] else {}
         pairs = []
@@ -219,7 +228,17 @@ class CheckpointManager:
         return pairs
 
     def _load_weights(self, path: Path, manifest: dict, buffers: list) -> None:
-        """Load weights, moments and the buffers that `_check_fit` returned."""
+        """Load weights, optimizer states and the buffers that `_check_fit` returned.
+
+        Raises:
+            UserError: the states of the optimizer do not fit this model.
+            TrainingError: a file cannot be read.
+        """
+        if WHOLE_STATES in manifest["files"]:
+            try:
+                self.state.load_whole_states(load_file(path / WHOLE_STATES))
+            except ValueError as error:
+                raise UserError(f"--resume {path}: {WHOLE_STATES}: {shown(error)}.") from error
         read_shards(path, manifest, self.state)
         for buffer, values in buffers:
             buffer.copy_(values)
@@ -233,7 +252,9 @@ class CheckpointManager:
         """
         objects = self.objects
         try:
-            if objects.stream is not None:
+            # An imported checkpoint has no position, so its stream starts at the beginning.
+            has_position = manifest["stream"] or manifest["counters"]["samples"]
+            if objects.stream is not None and has_position:
                 objects.stream.resume(manifest["stream"])
             gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
             self._load_schedule(manifest)
@@ -249,7 +270,9 @@ class CheckpointManager:
         if scheduler and saved_state:
             scheduler.load_state_dict(saved_state)
             for group, values in zip(self.state.base.param_groups, manifest["groups"], strict=True):
-                group.update(lr=values["lr"], betas=tuple(values["betas"]))
+                group["lr"] = values["lr"]
+                if "betas" in values:  # not those of SGD
+                    group["betas"] = tuple(values["betas"])
         elif scheduler:
             self.ctx.console.warn(
                 "--resume: the checkpoint has no state of the DeepSpeed file's scheduler, so the "
@@ -402,13 +425,16 @@ class CheckpointManager:
     def _manifest(self, counters: dict) -> dict:
         """Return the manifest without the entries about files and pieces."""
         objects, groups = self.objects, self.state.base.param_groups
+        optimizer = ShardedState.family(objects.optimizer)
+        keys = GROUP_KEYS if optimizer == "adamw" else ("lr", "weight_decay")
         return {
             "counters": counters,
             "scaling": gradients.scaler_state(objects.scaler, objects.optimizer),
             "identity": self.identity,
             "lr_scheduler": self._scheduler.state_dict() if self._scheduler else {},
             "stream": None if objects.stream is None else objects.stream.progress(),
-            "groups": [{key: group[key] for key in GROUP_KEYS} for group in groups],
+            "groups": [{key: group[key] for key in keys} for group in groups],
+            "optimizer": optimizer,
             "adam_step": self.state.adam_step,
             "shapes": {name: list(shape) for name, shape in self.state.shapes.items()},
         }
@@ -450,6 +476,9 @@ class CheckpointManager:
         buffers = {} if self.spec.lora else persistent_buffers(self.module)
         if buffers:
             save_file(buffers, unfinished / BUFFERS)
+        if states := self.state.whole_states():
+            save_file(states, unfinished / WHOLE_STATES)
+            manifest["files"][WHOLE_STATES] = file_entry(unfinished / WHOLE_STATES)
         for path in sorted(path for path in model_folder.rglob("*") if path.is_file()):
             manifest["files"][path.relative_to(unfinished).as_posix()] = file_entry(path)
         sync_tree(model_folder)
@@ -562,6 +591,12 @@ def find(wanted: str, folder: Path, ctx: DistContext) -> tuple[Path, dict] | Non
     candidates = ctx.broadcast_from_rank0(candidates)
     if candidates is None:
         raise UserError(f"{wanted}: no such folder.")
+    program = format_of(Path(wanted)) if wanted and ctx.is_main and not candidates else None
+    if program := ctx.broadcast_from_rank0(program):
+        raise UserError(
+            f"--resume {wanted} is a checkpoint of {program}. Convert it first: "
+            f"python scripts/convert_checkpoint.py {wanted} --to checkpoint NEW_FOLDER"
+        )
     for candidate in candidates:
         manifest, problem = verify(candidate, ctx)
         if not problem:

@@ -1,0 +1,351 @@
+"""Training continues from the checkpoints of other programs, under any strategy."""
+
+import json
+import shutil
+
+import pytest
+from conftest import assert_close, finish, launcher_command, load_exported
+
+from support.checkpoints import foreign
+from support.checkpoints.convert import convert as convert_source
+
+LR, STEPS, SAVED = 1e-2, 4, 2
+# Every sequence has the same tokens, so the losses do not depend on the order of the data.
+SEQUENCE = "0123456789ABCDEFGHIJKLMNOPQRSTU"
+WORK = ["--seq_length", 32, "--max_steps", STEPS, "--lr", LR, "--weight_decay", 0.1, "--no_eval"]
+WORK += ["--lr_scheduler", "linear", "--precision", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "data.jsonl"
+    file.write_text((json.dumps({"text": SEQUENCE}) + "\n") * 16)
+    return file
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """A GPT-2 with tied embeddings, Conv1D, biases and norms, without dropout."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=300,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            n_positions=64,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def trainer(gpt2, tiny_tokenizer, tmp_path_factory):
+    """The output folder of four steps of Trainer, with checkpoints after 2 and 4, and its losses."""
+    import copy
+
+    from transformers import AutoTokenizer, Trainer, TrainingArguments, default_data_collator
+
+    folder = tmp_path_factory.mktemp("trainer")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer)
+    tokens = [*tokenizer(SEQUENCE)["input_ids"], tokenizer.eos_token_id]
+    assert len(tokens) == 32
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=STEPS,
+        save_steps=SAVED,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        learning_rate=LR,
+        weight_decay=0.1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    # Trainer divides the loss by the number of labels, and the first label has no loss.
+    labels = [-100, *tokens[1:]]
+    program = Trainer(
+        copy.deepcopy(gpt2),
+        arguments,
+        train_dataset=[{"input_ids": tokens, "labels": labels}] * 16,
+        data_collator=default_data_collator,
+        processing_class=tokenizer,
+    )
+    program.train()
+    losses = [record["loss"] for record in program.state.log_history if "loss" in record]
+    return folder, losses
+
+
+@pytest.fixture(scope="module")
+def imported(trainer, tmp_path_factory):
+    """The checkpoint of Trainer after two steps, converted."""
+    start = tmp_path_factory.mktemp("imported") / "start"
+    saved = trainer[0] / f"checkpoint-{SAVED}"
+    with foreign.open_foreign(saved, trusted=False, scratch=start.parent) as source:
+        convert_source(source, "checkpoint", start, None, "5GB")
+    return start
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "flags"),
+    [
+        ("dp", 1, ["--isolate_documents"]),  # changes nothing: each sequence is one document
+        ("zero3", 2, []),
+        pytest.param("fsdp", 2, [], marks=pytest.mark.soak),
+    ],
+)
+def test_training_continues_a_checkpoint_of_trainer(
+    script, trainer, imported, data, strategy, ranks, flags
+):
+    """Weights, moments, Adam's step, the step and the schedule: the losses and final weights."""
+    folder, losses = trainer
+    run = script(
+        "--model",
+        folder / f"checkpoint-{SAVED}",
+        "--dataset",
+        data,
+        *WORK,
+        *flags,
+        "--batch_size",
+        2 // ranks,
+        "--strategy",
+        strategy,
+        "--resume",
+        imported,
+        launcher="torchrun" if ranks > 1 else "python",
+        ranks=ranks,
+    )
+    assert [record["step"] for record in run.metrics if "loss" in record] == [3, 4]
+    assert_close(run.losses, losses[SAVED:], 1e-4)
+    expected = dict(load_exported(folder / f"checkpoint-{STEPS}").named_parameters())
+    for name, weight in load_exported(run.folder / "hf").named_parameters():
+        assert (weight - expected[name]).abs().max() < 1e-4, name  # an update is about 1e-2
+
+
+def test_a_stream_starts_at_the_beginning(script, trainer, imported, data):
+    """Its sequences begin with the end-of-text token, so the losses are not those of Trainer."""
+    folder, losses = trainer
+    flags = ["--model", folder / f"checkpoint-{SAVED}", "--dataset", data, "--streaming"]
+    run = script(*WORK, *flags, "--batch_size", 2, "--resume", imported)
+    assert [record["step"] for record in run.metrics if "loss" in record] == [3, 4]
+    assert_close(run.losses, losses[SAVED:], 0.05)
+
+
+def test_the_newest_checkpoint_of_an_output_folder_and_settings_that_differ(
+    script, convert, trainer, data, tmp_path
+):
+    folder, _ = trainer
+    assert convert(folder, "--to", "checkpoint", tmp_path / "start")[0] == 0
+    manifest = json.loads((tmp_path / "start" / "manifest.json").read_text())
+    assert manifest["counters"]["step"] == manifest["adam_step"] == STEPS
+    assert manifest["identity"]["told"]["max_steps"] == STEPS
+    assert manifest["identity"]["told"]["lr"] == LR
+    # The folder itself is no checkpoint of this project, and the error says what to do.
+    run = script("--dataset", data, "--resume", folder, ok=False)
+    assert run.code == 2 and "convert_checkpoint.py" in run.error
+
+
+def test_a_sharded_llama_without_biases(convert, llama, tmp_path):
+    """Untied weights in several files; all of Llama's parameters without weight decay are norms."""
+    import torch
+    from transformers import AutoModelForCausalLM, Trainer
+
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    names = [name for name, _ in model.named_parameters()]
+    order = sorted(names, key=lambda name: name not in decayed)
+    parameters = dict(model.named_parameters())
+    groups = [
+        {"params": [parameters[n] for n in order if (n in decayed) is wanted], "weight_decay": d}
+        for wanted, d in ((True, 0.1), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    ids = torch.arange(32)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")
+    torch.save(optimizer.state_dict(), tmp_path / "theirs" / "optimizer.pt")
+    (tmp_path / "theirs" / "trainer_state.json").write_text('{"global_step": 1}')
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+
+    assert convert(tmp_path / "theirs", "--to", "checkpoint", tmp_path / "ours")[0] == 0
+    assert convert(tmp_path / "ours", "--to", "torch", tmp_path / "torch")[0] == 0
+    weights = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
+    states = torch.load(tmp_path / "torch" / "optimizer.pt", weights_only=True)
+    assert states["step"] == 1 and list(weights) == names
+    for name, parameter in parameters.items():
+        assert torch.equal(weights[name], parameter)
+        assert torch.equal(states["exp_avg"][name], optimizer.state[parameter]["exp_avg"])
+        assert torch.equal(states["exp_avg_sq"][name], optimizer.state[parameter]["exp_avg_sq"])
+
+
+def set_config(folder, **values):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def change_optimizer(folder, change):
+    import torch
+
+    optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
+    change(optimizer)
+    torch.save(optimizer, folder / "optimizer.pt")
+
+
+def write_pickle(folder):
+    import torch
+
+    torch.save({"state": pytest.raises}, folder / "optimizer.pt")
+
+
+BAD = {
+    "no state": (lambda folder: (folder / "trainer_state.json").unlink(), "trainer_state.json"),
+    "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "wrong shapes": (lambda folder: set_config(folder, n_positions=32), "shape"),
+    "more layers": (lambda folder: set_config(folder, n_layer=3), "missing"),
+    "fewer layers": (lambda folder: set_config(folder, n_layer=1), "do not fit"),
+    "own code": (lambda folder: set_config(folder, auto_map={"AutoConfig": "x.Y"}), "code"),
+    "no model": (lambda folder: set_config(folder, model_type="nothing"), "config.json"),
+    "truncated": (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 99), "damaged"),
+    "no JSON": (lambda f: (f / "trainer_state.json").write_text("{"), "JSON"),
+    "a step below 0": (
+        lambda folder: (folder / "trainer_state.json").write_text('{"global_step": -1}'),
+        "global_step",
+    ),
+    "SGD": (
+        lambda f: change_optimizer(
+            f, lambda o: o["state"].update({0: {"momentum_buffer": o["state"][0]["exp_avg"]}})
+        ),
+        "momentum_buffer",
+    ),
+    "moments of other shapes": (
+        lambda f: change_optimizer(
+            f, lambda o: o["state"][0].update(exp_avg=o["state"][0]["exp_avg"][1:])
+        ),
+        "do not fit",
+    ),
+    "a group less": (lambda f: change_optimizer(f, lambda o: o["param_groups"].pop()), "AdamW"),
+    "no groups": (lambda f: change_optimizer(f, lambda o: o.pop("param_groups")), "AdamW"),
+    "objects in the optimizer": (write_pickle, "Python objects"),
+    "adapters": (lambda f: (f / "adapter_config.json").write_text("{}"), "adapters"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), BAD.values(), ids=BAD)
+def test_a_damaged_checkpoint_of_trainer_is_refused(convert, trainer, tmp_path, damage, says):
+    copy = shutil.copytree(trainer[0] / f"checkpoint-{SAVED}", tmp_path / "copy")
+    damage(copy)
+    code, out = convert(copy, "--to", "checkpoint", tmp_path / "start")
+    errors = [line for line in out.splitlines() if "❌" in line]
+    assert code == 2 and len(errors) == 1 and says in errors[0], out
+    assert not (tmp_path / "start").exists()
+
+
+# --------------------------------------------------------------------------------------------- FSDP
+
+FSDP = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+dist.init_process_group("gloo")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+for layer in (*model.transformer.h, model):
+    fully_shard(layer, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+ids, losses = torch.arange(64).view(2, 32), []
+for step in range(4):
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+    if step == 1:
+        weights = get_model_state_dict(model)
+        states = get_optimizer_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optim": states}, checkpoint_id=sys.argv[2] + "/one")
+        # accelerate's layout
+        dcp.save({"model": weights}, checkpoint_id=sys.argv[2] + "/two/pytorch_model_fsdp_0")
+        dcp.save({"optimizer": states}, checkpoint_id=sys.argv[2] + "/two/optimizer_0")
+if dist.get_rank() == 0:
+    torch.save(losses, sys.argv[2] + "/losses.pt")
+dist.destroy_process_group()
+"""
+
+
+def losses_from(folder, model, steps):
+    """Losses of PyTorch alone on one process, from the files of `--to torch`."""
+    import torch
+
+    weights = torch.load(folder / "model.pt", weights_only=True)
+    states = torch.load(folder / "optimizer.pt", weights_only=True)
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(named.values(), lr=LR)
+    for name, parameter in named.items():
+        parameter.data.copy_(weights[name].view_as(parameter))
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(states["step"])),
+            **{kind: states[kind][name].view_as(parameter) for kind in ("exp_avg", "exp_avg_sq")},
+        }
+    ids, losses = torch.arange(64).view(2, 32), []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_continues_sharded_state_of_fsdp(begin, convert, gpt2, tmp_path):
+    import torch
+
+    gpt2.save_pretrained(tmp_path / "model")
+    (tmp_path / "program.py").write_text(FSDP)
+    command = [*launcher_command("torchrun", 2), tmp_path / "program.py"]
+    process = begin([*command, tmp_path / "model", tmp_path])
+    out, err = finish(process, 120)
+    assert process.returncode == 0, out + err
+    losses = torch.load(tmp_path / "losses.pt", weights_only=True)
+    assert losses[-1] < losses[0] - 0.1
+    for name in ("one", "two"):
+        code, out = convert(tmp_path / name, "--to", "checkpoint", tmp_path / f"no-{name}")
+        assert code == 2 and "--trust_checkpoint" in out and "pickle" in out
+        start = tmp_path / f"start-{name}"
+        code, out = convert(tmp_path / name, "--to", "checkpoint", start, "--trust_checkpoint")
+        assert code == 0, out
+        manifest = json.loads((start / "manifest.json").read_text())
+        assert manifest["counters"]["step"] == manifest["adam_step"] == SAVED
+        assert convert(start, "--to", "torch", tmp_path / f"torch-{name}")[0] == 0
+        model = load_exported(tmp_path / "model")
+        assert_close(losses_from(tmp_path / f"torch-{name}", model, 2), losses[2:], 1e-5)
+    for damage, says in [
+        (lambda: next((tmp_path / "one").glob("*.distcp")).write_bytes(b"0"), "cannot be read"),
+        (lambda: (tmp_path / "one" / ".metadata").write_bytes(b"0"), ".metadata"),
+    ]:
+        damage()
+        command = (tmp_path / "one", "--to", "checkpoint", tmp_path / "x", "--trust_checkpoint")
+        code, out = convert(*command)
+        assert code == 2 and out.count("❌") == 1 and says in out, out
+
+
+@pytest.mark.parametrize(
+    ("keys", "prefix"),
+    [
+        (["model.embed_tokens.weight", "lm_head.weight"], ""),  # Llama's own names
+        (["model.transformer.wte.weight", "model.transformer.ln_f.bias"], "model."),
+        (["app.model.model.norm.weight", "app.model.lm_head.weight"], "app.model."),
+    ],
+)
+def test_names_of_weights_without_an_optimizer(keys, prefix):
+    assert foreign.FsdpCheckpoint._prefix(None, keys, []) == prefix
