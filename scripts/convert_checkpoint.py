@@ -6,14 +6,18 @@
     python scripts/convert_checkpoint.py runs/mine --to torch weights
     python scripts/convert_checkpoint.py runs/mine --to deepspeed-universal universal
     python scripts/convert_checkpoint.py universal --to checkpoint start      # then --resume start
+    python scripts/convert_checkpoint.py trainer/checkpoint-500 --to checkpoint start
 
-For a run's folder its newest checkpoint is used. No network and no GPU is needed. To train from a
-Hugging Face folder, no conversion is needed: pass it to real_model_example.py as --model DIR.
+--to checkpoint reads checkpoints of Hugging Face's Trainer, of DeepSpeed (also universal ones) and
+of FSDP (torch.distributed.checkpoint). For a run's folder its newest checkpoint is used. No network
+and no GPU is needed. To train from a Hugging Face folder without optimizer states, no conversion is
+needed: pass it to real_model_example.py as --model DIR.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -37,7 +41,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    source = "the folder of a checkpoint, of a run, or of a DeepSpeed universal checkpoint"
+    source = "the folder of a checkpoint, of a run, or for --to checkpoint of another program's"
     add("source", type=kinds.path, metavar="CKPT", help=source)
     add("target", type=kinds.path, metavar="OUT", nargs="?", help="the new folder, for --to")
     formats = ("hf", "torch", "deepspeed-universal", "checkpoint")
@@ -47,6 +51,8 @@ def main() -> None:
     add("--dtype", choices=dtypes, default="fp32", help="of hf's weights (default: fp32)")
     shard_size = "largest size of one file of hf's weights (default: %(default)s)"
     add("--max_shard_size", default="5GB", help=shard_size)
+    trust = "load a DeepSpeed or FSDP checkpoint, although the code in its pickles is executed"
+    add("--trust_checkpoint", action="store_true", help=trust)
     try:
         args = parser.parse_intermixed_args()
         if args.inspect == bool(args.to):
@@ -72,20 +78,25 @@ def run(args) -> None:
         TrainingError: a file of the source cannot be read.
         OSError: the disk is full, or not writable.
     """
-    from support.checkpoints import convert
+    from support.checkpoints import convert, foreign
     from support.model.weights import DTYPES
 
     if not args.source.is_dir():
         raise UserError(f"{args.source}: no such folder.")
-    is_universal = args.to == "checkpoint"
-    open_source = convert.UniversalCheckpoint if is_universal else convert.OwnCheckpoint
-    source = open_source(args.source)
     if args.inspect:
-        print(convert.inspect(source))
+        print(convert.inspect(convert.OwnCheckpoint(args.source)))
         process.check_output()
         return
-    dtype = DTYPES[args.dtype]
-    written = convert.convert(source, args.to, args.target, dtype, args.max_shard_size)
+    with contextlib.ExitStack() as stack:
+        if args.to == "checkpoint":
+            # Next to the target there is room; the default folder may be small, or in memory.
+            scratch = next(p for p in args.target.absolute().parents if p.is_dir())
+            opened = foreign.open_foreign(args.source, args.trust_checkpoint, scratch)
+            source = stack.enter_context(opened)
+        else:
+            source = convert.OwnCheckpoint(args.source)
+        dtype = DTYPES[args.dtype]
+        written = convert.convert(source, args.to, args.target, dtype, args.max_shard_size)
     print(f"📁 {args.target.with_name(written.name)}")
 
 

@@ -9,9 +9,12 @@
         --use_deepspeed
     python scripts/distributed_setup.py slurm --config config.yaml --num_nodes 4 \\
         --num_gpus_per_node 8 --time_limit 48:00:00
+    python scripts/distributed_setup.py slurm --config config.yaml --requeue \\
+        --results runs/short --max_steps 50000
 
-Each file contains the command that generated it. A generated file that was not edited is replaced;
-any other existing file is replaced only with --force. `SUBCOMMAND --help` lists the flags.
+The last command also prints how many jobs the run needs and how often it should save. Each file
+contains the command that generated it. A generated file that was not edited is replaced; any other
+existing file is replaced only with --force. `SUBCOMMAND --help` lists the flags.
 """
 
 from __future__ import annotations
@@ -29,19 +32,20 @@ from support import process
 if __name__ == "__main__":
     process.catch_signals()
 
-from support.cli.argument_types import Parser, whole
+from support.cli import argument_types as kinds
 from support.cli.fsdp_config import SHARDING
 from support.cluster import setup_files
 from support.errors import EXIT_FAILED, UserError
 from support.files.atomic import write_text
+from support.report import slurm_budget
 
-count = whole(1, 100_000)
+count = kinds.whole(1, 100_000)
 DEFAULT = "(default: %(default)s)"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser: each subcommand with its flags."""
-    parser = Parser(
+    parser = kinds.Parser(
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
         epilog="\n".join(__doc__.splitlines()[2:]),
@@ -71,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
             "slurm",
             "a Slurm batch script",
             "scripts/slurm_job.sh",
-            [add_script_flags, add_slurm_flags],
+            [add_script_flags, add_slurm_flags, add_budget_flags],
         ),
     ):
         command = commands.add_parser(name, help=summary, allow_abbrev=False)
@@ -182,6 +186,25 @@ def add_slurm_flags(add: Callable) -> None:
         action="store_true",
         help="save before the time limit or on preemption, requeue the job, and resume",
     )
+    add(
+        "--signal_seconds",
+        type=kinds.whole(1, 65535),  # Slurm's limit
+        metavar="S",
+        help="send the signal to save S seconds before the limit (default: 120; needs --requeue)",
+    )
+
+
+def add_budget_flags(add: Callable) -> None:
+    """Add the flags of the budget that `slurm` prints; see report.slurm_budget."""
+    for name, kind, metavar, text in (
+        ("results", kinds.name, "RUN", "print the jobs of the run, from a short one that saved"),
+        ("hours", kinds.positive_float, "H", "length of the run: hours of training"),
+        ("max_steps", kinds.max_steps, "N", "length of the run: optimizer steps"),
+        ("save_seconds", kinds.positive_float, "S", "time of a save, instead of the measured one"),
+        ("step_seconds", kinds.positive_float, "S", "time of a step, instead of the measured one"),
+        ("mtbf", kinds.positive_float, "H", "hours between failures of a GPU (default: 50000)"),
+    ):
+        add(f"--{name}", type=kind, metavar=metavar, help=text)
 
 
 def check_output(args) -> None:
@@ -233,6 +256,7 @@ def main() -> None:
         check_output(args)
         made_by = shlex.join(["python", "scripts/distributed_setup.py", *sys.argv[1:]])
         text = setup_files.with_digest(generate(args, made_by))
+        budget = slurm_budget.report(args) if args.command == "slurm" else ""
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.output.resolve(), text)
         if args.command in ("launcher", "slurm"):
@@ -244,6 +268,8 @@ def main() -> None:
         print(f"❌ {args.output} cannot be written: {error.strerror}.", file=sys.stderr)
         sys.exit(EXIT_FAILED)
     print(f"📁 {args.output}\n{setup_files.next_step(args)}")
+    if budget:
+        print(f"\n{budget}")
 
 
 if __name__ == "__main__":

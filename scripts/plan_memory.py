@@ -12,8 +12,14 @@ question for each strategy: the largest batch, the largest model of GPT-2's shap
     python scripts/plan_memory.py --gpus 4 --gpu_memory 24 --solve model
     python scripts/plan_memory.py --model gpt2-xl --gpu_memory 16 --solve gpus
 
+With an amount of work and a rate it also prints the cost: optimizer steps, hours, price, energy.
+
+    python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 80 --tokens 1000000000 \\
+        --device A100 --price 2.5 --watts 400
+
 The formulas and their sources are in support/memory/estimate.py; docs/MEMORY_COMPARISON.md compares
-them with measurements. Exit codes: 0; 1 if nothing fits; 2 for wrong usage.
+them with measurements. Exit codes: 0; 1 if nothing fits, or if --measure
+fails; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -34,11 +40,15 @@ if __name__ == "__main__":
 from support.cli import argument_types as kinds
 from support.cli.arguments import Arguments, choose_seq_length
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
+from support.known_models import EMBEDDED_MODEL, name_on_hub
 from support.memory import fit
 from support.memory.architectures import find_architecture
 from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, MemoryEstimate, predict_all
 from support.memory.fit import PREFERENCE, Limits
 from support.memory.workload import Workload, adapters
+from support.optimizers import OPTIMIZERS
+from support.report import cost
+from support.report.measure_rate import measure
 from support.text_tables import text_table
 from support.units import GB
 
@@ -52,8 +62,9 @@ SOLVED = {
 FLAGS = (
     (
         *("model", kinds.name, "gpt2", None),
-        "gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, a model folder or a config.json "
-        "(GPT-2, Llama, Mistral, Qwen, GPT-NeoX)",
+        "gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama-3-8B, Qwen2.5-7B, "
+        "Mistral-7B, another name on the hub, a model folder or a config.json (GPT-2, Llama, "
+        "Mistral, Qwen, GPT-NeoX)",
     ),
     ("gpus", kinds.ranks, 1, None, "number of ranks, one per GPU"),
     ("gpus_per_node", kinds.ranks, None, None, "of one node (default: --gpus, at most 8)"),
@@ -69,6 +80,18 @@ FLAGS = (
     ("lora_r", kinds.rank_of_adapters, None, "R", "train adapters of this rank, freeze the rest"),
     ("lora_targets", kinds.layer_names, None, "LIST", "the layers that get an adapter"),
 )
+# The cost: the amount of work, then the rate, then prices.
+COST_FLAGS = (
+    ("tokens", kinds.tokens, "N", "tokens to train on"),
+    ("dataset_tokens", kinds.tokens, "N", "tokens of the training data, for --epochs passes"),
+    ("epochs", kinds.epochs, None, "passes over --dataset_tokens (default: 1)"),
+    ("max_steps", kinds.max_steps, None, "optimizer steps"),
+    ("results", kinds.name, "RUN", "take the rate of this completed run (folder or results.json)"),
+    ("device", kinds.word, None, "assume the rate of this GPU, A100 for example"),
+    ("mfu", kinds.real(1), None, "assumed share of its peak FLOP/s (default: 0.4)"),
+    ("price", kinds.positive_float, None, "dollars per GPU-hour"),
+    ("watts", kinds.positive_float, None, "electric power of a GPU"),
+)
 
 
 def build_parser() -> kinds.Parser:
@@ -80,7 +103,13 @@ def build_parser() -> kinds.Parser:
         text += "" if default is None else " (default: %(default)s)"
         required = name == "gpu_memory"
         add(f"--{name}", type=kind, default=default, metavar=metavar, help=text, required=required)
+    group = parser.add_argument_group("cost (needs an amount of work and a rate)")
+    for name, kind, metavar, text in COST_FLAGS:
+        group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+    group.add_argument("--measure", action="store_true", help="measure the rate here, in 10 steps")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: bf16)")
+    add("--load_in_4bit", action="store_true", help="frozen weights in 4 bits; needs --lora_r")
+    add("--optim", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
     add("--gradient_checkpointing", action="store_true", help="recompute activations in backward")
     add(
         "--no_fused_gelu",
@@ -88,6 +117,7 @@ def build_parser() -> kinds.Parser:
         dest="fused_gelu",
         help="compute GPT-2's activation as transformers does",
     )
+    add("--isolate_documents", action="store_true", help="as for --isolate_documents or --packing")
     add(
         "--solve",
         choices=tuple(SOLVED),
@@ -101,13 +131,12 @@ def build_parser() -> kinds.Parser:
 def main() -> None:
     """Read the arguments, print the memory estimates, and exit with the exit code."""
     try:
-        args = build_parser().parse_args()
-        args, work, limits = read_workload(args)
+        args, work, limits = read_workload(build_parser().parse_args())
+        exit_code = (solve if args.solve else plan)(args, work, limits)
     except UserError as error:
         print(f"❌ {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    answer = solve if args.solve else plan
-    sys.exit(answer(args, work, limits))
+    sys.exit(exit_code)
 
 
 def read_workload(args: Arguments) -> tuple[Arguments, Workload, Limits]:
@@ -117,7 +146,9 @@ def read_workload(args: Arguments) -> tuple[Arguments, Workload, Limits]:
         UserError: the model is not supported, or flags do not fit together.
     """
     model = find_architecture(args.model)
-    args = args.replace(seq_length=choose_seq_length(args, model.limit))
+    args = args.replace(
+        model=name_on_hub(args.model), seq_length=choose_seq_length(args, model.limit)
+    )
     if args.gpus_per_node and args.gpus > 1 and args.gpus % ranks_per_node(args):
         raise UserError(
             f"--gpus {args.gpus} is not a multiple of --gpus_per_node {args.gpus_per_node}."
@@ -127,8 +158,10 @@ def read_workload(args: Arguments) -> tuple[Arguments, Workload, Limits]:
             f"--gpus {args.gpus} is not a multiple of 8, the default of --gpus_per_node: "
             "set --gpus_per_node."
         )
-    if args.lora_targets and not args.lora_r:
-        raise UserError("--lora_targets needs --lora_r.")
+    for flag in ("lora_targets", "load_in_4bit"):
+        if getattr(args, flag) and not args.lora_r:
+            raise UserError(f"--{flag} needs --lora_r.")
+    cost.is_planned(args)  # raises if its flags do not fit together
     work = Workload(
         model,
         args.gpus,
@@ -139,6 +172,9 @@ def read_workload(args: Arguments) -> tuple[Arguments, Workload, Limits]:
         args.gradient_accumulation_steps,
         lora=adapters(model, args.lora_r, args.lora_targets),
         fused_gelu=args.fused_gelu,
+        attention_mask=args.isolate_documents,
+        optimizer=args.optim,
+        load_in_4bit=args.load_in_4bit,
     )
     memory = (args.gpu_memory, args.host_memory, args.nvme_free)
     gpu, host, nvme = (None if size is None else int(size * GB) for size in memory)
@@ -158,25 +194,28 @@ def plan(args: Arguments, work: Workload, limits: Limits) -> int:
 
     Returns:
         The exit code.
+    Raises:
+        UserError: see `cost_of_plan`.
     """
     needs = predict_all(work)
-    batches = {need.strategy: fit.largest_batch(work, need.strategy, limits) for need in needs}
     chosen, changed = fit.recommend(work, limits)
     command = run_command(args, changed, chosen.strategy) if chosen else None
     if args.json:
+        spent = cost_of_plan(args, changed, chosen.strategy) if chosen else None
         answer = {
             "model": args.model,
             "parameters": work.model.total,
             "gpus": args.gpus,
             "cuda_context_bytes": CUDA_CONTEXT,
-            "strategies": [as_dict(need, limits, batches[need.strategy]) for need in needs],
+            "strategies": [as_dict(work, need, limits) for need in needs],
             "recommended": chosen.strategy if chosen else None,
             "command": command,
         }
+        answer |= {"cost": spent.as_dict()} if spent else {}
         print(json.dumps(answer, indent=2))
         return EXIT_COMPLETED if chosen else EXIT_FAILED
     print(title(args, work) + "\n")
-    print(table(needs, limits, batches))
+    print(table(needs, limits, {need.strategy: fits_how(work, need, limits) for need in needs}))
     print(
         f"\nGB (2^30 bytes) per GPU. The peak is the maximum over a step. To fit, a GPU needs "
         f"{100 * GPU_SLACK - 100:.0f} % and {CUDA_CONTEXT / GB:.0f} GB more,\n"
@@ -188,13 +227,16 @@ def plan(args: Arguments, work: Workload, limits: Limits) -> int:
         print(
             "❌ Nothing fits, not even one sequence at a time. Use more GPUs (--solve gpus), "
             "a smaller model\n"
-            "   (--solve model), a shorter --seq_length, or --gradient_checkpointing."
+            "   (--solve model), or a shorter --seq_length."
         )
         return EXIT_FAILED
+    reason = "No command: adapters on random weights learn nothing. Name a model with weights."
     print(
         f"Use {chosen.strategy}, the simplest strategy that fits ({chosen.peak / GB:.1f} GB):\n\n"
-        f"    {command}"
+        f"    {command or reason}"
     )
+    if spent := cost_of_plan(args, changed, chosen.strategy):
+        print(f"\n{spent}")
     return EXIT_COMPLETED
 
 
@@ -210,24 +252,33 @@ ON_GPU = {
 }
 
 
-def table(needs: list[MemoryEstimate], limits: Limits, batches: dict[str, int]) -> str:
+def fits_how(work: Workload, need: MemoryEstimate, limits: Limits) -> str:
+    """Describe whether a strategy fits, if necessary with a smaller batch and checkpointing."""
+    if limits.hold(need):
+        return "yes"
+    if batch := fit.largest_batch(work, need.strategy, limits):
+        return f"with batch {batch}"
+    checkpointing = dataclasses.replace(work, gradient_checkpointing=True)
+    if batch := fit.largest_batch(checkpointing, need.strategy, limits):
+        return f"checkpointing, batch {min(batch, work.batch_size)}"
+    return "no"
+
+
+def table(needs: list[MemoryEstimate], limits: Limits, fits: dict[str, str]) -> str:
     """Return the table of all strategies.
 
     Args:
         needs: the memory estimates, of dp first.
         limits: the memory of a GPU and of a node.
-        batches: the largest micro-batch of each strategy in sequences; 0 if none fits.
+        fits: see `fits_how`, by strategy.
     """
     rows = []
     for need in needs:
-        batch = batches[need.strategy]
-        fits = "yes" if limits.hold(need) else f"with batch {batch}" if batch else "no"
         on_node = (need.host * limits.ranks_per_node, need.nvme * limits.ranks_per_node)
         sent = f"{need.sent / needs[0].sent:.2f}" if needs[0].sent else "—"
-        on_gpu = (getattr(need, name) for name in ON_GPU.values())
-        rows.append(
-            [need.strategy, *map(in_gb, on_gpu), fits, *map(in_gb, (*on_node, need.sent)), sent]
-        )
+        on_gpu = [in_gb(getattr(need, name)) for name in ON_GPU.values()]
+        elsewhere = map(in_gb, (*on_node, need.sent))
+        rows.append([need.strategy, *on_gpu, fits[need.strategy], *elsewhere, sent])
     headers = ["\nstrategy", *ON_GPU, "\nfits"]
     headers += ["host\n/node", "NVMe\n/node", "sent\n/step", "sent\nvs dp"]
     return text_table(rows, headers)
@@ -252,22 +303,36 @@ def title(args: Arguments, work: Workload) -> str:
     )
 
 
-def run_command(args: Arguments, work: Workload, strategy: str) -> str:
-    """Return the command line that trains the workload with a strategy."""
-    path = Path(args.model)
-    # real_model_example.py takes a folder, not a config.json.
-    folder = path.parent if path.is_file() else path if path.is_dir() else None
-    flags = ["--model", folder or args.model]
-    if folder and not any(folder.glob("*.safetensors")):
-        flags.append("--from_scratch")
-    flags += ["--strategy", strategy, "--batch_size", work.batch_size]
-    flags += ["--seq_length", args.seq_length, "--precision", args.precision]
-    if work.accumulation > 1:
-        flags += ["--gradient_accumulation_steps", work.accumulation]
-    flags += ["--gradient_checkpointing"] if args.gradient_checkpointing else []
-    flags += [] if args.fused_gelu else ["--no_fused_gelu"]
-    flags += ["--lora_r", args.lora_r] if args.lora_r else []
-    flags += ["--lora_targets", args.lora_targets] if args.lora_targets else []
+def cost_of_plan(args: Arguments, work: Workload, strategy: str) -> cost.Cost | None:
+    """Return the cost of the recommended run; None if no flag asks for it.
+
+    Raises:
+        UserError: the rate cannot be measured or read, or is that of another workload.
+    """
+    if not cost.is_planned(args):
+        return None
+    if args.device:
+        return cost.cost_of(args, work, cost.assumed_rate(args, work))
+    run = (
+        measure(run_flags(args, work, strategy), work)
+        if args.measure
+        else cost.read_run("--results", args.results)
+    )
+    return cost.cost_of(args, work, cost.measured_rate(*run, work, args.model, strategy))
+
+
+def run_command(args: Arguments, work: Workload, strategy: str) -> str | None:
+    """Return the command line that trains the workload with a strategy.
+
+    None if it would train adapters on random weights.
+    """
+    folder = model_folder(args)
+    flags = run_flags(args, work, strategy)
+    random = folder and not any(folder.glob("*.safetensors"))
+    if work.lora and (random or args.model == EMBEDDED_MODEL):
+        return None
+    if random:
+        flags.insert(2, "--from_scratch")
     per_node = ranks_per_node(args)
     if args.gpus == 1:
         launcher = ["python"]
@@ -276,13 +341,42 @@ def run_command(args: Arguments, work: Workload, strategy: str) -> str:
     else:
         launcher = ["srun", f"--nodes={args.gpus // per_node}", f"--ntasks-per-node={per_node}"]
         launcher += [f"--gpus-per-node={per_node}", "--kill-on-bad-exit=1", "python"]
-    return shlex.join(map(str, [*launcher, "real_model_example.py", *flags]))
+    return shlex.join([*launcher, "real_model_example.py", *flags])
 
 
-def as_dict(need: MemoryEstimate, limits: Limits, batch: int) -> dict:
+def model_folder(args: Arguments) -> Path | None:
+    """Return the model's folder, which real_model_example.py takes instead of its config.json."""
+    path = Path(args.model)
+    return path.parent if path.is_file() else path if path.is_dir() else None
+
+
+def run_flags(args: Arguments, work: Workload, strategy: str) -> list[str]:
+    """Return the flags of real_model_example.py for the workload, beginning with --model."""
+    flags = ["--model", model_folder(args) or args.model]
+    flags += ["--strategy", strategy, "--batch_size", work.batch_size]
+    flags += ["--seq_length", args.seq_length, "--precision", args.precision]
+    if work.accumulation > 1:
+        flags += ["--gradient_accumulation_steps", work.accumulation]
+    flags += ["--gradient_checkpointing"] if work.gradient_checkpointing else []
+    flags += ["--optim", args.optim] if args.optim != "adamw" else []
+    flags += [] if args.fused_gelu else ["--no_fused_gelu"]
+    flags += ["--isolate_documents"] if args.isolate_documents else []
+    flags += ["--lora_r", args.lora_r] if args.lora_r else []
+    flags += ["--lora_targets", args.lora_targets] if args.lora_targets else []
+    flags += ["--load_in_4bit"] if args.load_in_4bit else []
+    return list(map(str, flags))
+
+
+def as_dict(work: Workload, need: MemoryEstimate, limits: Limits) -> dict:
     """Return a strategy's entry for --json: bytes of one rank, and whether it fits."""
-    sizes = {f"{name}_bytes": size for name, size in need.sizes().items()}
-    return {"strategy": need.strategy, **sizes, "fits": limits.hold(need), "largest_batch": batch}
+    checkpointing = dataclasses.replace(work, gradient_checkpointing=True)
+    return {
+        "strategy": need.strategy,
+        **{f"{name}_bytes": size for name, size in need.sizes().items()},
+        "fits": limits.hold(need),
+        "largest_batch": fit.largest_batch(work, need.strategy, limits),
+        "largest_batch_with_checkpointing": fit.largest_batch(checkpointing, need.strategy, limits),
+    }
 
 
 # ------------------------------------------------------------------------------------------ --solve
@@ -298,7 +392,7 @@ def solve(args: Arguments, work: Workload, limits: Limits) -> int:
     if not args.json:
         print(f"The {found} of each strategy for: {title(args, work)}\n")
     answers = {}
-    for strategy in PREFERENCE:
+    for strategy in filter(work.strategies.__contains__, PREFERENCE):
         if args.solve == "batch":
             answer = fit.largest_batch(work, strategy, limits)
             text = f"--batch_size {answer}"

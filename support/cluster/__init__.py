@@ -8,6 +8,8 @@ process_group  the backend of the process group, and waiting for its ranks
 context        `DistContext`: rank, device, collectives of objects, preparation once per node
 failures       `FailureMonitor`: the first failure is reported, and every rank exits
 peers          detection of ranks that were killed or stopped
+hang           the report of ranks that wait for each other
+restart        restart with a smaller micro-batch after memory ran out
 stop_signal    what SIGTERM, SIGINT, SIGUSR1 and SIGHUP do
 comm_volume    collectives, message bytes and sent bytes per optimizer step
 slurm          batch scripts, filled in from the files in templates/

@@ -1,14 +1,12 @@
 """Communication volume of a rank, counted at the operators of torch.distributed.
 
 DDP's reducer calls these operators from C++, FSDP and DeepSpeed call them from Python, so the count
-includes the collectives of all of them. There is one exception: on a CPU and under its own
-launcher, DeepSpeed reduces through shared memory (see `Traffic.complete`).
+includes the collectives of all of them.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
@@ -39,6 +37,7 @@ COLLECTIVES = {
     "reduce_": ("reduce", 1),
     "alltoall_base_": ("all_to_all", 1),
     "alltoall_": ("all_to_all", 1),
+    "barrier": ("barrier", 0),
 }
 
 
@@ -49,6 +48,7 @@ class Traffic:
     steps. Counting costs one Python call per collective and does not synchronize with the GPU.
 
     Attributes:
+        number: of the collectives that this process has started, with barriers.
         steps: for each closed step {"collective dtype": (calls, message bytes, bytes that this rank
             sends)}.
         aside: gather through buffers that PyTorch's allocator does not see (`_gather_aside`).
@@ -56,7 +56,8 @@ class Traffic:
 
     def __init__(self) -> None:
         self.steps: list[dict[str, tuple[int, int, float]]] = []
-        self.aside = False
+        self.aside, self.number = False, 0
+        self._last = ("none", 0, "")
         self._now: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
         self._library = None
 
@@ -78,17 +79,26 @@ class Traffic:
             dtype, message = max(
                 (_dtype_and_bytes(arg) for arg in args), key=lambda found: found[1]
             )
-            ranks = next(arg for arg in map(_process_group, args) if arg is not None).size()
-            entry = self._now[f"{name} {dtype}"]
-            entry[0] += 1
-            entry[1] += message
-            entry[2] += times * message * (ranks - 1) / ranks
+            self.number += 1
+            self._last = (name, message, dtype)
+            if times:  # a barrier has no message
+                ranks = next(arg for arg in map(_process_group, args) if arg is not None).size()
+                entry = self._now[f"{name} {dtype}"]
+                entry[0] += 1
+                entry[1] += message
+                entry[2] += times * message * (ranks - 1) / ranks
             call = functools.partial(overload.redispatch, keyset & torch._C._after_autograd_keyset)
             if self.aside and name == "all_gather":
                 return _gather_aside(call, args, kwargs)
             return call(*args, **kwargs)
 
         return count
+
+    @property
+    def last(self) -> str:
+        """The collective that was started last, such as "all_reduce of 12 bytes float32"."""
+        name, message, dtype = self._last
+        return f"{name} of {message:,} bytes {dtype}" if message else name
 
     def discard(self) -> None:
         """Discard the counts since the last step: those of set-up, evaluation or a checkpoint."""
@@ -124,15 +134,6 @@ class Traffic:
             )
             for name, column in columns.items()
         }
-
-    @staticmethod
-    def complete(device: torch.device, strategy_is_deepspeed: bool) -> bool:
-        """Return whether all collectives of a run are counted.
-
-        False where DeepSpeed reduces through shared memory: on a CPU under its own launcher, which
-        sets LOCAL_SIZE.
-        """
-        return not (strategy_is_deepspeed and device.type == "cpu" and "LOCAL_SIZE" in os.environ)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from support.cluster.failures import FailureMonitor
+from support.cluster.hang import HangMonitor
 from support.cluster.launch import Launch
 from support.cluster.stop_signal import StopSignal
 from support.console import Console
@@ -62,6 +63,11 @@ class DistContext:
     def stop(self) -> StopSignal:
         """Handler of the stop signals of this process."""
         return self.failures.stop
+
+    @property
+    def hang(self) -> HangMonitor:
+        """Writes the hang report."""
+        return self.failures.hang
 
     @property
     def temporary(self) -> TemporaryPaths:

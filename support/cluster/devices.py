@@ -29,6 +29,19 @@ def choose_device(launch: Launch) -> torch.device:
     return device
 
 
+def unused_gpu() -> str | None:
+    """Return the name of a GPU that PyTorch could use and this project cannot, or None.
+
+    MPS has no torch.distributed backend and no memory statistics of the kind that CUDA has, and
+    DeepSpeed's and our code for GPUs is written for CUDA, which ROCm's builds of torch also offer.
+    """
+    if torch.cuda.is_available():
+        return None
+    if torch.backends.mps.is_available():
+        return "Apple GPUs (MPS)"
+    return "Intel GPUs (XPU)" if torch.xpu.is_available() else None
+
+
 def check_visible_gpus(launch: Launch, visible: int) -> int:
     """Choose this rank's GPU.
 

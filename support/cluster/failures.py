@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from support import progress
+from support.cluster.hang import HangMonitor
 from support.cluster.launch import Launch
 from support.cluster.peers import PERIOD_SECONDS, PeerMonitor, in_time
+from support.cluster.restart import REQUEST, Restart
 from support.cluster.stop_signal import StopSignal
 from support.console import Console
 from support.errors import EXIT_FAILED, LESS_MEMORY, OutOfMemory, TrainingError, UserError, explain
@@ -56,6 +58,8 @@ class FailureMonitor:
         remedies: returns lines on what would fit into the memory.
         flushes: functions that write files of this run that other programs read.
         store: where the first rank that fails writes its error; None with a single process.
+        hang: writes the hang report.
+        restart: how to start again after memory ran out (--auto_micro_batch), or None.
     """
 
     def __init__(self, launch: Launch, console: Console, stop: StopSignal):
@@ -66,6 +70,8 @@ class FailureMonitor:
         self.remedies: Callable[[], list[str]] = list
         self.flushes: list[Callable[[], None]] = []
         self.store: dist.Store | None = None
+        self.hang = HangMonitor(launch, console)
+        self.restart: Restart | None = None
         self._ending = threading.Event()  # this process is exiting
         # Address space that is released to report that no memory is left (a thread, a file, lines).
         # Nothing is written to it, so it uses no pages.
@@ -91,15 +97,18 @@ class FailureMonitor:
             failure_text = peers.look()
             if failure_text is None:
                 continue
+            self._restart_if_agreed()
             # The store also exits when the run completes, and the main thread may have a more
             # precise error.
             if peers.lost and self._ending.wait(GRACE_SECONDS):
                 return
             if failure_text:
                 self._report(TrainingError(failure_text))
+                self.hang.lost = "" if peers.lost else failure_text
             if not peers.lost and self._ending.wait(GRACE_SECONDS):
                 return
             end_at_latest(EXIT_FAILED)
+            self.hang.write_alone()
             self._flush()
             self.temporary.clean_up()
             exit_now(EXIT_FAILED)
@@ -111,8 +120,9 @@ class FailureMonitor:
         consequences.
         """
         self._reserve.close()
-        self.stop.ignore()
         user_error = explain(error)
+        self._restart_if_agreed(user_error, error)
+        self.stop.ignore()
         end_at_latest(user_error.exit_code)
         try:
             if self.console.verbose:
@@ -128,6 +138,50 @@ class FailureMonitor:
             self._ending.set()
         finally:  # not sys.exit: the destructor of a communicator with a broken peer can hang
             exit_now(user_error.exit_code)
+
+    def _restart_if_agreed(
+        self, shown: UserError | None = None, error: BaseException | None = None
+    ) -> None:
+        """Start again if memory ran out and that may help, or if another rank has decided so.
+
+        Args:
+            shown: the error of this rank, or None.
+            error: its exception.
+        """
+        if self.restart is None:
+            return
+        if self.restart.started:
+            # Another thread waits for the other ranks, and one of them has left: this thread lost
+            # its connection to that rank, and must not end the process.
+            self.restart.execute(None)
+        request, entry = f"{REQUEST} of rank {self.launch.rank}", ""
+        on_device = isinstance(shown, OutOfMemory) and not (
+            shown.on_host and torch.cuda.is_available()
+        )
+        if on_device and self.restart.useful() and not self.stop.requested:
+            free_variables(error)  # the activations
+            entry = self._first_entry(request)
+        elif (store := self.store) is not None:
+            with contextlib.suppress(Exception):  # it has exited, or does not answer
+                if in_time(lambda: store.check(["failure"]), STORE_SECONDS):
+                    entry = in_time(lambda: store.get("failure"), STORE_SECONDS).decode()
+        if not entry.startswith(REQUEST):
+            return
+        if entry == request and shown is not None:
+            values = self.restart.values
+            self.console.print(
+                f"ℹ️  {shown} All ranks start again with --batch_size {values['batch_size']} "
+                f"--gradient_accumulation_steps {values['gradient_accumulation_steps']}."
+                f"{self._rank_label}"
+            )
+        with contextlib.suppress(*IGNORED_WHILE_REPORTING):
+            in_time(self.temporary.clean_up, END_SECONDS / 2)
+        self.restart.execute(self.store)
+
+    @property
+    def _rank_label(self) -> str:
+        place = f" [rank {self.launch.rank} on {socket.gethostname()}]"
+        return place if self.launch.world_size > 1 else ""
 
     def _flush(self) -> None:
         for flush in self.flushes:
@@ -148,12 +202,7 @@ class FailureMonitor:
             if not self._record(shown):
                 return
             recorded = True
-        rank_label = (
-            f" [rank {self.launch.rank} on {socket.gethostname()}]"
-            if self.launch.world_size > 1
-            else ""
-        )
-        progress.write(f"❌ {shown}{rank_label}", sys.stderr)
+        progress.write(f"❌ {shown}{self._rank_label}", sys.stderr)
         if isinstance(shown, OutOfMemory):
             self._ending.set()  # `_about_memory` may take longer than GRACE_SECONDS
             for line in self._about_memory(shown):
@@ -169,20 +218,19 @@ class FailureMonitor:
 
     def _may_report(self, message: str) -> bool:
         """Write the error into the store; return False if another rank or thread was first."""
-        if self.store is None:
-            return True
         # The store accepts no large values.
         text = message[:LONGEST_MESSAGE].encode(errors="replace").decode()
         entry = f"{self.launch.rank} {threading.get_ident()}: {text}"
+        return self._first_entry(entry) == entry
+
+    def _first_entry(self, entry: str) -> str:
+        """Write `entry` into the store if it is the first; return the first one."""
+        if (store := self.store) is None:
+            return entry
         try:
-            return (
-                in_time(
-                    lambda: self.store.compare_set("failure", "", entry), STORE_SECONDS
-                ).decode()
-                == entry
-            )
+            return in_time(lambda: store.compare_set("failure", "", entry), STORE_SECONDS).decode()
         except Exception:  # the store has exited or does not answer
-            return True
+            return entry
 
     def _about_memory(self, shown: OutOfMemory) -> Iterator[str]:
         """Yield lines on what used the memory that ran out, and on what would fit."""
@@ -214,7 +262,10 @@ class FailureMonitor:
             self._ending.set()
             if hasattr(engine, "destroy"):
                 engine.destroy()
-            dist.destroy_process_group()
+            # Groups of gloo need no end. In torch 2.6 it can block: the destructor holds Python's
+            # lock and joins threads that wait for it.
+            if dist.get_backend() == "nccl":
+                dist.destroy_process_group()
         finally:
             self.temporary.clean_up()
             exit_now(code)

@@ -43,10 +43,10 @@ def group_options(args, ctx: DistContext) -> dict[str, Any]:
     return {"backend": "nccl"}
 
 
-def connect_ranks(ctx: DistContext, seconds: float) -> dist.Store:
+def connect_ranks(ctx: DistContext, seconds: float, hang_seconds: int) -> dist.Store:
     """Wait until all ranks have started and fit together, and watch them from then on.
 
-    This also installs the handlers of the stop signals.
+    This also installs the handlers of the stop signals and of SIGUSR2.
 
     In a simulation this process is rank 0, and the other ranks do not exist. It uses PyTorch's
     "fake" backend for tests, whose collectives return at once and transfer no data. Every strategy
@@ -55,6 +55,7 @@ def connect_ranks(ctx: DistContext, seconds: float) -> dist.Store:
     Args:
         ctx: this process; among real ranks its `attempt` is set.
         seconds: time to wait for the last rank.
+        hang_seconds: for which a collective may wait before the hang report is written.
     Returns:
         The store for `dist.init_process_group`.
     Raises:
@@ -64,13 +65,17 @@ def connect_ranks(ctx: DistContext, seconds: float) -> dist.Store:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
         ctx.stop.install()
+        ctx.hang.start(None, hang_seconds)
         return FakeStore()
     launch = ctx.launch
     seconds = min(seconds, ARRIVAL_SECONDS)
     store, ctx.attempt = rendezvous(launch, ctx.backend, seconds, identify_gpu(ctx.device))
     ctx.stop.install()
+    hang_store = None
     # Before NCCL connects the ranks: it would wait for a rank that has already failed.
     if launch.world_size > 1:
         peers = PeerMonitor(open_store(launch, ctx.attempt), launch.rank, launch.world_size)
         ctx.failures.watch(open_store(launch, ctx.attempt), peers)
+        hang_store = open_store(launch, ctx.attempt)
+    ctx.hang.start(hang_store, hang_seconds)
     return store

@@ -7,7 +7,6 @@ collective: a collective needs every rank, and hangs when one rank has exited.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import socket
 import sys
@@ -19,12 +18,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from support import PROJECT, progress
+from support import progress
 from support.cluster.launch import Launch
 from support.cluster.peers import agent_hosts_store
 from support.errors import EXIT_FAILED, TrainingError
 from support.process import exit_now
-from support.versions import versions
+from support.versions import code_digest, versions
 
 CONNECT_SECONDS = 5  # time limit of one connection attempt
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
@@ -253,13 +252,10 @@ def what_must_agree() -> dict[str, str]:
 
     Ranks that differ in them may wait for each other without end.
     """
-    digest = hashlib.sha256()
-    for path in [PROJECT / "real_model_example.py", *sorted((PROJECT / "support").rglob("*.py"))]:
-        digest.update(path.read_bytes())
     installed = versions()
     names = ("python", "torch", "transformers", "deepspeed", "cuda")
     selected = {name: installed[name] for name in names if name in installed}
-    return {**selected, "script": digest.hexdigest()[:12]}
+    return {**selected, "script": code_digest()}
 
 
 @contextlib.contextmanager

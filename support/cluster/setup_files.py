@@ -347,10 +347,14 @@ def slurm_job(args, made_by: str) -> str:
     arguments = f" --config {config_path(args.config)}"
     # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them
     # with srun.
+    if args.signal_seconds and not args.requeue:
+        raise UserError("--signal_seconds needs --requeue.")
     if args.requeue:
         template = "job_requeue"
         values |= {"TASKS": gpus, "CPUS": 2}
-        sbatch += slurm.REQUEUE_LINES
+        default = f"USR1@{slurm.SIGNAL_SECONDS}"
+        signal = f"USR1@{args.signal_seconds or slurm.SIGNAL_SECONDS}"
+        sbatch += [line.replace(default, signal) for line in slurm.REQUEUE_LINES]
         arguments += " --resume"
     else:
         one_node = args.num_nodes == 1

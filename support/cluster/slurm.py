@@ -8,15 +8,19 @@ user's choices.
 
 from __future__ import annotations
 
+import operator
 import re
 from pathlib import Path
 from textwrap import indent
 
+from support.errors import UserError
+
 TEMPLATES = Path(__file__).parent / "templates"
+SIGNAL_SECONDS = 120  # before the time limit
 REQUEUE_LINES = [
     "#SBATCH --requeue",
     "#SBATCH --open-mode=append                # one log for all starts",
-    "#SBATCH --signal=USR1@120                 "
+    f"#SBATCH --signal=USR1@{SIGNAL_SECONDS}                 "
     "# EDIT: seconds for the current step and the checkpoint",
 ]
 SITE_LINES = [
@@ -101,7 +105,6 @@ def output_dir(argv: list[str]) -> str:
     """
     from support.cli.flags import build_parser
     from support.cli.run_file import read_run_file
-    from support.errors import UserError
 
     parser = build_parser()
     try:
@@ -110,6 +113,23 @@ def output_dir(argv: list[str]) -> str:
         return parser.parse_known_args(argv)[0].output_dir or ""
     except UserError:
         return ""
+
+
+def seconds_of(time_limit: str) -> int:
+    """Return the seconds of a time limit as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+
+    Raises:
+        UserError: it has another form, or is 0, which means no limit.
+    """
+    days, dash, rest = time_limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    if len(parts) > len(units):
+        raise UserError(f"--time_limit {time_limit}: write it as HH:MM:SS or D-HH:MM:SS.")
+    seconds = 86400 * int(days or 0) + sum(map(operator.mul, parts, units))
+    if seconds == 0:
+        raise UserError("--time_limit 0 is no limit, and the budget of a run needs one.")
+    return seconds
 
 
 def examples() -> dict[str, str]:

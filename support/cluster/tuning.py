@@ -53,12 +53,7 @@ def tune_process(args, launch: Launch) -> None:
         enable_expandable_segments()
     else:
         return_freed_memory()
-    # DeepSpeed builds its ops with ninja, and pip installs ninja next to this interpreter. If it
-    # exists, use it in every run: a different version would compile the ops again, and so would the
-    # next run that finds the first version.
-    interpreter_folder = Path(sys.executable).parent
-    if (interpreter_folder / "ninja").exists():
-        env["PATH"] = f"{interpreter_folder}{os.pathsep}{env.get('PATH', '')}"
+    prefer_own_ninja()
     if args.deterministic:
         check_workspace(env.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0]))
     defaults = {"TOKENIZERS_PARALLELISM": "true", "KINETO_LOG_LEVEL": "99"}  # logs start and end
@@ -79,6 +74,16 @@ def tune_process(args, launch: Launch) -> None:
             }
     for name, value in defaults.items():
         env.setdefault(name, value)
+
+
+def prefer_own_ninja() -> None:
+    """Put the ninja that pip installed next to this interpreter first in PATH, if it exists.
+
+    torch builds C++ ops with ninja, and the environment need not be active.
+    """
+    folder = str(Path(sys.executable).parent)
+    if shutil.which("ninja", path=folder) and not os.environ.get("PATH", "").startswith(folder):
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def check_workspace(workspace: str) -> None:

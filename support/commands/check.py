@@ -18,13 +18,16 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from support import PROJECT
 from support.cli import paths
@@ -37,7 +40,7 @@ from support.files import hub_cache
 from support.memory import advise, architectures
 from support.memory.estimate import predict
 from support.redaction import redact
-from support.strategies import requirements
+from support.strategies import ops, requirements
 from support.strategy import STRATEGIES
 from support.units import GB, MB
 
@@ -139,7 +142,7 @@ def _without_sizes(text: str) -> str:
 
 
 def _software(args, ctx: DistContext) -> Iterator[Line]:
-    tested, minimum = _releases("constraints.txt", "=="), _releases("requirements.txt", ">=")
+    tested, supported = _releases("constraints.txt"), _releases("requirements.txt")
     installed, differing, problems = [], [], []
     for name in IMPORTED:
         release = _version(name)
@@ -147,10 +150,11 @@ def _software(args, ctx: DistContext) -> Iterator[Line]:
             problems += [f"{name} is missing"] if name != "deepspeed" else []
             continue
         installed.append(f"{name} {release}")
-        if _numbers(release) < _numbers(minimum.get(name, "0")):
-            problems.append(f"{name} {release} is older than {minimum[name]}")
-        elif name in tested and _numbers(release) != _numbers(tested[name]):
-            differing.append(f"{name} {tested[name]}")
+        number = Version(release).base_version  # containers have builds such as 2.7.0a0+79aa17489c
+        if not supported[name].contains(number):
+            problems.append(f"{name} {release} is not supported (needs {supported[name]})")
+        elif not tested[name].contains(number):
+            differing.append(f"{name} {str(tested[name]).removeprefix('==')}")
     text = f"{sys.version.split()[0]}; {', '.join(installed)}"
     if problems:
         yield Line(PROBLEM, "Python", "; ".join(problems), "pip install -r requirements.txt")
@@ -163,10 +167,14 @@ def _software(args, ctx: DistContext) -> Iterator[Line]:
         yield Line(PROBLEM, "deepspeed", text, "pip install deepspeed")
 
 
-def _releases(file: str, relation: str) -> dict[str, str]:
-    """Read the lines NAME==RELEASE or NAME>=RELEASE of a file of requirements."""
-    lines = (PROJECT / file).read_text()
-    return dict(re.findall(rf"^([\w-]+){relation}(\S+)", lines, re.MULTILINE))
+def _releases(file: str) -> dict[str, SpecifierSet]:
+    """Read which releases of each package a file of requirements allows on this Python."""
+    lines = (line for line in (PROJECT / file).read_text().splitlines() if line[:1].isalpha())
+    return {
+        package.name: package.specifier
+        for package in map(Requirement, lines)
+        if package.marker is None or package.marker.evaluate()
+    }
 
 
 def _version(package: str) -> str:
@@ -175,10 +183,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", text.split("+")[0])[:3])
 
 
 def _gpu(args, ctx: DistContext) -> Iterator[Line]:
@@ -190,10 +194,12 @@ def _gpu(args, ctx: DistContext) -> Iterator[Line]:
         return
     properties = torch.cuda.get_device_properties(ctx.device)
     free, total = torch.cuda.mem_get_info(ctx.device)
+    rocm = torch.version.hip
+    platform = f"ROCm {rocm}" if rocm else f"CUDA {torch.version.cuda}"
     text = (
         f"{properties.name}, {free / GB:.1f} of {total / GB:.1f} GB free, "
         f"compute capability {properties.major}.{properties.minor}, "
-        f"torch for CUDA {torch.version.cuda}, "
+        f"torch for {platform}, "
         f"driver {_nvidia_smi('driver_version')}, {ctx.precision}"
     )
     remedy = "another process uses a part of it (nvidia-smi shows which)"
@@ -232,58 +238,34 @@ def _compiler(args, ctx: DistContext) -> Iterator[Line]:
     if not missing:
         release = _run(compiler, "--version").split("\n")[0]
         yield Line(OK, "compiler", f"{release}; ninja and Python's headers found")
-    elif _must_compile(args, ctx):
+    elif _must_compile(args):
         reason = f"{args.strategy} compiles parts of DeepSpeed"
         yield Line(PROBLEM, "compiler", f"missing: {', '.join(missing)}", reason)
     else:
         reason = "DeepSpeed's strategies may need them"
         yield Line(WARNING, "compiler", f"missing: {', '.join(missing)}", reason)
-    if ctx.device.type == "cuda":
-        yield _cuda_toolkit(args)
 
 
-def _must_compile(args, ctx: DistContext) -> bool:
-    if args.ds_config_dict is None:
-        return False
-    try:
-        requirements.check_compiler(args, ctx.device)
-    except UserError:
-        return True
-    return bool(requirements.ops_to_compile(configured_strategy(args), ctx.device))
-
-
-def _cuda_toolkit(args) -> Line:
-    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    nvcc = shutil.which("nvcc") or os.path.join(toolkit, "bin", "nvcc")
-    found = re.search(r"release ([\d.]+)", _run(nvcc, "--version"))
-    if found and found[1].split(".")[0] == torch.version.cuda.split(".")[0]:
-        return Line(OK, "nvcc", f"release {found[1]}")
-    return Line(
-        PROBLEM if configured_strategy(args).uses_nvme else WARNING,
-        "nvcc",
-        f"release {found[1]}, torch is for CUDA {torch.version.cuda}" if found else "not found",
-        "infinity compiles with the toolkit of torch's CUDA (module load cuda, CUDA_HOME)",
-    )
+def _must_compile(args) -> bool:
+    return bool(args.ds_config_dict and ops.missing_ops(configured_strategy(args)))
 
 
 def _ops(args, ctx: DistContext) -> Iterator[Line]:
     if not _version("deepspeed"):
         return
     states = []
-    for strategy, names in {
-        "zero1": "zero1, zero2, zero3",
-        "offload": "offload",
-        "infinity": "infinity",
-    }.items():
-        ops = requirements.ops_to_compile(STRATEGIES[strategy], ctx.device)
-        states.append(f"{names} will compile {', '.join(ops)}" if ops else f"{names} ready")
+    for strategy in ("offload", "infinity"):
+        missing = ops.missing_ops(STRATEGIES[strategy])
+        states.append(
+            f"{strategy} will compile {', '.join(missing)}" if missing else f"{strategy} ready"
+        )
     try:
-        requirements.check_async_io(ctx.device)
+        if "async_io" in ops.missing_ops(STRATEGIES["infinity"]):
+            requirements.check_libaio()
         yield Line(OK, "DeepSpeed ops", "; ".join(states))
     except UserError as error:
         status = PROBLEM if configured_strategy(args).uses_nvme else WARNING
-        text = "; ".join([*states[:2], "infinity cannot run"])
-        yield Line(status, "DeepSpeed ops", text, str(error))
+        yield Line(status, "DeepSpeed ops", f"{states[0]}; infinity cannot run", str(error))
 
 
 def _nvme(args, ctx: DistContext) -> Iterator[Line]:
@@ -372,7 +354,7 @@ def _limits(args, ctx: DistContext) -> Iterator[Line]:
             yield Line(WARNING, "locked memory", f"{locked / MB:.0f} MB (ulimit -l)", remedy)
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
-        remedy = "NCCL and DeepSpeed share memory there: docker run --shm-size=8g"
+        remedy = "NCCL shares memory there: docker run --shm-size=8g"
         is_enough = free >= 256 * MB * ctx.launch.local_world_size
         yield _line(is_enough, "/dev/shm", f"{free / GB:.1f} GB free", remedy)
 
@@ -412,36 +394,47 @@ def _memory(args, ctx: DistContext) -> Iterator[Line]:
 
 
 def _communication(ctx: DistContext) -> Line:
-    """Measure an all-reduce among the ranks: bandwidth with 64 MiB, latency with 8 bytes.
+    """Measure collectives among the ranks: bandwidth with 64 MiB, latency with 8 bytes.
 
-    The bandwidth is the bus bandwidth, the bytes that each rank sends per second: a ring all-reduce
-    sends 2 · (N − 1) / N times the message.
+    The bandwidth is the bus bandwidth, the bytes that each rank sends per second if the collective
+    is a ring: 2 · (N − 1) / N times the message for an all-reduce, half of that for the others.
+    scripts/forecast_scaling.py takes these numbers.
     """
     if ctx.world_size == 1:
         return Line(OK, "communication", f"{ctx.backend}; a single process")
-    seconds = {}
-    for name, size in (("large", 64 * MB), ("small", 8)):
-        tensor = torch.ones(size // 4, device=ctx.device)
-        for attempt in range(6):
-            if attempt == 1:  # the first all-reduce opens the connections
-                _wait_for(ctx)
-                start = time.perf_counter()
-            dist.all_reduce(tensor)
-        if ctx.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds[name] = (time.perf_counter() - start) / 5
-    bandwidth = 2 * (ctx.world_size - 1) / ctx.world_size * 64 * MB / seconds["large"]
+    ranks = ctx.world_size
+    small = torch.ones(2, device=ctx.device)
+    latency = _seconds_of(dist.all_reduce, ctx, small)
+    part = torch.ones(16 * MB // ranks, device=ctx.device)  # elements of 4 bytes
+    whole = part.repeat(ranks)
+    seconds = {"all-reduce": _seconds_of(dist.all_reduce, ctx, whole) / 2}
+    seconds["all-gather"] = _seconds_of(dist.all_gather_into_tensor, ctx, whole, part)
+    seconds["reduce-scatter"] = _seconds_of(dist.reduce_scatter_tensor, ctx, part, whole)
+    sent = (ranks - 1) / ranks * whole.nbytes
+    speeds = ", ".join(f"{kind} {sent / s / GB:.3g}" for kind, s in seconds.items())
     hosts = sorted(set(ctx.all_gather(socket.gethostname())))
     interface = os.environ.get(
         "NCCL_SOCKET_IFNAME" if ctx.backend == "nccl" else "GLOO_SOCKET_IFNAME", "automatic"
     )
     text = (
-        f"{ctx.backend}, all-reduce over {ctx.world_size} ranks on {', '.join(hosts)}: "
-        f"{bandwidth / GB:.2f} GB/s, {1e6 * seconds['small']:.0f} µs; network interface {interface}"
+        f"{ctx.backend} over {ranks} ranks on {', '.join(hosts)}: {speeds} GB/s, "
+        f"{1e6 * latency:.0f} µs; network interface {interface}"
     )
-    is_fast = ctx.backend != "nccl" or bandwidth >= GB
+    is_fast = ctx.backend != "nccl" or sent / seconds["all-reduce"] >= GB
     remedy = "slow for GPUs: NCCL_DEBUG=INFO shows the network in use; see docs/MULTI_NODE.md"
     return _line(is_fast, "communication", text, remedy)
+
+
+def _seconds_of(collective: Callable, ctx: DistContext, *tensors: torch.Tensor) -> float:
+    """Return the mean time of a collective over 3 calls, after a first one that connects."""
+    for attempt in range(4):
+        if attempt == 1:
+            _wait_for(ctx)
+            start = time.perf_counter()
+        collective(*tensors)
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / 3
 
 
 def _wait_for(ctx: DistContext) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
 from support.data.batches import steps_of
 from support.errors import explain
@@ -67,7 +66,7 @@ class MetricsLogger:
         self.trace: Trace | None = None
         self.trackers = Trackers([], ctx.console, active=False)
         self.at_end: list[Callable[[], None]] = []
-        self.timer, self.traffic = StepTimer(ctx.device), Traffic()
+        self.timer, self.traffic = StepTimer(ctx.device), ctx.hang.traffic
         self.losses: list[float] = []
         self.first_step_at: float | None = None
         self._samples: list[int] = []  # of each step since this process started
@@ -81,12 +80,11 @@ class MetricsLogger:
         self._device_memory = ""  # after the last step that was logged
 
     def open(self) -> None:
-        """Count the communication, and start the profiler and the trackers of the flags.
+        """Start the profiler and the trackers of the flags.
 
         Raises:
             UserError: the trace's folder cannot be created, or wandb could not start.
         """
-        self.traffic.start()
         self.trackers = start_trackers(self.args, self.ctx, self.folder, self.state.step)
         if self.args.profile:
             self.trace = Trace(self.args.profile, self.ctx)

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from support.errors import UserError
+from support.files.user_files import shown
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,22 @@ class Peak:
     fp32: float
     source: str
     bf16: bool = True
+
+    @property
+    def title(self) -> str:
+        """The name without the variants that have the same rates."""
+        return re.split(r" ?[(\\]", self.name)[0]
+
+    def flops(self, precision: str, tf32: bool = True) -> float | None:
+        """Return the peak rate in FLOP/s; None if the matrix units lack the precision.
+
+        Args:
+            precision: "fp32", "bf16" or "fp16".
+            tf32: multiply fp32 in TF32 if the device has it, as real_model_example.py does.
+        """
+        if precision == "fp32":
+            return 1e12 * (self.tf32 if self.tf32 and tf32 else self.fp32)
+        return 1e12 * self.half if precision == "fp16" or self.bf16 else None
 
 
 PEAKS = (
@@ -85,6 +106,48 @@ def find(name: str) -> Peak | None:
     return next((peak for peak in PEAKS if re.fullmatch(peak.name, name, re.IGNORECASE)), None)
 
 
+def find_by_short_name(name: str) -> Peak:
+    """Return the entry of a device as a user writes it: "A100", "rtx 4090".
+
+    Raises:
+        UserError: no device has this name, or several have.
+    """
+    words = name.strip().replace("-", " ")
+    # The memory does not change the peak: "A100 80GB".
+    without_memory = re.sub(r" *\b\d+ ?GB\b", "", words, flags=re.IGNORECASE)
+    for series in ("", "GeForce ", "Instinct "):
+        if peak := find(series + words):
+            return peak
+    # "RTX 6000" may be a Quadro or an Ada.
+    matches = [
+        peak
+        for peak in PEAKS
+        if without_memory.lower() in peak.title.lower() or peak is find(f"Quadro {words}")
+    ]
+    if len(matches) != 1:
+        problem = "is the name of several devices" if matches else "is not a known device"
+        known = ", ".join(peak.title for peak in matches or PEAKS)
+        raise UserError(f"--device {shown(name)} {problem}: use one of {known}.")
+    return matches[0]
+
+
+def flops_per_token(
+    matmul: int, trained_matmul: int, layers: int, hidden: int, seq_length: int
+) -> float:
+    """Return the floating-point operations per token of the forward and backward passes.
+
+    The formula is 6N + 12·L·H·T (PaLM, arXiv 2204.02311, appendix B) with N the parameters that
+    take part in matrix multiplications, L the transformer blocks, H the hidden size and T the
+    tokens of a sequence. Of the 6 operations per parameter, 2 are the forward pass, 2 the gradient
+    of its input, and 2 its own gradient, which a frozen parameter does not have.
+
+    Args:
+        matmul, trained_matmul: N, and the number of those that are trained.
+        layers, hidden, seq_length: L, H and T.
+    """
+    return 4 * matmul + 2 * trained_matmul + 12 * layers * hidden * seq_length
+
+
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Return the device's peak rate for matrix multiplications in this precision.
 
@@ -95,10 +158,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     Returns:
         FLOP/s; None if the rate is not known.
     """
+    import torch
+
     peak = find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if peak is None:
         return None
-    if precision == "fp32":
-        allowed = torch.get_float32_matmul_precision() != "highest"
-        return 1e12 * (peak.tf32 if peak.tf32 and allowed else peak.fp32)
-    return 1e12 * peak.half if precision == "fp16" or peak.bf16 else None
+    return peak.flops(precision, tf32=torch.get_float32_matmul_precision() != "highest")

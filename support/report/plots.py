@@ -241,7 +241,7 @@ def draw_losses(axes: Axes, rows: list[Row]) -> None:
     axes.set_ylabel("training loss (nats per token)")
     axes.set_title("Loss (curves that are alike lie over each other, the first one widest)")
     axes.legend(fontsize=8, ncols=2)
-    _show_steps(axes)
+    show_steps(axes)
 
 
 def draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
@@ -278,7 +278,7 @@ def draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> Non
         f"Difference from {reference.strategy}{medians} (none: {SMALLEST_DIFFERENCE:.0e})"
     )
     axes.legend(fontsize=8, ncols=4, loc="upper center")
-    _show_steps(axes)
+    show_steps(axes)
 
 
 def _steps_of(attempt: Attempt) -> range:
@@ -286,7 +286,7 @@ def _steps_of(attempt: Attempt) -> range:
     return range(1, len(attempt.losses) + 1)
 
 
-def _show_steps(axes: Axes) -> None:
+def show_steps(axes: Axes) -> None:
     """Mark only whole steps on the x axis, and draw a light grid."""
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

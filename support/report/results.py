@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from support.cli.arguments import global_batch
+from support.cli.run_file import settings_of
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores
 from support.errors import UserError
@@ -28,8 +29,8 @@ from support.files.atomic import (
     set_aside,
     write_text,
 )
-from support.redaction import redact
-from support.versions import versions
+from support.redaction import redact, redact_value
+from support.versions import code_digest, versions
 
 
 def open_results(args, ctx: DistContext, folder: Path) -> Results:
@@ -45,6 +46,8 @@ def open_results(args, ctx: DistContext, folder: Path) -> Results:
         "error_kind": None,
         "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": redact(shlex.join([Path(sys.executable).name, *sys.argv])),
+        "flags": {name: redact_value(value) for name, value in settings_of(args).items()},
+        "code_digest": code_digest(),
         "versions": versions(),
         "hardware": hardware(ctx.device),
         "strategy": args.strategy,
@@ -57,6 +60,7 @@ def open_results(args, ctx: DistContext, folder: Path) -> Results:
         "precision": ctx.precision,
         "batch_size": args.batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_checkpointing": args.gradient_checkpointing,
         "global_batch_size": global_batch(args, ctx.world_size),
         "seed": args.seed,
     }

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from support.checkpoints.manager import CheckpointManager, TrainingObjects, saves_due
 from support.cluster.context import DistContext
+from support.cluster.restart import restart_of
 from support.data.batches import total_steps
+from support.data.chat import Prompt, prompt_of
 from support.memory.measure import MemoryByPhase
-from support.model import export
+from support.model import export, push
 from support.model.generate import generate
 from support.model.resolve import ModelSpec
 from support.report import console_lines, output_dir, profiling
@@ -46,13 +50,15 @@ class RunRecord:
         """Create and lock the output folder, write results.json, start to record memory.
 
         Raises:
-            UserError: a folder cannot be created or used.
+            UserError: a folder cannot be created or used, or the repository of --push_to_hub.
         """
         console_lines.say_setup(ctx)
         folder = output_dir.new_output_dir(args, ctx)
         results = reporting.open_results(args, ctx, folder)
         target = export.target_of(args, folder, results.before)
+        target.repository = push.open_repository(args, folder, ctx)
         memory = MemoryByPhase(ctx.device)
+        ctx.hang.folder, ctx.hang.doing = folder, lambda: memory.doing
         ctx.failures.memory_facts.append(memory.describe)
         snapshot = args.memory_snapshot
         at_end = [profiling.record_memory(snapshot, ctx)] if snapshot else []
@@ -87,6 +93,8 @@ class RunRecord:
             train_data: the training sequences.
         """
         self.memory.note("model_loaded")
+        if args.generate:  # fails on an unusable prompt before the training
+            self._prompt(args, spec, dataset)
         print0 = self.ctx.console.print0
         print0(f"✅ Model loaded: {spec.parameters:,} parameters ({spec.parameters / 1e6:.1f}M)")
         if spec.lora:
@@ -135,8 +143,20 @@ class RunRecord:
         manager.after_save.append(metrics.restart_clock)  # a save is not part of the next step
         # All checks have passed: only now may files of an earlier run be changed.
         manager.take_over(state.best)
+        self.results.update(run_signature=manager.identity)
         self.results.begin()
         metrics.start_file()
+        ctx.hang.state = state
+        # Adam's states exist from the first update on, so the second step may need the most memory.
+        ctx.failures.restart = restart_of(
+            args,
+            ctx.launch,
+            self.folder,
+            lambda: state.step < state.first_step + 2 and not manager.seconds,
+        )
+        if ctx.failures.restart:
+            # A rank may run out of memory while another still starts a tracker or removes files.
+            dist.barrier()
         ctx.console.print0(
             "⏳ Evaluating"
             if args.eval_only
@@ -169,6 +189,7 @@ class RunRecord:
             TrainingError: the export failed; the message says where the trained weights are.
         """
         self.memory.note("trained")
+        self.ctx.hang.state = self.ctx.failures.restart = None
         state, results = metrics.state, self.results
         if manager.objects.stream is not None:
             results.update(dataset=manager.objects.stream.summary())
@@ -197,16 +218,28 @@ class RunRecord:
             manager.load_best(results.facts["best_step"], state.step)
         elif state.step < results.facts["steps"]:
             self.ctx.console.warn(
-                "The last weights are in no checkpoint: nothing is exported or generated."
+                "The last weights are in no checkpoint: nothing is exported, generated or pushed."
             )
             return
         self._export(args, manager, None, casting)
 
     def _export(self, args, manager: CheckpointManager, state: TrainState | None, casting) -> None:
         """Export and generate if requested and missing; `state` is None if nothing was trained."""
-        export.finish(manager, self.results, self.target, args, state)
+        folder = export.finish(manager, self.results, self.target, args, state)
         if args.generate:
-            sample = generate(manager.model, casting, manager.spec, args, self.ctx)
+            prompt = self._prompt(args, manager.spec, self.results.facts.get("dataset") or {})
+            sample = generate(manager.model, casting, manager.spec, prompt, args.seed, self.ctx)
             self.results.update(sample=sample)
+        if folder and args.push_to_hub:
+            self.results.update(push=push.push(self.target.repository, folder, self.ctx))
         self.ctx.stop.ignore()  # the run is complete
         self.results.complete()
+
+    def _prompt(self, args, spec: ModelSpec, dataset: dict) -> Prompt:
+        """Return the prompt of --generate: in the chat template if conversations were trained.
+
+        Base models have a chat template, too, so an evaluation only is the other case that uses it.
+        """
+        kind = dataset.get("kind")  # None before a stream's first row
+        as_chat = kind == "chat" or (args.eval_only and kind != "pair")
+        return prompt_of(args.generate, spec.tokenizer, as_chat)

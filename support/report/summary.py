@@ -8,14 +8,14 @@ import psutil
 
 from support.cli.arguments import Arguments
 from support.cli.ds_config import nvme_folder
-from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
 from support.errors import TrainingError
 from support.memory import advise
 from support.memory import measure as memory
 from support.model.resolve import ModelSpec
+from support.optimizers import OPTIMIZERS
 from support.report.metrics_log import MetricsLogger
-from support.report.peak_flops import peak_flops
+from support.report.peak_flops import flops_per_token, peak_flops
 from support.report.results import progress
 from support.units import perplexity_of
 
@@ -76,9 +76,12 @@ def summarize(
         tokens_per_second = measured["tokens_per_second"] / ctx.world_size
         measured["tokens_per_second_per_gpu"] = tokens_per_second
         if peak := peak_flops(ctx.device, ctx.precision):
-            measured["mfu"] = tokens_per_second * flops_per_token(spec, args.seq_length) / peak
-    has_trained = state.step > state.first_step
-    if has_trained and Traffic.complete(ctx.device, args.ds_config_dict is not None):
+            shape = spec.text_config.num_hidden_layers, spec.text_config.hidden_size
+            per_token = flops_per_token(
+                spec.matmul_parameters, spec.trainable_matmul, *shape, args.seq_length
+            )
+            measured["mfu"] = tokens_per_second * per_token / peak
+    if state.step > state.first_step:
         measured["communication_bytes_per_step"] = statistics.mean(sent)
         measured["communication_per_step"] = traffic
     measured["memory"] = memory.over_ranks(memory_of_ranks)
@@ -86,7 +89,8 @@ def summarize(
     # With --eval_only no step is measured, so the placement is not known.
     placement = measured["memory"]["placement"] or {}
     on_nvme = placement.get("optimizer") == "nvme"
-    if ctx.simulated and not measured["memory"]["moments_bytes"] and not on_nvme:
+    has_states = OPTIMIZERS[args.optim].state_bytes and not on_nvme
+    if ctx.simulated and has_states and not measured["memory"]["moments_bytes"]:
         raise TrainingError(
             "The simulated steps updated no weights, so Adam's states are missing in the measured "
             "memory."
@@ -101,17 +105,3 @@ def mean_over_ranks(values: list[dict]) -> dict:
         key: mean_over_ranks(column) if isinstance(column[0], dict) else statistics.mean(column)
         for key, column in columns.items()
     }
-
-
-def flops_per_token(spec: ModelSpec, seq_length: int) -> float:
-    """Return the floating-point operations per token of the forward and backward passes.
-
-    The formula is 6N + 12·L·H·T (PaLM, arXiv 2204.02311, appendix B) with N the parameters that
-    take part in matrix multiplications, L the transformer blocks, H the hidden size and T the
-    tokens of a sequence. Of the 6 operations per parameter, 2 are the forward pass, 2 the gradient
-    of its input, and 2 its own gradient, which a frozen parameter does not have.
-    """
-    layers, hidden = spec.text_config.num_hidden_layers, spec.text_config.hidden_size
-    return (
-        4 * spec.matmul_parameters + 2 * spec.trainable_matmul + 12 * layers * hidden * seq_length
-    )

@@ -12,9 +12,10 @@ from support.cluster.context import DistContext
 from support.console import Console
 from support.errors import UserError, explain
 from support.files.atomic import open_regular, set_aside, write_text
-from support.redaction import redact
+from support.redaction import redact_value
 from support.units import GB
 
+DEFAULT_PROJECT = "distributed-training"  # on wandb
 # Name of a curve -> key of a record in metrics.jsonl.
 CURVES = {
     "train/loss": "loss",
@@ -69,17 +70,19 @@ class WandB:
     Args:
         step: the optimizer step from which the run continues; 0 for a new run.
         arguments: flag -> value, shown as the run's configuration.
+        labels: further arguments of `wandb.init`: name, tags, and project, or None (see
+            `wandb_run_of`).
     Raises:
         UserError: wandb could not start, for example for lack of an account or a network.
     """
 
-    def __init__(self, folder: Path, step: int, arguments: dict):
+    def __init__(self, folder: Path, step: int, arguments: dict, labels: dict):
         import wandb
 
-        identifier = wandb_run_of(folder, step)
+        identifier, labels["project"] = wandb_run_of(folder, step, labels["project"])
         try:
             self._run = wandb.init(
-                project="distributed-training",
+                **labels,
                 id=identifier,
                 resume="allow",
                 dir=str(folder),
@@ -109,27 +112,37 @@ class WandB:
         self._run.finish()
 
 
-def wandb_run_of(folder: Path, step: int) -> str:
-    """Return the wandb identifier of an output folder's run: eight hexadecimal digits.
+def wandb_run_of(folder: Path, step: int, project: str | None) -> tuple[str, str]:
+    """Return the wandb identifier of an output folder's run, eight hexadecimal digits, and project.
 
-    The identifier is stored in wandb-run.txt. A new one is made for a new run (`step` is 0), and if
-    that file is missing or damaged.
+    Both are stored in wandb-run.txt, a line each. A new identifier is made for a new run (`step` is
+    0), and if that file is missing or damaged.
 
+    Args:
+        folder: the run's output folder.
+        step: the optimizer step from which the run continues; 0 for a new run.
+        project: --project. Without it a resumed run keeps its project, and a new one gets
+            WANDB_PROJECT or DEFAULT_PROJECT.
     Raises:
         OSError: the file cannot be renamed or written.
     """
     path = folder / "wandb-run.txt"
     try:
         with open_regular(path) as file:
-            identifier = file.read(100).decode("ascii").strip()
+            stored = file.read(1000).decode()
     except (OSError, UnicodeDecodeError):
-        identifier = ""
-    if step == 0 or not re.fullmatch("[0-9a-f]{8}", identifier):
+        stored = ""
+    found = re.fullmatch(r"([0-9a-f]{8})\n(?:([^\n]+)\n)?", stored)
+    if step == 0 or not found:
         if os.path.lexists(path) and not path.is_file():
             set_aside(path, f"{path.name}.damaged")
         identifier = uuid.uuid4().hex[:8]
-        write_text(path, identifier + "\n")
-    return identifier
+        project = project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
+    else:  # earlier versions stored no project
+        identifier, project = found[1], project or found[2] or DEFAULT_PROJECT
+    if stored != (lines := f"{identifier}\n{project}\n"):
+        write_text(path, lines)
+    return identifier, project
 
 
 def start_trackers(args, ctx: DistContext, folder: Path, step: int) -> Trackers:
@@ -144,8 +157,8 @@ def start_trackers(args, ctx: DistContext, folder: Path, step: int) -> Trackers:
     trackers: list[TensorBoard | WandB] = []
     if ctx.is_main:
         arguments = {
-            name: redact(value) if isinstance(value, str) else value
-            for name, value in vars(args).items()
+            name: redact_value(value)
+            for name, value in {**vars(args), "tags": ", ".join(args.tags)}.items()
             if isinstance(value, str | int | float | bool)
         }
         if "tensorboard" in args.report_to:
@@ -155,7 +168,8 @@ def start_trackers(args, ctx: DistContext, folder: Path, step: int) -> Trackers:
                     file.unlink(missing_ok=True)
             trackers.append(TensorBoard(events, step, arguments))
         if "wandb" in args.report_to:
-            trackers.append(WandB(folder, step, arguments))
+            labels = {"name": args.run_name, "project": args.project, "tags": args.tags or None}
+            trackers.append(WandB(folder, step, arguments, labels))
     ctx.failures.flushes += [tracker.flush for tracker in trackers]
     return Trackers(trackers, ctx.console, active=bool(args.report_to))
 

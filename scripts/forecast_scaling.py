@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""Forecast the step time on more ranks, from two short runs and the speed of the network.
+
+    python real_model_example.py --strategy zero2 --max_steps 12 --output_dir runs/alone
+    torchrun --nproc_per_node=2 real_model_example.py --strategy zero2 --max_steps 12 \\
+        --output_dir runs/together
+    python scripts/forecast_scaling.py runs/alone runs/together --bandwidth 0.111 --latency 239
+
+The second run shows what a step sends, on any network, also between two processes of a laptop.
+`real_model_example.py --check` on two or more hosts measures bandwidth and latency. Exit codes: 0;
+2 for wrong usage, or runs that do not fit together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support import process
+
+if __name__ == "__main__":
+    process.catch_signals()
+
+from support.cli import argument_types as kinds
+from support.errors import UserError, explain
+from support.text_tables import text_table
+from support.units import GB
+
+
+def main() -> None:
+    """Read the arguments and print the forecast; exit with the code of an error."""
+    parser = kinds.Parser(
+        description=__doc__.splitlines()[0],
+        epilog="\n".join(__doc__.splitlines()[2:]),
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("alone", type=kinds.path, metavar="ALONE", help="folder of a run on one rank")
+    add("together", type=kinds.path, metavar="TOGETHER", help="of the same run on several ranks")
+    speed = "the three numbers in GB/s that --check prints, or one for all"
+    rate = kinds.positive_float
+    add("--bandwidth", type=rate, required=True, nargs="+", metavar="GB/S", help=speed)
+    latency = "µs that --check prints, on --latency_ranks ranks (default: %(default)s)"
+    add("--latency", type=kinds.natural_float, default=0.0, metavar="US", help=latency)
+    of = "ranks of that --check (default: %(default)s)"
+    add("--latency_ranks", type=kinds.ranks, default=2, metavar="N", help=of)
+    more = "ranks to forecast (default: 1 2 4 8 16)"
+    add("--ranks", type=kinds.ranks, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help=more)
+    steps = "micro-batches per step (default: 1 8)"
+    add("--accumulation", type=kinds.batch, nargs="+", default=[1, 8], metavar="N", help=steps)
+    try:
+        args = parser.parse_args()
+        if len(args.bandwidth) not in (1, 3):
+            raise UserError("--bandwidth takes one number, or those of the three collectives.")
+        if args.latency_ranks < 2:
+            raise UserError("--latency_ranks must be 2 or more: one rank sends nothing.")
+        print(forecast(args))
+    except UserError as error:
+        print(f"❌ {explain(error)}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def forecast(args) -> str:
+    """Return the table: for each number of ranks the step time, and how much faster it is than one.
+
+    Raises:
+        UserError: the runs cannot be used.
+    """
+    from support.report.scaling import MEASURED, Network, read_step  # imports torch
+
+    step = read_step(args.alone, args.together)
+    hops = 2 * (args.latency_ranks - 1)
+    speeds = args.bandwidth * (3 // len(args.bandwidth))
+    bandwidth = {kind: speed * GB for kind, speed in zip(MEASURED, speeds, strict=True)}
+    network = Network(bandwidth, args.latency / 1e6 / hops)
+    rows = []
+    for ranks in args.ranks:
+        row = [str(ranks)]
+        for micro_batches in args.accumulation:
+            alone, _ = step.seconds(1, micro_batches, network)
+            seconds, sending = step.seconds(ranks, micro_batches, network)
+            row += [
+                f"{seconds:.3f} s",
+                f"{sending / seconds:.0%}",
+                f"{ranks * alone / seconds:.1f}×",
+            ]
+        rows.append(row)
+    headers = ["ranks"]
+    for micro_batches in args.accumulation:
+        headers += [f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}\nstep", "\nsending"]
+        headers.append("\nspeed")
+    return text_table(rows, headers)
+
+
+if __name__ == "__main__":
+    process.run_command_line(main)

@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Write one HTML page about a run, or about a comparison of strategies.
+
+    python scripts/report.py runs/mine
+    python scripts/report.py comparison_runs/tiny-gpt2 --out comparison.html
+
+RUN is the output folder of a run, or the folder of compare_strategies.sh. The page is a single file
+without scripts and without links to other files, for a mail or a web server: curves, memory, times,
+communication, checkpoints, generated text, hardware, versions and the command. Secrets are
+replaced by ***.
+
+Exit codes: 0; 2 for wrong usage, a folder without a run, or a page that cannot be written.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support import process
+
+if __name__ == "__main__":
+    process.catch_signals()
+
+from support.cli import argument_types as kinds
+from support.errors import EXIT_USAGE, UserError
+from support.files.atomic import write_text
+from support.redaction import redact
+
+
+def main() -> None:
+    """Read the arguments, and write the page."""
+    parser = kinds.Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    run = "output folder of a run, or comparison_runs/NAME"
+    parser.add_argument("run", type=kinds.path, metavar="RUN", help=run)
+    page = "the page (default: report.html in RUN)"
+    parser.add_argument("--out", type=kinds.path, metavar="FILE", help=page)
+    try:
+        args = parser.parse_args()
+        if not args.run.is_dir():
+            raise UserError(f"{args.run}: no such folder.")
+        from support.report.page import page_of  # importing matplotlib takes a second
+
+        page, target = page_of(args.run), args.out or args.run / "report.html"
+        try:
+            write_text(target, page)
+        except OSError as error:
+            raise UserError(
+                f"{target} cannot be written: {error.strerror}. Use --out FILE."
+            ) from error
+    except UserError as error:
+        print(f"❌ {redact(str(error))}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+    print(f"📁 {target}")
+
+
+if __name__ == "__main__":
+    process.run_command_line(main, printed=False)

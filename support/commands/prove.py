@@ -1,0 +1,283 @@
+"""--prove: one step on the user's model and data, made in several ways that must be equal.
+
+Each way is a run of its own, one after the other: real_model_example.py with other batches and
+ranks, and scripts/trainer_step.py, in which transformers.Trainer makes the step. Each run saves a
+checkpoint after its only step. In this project's format it has whole tensors for every strategy, so
+no strategy needs hooks: after one step from zero moments Adam's first moment is (1 - beta1) times
+the gradient (Kingma and Ba, arXiv 1412.6980, algorithm 1), and the weights show the update.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import gettempdir
+from typing import NamedTuple
+
+import torch
+
+from support import PROJECT
+from support.checkpoints.convert import OwnCheckpoint
+from support.cli.arguments import Arguments
+from support.cli.flags import DATA, MODEL, STRATEGY
+from support.cli.run_file import as_yaml
+from support.cluster.launch import free_port
+from support.cluster.stop_signal import StopSignal
+from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
+from support.files.atomic import TemporaryFolder, remove
+from support.text_tables import text_table
+
+PYTHON = sys.executable
+SCRIPT = PROJECT / "real_model_example.py"
+TRAINER = PROJECT / "scripts" / "trainer_step.py"
+SEQUENCES = 8  # at least
+# Of the user's flags, those that determine the step.
+KEPT = {name.removeprefix("--") for name, _ in (*MODEL, *DATA, *STRATEGY)}
+KEPT |= {"lr", "weight_decay", "adam_beta1", "adam_beta2", "seed", "deterministic", "verbose"}
+SETTINGS = {
+    **{"max_steps": 1, "save_every": 1},
+    **{"eval": False, "no_export": True, "merge_lora": False, "quiet": True},
+    **{"precision": "fp32", "dropout": 0.0, "lora_dropout": 0.0, "lr_scheduler": "constant"},
+    # Adam divides its first update by |gradient| + epsilon. With 1e-8 an element whose gradient is
+    # 0 but for rounding (the bias of keys) would move by up to the learning rate, in any direction.
+    "adam_epsilon": 1e-4,
+}
+ALONE = {"strategy": "dp", "ds_config": None, "fsdp_config": None, "nvme_path": None}
+END_SECONDS = 60  # torchrun kills its ranks 30 s after a signal
+
+# The largest differences that count as equal. fp32 rounds each result to 2^-24 = 6e-8 of its size,
+# and the ways add the same numbers in another order; docs/REAL_MODELS_GUIDE.md has measurements.
+TOLERANCES = {
+    "loss": 1e-5,  # relative
+    "gradient's norm": 1e-5,  # relative, before clipping
+    # Of a parameter's gradient before clipping, as a share of the whole gradient's norm.
+    "gradient": 1e-5,
+    # Of a weight, in learning rates; the rounding of the weight itself is subtracted.
+    "update": 1e-3,
+}
+LEGEND = """
+Differences from the first way. Of the loss and the norm: relative. Of the gradient: in the
+parameter that differs most, as a share of the whole gradient's norm. Of the update: of the weight
+that differs most, in learning rates. Tolerance: fp32 rounds each result to 6e-08 of its size, and
+each way adds the same numbers in another order.
+"""
+
+
+class Way(NamedTuple):
+    """One way to make the step: its name, its command, and the flags that differ."""
+
+    name: str
+    command: list
+    flags: dict
+
+
+class Step(NamedTuple):
+    """The step that a run has made.
+
+    Attributes:
+        loss: in nats per token.
+        scale: of the gradient before clipping, in units of Adam's first moment.
+        note: how Trainer computes the loss, if that matters.
+        checkpoint: the weights and moments after the step.
+    """
+
+    loss: float
+    scale: float
+    note: str
+    checkpoint: OwnCheckpoint
+
+    @classmethod
+    def of(cls, folder: Path, args) -> Step:
+        """Read the step from a run's output folder."""
+        record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+        # The factor of clip_grad_norm_ is max_norm / (norm + 1e-6). It is undone, because PyTorch's
+        # norm, which Trainer uses, is summed in fp32 and therefore less precise than the gradient.
+        clipping = max(1, (record["grad_norm"] + 1e-6) / args.max_grad_norm)
+        scale = clipping / (1 - args.adam_beta1)
+        return cls(record["loss"], scale, record.get("note", ""), OwnCheckpoint(folder))
+
+
+def prove(args) -> int:
+    """Make the step in all ways, and print how they differ.
+
+    Returns:
+        The exit code: 0 if all are equal within the tolerances.
+    Raises:
+        UserError, TrainingError: a run failed, with its message.
+    """
+    StopSignal().install()  # a signal raises an exception, so that everything is cleaned up
+    args = args.replace(max_grad_norm=args.max_grad_norm or 1.0)
+    # Without a number the flag is True.
+    ranks = torch.cuda.device_count() or 2 if args.prove is True else args.prove
+    sequences = sequences_for(ranks)
+    print(
+        f"🔎 One step on {sequences} sequences, in fp32, with dropout 0, AdamW's epsilon "
+        f"{SETTINGS['adam_epsilon']:g} and gradients clipped to {args.max_grad_norm:g}",
+        flush=True,
+    )
+    temporary = TemporaryFolder(Path(gettempdir()), "distributed_training_prove_", mode=0o700)
+    rows, verdict, notes, reference = [], [], {}, None
+    try:
+        for number, way in enumerate(ways_of(args, ranks)):
+            print(f"⏳ {way.name}", flush=True)
+            output = temporary.path / str(number)
+            run(way, args, output)
+            step = Step.of(output, args)
+            reference = reference or step
+            differences, norm, parameter = compare(reference, step, args.lr)
+            shown = [f"{value:.1e}" if number else "–" for value in differences.values()]
+            row = [way.name, f"{step.loss:.7f}", shown[0], f"{norm:.6f}", *shown[1:3]]
+            rows.append([*row, parameter if number else "", shown[3]])
+            verdict += _problem(way.name, differences, parameter)
+            notes |= {f"ℹ️  {step.note}": None} if step.note else {}
+            if number:
+                remove(output)  # the disk holds two checkpoints at most
+    finally:
+        temporary.remove()
+    print(f"\n{_table(rows)}\n{LEGEND}")
+    equal = f"✅ Equal: all {len(rows)} ways make the same step."
+    print("\n".join([*notes, *(verdict or [equal])]))
+    return EXIT_FAILED if verdict else EXIT_COMPLETED
+
+
+def _table(rows: list[list[str]]) -> str:
+    headers = ["way", "loss", "differ-\nence", "gradient's\nnorm", "differ-\nence"]
+    headers += ["gradient's\ndifference", "largest in", "update's\ndifference"]
+    limits = [f"{limit:.0e}" for limit in TOLERANCES.values()]
+    tolerance = ["tolerance", "", limits[0], "", limits[1], limits[2], "", limits[3]]
+    return text_table([*rows, tolerance], headers)
+
+
+def sequences_for(ranks: int) -> int:
+    """Return the smallest number of sequences, at least 8, of two equal micro-batches per rank."""
+    return 2 * ranks * math.ceil(SEQUENCES / (2 * ranks))
+
+
+def ways_of(args, ranks: int) -> list[Way]:
+    """Return the ways to make the step, the reference first.
+
+    Args:
+        args: --strategy, for the way with several ranks.
+        ranks: their number.
+    """
+    count = sequences_for(ranks)
+    size = count // (2 * ranks)
+    work = {"num_samples": count}
+    at_once = {**work, **ALONE, "batch_size": count}
+    accumulated = {**work, **ALONE, "batch_size": 1, "gradient_accumulation_steps": count}
+    split = {**work, "batch_size": size, "gradient_accumulation_steps": 2}
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    torchrun = [*torchrun, f"--master_port={free_port()}"] if ranks > 1 else []
+    whole, parts = f"{count} at once", f"{count} × 1 accumulated"
+    name = f"{ranks} rank{'s' * (ranks > 1)} of {args.strategy}, 2 × {size} each"
+    return [
+        Way(f"1 process, {whole}", [SCRIPT], at_once),
+        Way(f"1 process, {parts}", [SCRIPT], accumulated),
+        Way(name, [*torchrun, SCRIPT], split),
+        # With transformers' own activation, not the same function in one kernel.
+        Way(f"Trainer, {whole}", [TRAINER], {**at_once, "fused_gelu": False}),
+        Way(f"Trainer, {parts}", [TRAINER], {**accumulated, "fused_gelu": False}),
+    ]
+
+
+def run(way: Way, args, output: Path) -> None:
+    """Run a way as a child process, which writes to the folder `output`.
+
+    Raises:
+        UserError, TrainingError: the run failed, with its message.
+    """
+    kept = {name: value for name, value in vars(args).items() if name in KEPT}
+    flags = {**kept, **SETTINGS, "max_grad_norm": args.max_grad_norm, **way.flags}
+    run_file = output.with_suffix(".yaml")
+    settings = Arguments(**flags, output_dir=str(output), mixture=args.mixture)
+    run_file.write_text(as_yaml(settings), encoding="utf-8")
+    launched = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    env = {name: value for name, value in os.environ.items() if name not in launched}
+    env["TMPDIR"] = str(output.parent)  # torchrun leaves a folder there
+    if torch.cuda.is_available():
+        env["NVIDIA_TF32_OVERRIDE"] = "0"  # TF32 rounds to 5e-4
+        if "strategy" in way.flags:  # one process; Trainer would use all GPUs
+            env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = [PYTHON, *map(str, way.command), "--config", str(run_file)]
+    with open(output.with_suffix(".log"), "w+", errors="replace") as log:
+        with subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        ) as child:
+            try:
+                child.wait()
+            except BaseException:
+                child.terminate()
+                try:
+                    child.wait(END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                raise
+        log.seek(0)
+        if child.returncode:
+            raise _failure(way.name, child.returncode, log.read(), args.verbose)
+
+
+def _failure(name: str, code: int, log: str, verbose: bool) -> UserError:
+    """Return the error of a child, whose message is the line with ❌ in its log."""
+    if verbose:
+        print(log)
+    lines = [line for line in log.splitlines() if line.strip()] or [f"exit code {code}"]
+    message = next((line for line in lines if line.startswith("❌")), lines[-1])
+    kinds: dict[int, type[UserError]] = {2: UserError, 3: OutOfMemory}
+    return kinds.get(code, TrainingError)(f"{name}: {message.removeprefix('❌').strip()}")
+
+
+def compare(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], float, str]:
+    """Compare two steps, one parameter at a time.
+
+    Args:
+        reference, step: the steps.
+        lr: the learning rate of both.
+    Returns:
+        The differences under the keys of TOLERANCES, the norm of the step's gradient, and the
+        parameter whose gradient differs most.
+    Raises:
+        TrainingError: the steps have trained other parameters.
+    """
+    steps = (reference, step)
+    first, second = (one.checkpoint for one in steps)
+    if only_one := sorted(set(first.shapes) ^ set(second.shapes)):
+        raise TrainingError(f"Only some of the ways train {', '.join(only_one[:3])}.")
+    norms, distances, updates = [], {}, []
+    for name in first.shapes:
+        gradients = [one.checkpoint.read(name, "exp_avg").mul_(one.scale) for one in steps]
+        norms.append([_norm(gradient) for gradient in gradients])
+        distances[name] = _norm(gradients[1].sub_(gradients[0]))
+        weight = first.read(name, "weight")
+        moved = second.read(name, "weight").sub_(weight).abs_()
+        moved -= weight.abs_() * 2**-22  # each way rounds the weight twice, by half a digit
+        updates.append(moved.max() / lr)
+    worst = max(distances, key=lambda name: distances[name])
+    wanted, norm = (math.hypot(*sizes) for sizes in zip(*norms, strict=True))
+    loss = abs(step.loss / reference.loss - 1)
+    update = torch.stack(updates).max().item()  # NaN if one is NaN
+    values = (loss, abs(norm / wanted - 1), distances[worst] / wanted, update)
+    return dict(zip(TOLERANCES, values, strict=True)), norm, worst
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
+
+
+def _problem(name: str, differences: dict, parameter: str) -> list[str]:
+    """Return the line about a way that is not equal, or none; NaN is not equal."""
+    parts = [part for part, limit in TOLERANCES.items() if not differences[part] <= limit]
+    if not parts:
+        return []
+    return [f"❌ {name}: not equal in {', '.join(parts)}; largest in the gradient of {parameter}."]

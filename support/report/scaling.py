@@ -1,0 +1,134 @@
+"""Forecast of the step time on more ranks, from two short runs and the speed of the network.
+
+A collective takes latency + bytes / bandwidth (Hockney's model), and in a ring of N ranks a rank
+sends times · (N - 1) / N of the message (see COLLECTIVES in support/cluster/comm_volume.py).
+Computing and sending are added: no overlap is assumed. docs/MULTI_NODE.md has the errors of this
+model next to measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from support.cluster.comm_volume import COLLECTIVES
+from support.errors import UserError
+from support.files.atomic import read_json
+from support.strategy import STRATEGIES
+
+MEASURED = ("all_reduce", "all_gather", "reduce_scatter")  # by --check, in this order
+TIMES_SENT = dict(COLLECTIVES.values())
+SAME_WORK = ("model", "strategy", "precision", "batch_size", "seq_length", "trainable_parameters")
+
+
+@dataclass(frozen=True)
+class Network:
+    """Speed of the network between the ranks.
+
+    Attributes:
+        bandwidth: for all_reduce, all_gather and reduce_scatter, the bytes that a rank sends per
+            second if the collective is a ring. (Gloo's reduce-scatter sends twice as much, and its
+            bandwidth is half of the all-gather's.)
+        hop_seconds: the time of one of the 2 (N - 1) messages of a small all-reduce in a ring.
+    """
+
+    bandwidth: dict[str, float]
+    hop_seconds: float
+
+    def seconds(self, kind: str, ranks: int, calls: float, sent: float) -> float:
+        """Return the time of collectives of one kind.
+
+        Args:
+            kind: such as "all_reduce".
+            ranks: N.
+            calls: their number.
+            sent: the bytes that a rank sends in them, in units of (N - 1) / N.
+        """
+        like = {"broadcast": "all_gather", "all_to_all": "all_gather", "reduce": "all_reduce"}
+        bandwidth = self.bandwidth[like.get(kind, kind)]
+        latency = calls * 2 * (ranks - 1) * self.hop_seconds
+        return latency + sent * (ranks - 1) / ranks / bandwidth
+
+
+class Collectives(NamedTuple):
+    """The collectives of one kind: (kind, calls, sent) as for Network.seconds.
+
+    They are those of a micro-batch if `repeated` is true, else of an optimizer step.
+    """
+
+    kind: str
+    calls: float
+    sent: float
+    repeated: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an optimizer step consists of.
+
+    Attributes:
+        micro_batch_seconds: data, forward and backward of a micro-batch on one rank.
+        update_seconds: the optimizer's update on one rank, which is also assumed where the ranks
+            share it.
+        collectives: by kind.
+    """
+
+    micro_batch_seconds: float
+    update_seconds: float
+    collectives: list[Collectives]
+
+    def seconds(self, ranks: int, micro_batches: int, network: Network) -> tuple[float, float]:
+        """Return the forecast of the seconds of a step, and of these in communication."""
+        computing = micro_batches * self.micro_batch_seconds + self.update_seconds
+        communicating = sum(
+            network.seconds(kind, ranks, calls, sent) * (micro_batches if repeated else 1)
+            for kind, calls, sent, repeated in self.collectives
+        )
+        return computing + communicating, communicating
+
+
+def read_step(alone: Path, together: Path) -> Step:
+    """Read a step from the results of two runs.
+
+    Args:
+        alone: the folder of a run on one rank, which shows the time of the computation.
+        together: of the same run on several ranks on any network, which shows the collectives.
+    Raises:
+        UserError: a folder has no measurements of a completed run, or the runs do not fit together.
+    """
+    one, several = _results(alone), _results(together)
+    if different := [key for key in SAME_WORK if one.get(key) != several.get(key)]:
+        raise UserError(f"{alone} and {together} differ in {different[0]}: repeat one of them.")
+    if one["world_size"] != 1 or several["world_size"] == 1:
+        raise UserError("Name a run on one rank first, and then one on several ranks.")
+    phases, micro_batches = one["step_phases_seconds"], one["gradient_accumulation_steps"]
+    computing = phases["data"] + phases["forward"] + phases["backward"]
+    return Step(computing / micro_batches, phases["update"], list(_collectives(several)))
+
+
+def _results(folder: Path) -> dict:
+    try:
+        results = read_json(folder / "results.json")
+        if results["status"] == "completed" and results["step_phases_seconds"]:
+            return results
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{folder} has no results.json of a run.") from error
+    raise UserError(f"{folder} has no measured steps: train 10 steps or more to the end.")
+
+
+def _collectives(results: dict) -> Iterator[Collectives]:
+    strategy, micro_batches = (
+        STRATEGIES[results["strategy"]],
+        results["gradient_accumulation_steps"],
+    )
+    for name, entry in results["communication_per_step"].items():
+        kind = name.split(" ")[0]
+        # Without whole gradients on each rank they are reduced after each micro-batch; without
+        # whole parameters these are gathered in each. dp, zero1 and fsdp reduce once.
+        gathers = kind in ("all_gather", "broadcast")
+        repeated = strategy.shards_parameters if gathers else strategy.stage >= 2
+        parts = micro_batches if repeated else 1
+        sent = TIMES_SENT[kind] * entry["message_bytes"]
+        yield Collectives(kind, entry["calls"] / parts, sent / parts, repeated)

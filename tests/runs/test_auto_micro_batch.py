@@ -1,0 +1,67 @@
+"""--auto_micro_batch: a run that needs too much memory continues with smaller micro-batches."""
+
+import pytest
+from conftest import FAULT, assert_close, descendants_of_test
+
+WORK = [
+    *("--seq_length", "32", "--max_steps", "4", "--dropout", "0", "--precision", "fp32"),
+    *("--no_eval", "--no_export"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(script):
+    """The same global batch in one process, without accumulation."""
+    return script(*WORK, "--batch_size", "16")
+
+
+@pytest.mark.parametrize(
+    "strategy, launcher, rank",
+    [
+        ("zero3", "deepspeed", 1),  # rank 0 hosts the store
+        ("fsdp", "torchrun", 0),  # the agent does
+        *(
+            pytest.param(strategy, launcher, rank, marks=pytest.mark.soak)
+            for strategy, launcher, rank in [
+                ("dp", "torchrun", 1),
+                ("dp", "deepspeed", 0),
+                ("zero1", "torchrun", 1),
+                ("zero2", "deepspeed", 1),
+                ("offload", "torchrun", 0),
+                ("infinity", "torchrun", 1),
+            ]
+        ),
+    ],
+)
+def test_one_rank_without_memory_halves_the_micro_batch_of_all(
+    script, whole, strategy, launcher, rank
+):
+    run = script(
+        *WORK,
+        *("--strategy", strategy, "--batch_size", "8", "--auto_micro_batch"),
+        launcher=launcher,
+        ranks=2,
+        program=FAULT,
+        env={"FAULT": f"oom_above:{rank}:2"},
+        real=True,  # a program that starts again must be the one that was started
+        timeout=170,
+    )
+    results = run.results
+    assert (results["batch_size"], results["gradient_accumulation_steps"]) == (2, 4)
+    assert (results["global_batch_size"], results["status"]) == (16, "completed")
+    assert_close(run.losses, whole.losses, 1e-6)
+    lines = [line for line in run.out.splitlines() if "start again with --batch_size" in line]
+    assert len(lines) == 2 and all(f"rank {rank} on" in line for line in lines)
+    assert "❌" not in run.out + run.err and descendants_of_test() == []
+
+
+def test_a_single_sequence_that_does_not_fit_ends_the_run(script):
+    run = script(
+        *(*WORK, "--batch_size", "2", "--auto_micro_batch"),
+        program=FAULT,
+        env={"FAULT": "oom_above:0:0"},
+        real=True,
+        ok=False,
+    )
+    assert run.code == 3 and "Out of memory" in run.error
+    assert (run.results["status"], run.results["batch_size"]) == ("oom", 1)

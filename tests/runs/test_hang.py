@@ -1,0 +1,100 @@
+"""Ranks that wait for each other: the report of their stacks, which does not end the run."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import FAULT, SCRIPT, finish, launcher_command, start
+
+WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval", "--no_export"]
+
+
+def wait_for_reports(folder: Path, number: int) -> list[str]:
+    """The reports in a folder, as soon as there are `number`."""
+    file, deadline, found = folder / "hang_report.txt", time.monotonic() + 30, []
+    while len(found) < number and time.monotonic() < deadline:
+        time.sleep(0.2)
+        found = file.read_text().split("Hang report of ")[1:] if file.exists() else []
+    assert len(found) == number, found
+    return found
+
+
+def columns_of(report: str, rank: int) -> list[str]:
+    """The row of a rank in the table of a report."""
+    return re.search(rf"^{rank} +.*$", report, re.MULTILINE)[0].split()
+
+
+def test_a_rank_that_is_stopped_is_reported_and_the_run_continues(tmp_path):
+    folder = tmp_path / "out"
+    flags = [*WORK, "--hang_seconds", "3", "--epochs", "1000", "--output_dir", folder]
+    process = start([*launcher_command("torchrun", 2), SCRIPT, *flags])
+    while "Epoch 1 | Batch 1" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+    ranks = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if str(SCRIPT) in child.cmdline()
+    ]
+    first, second = sorted(ranks, key=lambda child: child.environ()["RANK"])
+    second.suspend()
+    [report] = wait_for_reports(folder, 1)
+    second.resume()
+    assert "rank 1 does not answer" in report.splitlines()[1]
+    assert f"process {second.pid} on {os.uname().nodename}, which is stopped" in report
+    assert int(columns_of(report, 1)[3]) > 1  # its last known step
+    assert "train_epoch_ddp (real_model_example.py:" in report.split("rank 0:")[1]
+
+    second.send_signal(signal.SIGUSR2)
+    report = wait_for_reports(folder, 2)[1]
+    assert "SIGUSR2" in report and "does not answer" not in report
+    assert [columns_of(report, rank)[2] for rank in (0, 1)] == [str(first.pid), str(second.pid)]
+    process.send_signal(signal.SIGTERM)
+    out, err = finish(process, 60)
+    assert process.returncode != 0 and "preempted" in (folder / "results.json").read_text()
+    assert out.count(str(folder / "hang_report.txt")) == 2 and "❌" not in out + err
+
+
+@pytest.mark.parametrize(
+    "strategy, fault, says",
+    [
+        ("fsdp", "hang:1:3", "Rank 1 has not started collective"),
+        ("zero3", "skip:1:2", "The ranks differ in collective"),
+        pytest.param("zero2", "hang:0:3", "Rank 0 has not started", marks=pytest.mark.soak),
+    ],
+)
+def test_a_report_is_written_before_the_timeout_ends_the_run(script, strategy, fault, says):
+    run = script(
+        *WORK,
+        *("--strategy", strategy, "--ddp_timeout", "14", "--hang_seconds", "4"),
+        launcher="torchrun",
+        ranks=2,
+        program=FAULT,
+        env={"FAULT": fault},
+        ok=False,
+        timeout=90,
+    )
+    assert run.code != 0 and run.results["status"] == "failed"
+    assert sum("hang_report.txt" in line for line in run.out.splitlines()) == 1
+    report = (run.folder / "hang_report.txt").read_text()
+    assert says in report and says in run.out
+    assert report.count("Hang report of") == 1 and "does not answer" not in report
+    if fault.startswith("hang"):
+        hanging, waiting = fault[5], "10"[int(fault[5])]
+        stacks = {rank: report.split(f"\nrank {rank}:")[1].split("\n\n")[0] for rank in "01"}
+        assert "fault.py" in stacks[hanging].splitlines()[2]
+        assert "distributed_c10d.py" in stacks[waiting]
+
+
+def test_one_process_reports_its_stack_on_a_signal(begin, tmp_path):
+    process = begin([*launcher_command("python", 1), SCRIPT, *WORK, "--output_dir", tmp_path])
+    while "Epoch 1 | Batch 0" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+    os.kill(process.pid, signal.SIGUSR2)
+    assert "rank 0:\n  MainThread\n" in wait_for_reports(tmp_path, 1)[0]
+    process.send_signal(signal.SIGTERM)
+    _, err = finish(process, 60)
+    assert process.returncode == 75 and err == ""

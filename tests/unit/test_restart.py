@@ -1,0 +1,70 @@
+"""--auto_micro_batch: which micro-batch comes next, and that the global batch stays."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from support import process
+from support.cli.parse import parse_arguments
+from support.cluster.failures import FailureMonitor
+from support.cluster.launch import Launch
+from support.cluster.restart import continue_restarted, restart_of
+from support.console import Console
+from support.errors import TrainingError
+
+LAUNCH = Launch("python", 0, 0, 1, 1, 0, "", 0)
+
+
+@pytest.mark.parametrize(
+    "batch_size, accumulation, new",
+    [
+        (8, 1, (4, 2)),
+        (8, 3, (4, 6)),
+        (6, 1, (3, 2)),
+        (5, 1, (1, 5)),
+        (5, 2, (2, 5)),
+        (2, 7, (1, 14)),
+    ],
+)
+def test_the_micro_batch_is_halved_and_the_global_batch_stays(batch_size, accumulation, new):
+    args = SimpleNamespace(
+        auto_micro_batch=True, batch_size=batch_size, gradient_accumulation_steps=accumulation
+    )
+    values = restart_of(args, LAUNCH, Path("out"), bool).values
+    assert (values["batch_size"], values["gradient_accumulation_steps"]) == new
+    assert new[0] * new[1] == batch_size * accumulation
+
+
+def test_one_sequence_cannot_be_halved():
+    args = SimpleNamespace(auto_micro_batch=True, batch_size=1, gradient_accumulation_steps=4)
+    assert restart_of(args, LAUNCH, Path("out"), bool) is None
+
+
+def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
+    args = parse_arguments(["--strategy", "zero2", "--batch_size", "8", "--auto_micro_batch"])
+    assert continue_restarted(args) is args
+    values = restart_of(args, LAUNCH, Path("out"), bool).values
+    monkeypatch.setenv(process.RESTARTED, json.dumps(values))
+    changed = continue_restarted(args)
+    config = changed.ds_config_dict
+    assert (changed.batch_size, changed.gradient_accumulation_steps) == (4, 2)
+    assert (changed.output_dir, changed.given) == ("out", args.given)
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["train_batch_size"] == args.ds_config_dict["train_batch_size"]
+
+
+def test_an_error_while_this_process_starts_again_does_not_end_it():
+    """The main thread loses its connection to a rank that has left; its monitor waits for others."""
+    monitor = FailureMonitor(LAUNCH, Console(True), SimpleNamespace(requested=None))
+    args = SimpleNamespace(auto_micro_batch=True, batch_size=8, gradient_accumulation_steps=1)
+    monitor.restart = restart_of(args, LAUNCH, Path("out"), bool)
+    lost = TrainingError("The connection to another rank was lost.")
+    assert monitor._restart_if_agreed(lost, lost) is None  # no restart: the error ends the run
+    monitor.restart.started = True
+    monitor.restart.execute = lambda store: sys.exit()  # in reality it waits
+    with pytest.raises(SystemExit):
+        monitor._restart_if_agreed(lost, lost)
