@@ -1,10 +1,14 @@
 # make demo   set up, then compare all strategies on the embedded model and text
-# make test   set up, then lint and run every test once (48 minutes on 2 shared cores)
+# make ops    set up, then compile DeepSpeed's ops, for example on a cluster's login node
+# make test   set up, then lint and run every test once (33 minutes on 2 shared cores)
 # make unit   the tests that start no process (seconds)
+# make test-lower-bounds   the unit tests and a run of each strategy with the oldest supported
+#             releases, in .venv-lower (needs Python 3.10 or 3.11)
 # make soak   the full products and repeats, and every attack (hours)
 # make bench  measure speed and memory next to transformers.Trainer and accelerate; GPU=1 on a GPU
 #
-# TORCH=...   what pip installs for torch, for example TORCH="torch==2.6.0"
+# TORCH=...   what pip installs for torch, for example TORCH="torch==2.6.0"; required on a machine
+#             with an AMD GPU
 PYTHON ?= python3
 # Two files of tests at a time, each with half of the cores. PARALLEL= runs one test after the other.
 # They come in the order of collection (tests/conftest.py), not by their number of tests.
@@ -13,27 +17,39 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-# Without an NVIDIA GPU, a CPU build of torch is installed if pip's own configuration offers one; it is much smaller.
-TORCH_PIN := $(shell grep -E '^torch==' constraints.txt)
-CPU_ONLY  := $(shell test -e /dev/nvidiactl || test -e /dev/dxg || echo yes)
+# Without a GPU, a CPU build of torch is installed if pip's own configuration offers one; it is much
+# smaller. For an AMD GPU the user chooses the build, because PyPI has none for ROCm.
+TORCH_PIN  := $(shell grep -E '^torch==' constraints.txt)
+GPU_VENDOR := $(shell if test -e /dev/nvidiactl || test -e /dev/dxg; then echo nvidia; \
+	elif test -e /dev/kfd || command -v rocminfo > /dev/null; then echo amd; else echo none; fi)
+# $(call install-torch,PYTHON,RELEASE)
+ifeq ($(GPU_VENDOR),none)
+install-torch = $(1) -m pip install -q "$(2)+cpu" 2>/dev/null || $(1) -m pip install -q "$(2)"
+else
+install-torch = $(1) -m pip install -q "$(2)"
+endif
+LOWER := .venv-lower/bin/python
 
-.PHONY: setup setup-dev demo unit test lint soak bench clean
+.PHONY: setup setup-dev demo ops unit test test-lower-bounds lint soak bench clean
 
 setup: $(VENV)/installed
 setup-dev: $(VENV)/installed-dev
 
 $(VENV)/installed: requirements.txt constraints.txt
+ifeq ($(GPU_VENDOR)$(TORCH),amd)
+	@echo 'An AMD GPU was found: choose the build of torch. For ROCm, with the version that is installed here:' >&2
+	@echo '  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/rocm6.4 make setup TORCH="torch==2.8.0+rocm6.4"' >&2
+	@echo 'To train on the CPU:' >&2
+	@echo '  make setup TORCH="$(TORCH_PIN)"' >&2
+	@exit 1
+endif
 	@echo "== Setting up $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifdef TORCH
 	$(BIN)/python -m pip install -q "$(TORCH)"
 	$(BIN)/python -m pip install -q -r requirements.txt
 else
-ifeq ($(CPU_ONLY),yes)
-	$(BIN)/python -m pip install -q "$(TORCH_PIN)+cpu" 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH_PIN)"
-else
-	$(BIN)/python -m pip install -q "$(TORCH_PIN)"
-endif
+	$(call install-torch,$(BIN)/python,$(TORCH_PIN))
 	$(BIN)/python -m pip install -q -r requirements.txt -c constraints.txt
 endif
 	@touch $@
@@ -44,8 +60,11 @@ $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
 	@touch $@
 
 demo: setup
-	@echo "== Comparing the strategies on the embedded model (2 to 4 minutes, and some more the first time, to compile DeepSpeed's ops)"
+	@echo "== Comparing the strategies on the embedded model (2 to 4 minutes, and one or two more the first time, to compile DeepSpeed's ops)"
 	PYTHON=$(BIN)/python bash compare_strategies.sh
+
+ops: setup
+	$(BIN)/python scripts/build_ops.py
 
 lint: setup-dev
 	$(BIN)/ruff check .
@@ -60,6 +79,18 @@ test: setup-dev lint
 unit: setup-dev
 	$(BIN)/python -m pytest -q -m "not soak" tests/unit
 
+EQUAL := tests/runs/test_equality.py::test_two_ranks_with_accumulation_equal_one_process_in_fp32
+# One run of each strategy on two ranks, with the losses of one process. fsdp and infinity need newer
+# releases on a CPU. The import of torch 2.6's compiler starts threads for several compile jobs, and
+# tests/helpers/preloaded_server.py, which forks after it, cannot have threads.
+test-lower-bounds:
+	@echo "== Testing the lower bounds of requirements.txt"
+	@test -x $(LOWER) || $(PYTHON) -m venv .venv-lower
+	$(call install-torch,$(LOWER),$(shell grep -E '^torch==' constraints-lower.txt))
+	$(LOWER) -m pip install -q -r requirements.txt peft tensorboard pytest -c constraints-lower.txt
+	PATH="$(CURDIR)/.venv-lower/bin:$$PATH" TORCHINDUCTOR_COMPILE_THREADS=1 $(LOWER) -m pytest -q -m "not soak" tests/unit \
+		$(EQUAL) --deselect "$(EQUAL)[fsdp]" --deselect "$(EQUAL)[infinity]"
+
 soak: setup-dev
 	$(BIN)/python -m pytest -m "soak or attack" $(PARALLEL)
 
@@ -68,4 +99,4 @@ bench: setup
 	$(BIN)/python -m benchmarks.peers --write $(if $(GPU),--gpu) $(BENCH)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-lower .mypy_cache .pytest_cache .ruff_cache

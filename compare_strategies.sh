@@ -13,7 +13,7 @@
 #   NUM_GPUS=4              ranks (default: all visible GPUs; on a CPU 2 processes)
 #   SIMULATE_GPUS=4         no training: the memory of rank 0 of 4 under each strategy, on one GPU or the CPU
 #   REPEATS=3               runs of each strategy, in turn: medians and spread (default: 1)
-#   TIMEOUT=1800            seconds for one run, including the first compilation of DeepSpeed's ops (default: 1800)
+#   TIMEOUT=1800            seconds for one run, and for the first compilation of DeepSpeed's ops (default: 1800)
 #   CONTROL=0               leave out the control: dp with a 10% higher learning rate, which shows whether the
 #                           comparison would detect a strategy that trains slightly differently (default: 1)
 #   RESUME=1                keep the completed runs of the same comparison, run only what is missing
@@ -55,10 +55,11 @@ for argument in "$@"; do
     flag=${argument%%=*}
     case "$flag" in
         -h | --help) usage ;;
-        --model | --model_name | --model_name_or_path | --strategy | --use_deepspeed | --use_fsdp | --output_dir | --overwrite | \
-            --ds_config | --deepspeed | --deepspeed_config | --eval_only | --check | --prefetch | --print_config)
+        --model | --model_name | --model_name_or_path | --strategy | --use_deepspeed | --use_fsdp | --fsdp | --output_dir | \
+            --overwrite | --overwrite_output_dir | --ds_config | --deepspeed | --deepspeed_config | --eval_only | --check | \
+            --prefetch | --print_config | --show_sample)
             die "$flag is not for a comparison, which sets it or trains the same under every strategy (name MODEL first, and strategies with STRATEGIES=\"…\")." ;;
-        --max_steps | --epochs | --num_epochs | --num_train_epochs | --num_samples | --data_size) cap_steps=no ;;
+        --max_steps | --epochs | --num_epochs | --num_train_epochs | --num_samples | --max_train_samples | --data_size) cap_steps=no ;;
     esac
 done
 
@@ -122,7 +123,7 @@ arguments+=("$@")
 # strategy uses every flag.
 checked=${strategies[0]}
 [[ $named != *" infinity "* ]] || checked=infinity
-in_project 'from support import startup; startup.start(sys.argv[1:])' \
+in_project 'from support import startup; startup.start(sys.argv[1:], will_run=False)' \
     --model "$model" --strategy "$checked" "${arguments[@]}" || exit 2
 
 # ------------------------------------------------------------------------------------------ the folder of this comparison
@@ -179,6 +180,17 @@ undisturbed() ( # a short command; a signal is this script's to handle, and that
     "$@"
 )
 
+await_running() { # $1: process; returns its exit code
+    local code=0
+    running=$1
+    [[ $interrupted == 0 ]] || kill -TERM "$running" 2> /dev/null || true # the signal arrived while it was being started
+    while kill -0 "$running" 2> /dev/null; do                             # a signal to this script ends `wait` early
+        code=0 && wait "$running" || code=$?
+    done
+    running=""
+    return "$code"
+}
+
 run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments for the script
     local folder=$runs/$1/$2 mark=$$-$1-$2 begun=$SECONDS code=0 port pids
     shift 2
@@ -195,12 +207,7 @@ run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments f
     printf '%q ' "${command[@]}" > "$folder/command.txt"
     # timeout gives the run a process group of its own, out of reach of the terminal's Ctrl-C, which is for this script.
     COMPARISON_RUN=$mark TMPDIR=$scratch timeout --kill-after=10 "$limit" "${command[@]}" > "$folder/log.txt" 2>&1 9>&- &
-    running=$!
-    [[ $interrupted == 0 ]] || kill -TERM "$running" 2> /dev/null || true # the signal arrived while the run was being started
-    while kill -0 "$running" 2> /dev/null; do # a signal to this script ends `wait` early
-        code=0 && wait "$running" || code=$?
-    done
-    running=""
+    await_running $! || code=$?
     for _ in {1..50}; do
         pids=$(survivors "$mark")
         [[ -n $pids ]] || break
@@ -245,7 +252,10 @@ control=${CONTROL-1}
 total=$((repeats * ${#strategies[@]} + control))
 doing="Comparing ${strategies[*]}"
 [[ -z ${SIMULATE_GPUS-} ]] || doing="Simulating the memory of ${SIMULATE_GPUS} ranks under ${strategies[*]}"
-say '%s\n' "$doing on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The first use of a DeepSpeed strategy on a machine compiles for some minutes. The output of a run is in $runs/STRATEGY/1/log.txt."
+say '%s\n' "$doing on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The output of a run is in $runs/STRATEGY/1/log.txt."
+# Before the first run: a compiler next to a run would change its speed. What cannot be compiled is reported by the runs.
+timeout --kill-after=10 "$limit" "$python" "$project/scripts/build_ops.py" "${strategies[@]}" 9>&- &
+await_running $! || true
 for ((repeat = 1; repeat <= repeats; repeat++)); do # in turn, so that a machine that slows down does so for all
     for strategy in "${strategies[@]}"; do
         run_and_say "$strategy" "$repeat" --strategy "$strategy"

@@ -57,11 +57,11 @@ from support.checkpoints.compatibility import run_signature
 from support.checkpoints.manager import CheckpointManager, TrainingObjects
 from support.cli.arguments import Arguments, choose_seq_length
 from support.cluster.context import DistContext
-from support.cluster.devices import choose_device, choose_precision
+from support.cluster.devices import choose_device, choose_precision, unused_gpu
 from support.cluster.launch import Launch, exit_before_start
 from support.cluster.process_group import connect_ranks, group_options
 from support.cluster.tuning import keep_freed_memory
-from support.commands.check import check
+from support.commands import command_of
 from support.console import Console
 from support.data import batches as data
 from support.data import streaming
@@ -70,14 +70,13 @@ from support.labels import IGNORED
 from support.memory.advise import ways_to_fit
 from support.model import layers, weights
 from support.model import resolve as models
-from support.model.generate import tokens_of
 from support.model.loss import next_token_loss
 from support.report.metrics_log import MetricsLogger
 from support.report.run_record import RunRecord
+from support.strategies import optimizer as optim
 from support.strategies.contexts import autocast, gradient_sync
 from support.strategies.deepspeed import configure_deepspeed, partition_parameters, quiet
 from support.strategies.gradients import gradient_norm, loss_scaler, skip_update_if_not_finite
-from support.strategies.optimizer import adamw, learning_rate, parameter_groups, set_learning_rate
 from support.strategies.requirements import check_requirements
 from support.strategy import STRATEGIES, Engine
 
@@ -94,8 +93,8 @@ def main(args: Arguments, launch: Launch) -> None:
         exit_before_start(error, args.verbose, linger=2)
     try:
         ctx.precision = choose_precision(args.precision, ctx.device)
-        if args.check:
-            ctx.failures.end_together(None, check(args, ctx))  # does not return
+        if command := command_of(args):  # --check, --show_sample
+            ctx.failures.end_together(None, command(args, ctx))  # does not return
         model = train(args, ctx)
     except Preempted as preempted:
         ctx.failures.end_together(preempted.engine, EXIT_PREEMPTED)
@@ -115,7 +114,7 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
         Preempted: a rank received a stop signal, and the checkpoint is complete.
     """
     record = RunRecord.open(args, ctx)  # the output folder, results.json, memory after each phase
-    check_requirements(args, ctx.device)
+    check_requirements(args)
 
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
     spec = models.find_model(args, ctx)
@@ -197,20 +196,20 @@ def train_epoch_ddp(
     metrics.start_epoch()
 
     for step_batch in step_batches:
-        lr = learning_rate(state.step, state.total_steps, args)
-        set_learning_rate(optimizer, lr)
+        lr = optim.learning_rate(state.step, state.total_steps, args)
+        optim.set_learning_rate(optimizer, lr)
         # Tokens of all micro-batches on all ranks. Sequences may have different numbers of valid
         # tokens, so a mean over micro-batches or ranks would weight their tokens differently.
         valid_tokens, total_tokens, ranks_to_stop = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
         metrics.mark("data")
 
-        for micro_step, (inputs, labels) in enumerate(step_batch.batches):
+        for micro_step, (inputs, labels, positions) in enumerate(step_batch.batches):
             is_last = micro_step + 1 == len(step_batch.batches)
             data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
             with gradient_sync(model, needed=is_last):  # reduce the gradients once per step
                 with autocast(model, ctx):
-                    loss = next_token_loss(model, inputs, labels, valid_tokens)
+                    loss = next_token_loss(model, inputs, labels, valid_tokens, positions)
                 metrics.mark("forward")
                 # DDP and FSDP average the gradients over the ranks. `valid_tokens` already counts
                 # the tokens of all ranks, so the factor world_size turns the average into a sum.
@@ -252,19 +251,20 @@ def train_epoch_deepspeed(
 
     for step_batch in step_batches:
         if engine.lr_scheduler is None:  # else the user's DeepSpeed file defines the schedule
-            set_learning_rate(optimizer, learning_rate(state.step, state.total_steps, args))
+            scheduled = optim.learning_rate(state.step, state.total_steps, args)
+            optim.set_learning_rate(optimizer, scheduled)
         lr = optimizer.param_groups[0]["lr"]
         valid_tokens, total_tokens, ranks_to_stop = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
         metrics.mark("data")
 
-        for micro_step, (inputs, labels) in enumerate(step_batch.batches):
+        for micro_step, (inputs, labels, positions) in enumerate(step_batch.batches):
             is_last = micro_step + 1 == len(step_batch.batches)
             data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
             # The last step batch of an epoch may have fewer micro-batches, so the engine must not
             # find the end of a step by counting.
             engine.set_gradient_accumulation_boundary(is_last)
-            loss = next_token_loss(engine, inputs, labels, valid_tokens)
+            loss = next_token_loss(engine, inputs, labels, valid_tokens, positions)
             metrics.mark("forward")
             # The factor world_size is as in train_epoch_ddp. `valid_tokens` covers all
             # micro-batches, so the engine must not divide by their number (scale_wrt_gas).
@@ -295,7 +295,7 @@ def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
         all tokens without padding, and the number of ranks that received a stop signal.
     """
     counts = torch.zeros(3, device=ctx.device)
-    counts[0] = sum((labels[:, 1:] != IGNORED).sum() for _, labels in step_batch.batches)
+    counts[0] = sum((labels[:, 1:] != IGNORED).sum() for _, labels, _ in step_batch.batches)
     counts[1].fill_(step_batch.tokens)
     counts[2].fill_(bool(ctx.stop.requested))
     dist.all_reduce(counts)
@@ -317,12 +317,12 @@ def evaluate(model: nn.Module, validation, args: Arguments, ctx: DistContext) ->
     divisor = torch.ones((), device=ctx.device)
     batches, count = data.evaluation_batches(validation, args, ctx)
     with ctx.console.bar("Evaluation", count, "batch") as bar:
-        for number, (inputs, labels) in enumerate(batches):
+        for number, (inputs, labels, positions) in enumerate(batches):
             # Not for each batch, because all ranks wait for each other here.
             if number % 8 == 0 and ctx.asked_to_stop():
                 return None
             with autocast(model, ctx):
-                total[0] += next_token_loss(model, inputs, labels, divisor)
+                total[0] += next_token_loss(model, inputs, labels, divisor, positions)
             total[1] += (labels[:, 1:] != IGNORED).sum()
             bar.advance()
     dist.all_reduce(total)
@@ -397,9 +397,7 @@ def initialize_deepspeed(model: nn.Module, args: Arguments, ctx: DistContext) ->
 
     with quiet(args.verbose):
         engine, _, _, _ = deepspeed.initialize(
-            model=model,
-            model_parameters=parameter_groups(model, args.weight_decay),
-            config=args.ds_config_dict,  # without an optimizer if --eval_only is given
+            model=model, config=args.ds_config_dict, **optim.for_deepspeed(model, args)
         )
     if args.compile:
         engine.compile()
@@ -422,7 +420,7 @@ def wrap(model: nn.Module, train_data, args: Arguments, ctx: DistContext) -> Tra
         model, optimizer = model.to(ctx.device), None
     else:
         model = ENGINES[strategy.engine].wrap(model, args, ctx)
-        optimizer = model.optimizer if strategy.uses_deepspeed else adamw(model, args)
+        optimizer = model.optimizer if strategy.uses_deepspeed else optim.create(model, args)
     scaler = loss_scaler(ctx, enabled=ctx.precision == "fp16" and not strategy.uses_deepspeed)
     return TrainingObjects(model, optimizer, scaler, train_data if args.streaming else None)
 
@@ -436,11 +434,9 @@ def load_model_and_tokenizer(
     Returns:
         The model, not yet wrapped by dp or by DeepSpeed, and its tokenizer.
     Raises:
-        UserError: the prompt of --generate, the weights or a configuration cannot be used.
+        UserError: the weights or a configuration cannot be used.
     """
     ctx.console.print0("⏳ Loading the model")
-    if args.generate:
-        tokens_of(args.generate, spec.tokenizer)  # fails on an unusable prompt before the training
     model = ENGINES[STRATEGIES[args.strategy].engine].load(args, ctx, spec)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -481,9 +477,11 @@ def setup_distributed(args: Arguments, launch: Launch) -> DistContext:
     device = choose_device(launch)
     backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
     console = Console(launch.is_main, args.quiet, args.verbose)
+    if gpu := unused_gpu():
+        console.warn(f"{gpu} are not supported: training on the CPU.")
     ctx = DistContext.create(launch, device, backend, console)
     dist.init_process_group(
-        store=connect_ranks(ctx, args.ddp_timeout),
+        store=connect_ranks(ctx, args.ddp_timeout, args.hang_seconds),
         rank=ctx.rank,
         world_size=ctx.world_size,
         timeout=timedelta(seconds=args.ddp_timeout),

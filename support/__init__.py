@@ -3,7 +3,7 @@
 startup      from the command line to a process that may import torch
 cli          flags, DeepSpeed and FSDP configurations, run files, checks of paths and of the hub
 cluster      launchers, ranks, rendezvous, failures of ranks, Slurm
-commands     --check and --prefetch
+commands     --check, --prefetch, --prove and --show_sample
 data         from --dataset to batches of token ids
 model        model and tokenizer, loss, LoRA, export, generation
 strategies   DeepSpeed's set-up and ops, sharded optimizer states, gradients
@@ -18,17 +18,30 @@ patches      all patches of other libraries
 process      output that cannot fail, signal handlers before the run has its own
 progress     progress bars
 unwrap       the plain module, optimizer and tensor inside a strategy's wrapper
-versions     versions of the libraries that affect the results
+versions     versions of the libraries, and the digest of the code, that affect the results
 redaction    removal of secrets from messages and files
 strategy     the table of strategies
-known_models shapes of the embedded model and of GPT-2
+optimizers   the table of optimizers
+known_models shapes of the embedded model, of GPT-2 and of some 7B models
 chunks       sizes of the chunks in which large tensors are processed
 labels       the label of tokens without a loss
 text_tables  tables for a terminal and for Markdown
 units        units, and numbers as people read them
 """
 
+import sys
 from pathlib import Path
+
+if sys.platform == "win32" or sys.version_info < (3, 10):
+    # Here, because every program of this project imports this file first, and the next imports fail
+    # on such a machine.
+    need = (
+        "Windows is not supported. Install WSL (wsl --install), and run the same command there."
+        if sys.platform == "win32"
+        else "Python 3.10 or newer is needed, and this is {}.{}.".format(*sys.version_info)
+    )
+    print(f"❌ {need}", file=sys.stderr)
+    sys.exit(2)
 
 VERSION = "0.8"
 PROJECT = Path(__file__).resolve().parent.parent

@@ -8,29 +8,35 @@ libraries. Importing this module changes nothing and imports none of them.
 from __future__ import annotations
 
 import functools
+import importlib
 import shlex
 import subprocess
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from pathlib import Path
 
 
-@functools.cache  # a second call changes nothing
-def skip_packed_sequence_check() -> None:
-    """transformers 5.23.0: skip the check for several packed sequences in one row of a batch.
+def replace_packed_sequence_check(isolate: bool) -> None:
+    """transformers 5.23.0: replace the check for several packed sequences in one row of a batch.
 
     The check runs in every forward pass. It reads a tensor on the GPU, so the host waits for the
     GPU. A compiled model cannot run the check and passes a mask to attention instead, which
-    disables FlashAttention. The positions of all sequences in our batches start at 0.
+    disables FlashAttention. Here the run's flags say in advance whether positions restart.
 
     Remove it when `find_packed_sequence_indices` no longer converts a tensor on the device to bool.
+
+    Args:
+        isolate: the positions restart at 0 where a document begins. Otherwise those of all
+            sequences in our batches count from 0, and no mask is needed.
     """
     try:
         from transformers import masking_utils
     except ImportError:  # versions before 4.53 have no such check
         return
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+    def document_numbers(position_ids):
+        return (position_ids == 0).cumsum(-1) if isolate else None
+
+    masking_utils.find_packed_sequence_indices = document_numbers
 
 
 @functools.cache
@@ -122,35 +128,65 @@ def quote_library_path() -> None:
     cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
 
 
-def guard_compilations(lock: Callable[[str, Path], AbstractContextManager], run: Callable) -> None:
-    """torch 2.13.0: compile C++ ops under a lock of ours, with commands that end with this process.
+def compile_without_loading(compile_op: Callable | None, run: Callable) -> None:
+    """torch 2.13.0: compile C++ ops in a way of ours, and do not load them.
 
-    torch's own lock is a file that a killed process leaves behind, for which every later process
-    waits without a message. The compilers of a killed process continue and use about 1 GB each.
-    DeepSpeed compiles an op with `cpp_extension.load` when it first needs it.
+    `cpp_extension.load`, which DeepSpeed 0.19.8 calls, loads what it has compiled, and async_io
+    cannot be loaded before pin_memory.
 
-    Remove it when torch takes a lock that the kernel releases.
+    Remove it when torch can compile an op without loading it.
 
     Args:
-        lock: called with the name and the build folder of an op; returns a context manager.
+        compile_op: called in place of `cpp_extension.load`, with that function as first argument;
+            None for that function itself.
         run: called in place of subprocess.run.
     """
     from torch.utils import cpp_extension
 
-    load = cpp_extension.load
-
-    def locked_load(name, *args, build_directory=None, **options):
-        folder = Path(build_directory or cpp_extension._get_build_directory(name, False))
-        with lock(name, folder):
-            return load(name, *args, build_directory=str(folder), **options)
-
-    cpp_extension.load = locked_load
+    if compile_op:
+        cpp_extension.load = functools.partial(compile_op, cpp_extension.load)
+    cpp_extension._import_module_from_library = lambda *_: None
     cpp_extension.subprocess = types.SimpleNamespace(**{**vars(subprocess), "run": run})
+
+
+def load_compiled_ops(names: list[str], load: Callable) -> None:
+    """DeepSpeed 0.19.8: load ops of ours; the others are compiled and loaded by DeepSpeed.
+
+    Whenever DeepSpeed loads an op, each rank looks for the compiler and libaio, asks for the CPU
+    (a second) and runs ninja. If a rank is killed meanwhile, torch leaves a lock behind, for which
+    every later process waits without a message.
+
+    Remove it when DeepSpeed loads a compiled op without a compiler.
+
+    Args:
+        names: names of the ops.
+        load: returns the module of the op with the given name.
+    """
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    compile_and_load = OpBuilder.jit_load
+
+    def jit_load(self, verbose=True):
+        return load(self.name) if self.name in names else compile_and_load(self, verbose)
+
+    OpBuilder.jit_load = jit_load
+
+
+def skip_shared_memory_op() -> None:
+    """DeepSpeed 0.19.8: do not compile and load the op deepspeed_shm_comm on a CPU.
+
+    Only tensor-parallel inference (`inference_all_reduce`) uses it. It takes about 20 s to compile,
+    and 69 MB in /dev/shm for each rank under DeepSpeed's launcher, which are not released.
+
+    Remove it when DeepSpeed loads the op at its first use.
+    """
+    backend = importlib.import_module("deepspeed.comm.torch")  # the package's `torch` is PyTorch
+    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 # What each patch replaces, as "module:attribute".
 PATCHES = {
-    skip_packed_sequence_check: ("transformers.masking_utils:find_packed_sequence_indices",),
+    replace_packed_sequence_check: ("transformers.masking_utils:find_packed_sequence_indices",),
     wrap_sdpa: ("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",),
     limit_template_operators: (
         "jinja2.sandbox:SandboxedEnvironment.intercepted_binops",
@@ -159,9 +195,11 @@ PATCHES = {
     override_collectives: ("torch:ops.c10d.allreduce_", "torch:library.Library.impl"),
     cache_cpu_info: ("cpuinfo:get_cpu_info",),
     quote_library_path: ("torch.utils.cpp_extension:TORCH_LIB_PATH",),
-    guard_compilations: (
+    compile_without_loading: (
         "torch.utils.cpp_extension:load",
-        "torch.utils.cpp_extension:_get_build_directory",
+        "torch.utils.cpp_extension:_import_module_from_library",
         "torch.utils.cpp_extension:subprocess.run",
     ),
+    load_compiled_ops: ("deepspeed.ops.op_builder.builder:OpBuilder.jit_load",),
+    skip_shared_memory_op: ("deepspeed.comm.torch:build_shm_op",),
 }

@@ -17,6 +17,9 @@ from typing import NoReturn
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, TrainingError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# The command and the environment of this process, before anything changes them.
+COMMAND, ENVIRONMENT = [sys.executable, *sys.orig_argv[1:]], dict(os.environ)
+RESTARTED = "DISTRIBUTED_TRAINING_RESTARTED"  # set by support/cluster/restart.py
 ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to be ignored
 
 
@@ -145,6 +148,8 @@ def catch_signals(numbers: Iterable[int] = ()) -> None:
     for number in STOP_SIGNALS:
         if number in numbers or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _end_before_start)
+    # Its handler is that of support/cluster/hang.py; until then it must not end the process.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _end_before_start(number: int, _frame) -> NoReturn:

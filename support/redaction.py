@@ -39,6 +39,13 @@ def redact(text: str) -> str:
     return HF_TOKEN.sub(HIDDEN, IN_URL.sub(rf"\1{HIDDEN}@", text))
 
 
+def redact_value(value):
+    """Replace secrets in a text, or in each text of a list; return any other value unchanged."""
+    if isinstance(value, list):
+        return [redact_value(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
 def print_traceback(error: BaseException) -> None:
     """Print the traceback of `error` on stderr, without secrets."""
     print(redact("".join(traceback.format_exception(error))), file=sys.stderr, end="", flush=True)

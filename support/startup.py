@@ -10,22 +10,27 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from support import process
 from support.cli import paths
 from support.cli.arguments import Arguments
+from support.cli.ds_config import configured_strategy
 from support.cli.hub import ask_hub
 from support.cli.parse import ignored_flags, parse_arguments
 from support.cli.run_file import as_yaml
 from support.cluster import launch as launching
 from support.cluster import tuning
 from support.cluster.launch import Launch
+from support.cluster.restart import continue_restarted
 from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
+from support.known_models import EMBEDDED_MODEL
 from support.memory import architectures
+from support.optimizers import OPTIMIZERS
 from support.redaction import redact
 
 
-def start(argv: list[str]) -> tuple[Arguments, Launch]:
+def start(argv: list[str], will_run: bool = True) -> tuple[Arguments, Launch]:
     """Read the arguments and the launcher's environment, run the first checks, tune the process.
 
     If a check fails, the process exits with one line and code 2. With --print_config it prints the
@@ -33,6 +38,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
 
     Args:
         argv: the arguments, without the program's name.
+        will_run: False if the arguments are only checked.
     Returns:
         The arguments, which cannot be changed, and this process's place in the run.
     """
@@ -45,11 +51,13 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
             raise UserError("The current folder was removed: change to another one.")
         # Before the arguments: the DeepSpeed file's train_batch_size depends on the world size.
         launch = launching.detect_launch()
-        args = parse_arguments(argv)
+        args = continue_restarted(parse_arguments(argv))
         if args.print_config:
             print(redact(as_yaml(args)), end="")
             process.check_output()
             sys.exit(EXIT_COMPLETED)
+        if args.prove is not None:
+            prove(args, launch)  # does not return
         tuning.tune_process(args, launch)
         if args.simulate_gpus:
             launch = launching.simulated(launch, args.simulate_gpus)
@@ -60,8 +68,8 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
                 "--prefetch fills the cache from one process: start it with python, "
                 "without a launcher."
             )
-        # --prefetch writes no results, and may run where the run's disks and packages are missing.
-        if not args.prefetch:
+        # These two write no results, and may run where the run's disks and packages are missing.
+        if not (args.prefetch or args.show_sample):
             check_run(args)
         hub_offline, hub_problem = ask_hub(args, launch.is_main, launch.is_node_leader)
         args = args.replace(hub_offline=hub_offline, hub_problem=hub_problem)
@@ -71,12 +79,31 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
             from support.commands.prefetch import prefetch  # imports torch
 
             prefetch(args, launch)  # does not return
+        without_training = args.check or args.show_sample
+        if args.ds_config_dict and will_run and launch.is_node_leader and not without_training:
+            start_to_compile(args)
     except UserError as error:
         launching.exit_before_start(error, verbose)
     # The imports that follow create 2 million objects and no garbage. Searching them for garbage
     # takes a sixth of the time: 5.5 s of CPU time with the collector, 4.6 s without.
     gc.disable()
     return args, launch
+
+
+def prove(args, launch: Launch) -> NoReturn:
+    """Run --prove, before the settings of this process, which its children would inherit.
+
+    Raises:
+        UserError: a launcher started this process, or a run failed.
+    """
+    if launch.world_size > 1:
+        raise UserError(
+            "--prove starts its own ranks: start it with python, without a launcher, and give "
+            f"their number: --prove {launch.world_size}."
+        )
+    from support.commands import prove  # imports torch
+
+    sys.exit(prove.prove(args))
 
 
 def end_of_imports() -> None:
@@ -95,12 +122,24 @@ def check_run(args) -> None:
         UserError: a folder cannot be used.
         MissingRequirement: a package is missing.
     """
-    if not args.check:  # --check may be given with the folders of an existing run
+    # --check may be given with the folders of an existing run. A restarted program has its own.
+    if not args.check and process.RESTARTED not in os.environ:
         paths.check_output_dir(args)
         paths.check_export_folder(args)
         paths.check_logging_dir(args)
     paths.check_nvme_path(args)
     check_packages(args)
+
+
+def start_to_compile(args) -> None:
+    """Compile the missing ops of DeepSpeed while this process imports libraries and reads data."""
+    from support.strategies import ops  # imported only if needed, because --help must be fast
+
+    if missing := ops.missing_ops(configured_strategy(args)):
+        ops.start_builder(missing)
+        if not args.quiet:
+            names = ", ".join(missing)
+            print(f"ℹ️  Compiling DeepSpeed's {names} in the background, once for this machine.")
 
 
 def check_packages(args) -> None:
@@ -114,6 +153,11 @@ def check_packages(args) -> None:
             raise MissingRequirement(f"--report_to {name} needs {name}: pip install {name}.")
     if args.lora_r and importlib.util.find_spec("peft") is None:
         raise MissingRequirement("--lora_r needs peft: pip install peft.")
+    package = OPTIMIZERS[args.optim].package
+    if package and importlib.util.find_spec(package) is None:
+        raise MissingRequirement(f"--optim {args.optim} needs {package}: pip install {package}.")
+    if args.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingRequirement("--load_in_4bit needs bitsandbytes: pip install bitsandbytes.")
 
 
 def check_model_path(args) -> None:
@@ -121,9 +165,15 @@ def check_model_path(args) -> None:
 
     Raises:
         UserError: there is no such folder, or it holds adapters only, no config.json or an invalid
-            one.
+            one; or --model_revision is given for a model that is not on the hub.
     """
-    if not paths.is_local_model(args.model):
+    is_local = paths.is_local_model(args.model)
+    if args.model_revision and (is_local or args.model == EMBEDDED_MODEL):
+        raise UserError(
+            f"--model_revision is for models on the hub, and --model {args.model} is none: leave "
+            "it out."
+        )
+    if not is_local:
         return
     folder = Path(args.model)
     if not folder.is_dir():

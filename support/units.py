@@ -29,3 +29,10 @@ def perplexity_of(loss: float) -> float:
 def human_rate(rate: float) -> str:
     """Three digits or more: 0.714, 46.0, 1,204.5."""
     return f"{rate:,.1f}" if rate >= 10 else f"{rate:.3g}"
+
+
+def human_time(seconds: float) -> str:
+    """22 -> "22.0 s"; from two minutes on in minutes, from two hours on in hours."""
+    if seconds < 120:
+        return f"{human_rate(seconds)} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

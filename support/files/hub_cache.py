@@ -7,6 +7,17 @@ import re
 from pathlib import Path
 
 
+def login_command() -> str:
+    """Return the command that logs in to the hub; its name changed in huggingface_hub 0.34."""
+    # Imported only for an error, because --help must be fast.
+    from importlib.metadata import version
+
+    from packaging.version import Version
+
+    renamed = Version(version("huggingface_hub")) >= Version("0.34")
+    return "hf auth login" if renamed else "huggingface-cli login"
+
+
 def huggingface_home() -> Path:
     """Return the folder with the caches of the Hugging Face libraries (HF_HOME)."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
@@ -45,7 +56,7 @@ def cached_model(name: str) -> Path:
     return hub / f"models--{name.replace('/', '--')}"
 
 
-def missing_of_model(name: str, with_weights: bool) -> list[str]:
+def missing_of_model(name: str, with_weights: bool, revision: str = "main") -> list[str]:
     """Return which kinds of files the cached snapshot of a model lacks.
 
     Other programs cache parts of a model, for example the weights only.
@@ -53,16 +64,18 @@ def missing_of_model(name: str, with_weights: bool) -> list[str]:
     Args:
         name: of the model on the hub.
         with_weights: the run needs the weights.
+        revision: a branch, a tag or a commit.
     Returns:
-        Descriptions for a message, such as "tokenizer files"; empty also if the cache has no
-        branch "main".
+        Descriptions for a message, such as "tokenizer files"; empty also if the cache does not know
+        the revision.
     """
     folder = cached_model(name)
     try:
-        snapshot = (
-            folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-        )
+        commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
     except OSError:
+        commit = revision
+    snapshot = folder / "snapshots" / commit
+    if not snapshot.is_dir():
         return []  # the cache holds a commit without a branch; the libraries decide
     # exists(): an interrupted download leaves dangling links.
     files = {file.name for file in snapshot.glob("*") if file.exists()}

@@ -20,7 +20,7 @@ def activation_bytes(work: Workload, strategy: str) -> int:
 
     Under autocast the 16-bit copies of the weights are included.
     """
-    m, c, autocast = work.model, work.item, work.autocast(strategy)
+    m, c = work.model, work.item
     stream, frozen = work.stream(strategy), work.lora is not None
     if work.gradient_checkpointing:
         # With frozen embeddings transformers makes their output a leaf that requires a gradient. It
@@ -29,17 +29,19 @@ def activation_bytes(work: Workload, strategy: str) -> int:
         blocks, copies = inputs * work.tokens * stream * m.hidden, 0
     else:
         blocks = m.layers * saved_by_block(work, strategy)
-        copies = c * m.layers * sum(n for n in m.block() if m.is_matrix(n)) if autocast else 0
+        in_blocks = sum(work.trained) if frozen else m.layers * sum(filter(m.is_matrix, m.block()))
+        copies = c * in_blocks if work.autocast(strategy) else 0
     if frozen:
-        final_norm = 4 if m.family == "llama" else stream
+        final_norm = 4 if m.family == "llama" else work.layer_norm(strategy)
         blocks -= _before_adapters(work, strategy)
     elif m.family == "llama":
-        final_norm = 8 if autocast else 4 + c
+        final_norm = 8 if work.casts_weights(strategy) else 4 + c
     else:
-        final_norm = stream
+        final_norm = work.layer_norm(strategy)
     if work.precision == "fp16":  # backward computes the logits again from the loss's input
         final_norm += stream
-    return blocks + work.tokens * final_norm * m.hidden + copies
+    mask = work.tokens * work.seq_length if work.attention_mask else 0  # of bools
+    return blocks + work.tokens * final_norm * m.hidden + copies + mask
 
 
 def saved_by_block(work: Workload, strategy: str) -> int:
@@ -49,24 +51,26 @@ def saved_by_block(work: Workload, strategy: str) -> int:
     once. A frozen linear layer or norm saves its weight, which exists anyway, and not its input.
     """
     m, c = work.model, work.item
-    h, autocast, frozen = m.hidden, work.autocast(strategy), work.lora is not None
+    h, frozen = m.hidden, work.lora is not None
     readers = [  # of the norm before attention, and of the norm before the MLP
         sum(layer.endswith(names) and work.saves(layer, strategy) for layer in m.linear_layers())
         for names in (FIRST_OF_ATTENTION, FIRST_OF_MLP)
     ]
     # Query, key, value and output; the kernel's log-sum-exp in fp32.
     attention = c * (2 * m.query + 2 * m.key) + 4 * m.heads
+    if work.attention_mask:  # SDPA converts the mask of bools to numbers, and saves these
+        attention += c * work.seq_length
     if m.family == "llama":
         # RMSNorm computes in fp32: its fp32 input, the normalized input, and its output (under
         # autocast a 16-bit copy for each linear layer that reads it).
         normalized = 0 if frozen else work.stream(strategy)
-        outputs = sum(readers) if autocast else sum(map(bool, readers))
+        outputs = sum(readers) if work.casts_weights(strategy) else sum(map(bool, readers))
         norms = 2 * (4 + normalized) * h + c * h * outputs
         if m.qk_norm:
             norms += (4 + (0 if frozen else c)) * (m.query + m.key)
     else:
         inputs = 1 if m.parallel else 2  # parallel attention and MLP have the same input
-        norms = work.stream(strategy) * h * inputs + c * h * sum(map(bool, readers))
+        norms = work.layer_norm(strategy) * h * inputs + c * h * sum(map(bool, readers))
     if m.family == "gpt_neox":
         # Query and key are rotated copies. The joint projection stays in memory because the value
         # is a view of it. The output is copied to the layout of the next layer.
@@ -101,13 +105,13 @@ def _before_adapters(work: Workload, strategy: str) -> int:
     No gradient is needed before the first adapter: not for the first norm, nor for the MLP if it is
     parallel to attention and has no adapters.
     """
-    m, c = work.model, work.item
+    m = work.model
     if work.gradient_checkpointing:
         return 0
-    saved = (4 if m.family == "llama" else work.stream(strategy)) * m.hidden * work.tokens
+    norm = 4 if m.family == "llama" else work.layer_norm(strategy)
+    saved = norm * m.hidden * work.tokens
     if m.parallel and not any(layer.startswith("mlp") for layer in work.lora.layers):
         saved += work.tokens * _saved_by_mlp(work, strategy)
-        saved += c * 2 * m.hidden * m.intermediate if work.autocast(strategy) else 0
     return saved
 
 
@@ -141,5 +145,5 @@ def peak_of_loss(work: Workload, strategy: str) -> int:
     weight = m.vocabulary * m.hidden
     # The sum over the chunks in fp32, and in 16 bit the product that is added to it.
     trained = 0 if work.lora else weight * (4 if c == 4 else 4 + c)
-    copies = c * (weight + work.tokens * m.hidden) if work.autocast(strategy) else 0
+    copies = c * (weight + work.tokens * m.hidden) if work.casts_weights(strategy) else 0
     return work.stream(strategy) * work.tokens * m.hidden + trained + copies + chunk

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from support.cli.arguments import isolates_documents
 from support.cli.ds_config import configured_strategy
 from support.errors import UserError
 from support.memory.architectures import Architecture, read_architecture
@@ -43,6 +44,9 @@ def planned_work(args, ctx, model: Architecture) -> Workload:
         0 if ctx.simulated else None,
         adapters(model, args.lora_r, args.lora_targets),
         args.fused_gelu,
+        isolates_documents(args),
+        args.optim,
+        args.load_in_4bit,
     )
 
 
@@ -103,7 +107,11 @@ def remedies(work: Workload, strategy: str, limits: Limits) -> list[Remedy]:
     accumulation; gradient checkpointing; sequences of half the length.
     """
     limits, present = with_margin(limits), predict(work, strategy).total
-    candidates = [Remedy(f"--strategy {other}", predict(work, other)) for other in PREFERENCE]
+    candidates = [
+        Remedy(f"--strategy {other}", predict(work, other))
+        for other in PREFERENCE
+        if other in work.strategies
+    ]
     candidates = [remedy for remedy in candidates if remedy.need.total < 0.98 * present]
 
     def add(flags: str, changed: Workload) -> None:

@@ -9,9 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from support.cli.hub import download_config
 from support.errors import UserError
 from support.files.user_files import read_json, shown
-from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
+from support.known_models import (
+    EMBEDDED_MODEL,
+    EMBEDDED_SHAPE,
+    EMBEDDED_VOCABULARY,
+    GPT2_SHAPES,
+    LARGE_MODELS,
+    name_on_hub,
+)
 
 MOST_OF_CONFIG = 16 << 20  # characters; some files list thousands of labels
 
@@ -137,6 +145,20 @@ class Architecture:
         head = [] if self.tied else [self.vocabulary * h]
         return [*embeddings, *self.layers * self.block(), *norm * [h], *head]
 
+    def factored(self) -> int:
+        """Return the rows and columns of all matrices, and the elements of all vectors.
+
+        Adafactor's states have so many elements.
+        """
+        linear = self.linear_layers().values()
+        vectors = sum(self.block()) - sum(layer.inputs * layer.outputs for layer in linear)
+        block = sum(layer.inputs + layer.outputs for layer in linear) + vectors
+        embeddings = [self.vocabulary] * (1 if self.tied else 2) + [self.positions] * bool(
+            self.positions
+        )
+        norm = self.hidden * (1 if self.family == "llama" else 2)
+        return self.layers * block + sum(rows + self.hidden for rows in embeddings) + norm
+
     @property
     def total(self) -> int:
         """Number of parameters; tied weights count once."""
@@ -159,10 +181,11 @@ def gpt2(
 
 
 def find_architecture(model: str) -> Architecture:
-    """Return the architecture of a GPT-2 size, of the embedded model, or of a config.json.
+    """Return the architecture of a model that is known by its name, or of a config.json.
 
     Args:
-        model: a model's name, a config.json, or the folder of one.
+        model: a model's name, a config.json, or the folder of one. The config.json of any other
+            name is read from the cache or from the hub.
     Raises:
         UserError: the file does not exist or is invalid, or the planner does not support its
             family.
@@ -171,14 +194,12 @@ def find_architecture(model: str) -> Architecture:
         return gpt2(*EMBEDDED_SHAPE, vocabulary=EMBEDDED_VOCABULARY, positions=512)
     if model in GPT2_SHAPES:
         return gpt2(*GPT2_SHAPES[model])
+    if name_on_hub(model) in LARGE_MODELS:
+        return read_architecture(LARGE_MODELS[name_on_hub(model)][1], model)
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        sizes = ", ".join((EMBEDDED_MODEL, *GPT2_SHAPES))
-        raise UserError(
-            f"--model {model}: no such file or folder. Use one of {sizes}, a local model folder, "
-            "or a config.json (for a model on the hub, download that file)."
-        )
+        path = Path(download_config(model))
     return read_architecture(
         read_json("--model", str(path), unique=False, most=MOST_OF_CONFIG), str(path)
     )

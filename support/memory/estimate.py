@@ -26,7 +26,6 @@ from support.memory.workload import Workload
 from support.strategy import STRATEGIES
 from support.units import GB
 
-MASTER_AND_MOMENTS = 12  # bytes per parameter: fp32 weight, exp_avg, exp_avg_sq (ZeRO's K)
 # Allowances, not measured: for memory outside of tensors (the CUDA context, cuBLAS workspaces,
 # NCCL), and for fragmentation.
 CUDA_CONTEXT, GPU_SLACK = 1 * GB, 1.05
@@ -124,7 +123,7 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
     activations = activation_bytes(work, strategy)
     recomputed = saved_by_block(work, strategy) if work.gradient_checkpointing else 0
     in_backward = gradients_of_head(work, strategy) + states.in_backward + recomputed
-    working = activations + max(peak_of_loss(work, strategy), in_backward)
+    working = activations + max(peak_of_loss(work, strategy), in_backward + work.dequantized)
     return MemoryEstimate(
         strategy=strategy,
         parameters=states.parameters,
@@ -144,15 +143,20 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
 
 
 def predict_all(work: Workload) -> list[MemoryEstimate]:
-    """Return the memory estimates of all strategies."""
-    return [predict(work, strategy) for strategy in STRATEGIES]
+    """Return the memory estimates of all strategies that support the workload."""
+    return [predict(work, strategy) for strategy in work.strategies]
 
 
 def _dp(work: Workload) -> _States:
-    """Estimate DDP: all states whole, in fp32. Gradient buckets persist between steps."""
-    trained, parameters = sum(work.trained), 4 * sum(work.sizes)
+    """Estimate DDP: all states whole, in fp32, and frozen weights in the dtype of computations.
+
+    Gradient buckets persist between steps.
+    """
+    trained = sum(work.trained)
+    parameters = 4 * trained + work.frozen_bytes
     largest = max(work.trained)
-    states = parameters + 12 * trained
+    optimizer = work.optimizer_states(work.trained)
+    states = parameters + 4 * trained + optimizer
     persistent = work.world_size > 1 or work.accumulation > 1
     # Between micro-batches the gradients are not yet in DDP's buckets: zero_grad() has removed the
     # views of the buckets.
@@ -164,10 +168,10 @@ def _dp(work: Workload) -> _States:
     return _States(
         parameters,
         4 * trained,
-        8 * trained,
+        optimizer,
         steady=states if persistent else states - 4 * trained,
         at_end=states + uses * 4 * largest,
-        update=0 if persistent else 4 * trained,
+        update=(0 if persistent else 4 * trained) + _temporaries(work) * largest,
         sent=2 * 4 * trained,
     )
 
@@ -177,7 +181,10 @@ def _stages12(work: Workload, stage: int, offload: bool) -> _States:
     m, c = work.model, work.item
     total, trained = sum(work.sizes), sum(work.trained)
     largest, share = max(work.trained), sum(_share(group, work) for group in _groups(work))
-    parameters, optimizer = c * total, 0 if offload else MASTER_AND_MOMENTS * share
+    shares = [_share(group, work) for group in _groups(work)]
+    # fp32 masters and the optimizer's states (K bytes per parameter in ZeRO's terms).
+    optimizer = 0 if offload else 4 * share + work.optimizer_states(shares)
+    parameters = c * trained + work.frozen_bytes
     gradients = 0 if offload else c * _kept_gradients(work)
     # Gradients of earlier micro-batches. Stage 1 keeps them whole until it reduces the last one's.
     accumulated = 0
@@ -194,6 +201,7 @@ def _stages12(work: Workload, stage: int, offload: bool) -> _States:
     # fp32 gradients, and in 16 bit the new working copy; or the norm of one gradient in fp64.
     copies = 4 + c if c < 4 else 4
     update = (0 if accumulated else gradients) + max(8 * min(largest, share), copies * share)
+    update += _temporaries(work) * share
     reductions = 1 if stage == 1 else work.accumulation
     return _States(
         parameters,
@@ -219,8 +227,9 @@ def _host_of_offload(work: Workload) -> int:
     for group in _groups(work):
         share = _share(group, work)
         # Masters, fp32 gradients, and a copy of the weights in the working type for the transfer
-        # back to the GPU; two moments.
-        host += _page_locked(work, [4 * share, 4 * share, c * share]) + 8 * share
+        # back to the GPU; the optimizer's states.
+        host += _page_locked(work, [4 * share, 4 * share, c * share])
+        host += work.optimizer_states([share])
     host += _page_locked(work, [c * max(work.trained)])  # staging for the largest gradient
     if work.accumulation > 1:  # one tensor per parameter
         host += _page_locked(work, [c * size for size in work.trained])
@@ -251,7 +260,8 @@ def _stage3(work: Workload, swaps: bool) -> _States:
     parameters = c * (_parts(persistent, n) if swaps else shards) + (
         c * sum(persistent) if n > 1 else 0
     )
-    gradients, optimizer = (0, 0) if swaps else (c * trained, MASTER_AND_MOMENTS * trained)
+    masters_and_states = 4 * trained + work.optimizer_states([trained])
+    gradients, optimizer = (0, 0) if swaps else (c * trained, masters_and_states)
     gathered = 0 if n == 1 and not swaps else c * (largest + min(2 * bucket, total - largest))
     steady = parameters + gradients + optimizer + c * bucket
     # ds_config_infinity.json: 5 buffers for parameters and 4 for the states of a sub-group, which
@@ -265,6 +275,7 @@ def _stage3(work: Workload, swaps: bool) -> _States:
     at_end = c * ((largest if gathered else 0) + uses * max(work.trained) + max(work.model.block()))
     # The norm of one gradient in fp64, or the fp32 copies of a sub-group.
     update = max(8 * max(work.trained) // n, (4 + (c if c < 4 else 0)) * sub_group)
+    update += _temporaries(work) * sub_group
     return _States(
         parameters,
         gradients,
@@ -276,12 +287,12 @@ def _stage3(work: Workload, swaps: bool) -> _States:
         buffers=c * bucket,
         gathered=gathered,
         host=in_host if swaps else 0,
-        nvme=(MASTER_AND_MOMENTS + 4) * trained + c * shards if swaps else 0,
+        nvme=masters_and_states + 4 * trained + c * shards if swaps else 0,
     )
 
 
 def _fsdp(work: Workload, strategy: str) -> _States:
-    """Estimate FSDP2: fp32 shards of all states.
+    """Estimate FSDP2: shards of all states, with the dtypes of _dp.
 
     Transformer blocks are gathered one by one. Parameters outside of them are gathered for a whole
     pass.
@@ -289,12 +300,14 @@ def _fsdp(work: Workload, strategy: str) -> _States:
     m, n, sizes = work.model, work.world_size, work.sizes
     # Bytes per gathered element. In fp16 parameters are gathered in fp32, because autocast is used.
     c = work.stream(strategy)
-    shards, trained, block = _parts(sizes, n), _parts(work.trained, n), sum(m.block())
+    trained, block = _parts(work.trained, n), sum(m.block())
+    shards = 4 * trained + work.item * _parts(work.frozen, n)
     total, outside = sum(sizes), m.total - m.layers * block
     with_adapters = block + (sum(work.lora.of_block(m)) if work.lora else 0)
     # Gradients are not sharded until the last micro-batch.
     accumulated = 4 * sum(work.trained) if work.accumulation > 1 else 0
-    steady = 4 * shards + 8 * trained + accumulated
+    optimizer = work.optimizer_states([trained])
+    steady = shards + optimizer + accumulated
     in_backward = (c if work.lora else 2 * c) * with_adapters
     # At the end of backward, parameters outside of the transformer blocks are whole, with their
     # gradient (three tensors for a tied embedding, see _dp), and in 16 bit its fp32 copy for the
@@ -303,9 +316,9 @@ def _fsdp(work: Workload, strategy: str) -> _States:
     gradients = 0 if work.lora else max(3 * c if m.tied else 0, c + (4 if c < 4 else 0)) * outside
     not_reduced = 4 * (trained if work.lora else trained - outside // n) + in_backward
     return _States(
-        4 * shards,
+        shards,
         4 * trained,
-        8 * trained,
+        optimizer,
         steady=steady,
         at_end=steady + not_reduced + gathered + gradients,
         update=4 * trained,
@@ -313,6 +326,17 @@ def _fsdp(work: Workload, strategy: str) -> _States:
         gathered=gathered,
         in_backward=in_backward,
     )
+
+
+def _temporaries(work: Workload) -> int:
+    """Return the bytes per element of a tensor that an unfused optimizer needs while it updates it.
+
+    Adafactor computes the update in two fp32 tensors. The kernels of bitsandbytes need none on
+    CUDA; on a CPU they compute with five fp32 tensors.
+    """
+    if work.optimizer == "adafactor":
+        return 8
+    return 20 if work.optimizer == "adamw_8bit" and work.device == "cpu" else 0
 
 
 def _parts(sizes: list[int], n: int) -> int:

@@ -12,7 +12,8 @@ from support.memory.estimate import MemoryEstimate, predict
 from support.memory.workload import Workload, adapters
 
 # The order of recommendation: the first that fits is the simplest and usually the fastest.
-PREFERENCE = ("dp", "zero1", "zero2", "fsdp", "zero3", "offload", "infinity")
+ON_GPU, OFFLOADING = ("dp", "zero1", "zero2", "fsdp", "zero3"), ("offload", "infinity")
+PREFERENCE = (*ON_GPU, *OFFLOADING)
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,26 @@ class Limits:
 
 
 def recommend(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Workload]:
-    """Choose the first strategy of PREFERENCE that fits, if necessary with smaller micro-batches.
+    """Choose the first strategy that fits, if necessary with changes of the workload.
+
+    The changes are smaller micro-batches, which cost little; then gradient checkpointing, which
+    computes the forward pass twice; then both. Only if none of them makes a strategy fit that keeps
+    its states on the GPU, those that offload are tried.
 
     Returns:
         The memory estimate, or None if nothing fits; and the workload, in which gradient
         accumulation makes up for smaller micro-batches.
     """
-    for strategy in PREFERENCE:
-        if limits.hold(need := predict(work, strategy)):
-            return need, work
-    for strategy in PREFERENCE:
-        if split := fitting_split(work, strategy, limits):
-            return predict(split, strategy), split
+    checkpointing = replace(work, gradient_checkpointing=True)
+    for strategies in (ON_GPU, OFFLOADING):
+        supported = [strategy for strategy in strategies if strategy in work.strategies]
+        for changed in (work,) if work.gradient_checkpointing else (work, checkpointing):
+            for strategy in supported:
+                if limits.hold(need := predict(changed, strategy)):
+                    return need, changed
+            for strategy in supported:
+                if split := fitting_split(changed, strategy, limits):
+                    return predict(split, strategy), split
     return None, work
 
 

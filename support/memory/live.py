@@ -119,6 +119,15 @@ def _parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         # ZeRO-3 replaces the data by an empty placeholder and keeps this rank's shard in ds_tensor.
         yield getattr(parameter, "ds_tensor", None)
         yield parameter.data
+        yield from _quantization_state(parameter)
+
+
+def _quantization_state(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the scales and tables of a parameter in 4 bits (bitsandbytes)."""
+    state = getattr(parameter, "quant_state", None)
+    while state is not None:  # the scales are themselves quantized
+        yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
+        state = state.state2
 
 
 def _kept_on_device(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from support.errors import UserError
 from support.memory.architectures import Architecture
+from support.optimizers import OPTIMIZERS
 from support.strategy import STRATEGIES
 
 # Default targets of adapters, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
@@ -29,6 +30,11 @@ class Adapters:
         """Return the elements of A and B of each adapted layer of a transformer block."""
         shapes = [model.linear_layers()[layer] for layer in self.layers]
         return [self.r * width for shape in shapes for width in (shape.inputs, shape.outputs)]
+
+    def factored(self, model: Architecture) -> int:
+        """Return the rows and columns of all adapters, as Architecture.factored."""
+        shapes = [model.linear_layers()[layer] for layer in self.layers]
+        return model.layers * sum(2 * self.r + shape.inputs + shape.outputs for shape in shapes)
 
 
 def target_names(targets: str) -> list[str]:
@@ -79,6 +85,9 @@ class Workload:
         rank: the rank to estimate; None: the one that needs the most memory.
         lora: adapters on frozen weights; None: all parameters are trained.
         fused_gelu: one kernel computes GPT-2's activation.
+        attention_mask: attention by SDPA with a mask, as for isolated documents.
+        optimizer: one of OPTIMIZERS.
+        load_in_4bit: the frozen weights of the linear layers are in 4 bits (NF4).
     """
 
     model: Architecture
@@ -92,6 +101,19 @@ class Workload:
     rank: int | None = None
     lora: Adapters | None = None
     fused_gelu: bool = True
+    attention_mask: bool = False
+    optimizer: str = "adamw"
+    load_in_4bit: bool = False
+
+    @property
+    def strategies(self) -> list[str]:
+        """The strategies that support this workload."""
+        optimizer = OPTIMIZERS[self.optimizer]
+        return [
+            name
+            for name, row in STRATEGIES.items()
+            if optimizer.problem(row) is None and not (self.load_in_4bit and row.shards_parameters)
+        ]
 
     @property
     def trained(self) -> list[int]:
@@ -101,9 +123,49 @@ class Workload:
         return self.model.layers * self.lora.of_block(self.model)
 
     @property
+    def frozen(self) -> list[int]:
+        """Elements of each parameter that is not trained, in the model's order."""
+        return [] if self.lora is None else self.model.parameters()
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the frozen weights in a whole model: in the dtype of computations, or in 4 bits.
+
+        Four bits an element, a scale of 8 bits for each 64, and for each 256 of these one in fp32
+        (double quantization, Dettmers et al., arXiv 2305.14314); two tables of a weight's values.
+        """
+        if not self.load_in_4bit:
+            return self.item * sum(self.frozen)
+        weights = [layer.inputs * layer.outputs for layer in self.model.linear_layers().values()]
+        in_block = sum(n // 2 + n // 64 + 4 * -(-n // (64 * 256)) + 4 * (16 + 256) for n in weights)
+        others = sum(self.frozen) - self.model.layers * sum(weights)
+        return self.model.layers * in_block + self.item * others
+
+    @property
+    def dequantized(self) -> int:
+        """Bytes of the largest weight that is converted from 4 bits while it is used."""
+        weights = [layer.inputs * layer.outputs for layer in self.model.linear_layers().values()]
+        return self.item * max(weights) if self.load_in_4bit else 0
+
+    @property
     def sizes(self) -> list[int]:
         """Elements of each parameter, in the model's order, then of the adapters."""
-        return self.model.parameters() + ([] if self.lora is None else self.trained)
+        return self.frozen + self.trained
+
+    def optimizer_states(self, sizes: list[int]) -> int:
+        """Return the bytes of the optimizer's states, without the fp32 weights.
+
+        Args:
+            sizes: elements of each tensor that the optimizer updates: parameters, or shards.
+        """
+        if self.optimizer == "adamw_8bit":  # fp32 below 4,096 elements
+            return sum(8 * n if n < 4096 else 2 * n + 2 * 4 * -(-n // 256) for n in sizes)
+        if self.optimizer == "adafactor":  # of dp only
+            factored = (
+                self.model.factored() if self.lora is None else self.lora.factored(self.model)
+            )
+            return 4 * factored
+        return int(OPTIMIZERS[self.optimizer].state_bytes) * sum(sizes)
 
     @property
     def tokens(self) -> int:
@@ -116,16 +178,25 @@ class Workload:
         return 4 if self.precision == "fp32" else 2
 
     def autocast(self, strategy: str) -> bool:
-        """Return whether weights are fp32 and computations 16-bit: always for dp, in fp16 for fsdp.
+        """Return whether autocast chooses the dtypes: in 16 bit for dp, and in fp16 for fsdp.
 
         In all other 16-bit runs DeepSpeed or FSDP2 converts the weights.
         """
         in_16_bit_under = {"ddp": ("bf16", "fp16"), "fsdp": ("fp16",), "deepspeed": ()}
         return self.precision in in_16_bit_under[STRATEGIES[strategy].engine]
 
+    def casts_weights(self, strategy: str) -> bool:
+        """Return whether autocast makes 16-bit copies of fp32 weights; frozen ones are 16-bit."""
+        return self.autocast(strategy) and self.lora is None
+
     def stream(self, strategy: str) -> int:
-        """Return the bytes per element of the residual stream: it is fp32 under autocast."""
-        return 4 if self.autocast(strategy) else self.item
+        """Return the bytes per element of the residual stream: it has the embedding's dtype."""
+        return 4 if self.casts_weights(strategy) else self.item
+
+    def layer_norm(self, strategy: str) -> int:
+        """Return the bytes per element of LayerNorm's input: on CUDA, autocast makes it fp32."""
+        in_fp32 = self.autocast(strategy) and self.device == "cuda"
+        return 4 if in_fp32 else self.stream(strategy)
 
     def saves(self, layer: str, strategy: str) -> bool:
         """Return whether autograd saves a linear layer's input.

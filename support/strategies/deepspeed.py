@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
 import logging
-import os
 import warnings
 
 import torch
@@ -17,7 +15,7 @@ from support import patches
 from support.cli.ds_config import ModelSizes, complete_ds_config, configured_strategy
 from support.cluster.context import DistContext
 from support.model.weights import DTYPES
-from support.strategies import op_builds, requirements
+from support.strategies import ops, requirements
 from support.strategy import Strategy
 
 
@@ -36,7 +34,7 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
         UserError: the folder of --nvme_path is missing or not writable, or the configuration has an
             "auto" that cannot be filled in.
         MissingRequirement: the file system of --nvme_path is too small, or cannot bypass the page
-            cache.
+            cache; or an op cannot be compiled.
     """
     import deepspeed
 
@@ -58,14 +56,7 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
 
         nvme_folder = ctx.once_per_node("nvme folder", make_folder)
 
-    _prepare_compilations(strategy, ctx)
-    # Under its own launcher DeepSpeed reduces through this file of 69 MB in shared memory on a CPU,
-    # and does not remove it.
-    buffer = (
-        f"deepspeed_allreduce_buffer_{os.getuid()}_{ctx.launch.master_addr}"
-        f"_{ctx.launch.master_port}_{ctx.rank}"
-    )
-    ctx.temporary.append(f"/dev/shm/{buffer}")
+    _prepare_ops(strategy, ctx, args.verbose)
     with quiet(args.verbose):
         # Uses the existing process group.
         deepspeed.init_distributed(dist_backend=ctx.backend)
@@ -77,26 +68,26 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
     )
     config = complete_ds_config(config, ctx.precision, sizes, ctx.world_size, nvme_folder)
     if args.eval_only:
-        del config["optimizer"]
+        config.pop("optimizer", None)
     return config
 
 
-def _prepare_compilations(strategy: Strategy, ctx: DistContext) -> None:
-    """Guard the compilation of DeepSpeed's ops, and announce those that are not compiled yet."""
+def _prepare_ops(strategy: Strategy, ctx: DistContext, verbose: bool) -> None:
+    """Wait until DeepSpeed's ops are compiled, and let DeepSpeed load them from our folder.
 
-    def print0(text: str) -> None:
-        if ctx.launch.is_node_leader and not ctx.console.quiet:
-            ctx.console.print(f"ℹ️  {text}")
+    Raises:
+        MissingRequirement: an op cannot be compiled.
+    """
 
-    run_id = ctx.attempt or f"simulation {os.getpid()}"
-    lock = functools.partial(op_builds.build_lock, run_id=run_id, print0=print0)
-    patches.guard_compilations(lock, op_builds.run_command)
-    patches.quote_library_path()
-    patches.cache_cpu_info()
-    if ops := requirements.ops_to_compile(strategy, ctx.device):
-        ctx.console.warn(
-            f"DeepSpeed compiles {', '.join(ops)}: a minute or two, once on this machine."
-        )
+    def build() -> None:
+        if missing := ops.missing_ops(strategy):
+            # The process that startup.start has started reports no errors: this one does.
+            show = not ctx.console.quiet or verbose
+            ops.build(missing, ctx.console.print if show else lambda _: None, verbose)
+
+    ctx.once_per_node("ops", build)
+    patches.skip_shared_memory_op()
+    patches.load_compiled_ops(ops.needed_ops(strategy), ops.load)
 
 
 def partition_parameters(model: nn.Module, args, ctx: DistContext) -> nn.Module:

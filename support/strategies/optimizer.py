@@ -1,8 +1,9 @@
-"""AdamW for every strategy, its parameter groups and its learning rate."""
+"""The optimizer of --optim, its parameter groups and its learning rate."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,15 +22,38 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [group for group in groups if group["params"]]  # LoRA adapters are all matrices
 
 
-def adamw(model: nn.Module, args) -> torch.optim.AdamW:
-    """Return the optimizer of dp and fsdp; the ds_config files configure DeepSpeed's the same."""
-    return torch.optim.AdamW(
-        parameter_groups(model, args.weight_decay),
-        lr=args.lr,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        fused=True,
-    )
+def create(model: nn.Module, args) -> torch.optim.Optimizer:
+    """Return the optimizer of dp and fsdp; DeepSpeed's is the same, see `for_deepspeed`."""
+    return _create(parameter_groups(model, args.weight_decay), args)
+
+
+def for_deepspeed(model: nn.Module, args) -> dict[str, Any]:
+    """Return the arguments of deepspeed.initialize that determine the optimizer.
+
+    The configuration describes AdamW, or another optimizer of the user's file, and DeepSpeed
+    creates it. For the others of --optim it calls our function. --eval_only needs no optimizer.
+    """
+    arguments: dict[str, Any] = {"model_parameters": parameter_groups(model, args.weight_decay)}
+    if args.optim != "adamw" and not args.eval_only:
+        arguments["optimizer"] = lambda groups: _create(groups, args)
+    return arguments
+
+
+def _create(groups: list[dict], args) -> torch.optim.Optimizer:
+    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    if args.optim == "adamw":
+        return torch.optim.AdamW(groups, lr=args.lr, **adam, fused=True)
+    if args.optim == "sgd":
+        # The fused kernel does not support FSDP2's sharded tensors.
+        return torch.optim.SGD(groups, lr=args.lr, fused=args.strategy != "fsdp")
+    if args.optim == "adafactor":
+        from transformers.optimization import Adafactor
+
+        # As Trainer configures it: --lr is the step size, as with the other optimizers.
+        return Adafactor(groups, lr=args.lr, scale_parameter=False, relative_step=False)
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(groups, lr=args.lr, **adam)
 
 
 def learning_rate(step: int, total_steps: int, args) -> float:
@@ -38,11 +62,12 @@ def learning_rate(step: int, total_steps: int, args) -> float:
     Args:
         step: the optimizer step, counted from 0.
         total_steps: the step at which "linear" and "cosine" reach 0.
-        args: --lr, --warmup_steps, --lr_scheduler.
+        args: --lr, --warmup_steps or --warmup_ratio, --lr_scheduler.
     """
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / (args.warmup_steps + 1)
-    progress = (step - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
+    warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
+    if step < warmup_steps:
+        return args.lr * (step + 1) / (warmup_steps + 1)
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     factors = {
         "constant": 1.0,
         "linear": 1 - progress,

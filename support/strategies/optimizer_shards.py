@@ -1,9 +1,13 @@
-"""Locations of each parameter's fp32 weight and Adam moments on this rank, for every strategy.
+"""Locations of each parameter's fp32 weight and optimizer states on this rank, for every strategy.
 
 One description covers all seven strategies, because every optimizer updates flat fp32 tensors
 ("masters"). For dp these are the parameters themselves, for FSDP its local shards, for DeepSpeed
 one partition per group (stages 1 and 2) or per sub-group (stage 3, whose sub-groups infinity keeps
 on NVMe). A piece maps a range of elements of a parameter to its offset in a master.
+
+AdamW's moments have an element for each of the master's. Those of 8-bit AdamW are converted to fp32
+and back, so that every strategy can read them. Adafactor's states are rows and columns of whole
+parameters; only dp has them, on every rank (`whole_states`). SGD without momentum has no states.
 """
 
 from __future__ import annotations
@@ -83,6 +87,7 @@ class ShardedState:
             name: full_shape(p) for name, p in model.named_parameters() if p.requires_grad
         }
         self.stage3 = hasattr(self.wrapper, "fp32_partitioned_groups_flat")
+        self.is_8bit = type(self.base).__name__ == "AdamW8bit"
         sharded = next((p for p in model.parameters() if is_dtensor(p)), None)
         self.replicated = self.wrapper is None and sharded is None
         # Under HYBRID_SHARD every node holds all pieces; those of the first node are used.
@@ -97,14 +102,18 @@ class ShardedState:
             self.shards = list(self._stage3_shards() if self.stage3 else self._stage12_shards())
 
     @staticmethod
-    def knows(optimizer) -> bool:
-        """Return whether the optimizer is PyTorch's Adam or AdamW, or DeepSpeed's CPU Adam.
+    def family(optimizer) -> str | None:
+        """Return the family of the optimizer (see support/optimizers.py), or None.
 
-        A DeepSpeed configuration may name any other optimizer.
+        None for an optimizer that is not supported here: a DeepSpeed configuration may name any.
         """
         base = base_optimizer(optimizer)
-        is_adam = isinstance(base, torch.optim.Adam | torch.optim.AdamW)
-        return is_adam or hasattr(base, "ds_opt_adam")
+        if isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "ds_opt_adam"):
+            return "adamw"
+        if isinstance(base, torch.optim.SGD):
+            momentum = any(group["momentum"] for group in base.param_groups)
+            return None if momentum else "sgd"
+        return {"AdamW8bit": "adamw", "Adafactor": "adafactor"}.get(type(base).__name__)
 
     # ------------------------------------------------------------------------ layout of the masters
 
@@ -163,6 +172,8 @@ class ShardedState:
             if moments:
                 tensors |= self._moments(shard, create=write)
             yield {name: local_part(tensor).view(-1) for name, tensor in tensors.items()}
+            if write and self.is_8bit and moments:
+                quantize(tensors, self.base.state[shard.key])
             if write and self.stage3:
                 # Updates the working copy from the master.
                 self.wrapper._reassign_or_swap_out_partitioned_parameters(shard.group)
@@ -174,8 +185,16 @@ class ShardedState:
                 self.wrapper._release_swap_buffers(shard.group)
 
     def _moments(self, shard: Shard, create: bool) -> dict[str, torch.Tensor]:
-        """Return Adam's moments of a shard; {} before the first update, unless they are created."""
-        if create:
+        """Return Adam's moments of a shard; {} before the first update, unless they are created.
+
+        Those of 8-bit AdamW are fp32 copies. Other optimizers have no moments.
+        """
+        if ShardedState.family(self.base) != "adamw":
+            return {}
+        if create and self.is_8bit:
+            if not self.base.state.get(shard.key):
+                create_8bit_state(self.base, shard.key)
+        elif create:
             state = self.base.state[shard.key]
             for moment in MOMENTS:
                 if moment not in state or state[moment].numel() != shard.key.numel():
@@ -189,7 +208,43 @@ class ShardedState:
                 "Some of DeepSpeed's optimizer states were not found, so no checkpoint can be "
                 "saved: use --no_save."
             )
+        if self.is_8bit:
+            return dequantize(state) if state else {}
         return {moment: state[moment] for moment in MOMENTS if moment in state}
+
+    def whole_states(self) -> dict[str, torch.Tensor]:
+        """Return Adafactor's states by "<parameter>/<state>"; {} for other optimizers."""
+        if ShardedState.family(self.base) != "adafactor":
+            return {}
+        return {
+            f"{shard.names[0]}/{kind}": value
+            for shard in self.shards
+            for kind, value in self.base.state.get(shard.key, {}).items()
+            if kind.startswith("exp_avg_sq")
+        }
+
+    def load_whole_states(self, saved: dict[str, torch.Tensor]) -> None:
+        """Set the states of Adafactor; a parameter without saved states gets new ones.
+
+        Other optimizers are unchanged.
+
+        Args:
+            saved: as `whole_states` returned them.
+        Raises:
+            ValueError: a tensor has another shape than this parameter's state.
+        """
+        for shard in self.shards if ShardedState.family(self.base) == "adafactor" else ():
+            name, shape = shard.names[0], self.shapes[shard.names[0]]
+            shapes = {"exp_avg_sq": shape}
+            if len(shape) >= 2:
+                shapes = {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": shape[:-2] + shape[-1:]}
+            state = {kind: saved[f"{name}/{kind}"] for kind in shapes if f"{name}/{kind}" in saved}
+            if not state:
+                continue
+            if {kind: tuple(value.shape) for kind, value in state.items()} != shapes:
+                raise ValueError(f"the states of {name} have other shapes")
+            state = {kind: value.float().to(shard.key.device) for kind, value in state.items()}
+            self.base.state[shard.key] = {"RMS": 0, **state}
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield (name, weight) of every trained parameter, assembled from the ranks in fp32.
@@ -214,18 +269,25 @@ class ShardedState:
 
     @property
     def adam_step(self) -> int:
-        """Number of updates that Adam has made; its bias correction uses it."""
+        """Number of updates that the optimizer has made; 0 for one that does not count them."""
         steps = (state["step"] for state in self.base.state.values() if "step" in state)
         return int(next(steps, 0))
 
     def set_adam_step(self, step: int) -> None:
-        """Set the number of updates for every master."""
+        """Set the number of updates for every master whose optimizer counts them."""
+        family = ShardedState.family(self.base)
+        if family == "sgd":
+            return
         on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
-        own = hasattr(self.base, "ds_opt_adam")  # DeepSpeed's CPU Adam stores an int
+        own = hasattr(self.base, "ds_opt_adam")
+        # DeepSpeed's CPU Adam, bitsandbytes and Adafactor store an int.
+        as_int = own or self.is_8bit or family == "adafactor"
         for shard in self.shards:
+            if family == "adafactor" and not self.base.state.get(shard.key):
+                continue  # it creates all states together
             device = local_part(shard.key).device if on_device else "cpu"
             self.base.state[shard.key]["step"] = (
-                step if own else torch.tensor(float(step), device=device)
+                step if as_int else torch.tensor(float(step), device=device)
             )
         if own:
             replay_bias_correction(self.base, step)
@@ -243,6 +305,77 @@ class ShardedState:
         elif self.wrapper.persistent_parameters:
             self.wrapper.persistent_parameters[0].partition(self.wrapper.persistent_parameters)
             self.wrapper.persistent_parameters[0].all_gather(self.wrapper.persistent_parameters)
+
+
+# bitsandbytes' names of Adam's moments in 8 bits: the codes, their values, and the scale of each
+# block of BLOCK_8BIT elements. Small parameters have fp32 moments under the name of the codes.
+NAMES_8BIT = {
+    "exp_avg": ("state1", "qmap1", "absmax1"),
+    "exp_avg_sq": ("state2", "qmap2", "absmax2"),
+}
+BLOCK_8BIT = 256
+PART_8BIT = 2**16 * BLOCK_8BIT  # elements that are converted at a time
+
+
+def create_8bit_state(optimizer, key: torch.Tensor) -> None:
+    """Create the state of a master with moments of 0, as the first update of bitsandbytes does."""
+    group = optimizer.param_groups[0]
+    params, group["params"] = group["params"], [key]  # stage 3's groups are empty between steps
+    try:
+        optimizer.init_state(group, key, 0, 0)
+    finally:
+        group["params"] = params
+
+
+def dequantize(state: dict) -> dict[str, torch.Tensor]:
+    """Return copies of the moments in fp32; those that are fp32 themselves are not copied.
+
+    The copies are in host memory: a GPU that trains with 8-bit states may have no room for them.
+    """
+    from bitsandbytes.functional import dequantize_blockwise
+
+    moments = {}
+    for moment, (codes, values, scale) in NAMES_8BIT.items():
+        moments[moment] = state[codes]
+        if state[codes].dtype == torch.uint8:
+            moments[moment] = torch.empty(state[codes].numel())
+            for part, blocks in _parts_8bit(state[codes].numel()):
+                moments[moment][part] = dequantize_blockwise(
+                    state[codes].view(-1)[part],
+                    absmax=state[scale][blocks],
+                    code=state[values],
+                    blocksize=BLOCK_8BIT,
+                )
+    return moments
+
+
+def _parts_8bit(numel: int) -> Iterator[tuple[slice, slice]]:
+    """Yield consecutive parts of a tensor, each as its elements and its blocks of 8-bit codes."""
+    for start in range(0, numel, PART_8BIT):
+        stop = min(start + PART_8BIT, numel)
+        yield slice(start, stop), slice(start // BLOCK_8BIT, -(-stop // BLOCK_8BIT))
+
+
+def quantize(moments: dict[str, torch.Tensor], state: dict) -> None:
+    """Write moments in fp32 to the state of a master; `dequantize` is its inverse.
+
+    bitsandbytes' own function takes the largest magnitude as the scale. Its values for signed codes
+    go from -0.993 to 1, so a block with a negative extreme would shrink in each conversion.
+    """
+    for moment, (codes, values, scale) in NAMES_8BIT.items():
+        if state[codes].dtype != torch.uint8:
+            continue
+        whole, table = moments[moment].flatten(), state[values]
+        for part, blocks in _parts_8bit(len(whole)):
+            flat = whole[part].to(table.device)
+            rows = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK_8BIT)).view(-1, BLOCK_8BIT)
+            scales = rows.amax(1) / table[-1]
+            if table[0] < 0:
+                scales = torch.maximum(scales, rows.amin(1) / table[0])
+            scaled = rows / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+            found = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2, out_int32=True)
+            state[codes].view(-1)[part] = found.view(-1)[: len(flat)].to(torch.uint8)
+            state[scale][blocks] = scales
 
 
 def replay_bias_correction(cpu_adam, step: int) -> None:

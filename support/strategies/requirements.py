@@ -1,123 +1,86 @@
-"""Checks of what a strategy needs of the machine: compilers, libaio, the CUDA toolkit, NVMe."""
+"""Checks of what a strategy needs of the machine: a compiler, libaio, NVMe."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
+
+import torch
+from packaging.version import Version
 
 from support.cli.ds_config import configured_strategy
 from support.errors import MissingRequirement, UserError
 from support.files.atomic import TemporaryFolder
+from support.strategies import ops
 from support.strategy import Strategy
 from support.units import GB
 
+OLDEST_INFINITY_ON_CPU = Version("0.19.4")  # of DeepSpeed
 NVME_PREFIX = "distributed_training_nvme_"  # of the names of folders with infinity's files
 
 
-def needed_ops(strategy: Strategy, device) -> dict[str, list[Path]]:
-    """Return DeepSpeed's C++ ops that this strategy needs, with the folders of their builds.
-
-    A folder may not exist yet, or hold an unfinished build.
-
-    Args:
-        strategy: a row with DeepSpeed's engine.
-        device: a torch.device.
-    """
-    from torch.utils.cpp_extension import get_default_build_root
-
-    needed = ["deepspeed_shm_comm"] if device.type == "cpu" else []
-    needed += ["cpu_adam"] if strategy.offloads else []
-    if strategy.uses_nvme:
-        needed += ["async_io", "pin_memory"] if _has_pin_memory_op() else ["async_io"]
-    if own := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return {op: [Path(own) / op] for op in needed}
-    # torch has one build folder for each CUDA version.
-    builds = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"
-    return {op: list(Path(get_default_build_root()).glob(f"{builds}/{op}")) for op in needed}
-
-
-def _has_pin_memory_op() -> bool:
-    """Return whether this DeepSpeed's async_io loads an op pin_memory, as 0.19 does.
-
-    DeepSpeed is not imported: its files are tested.
-    """
-    package = importlib.util.find_spec("deepspeed")
-    folders = (package.submodule_search_locations if package else None) or []
-    return any(
-        (Path(folder) / "ops" / "op_builder" / "pin_memory.py").exists() for folder in folders
-    )
-
-
-def ops_to_compile(strategy: Strategy, device) -> list[str]:
-    """Return the ops of `needed_ops` that are not compiled yet on this machine."""
-    op_folders = needed_ops(strategy, device)
-    return [
-        op
-        for op, folders in op_folders.items()
-        if not any(file for folder in folders for file in folder.glob("*.so"))
-    ]
-
-
-def check_requirements(args, device) -> None:
-    """Check what a DeepSpeed strategy needs of this machine, before any data is read.
+def check_requirements(args) -> None:
+    """Check what the strategy needs of this machine, before any data is read.
 
     Raises:
-        MissingRequirement: the compiler is missing; or, if something is offloaded to NVMe, libaio
-            or the CUDA toolkit.
+        MissingRequirement: an op is not compiled yet, and the compiler or libaio is missing; or
+            torch or DeepSpeed is too old for the strategy on a CPU.
     """
     strategy = configured_strategy(args)
-    if not strategy.uses_deepspeed:
+    if not torch.cuda.is_available():
+        check_cpu_support(strategy)
+    missing = ops.missing_ops(strategy)
+    check_compiler(missing)
+    if "async_io" in missing:
+        check_libaio()
+
+
+def check_cpu_support(strategy: Strategy) -> None:
+    """Check that the installed releases support the strategy on a CPU.
+
+    Raises:
+        MissingRequirement: torch's streams for the CPU cannot record events (torch 2.6), or
+            DeepSpeed demands page-locked buffers, which need a GPU (before 0.19.4).
+    """
+    advice = "pip install --upgrade torch, or use zero3"
+    if strategy.engine == "fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
+        needed = f"fsdp on a CPU needs a newer torch than {torch.__version__}"
+    elif "nvme" in (strategy.optimizer_on, strategy.parameters_on) and (
+        Version(version("deepspeed")) < OLDEST_INFINITY_ON_CPU
+    ):
+        needed = f"infinity on a CPU needs DeepSpeed {OLDEST_INFINITY_ON_CPU} or newer"
+        advice = "pip install --upgrade 'deepspeed<0.20', or use offload"
+    else:
         return
-    check_compiler(args, device)
-    if strategy.uses_nvme:
-        check_async_io(device)
+    raise MissingRequirement(f"--strategy {needed}: {advice}.")
 
 
-def check_compiler(args, device) -> None:
-    """Check for the C++ compiler that DeepSpeed needs.
-
-    DeepSpeed compiles its CPU Adam at the first use of offload and infinity, and on a CPU its
-    shared-memory collectives.
+def check_compiler(missing: list[str]) -> None:
+    """Check for the C++ compiler that the missing ops need.
 
     Raises:
         MissingRequirement: there is no C++ compiler.
     """
     compiler = os.environ.get("CXX", "c++")
-    is_needed = device.type == "cpu" or configured_strategy(args).offloads
-    if is_needed and shutil.which(compiler) is None:
+    if missing and shutil.which(compiler) is None:
         raise MissingRequirement(
-            f"--strategy {args.strategy} compiles parts of DeepSpeed at its first use, but there "
-            f"is no C++ compiler ({compiler}): apt install build-essential, "
-            "or module load gcc on a cluster. dp and fsdp need none without --compile."
+            f"DeepSpeed's {', '.join(missing)} must be compiled for offload and infinity, but "
+            f"there is no C++ compiler ({compiler}): apt install build-essential, or module load "
+            "gcc on a cluster. The other strategies need none without --compile."
         )
 
 
-def check_async_io(device) -> None:
-    """Check that DeepSpeed's async_io op, with which infinity reads and writes NVMe, can be built.
-
-    On a GPU, DeepSpeed compiles the op with the headers of the CUDA toolkit; CPU Adam (offload)
-    needs none. `is_compatible` tests for libaio only. Without the toolkit, `load` fails later, when
-    it joins a path to CUDA_HOME = None (deepspeed/ops/op_builder/async_io.py, include_paths).
+def check_libaio() -> None:
+    """Check for libaio, with which infinity reads and writes NVMe.
 
     Raises:
-        MissingRequirement: DeepSpeed's async_io op cannot be built here.
+        MissingRequirement: it is missing.
     """
-    import torch
-    from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-    from torch.utils.cpp_extension import CUDA_HOME
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
-    compiles_for_cuda = device.type == "cuda" and not torch.version.hip
-    if compiles_for_cuda and CUDA_HOME is None and not installed_ops.get("async_io"):
-        raise MissingRequirement(
-            "--strategy infinity on a GPU compiles with the CUDA toolkit, which was not found: "
-            "install the one of torch's CUDA version, "
-            "or set CUDA_HOME (module load cuda on a cluster)."
-        )
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise MissingRequirement(
             "--strategy infinity needs libaio, which is missing here: apt install libaio-dev "

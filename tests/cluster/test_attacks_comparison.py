@@ -3,7 +3,7 @@
 import pytest
 from conftest import PROJECT
 
-from support.cli.run_file import OTHER_NAMES
+from support.cli.aliases import names_of
 
 MODELS = [
     "a b",
@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 def other_names(*flags: str) -> list[str]:
-    return [f"--{alias}" for alias, flag in OTHER_NAMES.items() if flag in flags]
+    return [name for flag in flags for name in names_of(f"--{flag}")[1:]]
 
 
 @pytest.fixture
@@ -66,7 +66,11 @@ def test_a_model_of_the_comparison_is_a_name(compare, stubs, model):
 
 @pytest.mark.attack
 @pytest.mark.parametrize(
-    "flag", ["--deepspeed=x", "--use_fsdp", "--prefetch", *other_names("model", "ds_config")]
+    "flag",
+    [
+        *("--deepspeed=x", "--use_fsdp", "--fsdp", "--prefetch", "--show_sample"),
+        *other_names("model", "ds_config", "overwrite"),
+    ],
 )
 def test_the_comparison_refuses_other_names_of_what_it_sets(compare, stubs, flag):
     run = compare("x", flag)

@@ -93,7 +93,7 @@ def test_an_elastic_run_outlives_a_machine(machines, tmp_path):
     work = [
         *WORK,
         "--max_steps",
-        "120",
+        "60",
         "--epochs",
         "100",
         "--save_every",
@@ -111,12 +111,12 @@ def test_an_elastic_run_outlives_a_machine(machines, tmp_path):
     assert "Resumed from" in said["node1"][1] + said["node2"][1], said
     results = json.loads((tmp_path / "results.json").read_text())
     assert (
-        results["status"] == "completed" and results["world_size"] == 2 and results["steps"] == 120
+        results["status"] == "completed" and results["world_size"] == 2 and results["steps"] == 60
     )
     steps = [
         json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     ]
-    assert steps == list(range(1, 121))
+    assert steps == list(range(1, 61))
 
 
 @pytest.mark.soak

@@ -28,7 +28,7 @@ def test_run_file(script, run_file, tmp_path):
         ("lerning_rate: 1", "did you mean learning_rate"),
         ("training:\n  batch_size: many", "--batch_size"),
         ("training: 3", "section"),
-        ("lr: 1\ntraining:\n  learning_rate: 2", "twice"),
+        ("lr: 1\ntraining:\n  learning_rate: 2", "set one flag"),
         ("use_deepspeed: true\nuse_fsdp: true", "both"),
         ("use_deepspeed: true", "deepspeed_config"),
         ("a: [", "line"),

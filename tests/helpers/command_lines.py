@@ -88,6 +88,24 @@ def main_of(capsys, monkeypatch):
     return run
 
 
+@pytest.fixture
+def convert(capsys, monkeypatch):
+    """convert(*args) runs the converter in this process; returns exit code and output."""
+    import convert_checkpoint
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *map(str, args)])
+        code = 0
+        try:
+            convert_checkpoint.main()
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    return run
+
+
 GPT2_FILE = {
     "model_type": "gpt2",
     "n_embd": 64,

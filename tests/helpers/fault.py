@@ -1,6 +1,7 @@
 """Run the script with one thing broken, as the environment variable FAULT names it:
 
     crash:RANK:N       that rank raises an exception as it reads its N-th micro-batch
+    skip:RANK:N        that rank leaves out its N-th all-reduce of three numbers, the counts of a step
     nan:N              the N-th loss is not a number
     infinite:N         an element of the N-th micro-batch's gradient is infinite, its loss is finite
     gpus:N             torch sees N GPUs (this machine has none)
@@ -10,10 +11,13 @@
     hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
     kill:RANK:N        that rank is killed (SIGKILL) at its N-th micro-batch
     oom:N              at its N-th micro-batch every rank has used all the memory it may have, to the last MB
+    oom_above:RANK:N   that rank runs out of memory at each micro-batch of more than N sequences
     kill_saving:WHAT:N the process is killed (SIGKILL) before the N-th tensor file, or manifest, of
     a checkpoint is written
     full_disk:RANK:N   the N-th tensor file that this rank writes finds no room: a node whose own disk is full
     logits:FILE        no fault: before the model is exported, its logits for the tokens 0 to 31 go to FILE
+    own_means          the mean of each micro-batch of one sequence has the same weight, whatever its tokens
+    prove:PYTHON:FAULT --prove starts its runs with this interpreter and this fault ("none": without)
     witness:FILE       no fault: what DeepSpeed's own communication logger counted goes to FILE
 
 FAULT_SCRIPT names another script than the project's.
@@ -44,9 +48,9 @@ def break_steps(action) -> None:
 
     def broken(file, indices, rows):
         served[0] += 1
-        inputs, labels = fill_up(file, indices, rows)
+        micro_batch = fill_up(file, indices, rows)
         action(served[0])
-        return inputs, labels
+        return micro_batch
 
     data.fill_up = broken
 
@@ -114,6 +118,18 @@ def main() -> None:
                 raise RuntimeError("a planted crash")
 
         break_steps(crash)
+    elif kind == "skip":
+        import torch.distributed as dist
+
+        all_reduce, counted = dist.all_reduce, [0]
+
+        def skip_one(tensor, *args, **kwargs):
+            counted[0] += tensor.numel() == 3
+            skipped = tensor.numel() == 3 and counted[0] == int(values[1])
+            if not (skipped and os.environ["RANK"] == values[0]):
+                return all_reduce(tensor, *args, **kwargs)
+
+        dist.all_reduce = skip_one
     elif kind == "nan":
         from support.model import loss
 
@@ -177,6 +193,17 @@ def main() -> None:
                 torch.empty_like(activations)
 
         break_steps(use_all)
+    elif kind == "oom_above":
+        from support.data import batches as data
+
+        fill_up = data.fill_up
+
+        def run_out(file, indices, rows):
+            if rows > int(values[1]) and os.environ["RANK"] == values[0]:
+                raise torch.OutOfMemoryError("CUDA out of memory. Planted")
+            return fill_up(file, indices, rows)
+
+        data.fill_up = run_out
     elif kind == "kill_saving":
         from support.checkpoints import format as checkpoint_format
         from support.checkpoints import tensors
@@ -210,6 +237,23 @@ def main() -> None:
         let_the_live_model_speak(":".join(values))
     elif kind == "witness":
         let_deepspeed_witness(":".join(values))
+    elif kind == "own_means":
+        from support.labels import IGNORED
+        from support.model import loss
+
+        compute_loss = loss.next_token_loss
+
+        def mean_of_means(model, inputs, labels, divisor, positions):
+            if len(inputs) == 1:  # of eight micro-batches
+                divisor = 8 * (labels[:, 1:] != IGNORED).sum()
+            return compute_loss(model, inputs, labels, divisor, positions)
+
+        loss.next_token_loss = mean_of_means
+    elif kind == "prove":
+        from support.commands import prove
+
+        prove.PYTHON, prove.SCRIPT = values[0], Path(__file__)
+        os.environ.update(PYTHON_EXEC=values[0], FAULT=values[1])
     elif kind == "gpus":
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: int(values[0])

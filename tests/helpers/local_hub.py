@@ -2,11 +2,12 @@
 
 The weights are random and the text is from Python's own documentation; names, files, redirects of
 old names, and error codes are those that the clients of the hub expect. A repository has one
-revision, "main".
+revision, "main". A client with the token TOKEN may create model repositories and commit to them.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -20,6 +21,7 @@ GPT2, WIKITEXT = "openai-community/gpt2", "Salesforce/wikitext"
 OLD_NAMES = {"models/gpt2": f"models/{GPT2}", "datasets/wikitext": f"datasets/{WIKITEXT}"}
 CONFIG = "wikitext-2-raw-v1"
 ARTICLES = {"test": 8, "validation": 12, "train": 40}
+USER, TOKEN = "somebody", "hf_" + "Secret" * 6
 LARGE = (".safetensors", ".parquet")  # named by the hash of the content alone, as large files are
 
 # ------------------------------------------------------------------------------ what the hub serves
@@ -124,6 +126,8 @@ class Hub(ThreadingHTTPServer):
 
     Attributes:
         url: for HF_ENDPOINT.
+        pushed: what clients committed: repository -> {path: content}.
+        private: the names of the private ones of these repositories.
     """
 
     daemon_threads = True
@@ -132,6 +136,8 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.pushed: dict[str, dict[str, bytes]] = {}
+        self.private: set[str] = set()
         self.repositories = {
             folder.relative_to(root).as_posix(): Repository(folder) for folder in root.glob("*/*/*")
         }
@@ -159,6 +165,10 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         url = urlsplit(self.path)
         path = unquote(url.path)
+        if path == "/api/whoami-v2":
+            if not self.knows_token():
+                return self.fail(401, "Unauthorized")
+            return self.answer_json({"type": "user", "name": USER, "orgs": []})
         asked = self.ABOUT.fullmatch(path) or self.FILE.fullmatch(path)
         if asked is None:
             return self.fail(404, "EntryNotFound")
@@ -166,6 +176,9 @@ class Handler(BaseHTTPRequestHandler):
         if name in OLD_NAMES:
             old, new = (n.partition("/")[2] for n in (name, OLD_NAMES[name]))
             return self.answer(307, b"", Location=self.path.replace(f"/{old}", f"/{new}", 1))
+        if asked["id"] in self.server.pushed and asked["verb"] is None:
+            private = asked["id"] in self.server.private
+            return self.answer_json({"id": asked["id"], "private": private, "tags": []})
         repository = self.server.repositories.get(name)
         if repository is None:
             return self.fail(401, "RepoNotFound")  # as for a private one
@@ -185,7 +198,45 @@ class Handler(BaseHTTPRequestHandler):
         facts = {"id": asked["id"], "sha": repository.commit, "siblings": files, "tags": []}
         self.answer_json({**facts, "private": False, "gated": False, "disabled": False})
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Creating a repository, and a commit: a line of JSON for each file, in base64."""
+        path = urlsplit(self.path).path
+        write = re.fullmatch(
+            r"/api/(?:validate-yaml|repos/create|models/(.+)/(preupload|commit)/main)", path
+        )
+        if write is None:
+            return self.do_GET()
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        if path == "/api/validate-yaml":  # of a model card
+            return self.answer_json({"errors": [], "warnings": []})
+        if not self.knows_token():
+            return self.fail(403, "Forbidden")
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked.get('organization') or USER}/{asked['name']}"
+            if name not in self.server.pushed:  # the hub does not change one that exists
+                self.server.pushed[name] = {}
+                if asked.get("private") or asked.get("visibility") == "private":
+                    self.server.private.add(name)
+            return self.answer_json({"url": f"{self.server.url}/{name}", "name": name})
+        if write[2] == "preupload":
+            files = [file["path"] for file in json.loads(body)["files"]]
+            modes = [
+                {"path": file, "uploadMode": "regular", "shouldIgnore": False} for file in files
+            ]
+            return self.answer_json({"files": modes})
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                content = base64.b64decode(line["value"]["content"])
+                self.server.pushed[write[1]][line["value"]["path"]] = content
+        commit = hashlib.sha1(body.encode()).hexdigest()
+        url = f"{self.server.url}/{write[1]}/commit/{commit}"
+        self.answer_json({"success": True, "commitOid": commit, "commitUrl": url})
+
+    def knows_token(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def send(self, repository: Repository, path: str) -> None:
         """A file, or the part that a Range header asks for."""

@@ -35,6 +35,10 @@ RUN_TIME = {
     b"COLUMNS",
     b"LINES",
     b"FAULT",
+    b"CC",
+    b"CXX",
+    b"PATH",
+    b"TORCH_EXTENSIONS_DIR",
     b"FAULT_SCRIPT",
     b"PYTEST_CURRENT_TEST",
     b"SLURM_CONF",  # set once a worker has started Slurm; without this line all later starts are real

@@ -187,7 +187,9 @@ def preload() -> _Importer:
     sys.stdout, sys.stderr = _CurrentStream("__stdout__"), _CurrentStream("__stderr__")
     with _recorded_atexit() as at_exit:
         for name in PRELOAD:
-            importlib.import_module(name)
+            # Older releases lack some. A program that needs a missing module reports it itself.
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(name)
     (sys.stdout, sys.stderr), sys.path[:] = streams, path
     os.environ.clear()
     os.environ.update(environment)

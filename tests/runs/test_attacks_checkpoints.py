@@ -255,6 +255,7 @@ IN_MANIFEST = [
     manifest(
         "a group without betas", set_in("groups", value=[{"lr": 1, "eps": 1, "weight_decay": 0}])
     ),
+    manifest("an optimizer that is no name", set_in("optimizer", value=[1])),
     manifest("betas of 1", set_in("groups", 0, "betas", value=[0.9, 1])),
     manifest("scale 10^300", set_in("scaling", value={"scale": 1e300})),
     manifest("nested groups", set_in("groups", value=[[[[[]]]]])),
@@ -497,11 +498,12 @@ def test_a_damaged_name_of_the_wandb_run(tmp_path, damage):
     from support.report.trackers import wandb_run_of
 
     path = tmp_path / "wandb-run.txt"
-    first_run = wandb_run_of(tmp_path, 0)
-    assert wandb_run_of(tmp_path, 4) == first_run == path.read_text().strip()
+    first_run, _ = wandb_run_of(tmp_path, 0, "mine")
+    assert wandb_run_of(tmp_path, 4, None) == (first_run, "mine")
     damage(path)
-    again = wandb_run_of(tmp_path, 4)
-    assert again != first_run and path.read_text() == f"{again}\n" and not path.is_symlink()
+    again, _ = wandb_run_of(tmp_path, 4, "mine")
+    assert again != first_run and path.read_text() == f"{again}\nmine\n"
+    assert not path.is_symlink()
 
 
 def test_what_is_set_aside_replaces_nothing(copy, manager):

@@ -87,6 +87,9 @@ def test_rank_0_that_is_stopped_ends_the_run(tmp_path):
         assert end_of(first, 30) == 1
         [line] = errors_of(first, second)
         assert "Rank 0 does not answer" in line
+        # Rank 0 hosts the store, so rank 1 can report its own stack only.
+        report = (tmp_path / "out" / "hang_report.txt").read_text()
+        assert "rank 1:\n  MainThread" in report and "Rank 0 does not answer" in report
 
 
 @pytest.mark.soak
@@ -99,6 +102,8 @@ def test_rank_1_that_is_stopped_ends_the_run(tmp_path):
         [line] = errors_of(first, second)
         assert "Rank 1" in line
         assert json.loads((tmp_path / "out" / "results.json").read_text())["reason"] in line
+        report = (tmp_path / "out" / "hang_report.txt").read_text()
+        assert "rank 0:\n  MainThread" in report and "rank 1 does not answer: process" in report
 
 
 @pytest.mark.soak

@@ -40,7 +40,29 @@ def bomb(first: str, line: str) -> str:
         "a key given twice in a section", "training:\n  lr: 1\n  lr: 2", "line 3.*lr is given twice"
     ),
     run_file("a key in and outside of a section", "lr: 1\ntraining:\n  lr: 2", "lr"),
-    run_file("two names of one key", "lr: 1\nlearning_rate: 2", "lr"),
+    run_file("two names of one key", "lr: 1\nlearning_rate: 2", "lr and learning_rate"),
+    run_file("bf16 and precision", "bf16: true\nprecision: fp32", "bf16 and precision"),
+    run_file("bf16, not fp16", "fp16: false\nbf16: true", precision="bf16"),
+    run_file("a switch that is off", "torch_compile: false", compile=False),
+    run_file("no saves", "save_strategy: no\neval_strategy: no", eval=False, save_every=None),
+    run_file("epochs like 3.0", "num_train_epochs: 3.0", epochs=3),
+    run_file("fsdp as a list", "fsdp: [full_shard, auto_wrap]", strategy="fsdp"),
+    run_file("fsdp that is off", "fsdp: ''\nfsdp_config: no-such.json", strategy="dp"),
+    run_file("refused", "neftune_noise_alpha: 5", "--neftune_noise_alpha"),
+    run_file(
+        "refused, with the value that is accepted",
+        "gradient_checkpointing_kwargs: {use_reentrant: false}",
+        batch_size=4,
+    ),
+    run_file(
+        "refused, with another value",
+        "gradient_checkpointing_kwargs: {use_reentrant: true}",
+        "without reentrant",
+    ),
+    run_file("ignored", "preprocessing_num_workers: 16\nlearning_rate: 1e-3", lr=1e-3),
+    run_file("a name misspelled", "num_train_epoch: 1", "did you mean num_train_epochs"),
+    run_file("resume off", "resume_from_checkpoint: false", resume=None),
+    run_file("done", "do_eval: true\ndo_train: true", eval_only=False),
     run_file("digits", f"batch_size: {DIGITS}", "batch_size"),
     run_file("digits of a rate", f"lr: {DIGITS}", "lr"),
     run_file("a bomb of aliases", bomb("[x]", "{new}: &{new} [{old}]"), "aliases"),
@@ -114,6 +136,15 @@ def bomb(first: str, line: str) -> str:
     Attack("a folder", prepare=lambda folder: ["--config", folder], says="directory"),
     Attack("a device", args=("--config", "/dev/zero"), says="not an ordinary file"),
     Attack("a file that is missing", args=("--config", "no-such.yaml"), says="No such file"),
+    Attack(
+        "the command line's strategy wins over fsdp",
+        prepare=lambda folder: (
+            (folder / "r").write_text("fsdp: full_shard auto_wrap")
+            and ["--config", folder / "r", "--strategy=zero2"]
+        ),
+        code=0,
+        holds=lambda _, run: settings(run)["strategy"] == "zero2" or pytest.fail(),
+    ),
     Attack(
         "the command line wins over another name",
         prepare=lambda folder: (

@@ -39,6 +39,26 @@ def test_config_json_of_the_planner(attack, tmp_path, main_of):
     flag("--gpu_memory", "16", "--model", "", says="--model"),
     flag("--gpu_memori", "16", "--gpu_memory", "16", says="did you mean --gpu_memory"),
     flag("--num_gpus", "4", "--gpu_memory", "16", says="did you mean --gpus"),
+    *(
+        flag("--gpu_memory", "16", *words.split(), says=says)
+        for words, says in (
+            ("--tokens 5", "--tokens needs the rate.*--measure"),
+            ("--device A100", "--device needs the amount of work.*--max_steps"),
+            ("--price 2", "amount of work"),
+            ("--tokens 5 --max_steps 5 --measure", "--tokens and --max_steps"),
+            ("--tokens 5 --device A100 --measure", "--measure and --device"),
+            ("--tokens 5 --device A100 --epochs 2", "--epochs needs --dataset_tokens"),
+            ("--tokens 5 --measure --mfu 0.3", "--mfu needs --device"),
+            ("--tokens 5 --device A100 --solve batch", "--solve"),
+            ("--tokens 5 --device Z80", "Z80.*H100.*A100"),
+            ("--dataset_tokens 5 --device A100", "one sequence"),
+            ("--tokens -5 --device A100", "--tokens"),
+            ("--tokens 5 --device A100 --mfu 1.5", "--mfu"),
+            ("--tokens 5 --device A100 --price 0", "--price"),
+            ("--tokens 5 --device A100 --price -1", "--price"),
+            ("--tokens 5 --device A100 --watts nan", "--watts"),
+        )
+    ),
 )
 def test_flag_of_the_planner(attack, tmp_path, main_of):
     attack.check(tmp_path, main_of("plan_memory", *attack.args))

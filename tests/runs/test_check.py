@@ -42,7 +42,7 @@ def test_machine_that_can_run(script, launcher, ranks, strategy):
     ]  # deepspeed's launcher logs with the date
     assert len(own) < 24 and not run.folder.exists()  # one screen, and nothing is written
     [communication] = lines_of(run, "communication")
-    assert ranks == 1 or re.search(r"over 2 ranks .* \d+\.\d\d GB/s, \d+ µs", communication)
+    assert ranks == 1 or re.search(r"over 2 ranks .* [\d.]+ GB/s, \d+ µs", communication)
     if strategy == "infinity":
         assert re.search(r"GB free, writes \d+\.\d\d and reads", run.out)
 
@@ -148,17 +148,6 @@ def test_compilers_first_error_is_shown(script, tmp_path):
     run = script("--strategy", "offload", "--max_steps", "1", env=env, ok=False)
     assert run.code == 2 and "error: planted" in run.error and "--check" in run.error
     assert run.results["error_kind"] == "missing_requirement"
-
-
-def test_lock_of_a_compilation_that_was_killed_is_removed(script, tmp_path):
-    """Torch would wait for it for ever."""
-    folder = tmp_path / "cpu_adam"
-    folder.mkdir()
-    (folder / "lock").touch()
-    os.utime(folder / "lock", (0, 0))
-    env = {"CXX": broken_compiler(tmp_path), "TORCH_EXTENSIONS_DIR": tmp_path}
-    run = script("--strategy", "offload", "--max_steps", "1", env=env, ok=False, timeout=60)
-    assert run.code == 2 and "planted" in run.error  # it compiled, and did not wait
 
 
 def test_collective_that_waits_too_long(script):
@@ -303,6 +292,7 @@ def test_tensorboard_and_wandb_have_what_metrics_have(script, tmp_path):
         "2",
         "--report_to",
         "tensorboard,wandb",
+        *("--run_name", "the first", "--project", "students", "--tags", "tiny,short"),
         "--no_export",
         "--eval_samples",
         "4",
@@ -332,15 +322,30 @@ def test_tensorboard_and_wandb_have_what_metrics_have(script, tmp_path):
     assert {"arguments/text_summary", "sample/text_summary"} <= set(tags["tensors"])
 
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
-    name = (folder / "wandb-run.txt").read_text().strip()
+    name = (folder / "wandb-run.txt").read_text().split()[0]
     assert len(files) == 2 and all(name in file.name for file in files)  # two sessions of one run
-    logged = dict(pair for file in files for pair in wandb_history(file))
+    records = [record for file in files for record in wandb_records(file)]
+    logged = dict(wandb_history(records))
     assert [logged[step] for step in range(1, 13)] == pytest.approx(run.losses)
+    [*described] = [record.run for record in records if record.HasField("run")]
+    assert {(r.display_name, r.project, *sorted(r.tags)) for r in described} == {
+        ("the first", "students", "short", "tiny")
+    }
 
 
-def wandb_history(file):
-    """(step, loss) of every record of a run's file: protobuf messages in LevelDB's log format,
-    after a header of 7 bytes.
+def wandb_history(records):
+    """(step, loss) of every record with a loss."""
+    for record in records:
+        items = {
+            item.key or "/".join(item.nested_key): item.value_json for item in record.history.item
+        }
+        if "train/loss" in items:
+            yield record.history.step.num, json.loads(items["train/loss"])
+
+
+def wandb_records(file):
+    """The records of a run's file: protobuf messages in LevelDB's log format, after a header of 7
+    bytes.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -356,12 +361,7 @@ def wandb_history(file):
         if kind in (1, 4):  # whole, or the last part
             record = wandb_internal_pb2.Record()
             record.ParseFromString(message)
-            items = {
-                item.key or "/".join(item.nested_key): item.value_json
-                for item in record.history.item
-            }
-            if "train/loss" in items:
-                yield record.history.step.num, json.loads(items["train/loss"])
+            yield record
             message = b""
 
 

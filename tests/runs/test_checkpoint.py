@@ -452,7 +452,11 @@ def test_cpu_adam_goes_on_exactly_after_many_steps():
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    from support import patches
+    from support.strategies import ops
     from support.strategies.optimizer_shards import replay_bias_correction
+
+    patches.load_compiled_ops(["cpu_adam"], ops.load)
 
     def fresh():
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 1000))

@@ -154,7 +154,9 @@ def test_all_strategies_do_the_same_work(all_seven, reference):
     for name, row in rows.items():  # the numbers of the report, taken again from the raw files
         raw = losses(runs / name / "1")
         off = [abs(a - b) / b for a, b in zip(raw, of_dp, strict=True)]
-        assert row["difference"] == max(median(off[first : first + 5]) for first in range(16))
+        assert row["difference"] == max(
+            median(off[first : first + 5]) for first in range(len(raw) - 4)
+        )
         results = json.loads((runs / name / "1" / "results.json").read_text())
         assert results["precision"] == "bf16"
         assert row["samples_per_second"] == results["samples_per_second"]
@@ -462,7 +464,7 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_s
     """(all_seven has compiled what DeepSpeed needs, which would count as a hang here, and shows how
     fast this machine is.)
     """
-    limit = 30 + 3 * int(re.search(r"\] dp .*\((\d+) s\)", all_seven[1])[1])
+    limit = 20 + 2 * int(re.search(r"\] dp .*\((\d+) s\)", all_seven[1])[1])
     project, work = tmp_path / "my project", tmp_path / "results"
     work.mkdir()
     shutil.copytree(
@@ -483,7 +485,6 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_s
         STRATEGIES="dp zero2 zero3 fsdp zero1",
         TIMEOUT=limit,
         CONTROL=0,
-        real=True,
     )
     rows = by_strategy(found)
     assert {name: row["status"] for name, row in rows.items()} == {

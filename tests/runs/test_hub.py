@@ -1,10 +1,12 @@
 """Models and datasets from the hub: real client code against a local stand-in."""
 
 import math
+import re
+from ast import literal_eval
 from pydoc_data.topics import topics
 
 import pytest
-from local_hub import ARTICLES
+from local_hub import ARTICLES, GPT2, WIKITEXT, rows_of
 from transformers import AutoTokenizer
 
 GUIDE = [
@@ -98,3 +100,37 @@ def test_any_hub_dataset_by_its_name(script, hub, home):
         env={"HF_ENDPOINT": hub.url, **home},
     )
     assert run.results["dataset"]["name"] == "Salesforce/wikitext"
+
+
+def test_splits_and_revisions(script, hub, home):
+    """Parts of splits, at a commit; again from the cache with the hub gone."""
+    commits = {name: repository.commit for name, repository in hub.repositories.items()}
+    dataset = ["--train_split", "train[:50%]", "--eval_split", "test", "--dataset_revision"]
+    dataset.append(commits[f"datasets/{WIKITEXT}"])
+    model = ["--model_revision", commits[f"models/{GPT2}"]]
+    env = {"HF_ENDPOINT": hub.url, **home}
+    work = [*GUIDE[:-4], "--seq_length", "64", "--max_steps", "2", "--precision", "fp32"]
+    run = script(*work, *dataset, *model, env=env)
+    found = run.results["dataset"]
+    held = found["validation"]  # the first row is empty, and precedes the first title
+    assert held["rows"] - held["skipped"] == ARTICLES["test"]
+    assert 1 < found["rows"] < ARTICLES["train"]
+    wrong = script(*work, "--train_split", "training", env=env, ok=False)
+    assert wrong.code == 2 and "no split named training" in wrong.error
+    wrong = script(*work, "--model_revision", "v9", env=env, ok=False)
+    assert wrong.code == 2 and "v9" in wrong.error
+    hub.close()
+    env["HF_HUB_OFFLINE"] = "1"
+    assert script(*work, *dataset, *model, env=env).losses == run.losses
+    wrong = script(*work, "--dataset_revision", "v2", env=env, ok=False)
+    assert wrong.code == 2 and "--dataset_revision v2" in wrong.error
+
+
+def test_a_stream_of_a_split(script, hub, home):
+    work = ["--dataset", "wikitext", "--streaming", "--max_steps", "1", "--seq_length", "32"]
+    env = {"HF_ENDPOINT": hub.url, **home}
+    run = script(*work, "--train_split", "test", "--no_eval", "--show_sample", env=env)
+    shown = "".join(map(literal_eval, re.findall(r"^ +\d+ +\d+ \* (.+)$", run.out, re.MULTILINE)))
+    articles = ["".join(rows_of(name)) for name in sorted(topics)[: ARTICLES["test"]]]
+    assert len(shown) > 31 and any(shown in article for article in articles)
+    assert not run.folder.exists()

@@ -122,6 +122,23 @@ def test_a_checkpoint_of_adapters_goes_on_under_another_strategy(script, plain, 
     assert refused.code == 2 and "another run" in refused.error
 
 
+def test_frozen_weights_have_the_dtype_of_computations(script, plain, work):
+    """Half of fp32's bytes under dp and fsdp; the losses agree within bf16's rounding."""
+    args = [*work, "--precision", "bf16", "--no_export"]
+    whole = script(*args, "--batch_size", "4")
+    sharded = script(*args, "--batch_size", "2", "--strategy", "fsdp", **TWO)
+    trained = plain.results["trainable_parameters"]
+    frozen = plain.results["parameters"] - trained
+    held = [run.results["memory"]["categories_bytes"]["parameters"] for run in (whole, sharded)]
+    assert held == pytest.approx([2 * frozen + 4 * trained, frozen + 2 * trained], rel=0.02)
+    assert_close(whole.losses, plain.losses, 1e-2)
+    assert_close(sharded.losses, whole.losses, 1e-2)
+    # The masters of the adapters are fp32, so a checkpoint fits any precision.
+    start = ["--resume", plain.folder / "checkpoints" / "step-00000004"]
+    rest = script(*args, *start, "--batch_size", "2", "--strategy", "fsdp", **TWO)
+    assert_close(rest.losses, plain.losses[4:], 1e-2)
+
+
 def test_adapters_are_no_model(script, plain):
     run = script("--model", plain.folder / "hf", ok=False)
     assert run.code == 2 and "--merge_lora" in run.error

@@ -52,6 +52,39 @@ except SystemExit:
     assert done.stdout.splitlines()[-1] == "IMPORTED"
 
 
+def test_plan_finds_the_command_for_long_sequences():
+    args = ["--model", "llama-2-7b", "--gpu_memory", "24", "--lora_r", "16"]
+    found = planned(*args, "--seq_length", 4096)
+    assert "--model meta-llama/Llama-2-7b-hf" in found["command"]
+    assert "--gradient_checkpointing" in found["command"]
+    assert [*planned(*args, "--load_in_4bit")["strategies"]] == ["dp", "zero1", "zero2", "offload"]
+    assert [*planned(*args, "--optim", "adafactor")["strategies"]] == ["dp"]
+
+
+def test_adapters_on_random_weights_get_no_command(tmp_path):
+    """A folder without weights, and the embedded model."""
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for model in (tmp_path, tmp_path / "config.json", "tiny-gpt2"):
+        args = ["--model", model, "--gpu_memory", "24"]
+        assert planned(*args)["command"]
+        assert planned(*args, "--lora_r", 8)["command"] is None
+        assert "random weights" in plan(*args, "--lora_r", 8)[1]
+
+
+def test_plan_reads_other_models_from_the_hub_and_its_cache(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    args = ["--model", "openai-community/gpt2", "--gpu_memory", "24"]
+    parameters = planned(*args)["parameters"]
+    code, out = plan("--model", "someone/nothing", "--gpu_memory", "24")
+    assert code == 2 and "someone/nothing" in out
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert planned(*args)["parameters"] == parameters  # from the cache
+    code, out = plan("--model", "someone/nothing", "--gpu_memory", "24")
+    assert code == 2 and "cannot be reached" in out
+
+
 def test_solved_batch_fits_and_the_next_does_not():
     args = ["--model", "gpt2-xl", "--gpus", 4, "--gpu_memory", 24]
     solved = json.loads(plan(*args, "--solve", "batch", "--json")[1])["batch_size"]
@@ -60,6 +93,8 @@ def test_solved_batch_fits_and_the_next_does_not():
         for more, fits in ((0, True), (1, False)):
             needs = planned(*args, "--batch_size", solved[strategy] + more)["strategies"]
             assert needs[strategy]["fits"] == fits
+            assert needs[strategy]["largest_batch"] == solved[strategy]
+            assert needs[strategy]["largest_batch_with_checkpointing"] > solved[strategy]
 
 
 def test_solved_gpus_fit_and_one_less_does_not():

@@ -63,13 +63,16 @@ def test_prediction_with_accumulation(script, strategy):
 
 
 @pytest.mark.parametrize(
-    "strategy, precision",
-    [("dp", "bf16"), ("zero3", "fp32"), pytest.param("fsdp", "bf16", marks=pytest.mark.soak)],
+    "strategy, precision, flags",
+    [
+        ("dp", "bf16", []),
+        ("zero3", "fp32", ["--isolate_documents", "--seq_length", "128"]),
+        pytest.param("fsdp", "bf16", [], marks=pytest.mark.soak),
+    ],
 )
-def test_prediction_for_a_llama(script, llama, strategy, precision):
-    check_prediction(
-        script, ["--model", llama, "--dataset", "pydocs", *WORK], strategy, 2, precision
-    )
+def test_prediction_for_a_llama(script, llama, strategy, precision, flags):
+    model = ["--model", llama, "--dataset", "pydocs", *WORK, *flags]
+    check_prediction(script, model, strategy, 2, precision)
 
 
 IN_SOAK = [pytest.param(family, marks=pytest.mark.soak) for family in ("mistral", "qwen2")]
@@ -114,16 +117,22 @@ LORA_IN_SOAK = [
 
 @pytest.mark.parametrize(
     "strategy, ranks, precision, args",
-    [("dp", 2, "bf16", []), ("zero2", 4, "fp32", ["--gradient_checkpointing"]), *LORA_IN_SOAK],
+    [
+        ("dp", 2, "bf16", []),
+        ("fsdp", 2, "bf16", []),
+        ("zero2", 4, "fp32", ["--gradient_checkpointing"]),
+        *LORA_IN_SOAK,
+    ],
 )
 def test_prediction_for_adapters(script, strategy, ranks, precision, args):
     check_prediction(script, [*WORK, "--lora_r", "8"], strategy, ranks, precision, *args)
 
 
-def test_prediction_for_a_llamas_adapters(script, llama):
+@pytest.mark.parametrize("strategy", ["dp", "zero3"])
+def test_prediction_for_a_llamas_adapters(script, llama, strategy):
     """Stage 3 has linear layers of its own, which keep their inputs although they are frozen."""
     model = ["--model", llama, "--dataset", "pydocs", *WORK, "--lora_r", "8"]
-    check_prediction(script, model, "zero3", 2, "bf16", "--lora_targets", "q_proj,down_proj")
+    check_prediction(script, model, strategy, 2, "bf16", "--lora_targets", "q_proj,down_proj")
 
 
 @pytest.mark.soak

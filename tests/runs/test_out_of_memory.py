@@ -4,47 +4,38 @@ import json
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from conftest import FAULT, SCRIPT, finish
 from memory_checks import WORK
 
+LIMIT_BYTES = 5 << 30  # less than the machine has (ulimit -v)
+
+
+def run_with_little_memory(folder: Path, *flags) -> tuple[int, str]:
+    """The exit code and the output of one step under LIMIT_BYTES."""
+    command = [
+        *(sys.executable, SCRIPT, "--seq_length", "512", "--precision", "fp32"),
+        *("--max_steps", "1", "--no_eval", "--no_export", "--output_dir", folder, "--overwrite"),
+        *flags,
+    ]
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES)),
+    )
+    out, err = finish(process, 240)
+    return process.returncode, out + err
+
 
 def test_out_of_memory_says_where_and_what_would_fit(tmp_path):
-    """With less memory than the machine has (ulimit -v); then the advice is followed, under the
-    same limit.
-    """
-    limit = 8 << 30
-
-    def run(*args):
-        command = [
-            sys.executable,
-            SCRIPT,
-            "--seq_length",
-            "512",
-            "--precision",
-            "fp32",
-            "--max_steps",
-            "1",
-            "--no_eval",
-            "--no_export",
-            "--output_dir",
-            tmp_path / "out",
-            "--overwrite",
-            *args,
-        ]
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-        )
-        out, err = finish(process, 240)
-        return process.returncode, out + err
-
-    code, out = run("--batch_size", "256")
+    """Then the advice is followed, under the same limit."""
+    code, out = run_with_little_memory(tmp_path, "--batch_size", "128")
     assert code == 3 and out.count("❌") == 1 and "Traceback" not in out
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    results = json.loads((tmp_path / "results.json").read_text())
     assert (results["status"], results["error_kind"]) == ("oom", "out_of_memory")
     assert (
         "It happened in: forward" in out
@@ -56,8 +47,18 @@ def test_out_of_memory_says_where_and_what_would_fit(tmp_path):
         for line in out.splitlines()
         if "--batch_size" in line and "--gradient_accumulation_steps" in line
     )
-    code, out = run(*advice.partition(":")[0].split())
+    code, out = run_with_little_memory(tmp_path, *advice.partition(":")[0].split())
     assert code == 0, out
+
+
+@pytest.mark.soak
+def test_auto_micro_batch_finds_one_that_fits(tmp_path):
+    code, out = run_with_little_memory(tmp_path, "--batch_size", "128", "--auto_micro_batch")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert code == 0 and results["status"] == "completed", out
+    halvings = out.count("All ranks start again")
+    assert halvings > 0 and results["batch_size"] == 128 >> halvings
+    assert results["gradient_accumulation_steps"] == 1 << halvings and "❌" not in out
 
 
 def test_out_of_memory_is_reported_although_nothing_is_left(script):

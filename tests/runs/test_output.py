@@ -123,7 +123,7 @@ def test_nothing_of_other_libraries_shows(script):
             "--no_eval",
         )
         assert run.err == ""
-        shown = r"[🚀📋🔧📚✅📁🤗ℹ⏳]|Epoch|Process Memory|Throughput"
+        shown = r"[🚀📋🔧🔎📚✅📁🤗ℹ⏳]|Epoch|Process Memory|Throughput"
         assert all(re.match(shown, line) for line in run.out.splitlines()), run.out
 
 

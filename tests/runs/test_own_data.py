@@ -154,8 +154,11 @@ def test_a_conversation_without_a_template_gets_a_plain_one(script, tmp_path):
         "--max_steps",
         "1",
         "--no_eval",
+        *("--generate", "What jumps?"),
     )
     assert "no chat template" in run.out
+    answer = run.results["sample"]  # without the prompt and its headings
+    assert answer and "What jumps?" not in answer and "###" not in answer[:20]
     from transformers import AutoTokenizer
 
     exported = AutoTokenizer.from_pretrained(run.folder / "hf")
@@ -189,6 +192,77 @@ def test_only_completions_are_learned(script, llama, tokenizer, tmp_path):
             (before + after + [tokenizer.eos_token_id], [0] * len(before) + [1] * (len(after) + 1))
         )
     assert run.losses[0] == pytest.approx(loss_of(llama, rows), rel=1e-4)
+
+
+def test_rows_as_other_programs_write_them(script, llama, tmp_path):
+    """The same conversations in five formats, in one file, from the cache and from a stream."""
+    said = [("user", "the fox?"), ("assistant", "over the dog")]
+    system = {"role": "system", "content": "Be short."}
+    [prompt, completion] = chat(said)["messages"]
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox?"}]
+    rows = [
+        {"instruction": "the fox?", "input": "", "output": "over the dog", "system": "Be short."},
+        {
+            "conversations": [
+                {"from": "system", "value": "Be short."},
+                {"from": "human", "value": "the fox?"},
+                {"from": "gpt", "value": "over the dog"},
+            ]
+        },
+        {"prompt": [system, prompt], "completion": [completion]},
+        {"messages": [system, {"role": "user", "content": parts}, completion]},
+    ]
+    (tmp_path / "template.jinja").write_text(PLAIN)
+    work = ["--model", llama, "--chat_template", tmp_path / "template.jinja", "--no_eval"]
+    work += ["--seq_length", "128", "--batch_size", "3", *STILL[:-2], "--dataset"]
+    plain = script(*work, as_lines(tmp_path / "plain.jsonl", [rows[3]] * 4))
+    rows = as_lines(tmp_path / "rows.jsonl", rows)
+    cached, streamed = script(*work, rows), script(*work, rows, "--streaming")
+    assert cached.losses == plain.losses and cached.results["tokens"] == plain.results["tokens"]
+    assert streamed.losses == pytest.approx(plain.losses, rel=1e-6)
+    formats = cached.results["dataset"]["formats"]
+    assert len(formats) == 4 and sorted(streamed.results["dataset"]["formats"]) == sorted(formats)
+    for run in (cached, streamed):
+        assert all(name in run.out for name in formats) and "chat template" in run.out
+
+
+def test_two_columns_of_a_table(script, llama, tmp_path):
+    table = "id,question,answer\n" + "".join(
+        f"{n},{prompt},{completion}\n" for n, (prompt, completion) in enumerate(PAIRS)
+    )
+    (tmp_path / "table.csv").write_text(table)
+    rows = [{"prompt": p, "completion": c} for p, c in PAIRS]
+    work = ["--model", llama, "--seq_length", "64", "--batch_size", "2", *STILL, "--no_eval"]
+    columns = ["--prompt_column", "question", "--completion_column", "answer"]
+    named = script(*work, "--dataset", tmp_path / "table.csv", *columns)
+    keys = script(*work, "--dataset", as_lines(tmp_path / "rows.jsonl", rows))
+    assert named.losses == keys.losses
+    wrong = script(*work, "--dataset", tmp_path / "table.csv", *columns[:2], ok=False)
+    assert (
+        wrong.code == 2 and "'completion'" in wrong.error and "--completion_column" in wrong.error
+    )
+
+
+def test_a_conversation_about_an_image_is_refused(script, llama, tmp_path):
+    image = [{"type": "image_url", "image_url": "a.png"}, {"type": "text", "text": "What is it?"}]
+    file = as_lines(tmp_path / "a.jsonl", [chat([("user", image), ("assistant", "a dog")])])
+    run = script("--model", llama, "--dataset", file, "--seq_length", "64", ok=False)
+    assert run.code == 2 and "'image_url'" in run.error and f"{file}, line 1" in run.error
+
+
+def test_show_sample_marks_the_trained_tokens(script, llama, tokenizer, tmp_path):
+    """It trains nothing and writes no results; also under a launcher."""
+    (tmp_path / "template.jinja").write_text(PLAIN)
+    file = as_lines(tmp_path / "chat.jsonl", [chat(turns) for turns in CHATS * 4])
+    work = ["--model", llama, "--chat_template", tmp_path / "template.jinja", "--dataset", file]
+    work += ["--seq_length", "128", "--show_sample"]
+    ids, mask = expected(tokenizer, TEXTS[0])
+    for launch in ({}, {"launcher": "torchrun", "ranks": 2}):
+        run = script(*work, **launch)
+        lines = re.findall(r"^ +\d+ +(\d+) ([* ]) '.*'$", run.out, re.MULTILINE)
+        assert [int(token) for token, _ in lines] == ids
+        assert [mark == "*" for _, mark in lines] == [bool(one) for one in mask]
+        assert not run.folder.exists()
 
 
 def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
@@ -439,6 +513,9 @@ def test_data_that_ends_the_run_gives_its_folder_back(script, llama, tmp_path, n
         (["--validation_split", "0.2", "--validation_file", "x.txt"], "--validation_file"),
         (["--chat_template", "no/such.jinja"], "no/such.jinja"),
         (["--streaming"], "--max_steps"),
+        (["--train_split", "test"], "--train_split"),
+        (["--model_revision", "v1"], "--model_revision"),
+        (["--text_column", "a", "--prompt_column", "b"], "--prompt_column"),
         (["--streaming", "--max_steps", "3"], "pydocs"),
         (["--early_stopping_patience", "2", "--no_eval"], "--no_eval"),
         (["--load_best_at_end", "--no_save"], "--no_save"),

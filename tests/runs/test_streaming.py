@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -201,14 +202,16 @@ class OneRank:
     """All lanes of a corpus that is streamed, without a script around them."""
 
     def __init__(self, dataset, tokenizer, slots, chunk=256, rows=None):
+        from support.data.formats import RowOptions
         from support.data.long_documents import DocumentTokenizer
         from support.data.stream_reader import Reader, rows_of_files
         from support.data.streaming import BatchSlot, RowEncoder
 
         documents = DocumentTokenizer(tokenizer, chunk, overlap=256)
         encode = RowEncoder(documents, 16, pytest.fail).encode
-        self.slots = {number: BatchSlot(number, slots, 1, 16, 0, encode) for number in range(slots)}
-        rows = rows or rows_of_files(sorted(dataset.iterdir()), None)
+        args = SimpleNamespace(seq_length=16, seed=0, packing=False)
+        self.slots = {number: BatchSlot(number, slots, 1, args, encode) for number in range(slots)}
+        rows = rows or rows_of_files(sorted(dataset.iterdir()), RowOptions())
         self.reader = Reader(rows, documents.parts, self.slots, slots, 0, pytest.fail)
 
     def blocks(self, steps):
@@ -288,7 +291,7 @@ def test_resume_within_a_text_file(long_texts):
 
 def lines_of_articles(lines):
     """Rows as WikiText has them on the hub."""
-    from support.data.rows import Document
+    from support.data.formats import Document
     from support.data.sources import begins_article
 
     for number, line in enumerate(lines, 1):

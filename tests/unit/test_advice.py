@@ -1,8 +1,5 @@
 """An error of a library gets the advice that fits."""
 
-import re
-from pathlib import Path
-
 import pytest
 
 
@@ -72,26 +69,3 @@ def test_whose_memory_is_out(text, on_host):
     from support.errors import explain
 
     assert explain(RuntimeError(text)).on_host == on_host
-
-
-# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
-NCCLS_OWN = {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"}
-
-
-def test_variables_that_are_advised_exist():
-    """torch's libraries hold each name; NCCL's are in its documentation."""
-    import torch
-
-    from support.errors import TABLE
-
-    named = {
-        name
-        for entry in TABLE
-        for name in re.findall(r"\b(?:TORCH|NCCL|GLOO)_[A-Z0-9_]+", entry.advice)
-    }
-    folder = Path(torch.__file__).parent / "lib"
-    held = b"".join(
-        (folder / f"lib{name}.so").read_bytes() for name in ("torch_cpu", "torch_python")
-    )
-    assert {name for name in named if name.startswith("NCCL_")} <= NCCLS_OWN
-    assert all(name.encode() in held for name in named if not name.startswith("NCCL_")), named

@@ -8,9 +8,9 @@ import torch
 from one_rank import one_rank
 
 from support.checkpoints import manager as checkpoint
-from support.checkpoints.tensors import PieceWriter, read_shards
+from support.checkpoints.tensors import PieceWriter, read_shards, write_shards
 from support.cli.parse import parse_arguments
-from support.strategies import gradients
+from support.strategies import gradients, optimizer_shards
 from support.strategies.optimizer_shards import ShardedState
 
 
@@ -101,6 +101,62 @@ def test_pieces_are_distributed_over_files(tmp_path, monkeypatch, elements):
             parameter.zero_()
     read_shards(tmp_path, {"pieces": writer.pieces, "adam_step": 1}, state)
     assert all(torch.equal(p, saved) for p, saved in zip(model.parameters(), before, strict=True))
+
+
+def updated(create) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    """A layer after one update, large enough for 8-bit moments of its matrix."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(80, 64)
+    optimizer = create(model.parameters())
+    model(torch.randn(4, 80)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_rows_and_columns_of_adafactor_are_restored(ctx):
+    from transformers.optimization import Adafactor
+
+    def create(parameters):
+        return Adafactor(parameters, lr=0.1, scale_parameter=False, relative_step=False)
+
+    (first, optimizer), (second, fresh) = updated(create), updated(create)
+    saved = ShardedState(first, optimizer, torch.device("cpu")).whole_states()
+    saved = {name: value.clone() for name, value in saved.items()}
+    assert {name: tuple(value.shape) for name, value in saved.items()} == {
+        "weight/exp_avg_sq_row": (64,),
+        "weight/exp_avg_sq_col": (80,),
+        "bias/exp_avg_sq": (64,),
+    }
+    fresh.state.clear()
+    state = ShardedState(second, fresh, torch.device("cpu"))
+    state.load_whole_states(saved)
+    state.set_adam_step(1)
+    for model, its_optimizer in ((first, optimizer), (second, fresh)):
+        model(torch.ones(4, 80)).square().sum().backward()
+        its_optimizer.step()
+    assert torch.equal(first.weight, second.weight)
+    for damaged in ({"weight/exp_avg_sq_row": saved["weight/exp_avg_sq_col"]}, {}):
+        wrong = {**saved, **damaged} if damaged else {"bias/exp_avg_sq": torch.ones(3)}
+        with pytest.raises(ValueError, match="other shapes"):
+            state.load_whole_states(wrong)
+
+
+def test_8bit_moments_are_the_same_after_a_save_and_a_load(ctx, tmp_path, monkeypatch):
+    """Blocks begin at the same elements, so every code is found again."""
+    bnb = pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(optimizer_shards, "PART_8BIT", 2 * optimizer_shards.BLOCK_8BIT)
+    (first, optimizer), (second, fresh) = (updated(bnb.optim.AdamW8bit) for _ in range(2))
+    writer = PieceWriter(tmp_path)
+    write_shards(writer, ShardedState(first, optimizer, torch.device("cpu")), 1)
+    fresh.state.clear()
+    state = ShardedState(second, fresh, torch.device("cpu"))
+    read_shards(tmp_path, {"pieces": writer.pieces, "adam_step": 1}, state)
+    for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
+        found, expected = fresh.state[mine], optimizer.state[theirs]
+        assert found.keys() == expected.keys() and found["step"] == 1
+        for kind in ("state1", "state2"):
+            assert torch.equal(found[kind], expected[kind])
+    assert fresh.state[second.weight]["state1"].dtype == torch.uint8
 
 
 class Stage3:

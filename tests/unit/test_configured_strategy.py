@@ -3,15 +3,12 @@
 import json
 
 import pytest
-import torch
 
 from support.cli.ds_config import configured_strategy
 from support.cli.parse import parse_arguments
 from support.errors import UserError
-from support.strategies import requirements
+from support.strategies import ops
 from support.strategy import STRATEGIES
-
-CPU = torch.device("cpu")
 
 
 def arguments(tmp_path, zero: dict):
@@ -31,8 +28,8 @@ def test_an_optimizer_in_host_memory_needs_cpu_adam(tmp_path, stage):
     strategy = configured_strategy(args)
     assert args.strategy == f"zero{stage}" and strategy.optimizer_on == "host"
     assert strategy.offloads and not STRATEGIES[args.strategy].offloads
-    assert "cpu_adam" in requirements.needed_ops(strategy, CPU)
-    assert "cpu_adam" not in requirements.needed_ops(STRATEGIES[args.strategy], CPU)
+    assert "cpu_adam" in ops.needed_ops(strategy)
+    assert "cpu_adam" not in ops.needed_ops(STRATEGIES[args.strategy])
 
 
 def test_parameters_in_host_memory(tmp_path):
@@ -44,3 +41,27 @@ def test_parameters_in_host_memory(tmp_path):
 def test_parameters_on_nvme_without_the_optimizer_are_refused(tmp_path):
     with pytest.raises(UserError, match="--strategy infinity"):
         arguments(tmp_path, {"stage": 3, "offload_param": {"device": "nvme"}})
+
+
+@pytest.mark.parametrize(
+    "optimizer, flags, reason",
+    [
+        ({"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}, ["--optim", "sgd"], "remove"),
+        ({"type": "AdamW"}, ["--optim", "adamw_8bit"], "remove"),
+        ({"type": "SGD", "params": {"lr": 0.01}}, ["--adam_beta2", "0.95"], "--adam_beta2"),
+    ],
+)
+def test_an_optimizer_of_the_file_and_flags_of_another_are_refused(
+    tmp_path, optimizer, flags, reason
+):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "optimizer": optimizer}))
+    with pytest.raises(UserError, match=reason):
+        parse_arguments(["--ds_config", str(file), *flags])
+
+
+def test_adam_of_a_deepspeed_file_is_adamw(tmp_path):
+    file = tmp_path / "ds.json"
+    optimizer = {"type": "Adam", "params": {"lr": 0.01}}
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "optimizer": optimizer}))
+    assert parse_arguments(["--ds_config", str(file), "--optim", "adamw"]).optim == "adamw"

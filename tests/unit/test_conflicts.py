@@ -7,7 +7,10 @@ from support.cli.flags import build_parser
 from support.cli.parse import parse_arguments
 from support.errors import UserError
 
-VALUES = {"export_dtype": "bf16", "validation_split": "0.1", "lora_dropout": "0.1"}
+VALUES = {
+    **{"export_dtype": "bf16", "validation_split": "0.1", "lora_dropout": "0.1"},
+    "warmup_ratio": "0.1",
+}
 # Flags with which another rule would fail first.
 ALSO = {
     "resume": ["--output_dir", "x"],

@@ -13,14 +13,16 @@ import pytest
 from tokenizer_zoo import tokenizer_of
 
 from support.data.batches import IGNORED, open_split
-from support.data.rows import BadRow
-from support.data.sources import open_source
+from support.data.formats import BadRow
+from support.data.sources import SourceOptions, open_source
 from support.data.stream_reader import StreamCorpus
 from support.data.streaming import Place, Stream
 from support.data.tokenize import tokenize_once
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.folders import files_of
+
+NO_FLAGS = {"compile": False, "simulate_gpus": None, "isolate_documents": False}
 
 
 def test_ranks_of_a_stream_send_each_bad_row_once():
@@ -42,6 +44,8 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
         max_steps=1,
         shuffle_buffer=1,
         seed=0,
+        isolate_documents=False,
+        packing=False,
     )
     corpus = StreamCorpus("x", "", open_rows=list)
     stream = Stream(args, run, tokenizer_of("gpt2"), corpus)
@@ -51,19 +55,19 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
         stream.found = []
 
     begin = time.monotonic()
-    for number in range(120_000):
+    for number in range(20_000):
         for _ in range(2):  # again after a resume
             stream._refuse(BadRow(f"line {number}"))
     arrive()
-    assert time.monotonic() - begin < 20
-    assert len(stream.progress()["bad"]) == 120_001 and stream.progress()["lanes"] == {
+    assert time.monotonic() - begin < 5
+    assert len(stream.progress()["bad"]) == 20_001 and stream.progress()["lanes"] == {
         "0": {},
         "1": {},
     }
-    stream._refuse(BadRow("line 120000"))
+    stream._refuse(BadRow("line 20000"))
     arrive()
-    assert "line 7" in stream.progress()["bad"] and len(stream.progress()["bad"]) == 120_002
-    assert [len(fresh) for _, fresh in sent] == [120_000, 0, 1, 0] and len(lines) < 20
+    assert "line 7" in stream.progress()["bad"] and len(stream.progress()["bad"]) == 20_002
+    assert [len(fresh) for _, fresh in sent] == [20_000, 0, 1, 0] and len(lines) < 20
 
 
 def tokenized(tokenizer, folder, conversations):
@@ -73,7 +77,7 @@ def tokenized(tokenizer, folder, conversations):
         for turns in conversations
     ]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = open_source(str(folder / "chat.jsonl"), None, None, None)
+    source = open_source(str(folder / "chat.jsonl"), SourceOptions())
     return tokenize_once(source, tokenizer, Cache(folder, [], print), lambda n: None, 0)
 
 
@@ -84,7 +88,7 @@ def test_an_example_without_a_target_in_the_sequence_is_skipped(tmp_path):
     late = [("assistant", "a"), ("user", " and" * 50), ("assistant", "late")]
     early = [("assistant", "a long answer"), ("user", " and" * 50)]
     prepared = tokenized(tokenizer, tmp_path, [late, early])
-    args = SimpleNamespace(seq_length=16, compile=False, simulate_gpus=None)
+    args = SimpleNamespace(seq_length=16, packing=False, **NO_FLAGS)
     file, facts = open_split(prepared, "train", args)
     assert (facts["blocks"], facts["skipped"], facts["truncated"]) == (1, 1, 1)
     assert (file.read(np.arange(1))[1][:, 1:] != IGNORED).any()
@@ -94,8 +98,8 @@ def test_the_plain_template_without_an_end_of_text_token(tmp_path):
     tokenizer = copy(tokenizer_of("gpt2"))
     tokenizer.eos_token, tokenizer.chat_template = None, None
     prepared = tokenized(tokenizer, tmp_path, [[("user", "fox?"), ("assistant", "dog")]])
-    args = SimpleNamespace(seq_length=64, compile=False, simulate_gpus=None)
-    inputs, labels = open_split(prepared, "train", args)[0].read(np.arange(1))
+    args = SimpleNamespace(seq_length=64, packing=False, **NO_FLAGS)
+    inputs, labels, _ = open_split(prepared, "train", args)[0].read(np.arange(1))
     learned = inputs[0][labels[0] != IGNORED]
     assert "".join(tokenizer.convert_ids_to_tokens(learned)) == "dog"
 

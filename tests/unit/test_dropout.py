@@ -59,12 +59,13 @@ def test_evaluation_drops_nothing():
     assert layer(0.5).eval()(torch.ones(100)).sum() == 100
 
 
-def plain_attention(query, key, value, p: float) -> torch.Tensor:
+def plain_attention(query, key, value, p: float, mask=None) -> torch.Tensor:
     """Attention in a few lines, with the same random numbers."""
     batch, heads, length = query.shape[:3]
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     scores = query @ key.mT / query.shape[-1] ** 0.5
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    later = later if mask is None else ~mask
     probabilities = scores.masked_fill(later, -torch.inf).softmax(-1)
     seed, kept = dropout.draw_seed(), torch.zeros(batch * heads, length, length)
     for start in range(0, length, dropout.QUERIES):
@@ -74,22 +75,26 @@ def plain_attention(query, key, value, p: float) -> torch.Tensor:
     return (probabilities * kept.view_as(probabilities) / (1 - p)) @ value
 
 
-def attention(query, key, value, p: float) -> torch.Tensor:
+def attention(query, key, value, p: float, mask=None) -> torch.Tensor:
     function = dropout.attention_with_dropout(lambda *_args, **_options: pytest.fail("PyTorch's"))
-    return function(types.SimpleNamespace(), query, key, value, None, dropout=p)[0].transpose(1, 2)
+    return function(types.SimpleNamespace(), query, key, value, mask, dropout=p)[0].transpose(1, 2)
 
 
 @pytest.mark.parametrize("length", [1, 64, 150])
 @pytest.mark.parametrize("key_heads", [6, 2])
-def test_attention_and_its_gradients_are_exact(length, key_heads):
-    results = []
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_and_its_gradients_are_exact(length, key_heads, documents):
+    results, mask = [], None
+    if documents:  # other ones in each sequence, as transformers gives them to SDPA
+        numbers = torch.arange(length) // torch.tensor([[13], [70]])
+        mask = (numbers[:, None, :, None] == numbers[:, None, None, :]).tril()
     for function in (attention, plain_attention):
         torch.manual_seed(3)
         inputs = [torch.randn(2, heads, length, 8) for heads in (6, key_heads, key_heads)]
         weight = torch.randn(2, 6, length, 8)
         for tensor in inputs:
             tensor.requires_grad_()
-        output = function(*inputs, 0.25)
+        output = function(*inputs, 0.25, mask)
         (output * weight).sum().backward()
         results.append([output, *(tensor.grad for tensor in inputs)])
     for found, expected in zip(*results, strict=True):

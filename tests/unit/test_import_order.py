@@ -4,8 +4,11 @@ Imports under `if TYPE_CHECKING:` never run, and do not count.
 """
 
 import ast
+import functools
 import graphlib
 from pathlib import Path
+
+from syntax import nodes_of
 
 from support import PROJECT
 
@@ -29,6 +32,7 @@ ORDER = [
         "progress",
         "redaction",
         "strategy",
+        "optimizers",
         "text_tables",
         "train_state",
         "units",
@@ -43,11 +47,8 @@ KNOWN: set[tuple[str, str]] = set()
 
 def imports_of(file: Path) -> set[str]:
     """The modules of support that a file imports, as "package.module"."""
-    tree, names = ast.parse(file.read_text()), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    for node in ast.walk(tree):
+    names = set()
+    for node in nodes_of(file):
         if isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
         elif isinstance(node, ast.Import):
@@ -55,6 +56,7 @@ def imports_of(file: Path) -> set[str]:
     return {name.removeprefix("support.") for name in names if name.startswith("support.")}
 
 
+@functools.cache
 def modules() -> dict[str, set[str]]:
     """The imports of every module of support."""
     files = {
@@ -86,7 +88,7 @@ def test_no_cycle_of_modules():
 def test_nothing_in_support_imports_the_script_or_scripts():
     above = {file.stem for file in [*PROJECT.glob("*.py"), *(PROJECT / "scripts").glob("*.py")]}
     for file in (PROJECT / "support").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes_of(file):
             if isinstance(node, ast.ImportFrom):
                 assert node.module not in above, file
 
@@ -102,15 +104,13 @@ ON_DEMAND = (
 
 def imported_at_once(file: Path) -> set[str]:
     """The modules that importing a file imports, outside functions and `if TYPE_CHECKING:`."""
-    nodes, names = list(ast.parse(file.read_text()).body), set()
+    nodes, names = list(ast.iter_child_nodes(nodes_of(file)[0])), set()
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
         elif not isinstance(node, ast.FunctionDef):
             nodes += ast.iter_child_nodes(node)
     return names

@@ -32,7 +32,6 @@ def clock(monkeypatch):
     read = lambda: clock.now  # noqa: E731
     for module in (metering, step_timer):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=read, time=read))
-    monkeypatch.setattr(metering, "Traffic", MagicMock())
     return clock
 
 
@@ -48,6 +47,7 @@ def open_metrics(tmp_path, clock, bar=False, **flags) -> metering.MetricsLogger:
         is_main=True,
         simulated=False,
         precision="fp32",
+        hang=SimpleNamespace(traffic=MagicMock()),
         world_size=1,
         all_gather=lambda value: [value],
         console=SimpleNamespace(

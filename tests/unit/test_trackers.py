@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from support.console import Console
-from support.report.trackers import Trackers, start_trackers
+from support.report.trackers import Trackers, start_trackers, wandb_run_of
 
 EARLIER = "events.out.tfevents.1.x"
 
@@ -18,7 +18,11 @@ def test_only_a_new_run_with_overwrite_deletes_event_files(tmp_path, overwrite, 
     for name in (EARLIER, "mine.txt"):
         (tmp_path / name).write_text("mine")
     args = SimpleNamespace(
-        report_to=["tensorboard"], logging_dir=str(tmp_path), overwrite=overwrite, resume=resume
+        report_to=["tensorboard"],
+        logging_dir=str(tmp_path),
+        overwrite=overwrite,
+        resume=resume,
+        tags=["short"],
     )
     deleted = overwrite and resume is None
     failures = SimpleNamespace(flushes=[])
@@ -53,3 +57,15 @@ def test_a_failing_tracker_is_dropped(capsys):
         trackers.log({"step": step, "loss": 2.0})
     assert working.points == [(1, {"train/loss": 2.0}), (2, {"train/loss": 2.0})]
     assert capsys.readouterr().out.count("No space left") == 1
+
+
+def test_a_resumed_run_keeps_its_wandb_project(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "of-the-environment")
+    identifier, project = wandb_run_of(tmp_path, 0, None)
+    assert project == "of-the-environment"
+    monkeypatch.setenv("WANDB_PROJECT", "another")
+    assert wandb_run_of(tmp_path, 4, None) == (identifier, "of-the-environment")
+    assert wandb_run_of(tmp_path, 4, "mine") == (identifier, "mine")
+    assert wandb_run_of(tmp_path, 4, None) == (identifier, "mine")
+    (tmp_path / "wandb-run.txt").write_text(f"{identifier}\n")  # of an earlier version
+    assert wandb_run_of(tmp_path, 4, None) == (identifier, "distributed-training")

@@ -1,7 +1,9 @@
 """Safetensors files that are written one tensor at a time."""
 
 import pytest
+import safetensors.torch
 import torch
+from conftest import skip
 from safetensors.torch import load_file, save_file
 
 from support.files import safetensors_writer as writer
@@ -9,6 +11,8 @@ from support.files import safetensors_writer as writer
 
 @pytest.mark.parametrize("dtype", writer.NAMES, ids=str)
 def test_every_type_is_written_as_the_library_writes_it(tmp_path, dtype):
+    if dtype not in safetensors.torch._SIZE:
+        skip(f"safetensors {safetensors.__version__} does not know {dtype}")
     tensor = (torch.arange(6) % 2).to(torch.float32).view(2, 3).to(dtype)
     writer.save_file({"x": tensor}, tmp_path / "ours.safetensors")
     save_file({"x": tensor}, tmp_path / "library.safetensors")

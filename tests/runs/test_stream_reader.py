@@ -4,10 +4,10 @@ import json
 import threading
 import time
 from copy import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
+from streams import stream_of
 from tokenizer_zoo import tokenizer_of
 
 from support.data import templates
@@ -74,41 +74,6 @@ def test_a_thread_that_has_ended_is_not_waited_for():
         next(ahead)
 
 
-def stream_of(file, tokenizer, **flags):
-    """A Stream of one rank, without a script around it, and the lines that it prints."""
-    from support.data.streaming import open_stream
-
-    said = []
-    args = SimpleNamespace(
-        **{
-            "dataset": str(file),
-            "seq_length": 16,
-            "batch_size": 2,
-            "gradient_accumulation_steps": 1,
-            "max_steps": 50,
-            "shuffle_buffer": 4,
-            "seed": 0,
-            "text_column": None,
-            "dataset_config": None,
-            "include": None,
-            "max_bad_rows": 9,
-            "compile": False,
-            "simulate_gpus": None,
-            "validation_file": None,
-        }
-        | flags
-    )
-    run = SimpleNamespace(
-        is_main=True,
-        rank=0,
-        world_size=1,
-        all_gather=lambda value: [value],
-        broadcast_from_rank0=lambda value: value,
-        console=SimpleNamespace(print=said.append, print0=said.append, warn=said.append),
-    )
-    return open_stream(args, run, tokenizer)[0], said
-
-
 def test_the_thread_has_a_tokenizer_of_its_own(tmp_path, monkeypatch):
     """Conversations without a template: the run's tokenizer gets one, and says so, where it is
     trained.
@@ -171,6 +136,18 @@ def test_too_many_bad_rows_end_the_run_from_the_thread(tmp_path):
     with pytest.raises(UserError, match="--max_bad_rows"):
         for _ in stream.step_batches(torch.device("cpu")):
             pass
+
+
+def test_positions_of_a_stream_restart_where_a_document_begins(tmp_path):
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"text": "word " * 9}) + "\n") * 9)
+    tokenizer = tokenizer_of("gpt2")
+    stream, _ = stream_of(tmp_path / "rows.jsonl", tokenizer, isolate_documents=True)
+    inputs, labels, positions = next(stream.step_batches(torch.device("cpu"))).batches[0]
+    stream.summary()
+    begins = (inputs == tokenizer.eos_token_id).roll(1, 1)
+    begins[:, 0] = True
+    assert torch.equal(positions == 0, begins) and torch.equal(labels == -100, begins)
+    assert begins[:, 1:].any() and positions.diff()[~begins[:, 1:]].eq(1).all()
 
 
 LOOPS = "{%% for a in range(99999) %%}{%% for b in range(99999) %%}%s{%% endfor %%}{%% endfor %%}"

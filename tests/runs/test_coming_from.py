@@ -1,0 +1,95 @@
+"""The commands of docs/COMING_FROM.md: they are parsed, and `make soak` runs them as written.
+
+The models and datasets that they name are small ones, written here, in a stand-in for the hub.
+"""
+
+import json
+import re
+import shlex
+import threading
+
+import pytest
+from conftest import PROJECT
+from local_hub import TOKEN, Hub, write_repositories
+
+from support.cli.parse import parse_arguments
+
+TEXT = (PROJECT / "docs" / "COMING_FROM.md").read_text()
+COMMANDS = re.findall(r"^((?:python|torchrun) .*real_model_example\.py .*)$", TEXT, re.MULTILINE)
+MODELS = [
+    *("NousResearch/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"),
+    *("meta-llama/Meta-Llama-3-8B-Instruct", "Qwen/Qwen2-0.5B"),
+]
+ALPACA = [
+    {"instruction": f"Add {n} and 1.", "input": "", "output": f"The sum is {n + 1}."}
+    for n in range(40)
+]
+CHATS = [
+    {
+        "source": "written",
+        "messages": [
+            {"role": "user", "content": row["instruction"]},
+            {"role": "assistant", "content": row["output"]},
+        ],
+    }
+    for row in ALPACA
+]
+DATASETS = {
+    "teknium/GPT4-LLM-Cleaned": ALPACA,
+    "tatsu-lab/alpaca": [{**row, "text": "all of it"} for row in ALPACA],
+    "trl-lib/Capybara": CHATS,
+}
+
+
+def arguments(command: str) -> list[str]:
+    return shlex.split(command.partition("real_model_example.py ")[2])
+
+
+def test_every_command_is_parsed(monkeypatch):
+    monkeypatch.chdir(PROJECT)
+    assert len(COMMANDS) == 5
+    for command in COMMANDS:
+        parse_arguments(arguments(command))
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory, llama):
+    """A stand-in for the hub with the models and datasets that the page names."""
+    import pyarrow
+    import pyarrow.parquet
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    root = tmp_path_factory.mktemp("named")
+    write_repositories(root)
+    config = AutoConfig.from_pretrained(llama, max_position_embeddings=2048)
+    for name in MODELS:
+        folder = root / "models" / name
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
+    for name, rows in DATASETS.items():
+        (root / "datasets" / name).mkdir(parents=True)
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, root / "datasets" / name / "train.parquet")
+    hub = Hub(root)
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("command", COMMANDS, ids=re.findall(r"^## (\S+)", TEXT, re.MULTILINE))
+def test_command_as_written(script, named, tmp_path, command):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "alpaca_en_demo.json").write_text(json.dumps(ALPACA))
+    given = arguments(command)
+    run = script(
+        *given,
+        env={"HF_ENDPOINT": named.url, "HF_HOME": tmp_path / "hf", "HF_TOKEN": TOKEN},
+        cwd=tmp_path,
+        folder=tmp_path / given[given.index("--output_dir") + 1],
+        launcher=command.partition(" ")[0],
+        ranks=2,
+    )
+    assert run.results["status"] == "completed" and run.losses
+    assert bool(named.pushed) == ("--push_to_hub" in given)
