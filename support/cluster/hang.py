@@ -103,9 +103,7 @@ class HangMonitor:
             try:
                 self._round()
                 failures = 0
-            except (
-                Exception
-            ):  # torch raises several classes, for one failed call and at the end
+            except Exception:  # torch raises several classes, for one failed call and at the end
                 failures += 1
                 self._store = None if failures == MOST_FAILURES else self._store
 
