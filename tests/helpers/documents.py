@@ -1,0 +1,319 @@
+"""The documents: their blocks and links, and the flags, files and names that they mention.
+
+tests/unit/test_documents.py checks them, and tests/runs/test_documents_run.py runs their commands.
+Every fenced block has a marker, an HTML comment on the line before it:
+
+runnable        bash; the tests run all of a page in order, in a copy of the project, on a CPU
+needs-gpu, needs-cluster, needs-hub    bash that the tests do not run
+output          what the runnable block before it prints; see `shape`
+file: NAME      the content of a file that later commands use
+illustration    anything else
+
+`<!-- value: support.module.NAME -->5` or `…NAME[key] -->5`: the number is a constant of the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import functools
+import importlib
+import inspect
+import io
+import itertools
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from support.cli import argument_types
+from support.cli.flags import build_parser
+from support.cli.parse import LAUNCHER_FLAGS, parse_arguments
+from support.errors import UserError
+
+PROJECT = Path(__file__).resolve().parents[2]
+COMMANDS = ("runnable", "needs-gpu", "needs-cluster", "needs-hub")
+MARKERS = (*COMMANDS, "output", "illustration")
+LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+CODE_SUFFIXES = (".py", ".sh", ".slurm", ".template", ".md", ".def")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)")
+INLINE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
+COMMENT = re.compile(r"<!--.*?-->")
+VALUE = re.compile(r"<!-- value: ([\w.]+)\.(\w+)(?:\[(\w+)\])? -->\s*([\w.+−-]+)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        line: number of its first line, that of the fence.
+        marker: the text of the comment before it; "" without one.
+        lines: the content.
+    """
+
+    line: int
+    marker: str
+    language: str
+    lines: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A document.
+
+    Attributes:
+        name: path in the project.
+        lines: all lines.
+        blocks: the fenced blocks.
+        prose: the other lines, by number from 1, without comments.
+    """
+
+    name: str
+    lines: list[str]
+    blocks: list[Block]
+    prose: dict[int, str]
+
+    def spans(self) -> list[tuple[int, str]]:
+        """Return (line number, text) of each inline code; it may continue on the next line."""
+        text = "\n".join(self.prose.get(i + 1, "") for i in range(len(self.lines)))
+        return [
+            (text.count("\n", 0, found.start()) + 1, found[2].replace("\n", " "))
+            for found in re.finditer(INLINE.pattern, text, re.DOTALL)
+            if "\n\n" not in found[2]
+        ]
+
+    def anchors(self) -> set[str]:
+        """Return the anchors that GitHub gives the titles."""
+        anchors: set[str] = set()
+        for line in self.prose.values():
+            if found := re.match(r"#+ +(.*?) *#*$", line):
+                title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", found[1])
+                slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+                repeats = (f"{slug}-{n}" for n in range(1, 100))
+                anchors.add(next(s for s in (slug, *repeats) if s not in anchors))
+        return anchors
+
+    def links(self) -> list[tuple[int, str]]:
+        """Return (line number, target) of each link outside of inline code."""
+        return [
+            (number, found[1] or found[2])
+            for number, line in self.prose.items()
+            for found in LINK.finditer(INLINE.sub("``", line) if "](" not in line else line)
+        ]
+
+    def commands(self) -> list[tuple[int, list[str]]]:
+        """Return (line number, words) of each command in the blocks of bash."""
+        return [
+            (block.line + number, command)
+            for block in self.blocks
+            if block.marker in COMMANDS or (not block.marker and block.language == "bash")
+            for number, line in joined(block.lines)
+            for command in split(line)
+        ]
+
+
+def read(name: str, text: str | None = None) -> Page:
+    """Parse a page of the project, or a text."""
+    lines = ((PROJECT / name).read_text(encoding="utf-8") if text is None else text).splitlines()
+    blocks, prose, fence, language, start = [], {}, "", "", 0
+    for number, line in enumerate(lines, 1):
+        found = re.match(r"\s*(`{3,})(\w*)", line)
+        if fence and line.strip() == fence:
+            before = re.fullmatch(r"\s*<!-- (.+) -->", lines[start - 2]) if start > 1 else None
+            content = tuple(lines[start : number - 1])
+            blocks.append(Block(start, before[1] if before else "", language, content))
+            fence = ""
+        elif not fence and found:
+            fence, language, start = found[1], found[2], number
+        elif not fence:
+            prose[number] = COMMENT.sub("", line)
+    assert not fence, f"{name}:{start}: the block does not end"
+    return Page(name, lines, blocks, prose)
+
+
+def joined(lines: tuple[str, ...]) -> list[tuple[int, str]]:
+    """Return (number of the last line, text) of each command, with continued lines joined."""
+    result, before = [], ""
+    for number, line in enumerate(lines, 1):
+        before += line.rstrip()
+        if before.endswith("\\"):
+            before = before[:-1]
+        else:
+            result.append((number, before))
+            before = ""
+    return result
+
+
+def split(line: str) -> list[list[str]]:
+    """Split a line of bash into the words of its commands."""
+    lexer = shlex.shlex(line.replace("$(", "; ("), posix=True, punctuation_chars="();|&")
+    lexer.whitespace_split = True
+    commands: list[list[str]] = [[]]
+    for word in lexer:
+        if set(word) <= set("();|&"):
+            commands.append([])
+        else:
+            commands[-1].append(word)
+    return [words for words in commands if words]
+
+
+# ------------------------------------------------------------------------------------------- flags
+
+
+class _Parser(BaseException):
+    """Ends a program where it would parse its arguments."""
+
+
+@functools.cache
+def parser_of(program: str) -> argparse.ArgumentParser:
+    """Return the parser of a program of this project, such as scripts/report.py."""
+    if program.endswith(("real_model_example.py", "compare_strategies.sh", ".slurm")):
+        return build_parser()
+    main = importlib.import_module(program.removesuffix(".py").replace("/", ".")).main
+
+    def found(parser, *_args, **_kwargs):
+        raise _Parser(parser)
+
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", found),
+        mock.patch.object(argument_types.Parser, "parse_args", found),
+    ):
+        try:
+            main(*[[]] * len(inspect.signature(main).parameters))
+        except _Parser as end:
+            return end.args[0]
+    raise AssertionError(f"{program} has no parser")
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Return all spellings of all flags, also of subcommands."""
+    flags: set[str] = set()
+    for action in parser._actions:
+        flags |= {*action.option_strings}
+        if isinstance(action, argparse._SubParsersAction):
+            flags = flags.union(*map(flags_of, action.choices.values()))
+    return flags
+
+
+def program_of(words: list[str]) -> tuple[str | None, int]:
+    """Return the project's program that a command starts, and its position; or (None, 0)."""
+    for place, word in enumerate(words):
+        if word.startswith("benchmarks.") and words[place - 1] == "-m":
+            return f"{word.replace('.', '/')}.py", place
+        if word.startswith("benchmarks/") and word.endswith(".sh"):
+            return word.replace(".sh", ".py"), place
+        of_project = word.startswith(("scripts/", "benchmarks/")) and word.endswith(".py")
+        if of_project or word.endswith(
+            ("real_model_example.py", "compare_strategies.sh", ".slurm")
+        ):
+            return word, place
+    return None, 0
+
+
+def unknown_flags(words: list[str]) -> list[str]:
+    """Return the flags of a command that its program or launcher does not have."""
+    program, place = program_of(words)
+    launcher = words[:place] if program else words
+    launched = [Path(word).name for word in launcher if not word.startswith("-")]
+    unknown = []
+    if {*launched} & {*LAUNCHERS}:
+        names = [w.split("=")[0] for w in launcher if w.startswith("--")]
+        unknown += [n for n in names if n[2:].replace("-", "_") not in LAUNCHER_FLAGS]
+    if program:
+        known = flags_of(parser_of(program))
+        names = [w.split("=")[0] for w in words[place:] if re.match(r"--\w", w)]
+        unknown += [n for n in names if n not in known]
+    return unknown
+
+
+def usage_error(words: list[str]) -> str:
+    """Return why the project's program would refuse a command; "" if it would not.
+
+    A command with three dots or a variable is not complete, so it is not parsed.
+    """
+    program, place = program_of(words)
+    values = list(itertools.takewhile(lambda word: not word.startswith((">", "2>")), words[place:]))
+    if not program or any(re.search(r"\.\.\.|…|\$|^--help$", word) for word in values):
+        return ""
+    values = values[1:]
+    if program.endswith("compare_strategies.sh") and values and values[0][0] != "-":
+        values = values[1:]
+    errors = io.StringIO()
+    try:
+        if parser_of(program).prog == "real_model_example.py":
+            parse_arguments(values)
+        else:
+            with contextlib.redirect_stderr(errors):
+                parser_of(program).parse_known_args(values)
+    except UserError as error:
+        return str(error)
+    except SystemExit as end:
+        return errors.getvalue() if end.code else ""
+    return ""
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+@functools.cache
+def tracked() -> frozenset[str]:
+    """Return the project's files, also new ones that git does not ignore, and its folders."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
+    files = [name for name in listed.stdout.splitlines() if (PROJECT / name).exists()]
+    return frozenset(files) | {str(up) for name in files for up in Path(name).parents}
+
+
+def is_missing(word: str) -> bool:
+    """Whether a word of a document is the name of a file of this project that does not exist."""
+    name = re.sub(r"(:\d+|::\S+|[,;:.])+$", "", word).removeprefix("./").rstrip("/")
+    if not re.fullmatch(r"[\w.*/-]+", name) or ".." in name:
+        return False
+    folder, _, _ = name.partition("/")
+    if "/" in name and folder in {n for n in tracked() if "." not in n[1:]}:
+        return not fnmatch.filter(tracked(), name)
+    if "/" not in name and (name.endswith(CODE_SUFFIXES) or name.startswith("ds_config_")):
+        return not fnmatch.filter({Path(n).name for n in tracked()}, name)
+    return False
+
+
+def created(page: Page) -> set[str]:
+    """Return the names of the files that a page's blocks and commands write."""
+    names = {b.marker.removeprefix("file: ") for b in page.blocks if b.marker.startswith("file: ")}
+    for _, words in page.commands():
+        pairs = itertools.pairwise(words)
+        names |= {word for before, word in pairs if before in ("-o", "--out", "--output", ">")}
+    return names | {Path(name).name for name in names}
+
+
+# ------------------------------------------------------------------------------------------ output
+
+
+def shape(line: str) -> str:
+    """Return a line with its numbers, dates and absolute paths replaced, and single blanks."""
+    line = re.sub(r"(?<![\w.])/[\w.+-]+(/[\w.+-]*)+", "/PATH", line)
+    line = re.sub(r"[+−-]?\d[\d,.:]*(e[+-]?\d+)?", "0", line)
+    return " ".join(re.sub(r"-{3,}", "---", line).split())
+
+
+def first_missing(shown: tuple[str, ...], real: str) -> str | None:
+    """Return the first shown line that the real output lacks, in this order; None if it has all.
+
+    A line of three dots stands for any lines, and three dots within a line for any text.
+    """
+    lines = iter(map(shape, real.splitlines()))
+    for line in shown:
+        pattern = ".*".join(map(re.escape, re.split(r"\.\.\.|…", shape(line))))
+        if line.strip() not in ("", "...", "…") and not any(
+            re.fullmatch(pattern, candidate) for candidate in lines
+        ):
+            return line
+    return None

@@ -1,0 +1,266 @@
+"""The documents follow their conventions, and what they name exists. See helpers/documents.py."""
+
+import functools
+import importlib
+import re
+
+import documents
+import pytest
+from documents import MARKERS, PROJECT, flags_of, is_missing, parser_of, read, tracked
+
+from support.cli.parse import LAUNCHER_FLAGS
+
+NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n != "CHANGELOG.md")
+PAGES = [read(name) for name in NAMES]
+LONGEST = {"README.md": 149, "docs/FLAGS.md": 1000}
+# Pages that do not follow the conventions yet.
+PENDING = {
+    *("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/CLUSTER_QUICKSTART.md"),
+    *("docs/COMING_FROM.md", "docs/HOW_IT_WORKS.md", "docs/MEMORY_COMPARISON.md"),
+    *("docs/MULTI_NODE.md", "docs/REAL_MODELS_GUIDE.md"),
+}
+# Flags, files and variables of other programs, and what commands write under their own names.
+THEIR_FLAGS = {
+    *("--kill-on-bad-exit", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task", "--nodes"),
+    *("--ntasks", "--ntasks-per-node", "--gres", "--signal", "--time", "--eos_token"),
+}
+THEIR_FILES = {"run_clm.py", "scripts/run_training.sh", "scripts/slurm_job.sh"}
+THEIR_VARIABLES = (
+    *("CUDA_", "GLOO_", "HF_", "NCCL_", "OMP_", "PET_", "PIP_", "PYTORCH_", "SLURM_", "TORCH_"),
+    "WANDB_",
+)
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+converted = pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name not in PENDING] or [read("x.md", "# X\n\nA page.\n")],
+    ids=lambda page: page.name,
+)  # fmt: skip
+
+
+def problems(page, found) -> None:
+    """Fail with one line for each (line number, problem)."""
+    lines = [f"{page.name}:{number}: {problem}" for number, problem in found]
+    assert not lines, "\n" + "\n".join(lines)
+
+
+@converted
+def test_every_block_has_a_marker(page):
+    problems(page, wrong_markers(page))
+
+
+def wrong_markers(page):
+    before = ""
+    for block in page.blocks:
+        marker = block.marker
+        if marker not in MARKERS and not marker.startswith("file: "):
+            yield (
+                block.line,
+                f"no marker before the fence (one of {', '.join(MARKERS)}, file: NAME)",
+            )
+        if marker == "output" and before not in ("runnable", "output"):
+            yield block.line, "output without a runnable block before it: use illustration"
+        if marker in documents.COMMANDS and block.language != "bash":
+            yield block.line, f"a block that is {marker} must be ```bash"
+        before = before if marker.startswith("file: ") else marker
+
+
+@converted
+def test_length_and_columns(page):
+    longest = LONGEST.get(page.name, 199)
+    assert len(page.lines) <= longest, f"{page.name} has {len(page.lines)} lines"
+    problems(page, long_lines(page))
+
+
+def long_lines(page):
+    for number, line in page.prose.items():
+        length = len(re.sub(r"\]\([^)]*\)|<?https?://\S+|^\[[^\]]+\]: .*", "", line))
+        if length > 100 and not line.lstrip().startswith("|"):
+            yield number, f"{length} columns"
+
+
+@converted
+def test_begins_with_a_title_and_a_sentence(page):
+    lines = [line for line in page.prose.values() if line.strip()]
+    assert lines[0].startswith("# ") and re.match(r"[A-Z`*\[]", lines[1]), lines[:2]
+
+
+@every_page
+def test_links(page):
+    problems(page, broken_links(page))
+
+
+def broken_links(page):
+    for number, target in page.links():
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = ((PROJECT / page.name).parent / path).resolve()
+        if path and not file.exists():
+            yield number, f"{target}: no such file"
+        elif anchor and (not path or file.suffix == ".md"):
+            of = read(str(file.relative_to(PROJECT))) if path else page
+            if anchor not in of.anchors():
+                yield number, f"{target}: no such anchor"
+
+
+@every_page
+def test_flags(page):
+    problems(page, unknown_flags(page))
+
+
+@functools.cache
+def every_flag() -> set:
+    programs = [n for n in tracked() if re.fullmatch(r"scripts/\w+\.py", n)]
+    programs = {*programs, "benchmarks/peers.py", "benchmarks/gpu_check.py"}
+    programs -= {"scripts/trainer_step.py"}
+    found = set().union(*(flags_of(parser_of(program)) for program in programs))
+    launchers = {f"--{name}" for name in LAUNCHER_FLAGS}
+    return found | launchers | flags_of(parser_of("real_model_example.py")) | THEIR_FLAGS
+
+
+def unknown_flags(page):
+    for number, words in page.commands():
+        unknown = documents.unknown_flags(words)
+        for flag in unknown:
+            yield number, f"{flag} is no flag of {documents.program_of(words)[0] or words[0]}"
+        if not unknown and (error := documents.usage_error(words)):
+            yield number, error
+    known = every_flag()
+    for number, text in page.spans():
+        words = text.split()
+        if documents.program_of(words)[0]:
+            unknown = documents.unknown_flags(words)
+        elif words[0].startswith("-"):
+            names = [word.split("=")[0].rstrip(",;") for word in words if re.match(r"--\w", word)]
+            unknown = [name for name in names if name not in known]
+        else:
+            unknown = []  # of another program
+        for flag in unknown:
+            yield number, f"{flag} is no flag: `{text}`"
+
+
+@every_page
+def test_files(page):
+    problems(page, missing_files(page))
+
+
+def missing_files(page):
+    written = documents.created(page) | THEIR_FILES
+    named = [(number, word) for number, text in page.spans() for word in text.split()]
+    named += [(number, word) for number, words in page.commands() for word in words]
+    for number, word in named:
+        if is_missing(word) and word not in written:
+            yield number, f"{word}: no such file"
+
+
+@functools.cache
+def words_of_code() -> set:
+    suffixes = (".py", ".sh", ".slurm", ".template", ".json", "Makefile", "tests/conftest.py")
+    names = [n for n in tracked() if n.endswith(suffixes) and not re.match(r"tests/\w+/test_", n)]
+    return {w for n in names for w in re.findall(r"\w+", (PROJECT / n).read_text("utf-8"))}
+
+
+@every_page
+def test_environment_variables(page):
+    problems(page, unknown_variables(page))
+
+
+def unknown_variables(page):
+    name = r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b"
+    named = [(number, found) for number, text in page.spans() for found in re.findall(name, text)]
+    for number, words in page.commands():
+        text = " ".join(words)
+        found = re.findall(r"(?<!\S)([A-Z][A-Z0-9_]*)=|\$\{?([A-Z][A-Z0-9_]*)", text)
+        named += [(number, given or used) for given, used in found]
+    for number, name in named:
+        if name not in words_of_code() and not name.startswith(THEIR_VARIABLES):
+            yield number, f"{name} is read nowhere"
+
+
+@every_page
+def test_values(page):
+    problems(page, wrong_values(page))
+
+
+def wrong_values(page):
+    for number, line in enumerate(page.lines, 1):
+        for module, name, key, shown in documents.VALUE.findall(line):
+            value = getattr(importlib.import_module(module), name)
+            value = value[key] if key else value
+            shown = shown.rstrip(".")
+            if shown != str(value) and not (is_number(shown) and float(shown) == value):
+                yield number, f"{shown}, but {module}.{name} is {value}"
+
+
+def is_number(text: str) -> bool:
+    return bool(re.fullmatch(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", text))
+
+
+def test_code_names_existing_documents():
+    named = r"\b(docs/\w+\.md)(?:#([\w-]+))?"
+    for name in sorted(tracked()):
+        if not name.endswith((".py", ".sh", ".slurm", ".template")) or name.startswith(
+            "tests/unit"
+        ):
+            continue
+        for page, anchor in re.findall(named, (PROJECT / name).read_text("utf-8")):
+            assert page in tracked(), f"{name}: {page} does not exist"
+            assert not anchor or anchor in read(page).anchors(), f"{name}: {page}#{anchor}"
+
+
+BAD = """# A page
+
+1. no sentence
+
+```
+text
+```
+
+<!-- output -->
+```
+nothing ran
+```
+
+<!-- runnable -->
+```bash
+python real_model_example.py --no_such_flag
+python scripts/report.py runs/x --outt y
+torchrun --nproc_per_nod=2 real_model_example.py
+python real_model_example.py --lr high
+python real_model_example.py --eval_only --no_eval
+bash slurm/missing.sh $NO_SUCH_VARIABLE
+```
+
+See [there](docs/MISSING.md), [here](#no-such-title) and `--no_such_either`, `support/missing.py`,
+`NO_SUCH_SETTING=1`. The median is over <!-- value: support.report.compare.LASTING_STEPS -->4 steps,
+and a line is not longer than one hundred columns, so that it can be read in a narrow terminal as well.
+"""
+
+
+@pytest.mark.parametrize(
+    "check, found",
+    [
+        (wrong_markers, ["5: no marker", "10: output without"]),
+        (long_lines, ["26: 1"]),
+        (broken_links, ["24: docs/MISSING.md: no such file", "24: #no-such-title: no such anchor"]),
+        (
+            unknown_flags,
+            [
+                "16: --no_such_flag is no flag of real_model_example.py",
+                "17: --outt is no flag of scripts/report.py",
+                "18: --nproc_per_nod is no flag of",
+                "19: argument --lr: high is not a number",
+                "20: --eval_only and --no_eval cannot",
+                "24: --no_such_either is no flag",
+            ],
+        ),
+        (missing_files, ["24: support/missing.py: no such file", "21: slurm/missing.sh"]),
+        (unknown_variables, ["25: NO_SUCH_SETTING is read nowhere", "21: NO_SUCH_VARIABLE"]),
+        (wrong_values, ["25: 4, but support.report.compare.LASTING_STEPS is 5"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_each_check_can_fail(check, found):
+    lines = [f"{number}: {problem}" for number, problem in check(read("bad.md", BAD))]
+    assert len(lines) == len(found)
+    assert all(line.startswith(start) for line, start in zip(lines, found, strict=True)), lines
