@@ -421,7 +421,7 @@ def _communication(ctx: DistContext) -> Line:
         f"{1e6 * latency:.0f} µs; network interface {interface}"
     )
     is_fast = ctx.backend != "nccl" or sent / seconds["all-reduce"] >= GB
-    remedy = "slow for GPUs: NCCL_DEBUG=INFO shows the network in use; see docs/MULTI_NODE.md"
+    remedy = "slow for GPUs: NCCL_DEBUG=INFO shows the network in use; see docs/TROUBLESHOOTING.md"
     return _line(is_fast, "communication", text, remedy)
 
 

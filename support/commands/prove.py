@@ -50,7 +50,7 @@ ALONE = {"strategy": "dp", "ds_config": None, "fsdp_config": None, "nvme_path": 
 END_SECONDS = 60  # torchrun kills its ranks 30 s after a signal
 
 # The largest differences that count as equal. fp32 rounds each result to 2^-24 = 6e-8 of its size,
-# and the ways add the same numbers in another order; docs/REAL_MODELS_GUIDE.md has measurements.
+# and the ways add the same numbers in another order; docs/COMPARISON.md has an example.
 TOLERANCES = {
     "loss": 1e-5,  # relative
     "gradient's norm": 1e-5,  # relative, before clipping

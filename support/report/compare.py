@@ -19,7 +19,7 @@ from support.strategy import STRATEGIES, Strategy
 
 # Largest relative difference between losses that rounding explains, by precision. On a GPU fp32
 # matrices are multiplied in TF32, which keeps 10 bits of each factor's mantissa.
-# docs/MEMORY_COMPARISON.md lists the measurements; TF32 and fp16 were not measured.
+# docs/COMPARISON.md lists the measurements; TF32 and fp16 were not measured.
 TOLERANCES = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 5e-3, "fp16": 5e-3}
 # In TF32, bf16 and fp16 the losses of a single step may differ by percents, where an unusual
 # sequence makes the loss jump. If a strategy trains another model, the difference lasts. So in

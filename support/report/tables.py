@@ -56,7 +56,7 @@ def as_markdown(comparison: Comparison) -> str:
 
 
 def as_json(comparison: Comparison) -> str:
-    """Return the .json file; docs/MEMORY_COMPARISON.md explains its keys."""
+    """Return the .json file; docs/COMPARISON.md explains its keys."""
     report = {
         "schema_version": 1,
         "name": comparison.name,
