@@ -14,8 +14,14 @@ from local_hub import TOKEN, Hub, write_repositories
 
 from support.cli.parse import parse_arguments
 
-TEXT = (PROJECT / "docs" / "COMING_FROM.md").read_text()
-COMMANDS = re.findall(r"^((?:python|torchrun) .*real_model_example\.py .*)$", TEXT, re.MULTILINE)
+TEXT = (PROJECT / "docs" / "COMING_FROM.md").read_text().replace("\\\n", "")
+COMMAND = re.compile(r"^(?:python|torchrun) .*real_model_example\.py .*$", re.MULTILINE)
+# Title of a section -> its command, on one line.
+COMMANDS = {
+    section.split()[0]: found[0]
+    for section in TEXT.split("\n## ")
+    for found in COMMAND.finditer(section)
+}
 MODELS = [
     *("NousResearch/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"),
     *("meta-llama/Meta-Llama-3-8B-Instruct", "Qwen/Qwen2-0.5B"),
@@ -48,7 +54,7 @@ def arguments(command: str) -> list[str]:
 def test_every_command_is_parsed(monkeypatch):
     monkeypatch.chdir(PROJECT)
     assert len(COMMANDS) == 5
-    for command in COMMANDS:
+    for command in COMMANDS.values():
         parse_arguments(arguments(command))
 
 
@@ -78,7 +84,7 @@ def named(tmp_path_factory, llama):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("command", COMMANDS, ids=re.findall(r"^## (\S+)", TEXT, re.MULTILINE))
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_command_as_written(script, named, tmp_path, command):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "alpaca_en_demo.json").write_text(json.dumps(ALPACA))
