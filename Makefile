@@ -4,6 +4,7 @@
 # make unit   the tests that start no process (seconds)
 # make test-lower-bounds   the unit tests and a run of each strategy with the oldest supported
 #             releases, in .venv-lower (needs Python 3.10 or 3.11)
+# make docs   build the documents as a site, in site/; broken links and anchors are errors
 # make soak   the full products and repeats, and every attack (hours)
 # make bench  measure speed and memory next to transformers.Trainer and accelerate; GPU=1 on a GPU
 #
@@ -30,12 +31,13 @@ install-torch = $(1) -m pip install -q "$(2)"
 endif
 LOWER := .venv-lower/bin/python
 
-.PHONY: setup setup-dev demo ops unit test test-lower-bounds lint soak bench clean
+.PHONY: setup setup-dev demo ops unit test test-lower-bounds lint docs soak bench clean
 
 setup: $(VENV)/installed
 setup-dev: $(VENV)/installed-dev
 
-$(VENV)/installed: requirements.txt constraints.txt
+REQUIREMENTS := requirements.txt $(wildcard requirements/*.txt) constraints.txt
+$(VENV)/installed: $(REQUIREMENTS)
 ifeq ($(GPU_VENDOR)$(TORCH),amd)
 	@echo 'An AMD GPU was found: choose the build of torch. For ROCm, with the version that is installed here:' >&2
 	@echo '  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/rocm6.4 make setup TORCH="torch==2.8.0+rocm6.4"' >&2
@@ -71,8 +73,12 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	git ls-files | grep -E '\.(sh|slurm)$$|^\.ci/run$$' | xargs -r $(BIN)/shellcheck
+	$(BIN)/hadolint Dockerfile
 
-test: setup-dev lint
+docs: setup-dev
+	$(BIN)/mkdocs build --quiet --strict
+
+test: setup-dev lint docs
 	@echo "== Running the tests (skips are listed with their reasons at the end)"
 	$(BIN)/python -m pytest -m "not soak" $(PARALLEL)
 
@@ -99,4 +105,4 @@ bench: setup
 	$(BIN)/python -m benchmarks.peers --write $(if $(GPU),--gpu) $(BENCH)
 
 clean:
-	rm -rf $(VENV) .venv-lower .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-lower site build .mypy_cache .pytest_cache .ruff_cache

@@ -142,7 +142,8 @@ def _without_sizes(text: str) -> str:
 
 
 def _software(args, ctx: DistContext) -> Iterator[Line]:
-    tested, supported = _releases("constraints.txt"), _releases("requirements.txt")
+    tested = _releases("constraints.txt")
+    supported = _releases("requirements/core.txt") | _releases("requirements/deepspeed.txt")
     installed, differing, problems = [], [], []
     for name in IMPORTED:
         release = _version(name)

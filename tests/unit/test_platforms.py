@@ -26,9 +26,11 @@ NOT_IMPORTED = {"accelerate", "ninja"}
 
 
 def requirements(file: str, python: str = "3.11") -> dict[str, Requirement]:
-    """The requirements of a file on a Python, by name."""
-    lines = [line for line in (PROJECT / file).read_text().splitlines() if line[:1].isalpha()]
-    found = [Requirement(line) for line in lines]
+    """The requirements of a file on a Python, by name, with those of the files that it includes."""
+    lines = (PROJECT / file).read_text().splitlines()
+    found = [Requirement(line) for line in lines if line[:1].isalpha()]
+    for included in (line.removeprefix("-r ") for line in lines if line.startswith("-r ")):
+        found += requirements(included, python).values()
     environment = {"python_version": python}
     chosen = [r for r in found if r.marker is None or r.marker.evaluate(environment)]
     by_name = {r.name: r for r in chosen}
