@@ -15,6 +15,7 @@ train_state  counters, best evaluation and early stopping of a run
 console      lines, notices and progress bars of rank 0
 errors       exceptions that end a run, exit codes, and what library errors mean
 patches      all patches of other libraries
+entry_points the commands that pip installs
 process      output that cannot fail, signal handlers before the run has its own
 progress     progress bars
 unwrap       the plain module, optimizer and tensor inside a strategy's wrapper
@@ -43,5 +44,5 @@ if sys.platform == "win32" or sys.version_info < (3, 10):
     print(f"❌ {need}", file=sys.stderr)
     sys.exit(2)
 
-VERSION = "0.8"
+VERSION = "0.8.0"  # the only place; pyproject.toml reads it
 PROJECT = Path(__file__).resolve().parent.parent

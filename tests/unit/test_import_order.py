@@ -26,6 +26,7 @@ ORDER = [
     ["console", "errors"],
     [
         "chunks",
+        "entry_points",
         "known_models",
         "labels",
         "patches",

@@ -1,0 +1,35 @@
+"""The commands that pip installs (pyproject.toml): each runs a program of this project by its path.
+
+The imports are relative, because the installed package is `distributed_training`, and the programs
+import `support`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from typing import NoReturn
+
+from . import PROJECT
+
+
+def run(program: str) -> NoReturn:
+    """Replace this process by a program of the project, with the same arguments."""
+    path = str(PROJECT / program)
+    command = [sys.executable, path]
+    if program.endswith(".sh"):
+        os.environ.setdefault("PYTHON", sys.executable)
+        command = ["bash", path]
+    os.execvp(command[0], [*command, *sys.argv[1:]])
+
+
+train = partial(run, "real_model_example.py")
+compare_strategies = partial(run, "compare_strategies.sh")
+build_ops = partial(run, "scripts/build_ops.py")
+compare_runs = partial(run, "scripts/compare_runs.py")
+convert_checkpoint = partial(run, "scripts/convert_checkpoint.py")
+distributed_setup = partial(run, "scripts/distributed_setup.py")
+forecast_scaling = partial(run, "scripts/forecast_scaling.py")
+plan_memory = partial(run, "scripts/plan_memory.py")
+report = partial(run, "scripts/report.py")

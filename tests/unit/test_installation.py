@@ -1,0 +1,149 @@
+"""pip, the container definitions, the notebook, and the texts of a release name the same things."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import PROJECT
+
+from support import VERSION, entry_points
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    import tomli as tomllib
+
+TOML = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+COMMANDS = TOML["project"]["scripts"]
+INTERNAL = {"compare_report.py", "trainer_step.py"}  # for the project's own programs
+DOCKERFILE = (PROJECT / "Dockerfile").read_text()
+APPTAINER = (PROJECT / "apptainer.def").read_text()
+CELLS = json.loads((PROJECT / "notebooks" / "two_t4.ipynb").read_text())["cells"]
+
+
+def section(name: str) -> str:
+    """A section of apptainer.def."""
+    return re.search(rf"^%{name}\n(.*?)(?=^%|\Z)", APPTAINER, re.DOTALL | re.MULTILINE)[1]
+
+
+def test_each_program_of_the_user_is_a_command(monkeypatch):
+    """The process becomes the interpreter that runs the program with the same arguments."""
+    called = []
+    monkeypatch.setattr("os.execvp", lambda _file, command: called.append(command))
+    monkeypatch.setattr("sys.argv", ["name", "--flag", "a b"])
+    monkeypatch.delenv("PYTHON", raising=False)
+    for target in COMMANDS.values():
+        module, _, function = target.partition(":")
+        assert module == "distributed_training.support.entry_points"
+        getattr(entry_points, function)()
+    scripts = {path.name for path in (PROJECT / "scripts").glob("*.py")} - INTERNAL
+    programs = ["real_model_example.py", *(f"scripts/{name}" for name in scripts)]
+    expected = [[sys.executable, str(PROJECT / name), "--flag", "a b"] for name in programs]
+    expected.append(["bash", str(PROJECT / "compare_strategies.sh"), "--flag", "a b"])
+    assert sorted(called) == sorted(expected)
+
+
+def test_the_requirements_are_declared_once():
+    dynamic = TOML["tool"]["setuptools"]["dynamic"]
+    extras = dict(dynamic["optional-dependencies"])
+    every = extras.pop("all")["file"]
+    assert sorted(every) == sorted(file for extra in extras.values() for file in extra["file"])
+    files = {str(path.relative_to(PROJECT)) for path in (PROJECT / "requirements").iterdir()}
+    assert files == {*dynamic["dependencies"]["file"], *every}
+    lines = [line for file in files for line in (PROJECT / file).read_text().splitlines()]
+    names = [re.split(r"\W", line)[0] for line in lines if line[:1].isalpha()]
+    assert len(names) == len(set(names)) > 10
+    assert not [key for key in ("dependencies", "optional-dependencies") if key in TOML["project"]]
+
+
+def test_there_is_one_version():
+    printed = subprocess.run(
+        [sys.executable, PROJECT / "real_model_example.py", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert printed == f"distributed-training {VERSION}\n"
+    assert TOML["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "support.VERSION"}
+    assert "version" in TOML["project"]["dynamic"]
+
+
+def test_changelog_and_citation_name_the_version():
+    changes = (PROJECT / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
+    sections = re.findall(r"^## (.*)$", changes, re.MULTILINE)
+    assert len([name for name in sections if name != "[Unreleased]"]) == len(released)
+    kinds = set(re.findall(r"^### (.*)$", changes, re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text())
+    assert released[0] == (VERSION, str(citation["date-released"]))
+    assert citation["version"] == VERSION
+    required = {"cff-version", "message", "title", "authors"}
+    assert required <= set(citation) and citation["type"] == "software"
+
+
+def test_the_images_are_the_same():
+    """Both definitions have the same base, Debian packages, Python packages and checks."""
+    base = re.search(r"^ARG BASE=(\S+)$", DOCKERFILE, re.MULTILINE)[1]
+    assert re.fullmatch(r"debian:\d+\.\d+-slim", base) and f"\nFrom: {base}\n" in APPTAINER
+    debian = [
+        set(re.search(r"--no-install-recommends([^&\n]*\\\n)+[^&\n]*", text)[0].split()[1:])
+        - {"\\"}
+        for text in (DOCKERFILE, section("post"))
+    ]
+    assert debian[0] == debian[1] >= {"build-essential", "libaio-dev", "python3-venv"}
+    pip = [
+        [" ".join(line.split()) for line in re.findall(r"pip (install.*?)(?: &&|$)", text, re.M)]
+        for text in (joined(DOCKERFILE), joined(section("post")))
+    ]
+    assert pip[0] == pip[1]
+    installed = " ".join(pip[0])
+    for file in re.findall(r"(?:-r|-c) (\S+)", installed):
+        assert (PROJECT / file).is_file(), file
+    for extra in TOML["tool"]["setuptools"]["dynamic"]["optional-dependencies"].values():
+        for file in {*extra["file"]} - {"requirements/deepspeed.txt"}:  # in requirements.txt
+            assert f"-r {file}" in installed
+    assert "-c constraints.txt" in installed
+
+
+def joined(text: str) -> str:
+    """A text without the line ends that a backslash continues."""
+    return re.sub(r"\\\n\s*", "", text)
+
+
+def test_the_image_has_all_files():
+    """What apptainer.def copies is what an installed package needs, and it exists."""
+    copied = {line.split()[0] for line in section("files").splitlines() if line.strip()}
+    assert all((PROJECT / name).exists() for name in copied)
+    needed = {*TOML["tool"]["setuptools"]["package-data"]["distributed_training"]}
+    found = {
+        str(path.relative_to(PROJECT)).partition("/")[0]
+        for pattern in (*needed, "*.py")
+        for path in PROJECT.glob(pattern)
+    }
+    assert found | {"pyproject.toml", "requirements.txt"} <= copied
+    ignored = (PROJECT / ".dockerignore").read_text().split()
+    assert not copied & {*ignored} and ".git" in ignored
+
+
+def test_the_image_does_not_run_as_root():
+    users = re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)
+    assert users and int(users[-1]) > 0 and f"--uid {users[-1]} " in DOCKERFILE
+
+
+@pytest.mark.parametrize("name", ["post", "runscript", "test"])
+def test_the_shell_code_of_apptainer_passes_shellcheck(name):
+    shellcheck = subprocess.run(
+        ["shellcheck", "--shell=sh", "-"], input=section(name), capture_output=True, text=True
+    )
+    assert shellcheck.returncode == 0, shellcheck.stdout
+
+
+def test_the_notebook_is_stored_without_outputs():
+    code = [cell for cell in CELLS if cell["cell_type"] == "code"]
+    assert len(code) > 5
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    assert len({cell["id"] for cell in CELLS}) == len(CELLS)
