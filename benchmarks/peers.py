@@ -42,17 +42,10 @@ import psutil
 
 from benchmarks import logging_cost
 from benchmarks.bench import PROJECT, SCRIPT, TORCHRUN, end_family
-from benchmarks.peers_report import (
-    Row,
-    draw,
-    logging_text,
-    provenance,
-    replace_section,
-    rows_of,
-    table,
-)
+from benchmarks.peers_report import Row, draw, logging_text, provenance, rows_of, table
 from support.cluster.devices import cpu_computes_bf16
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
+from support.text_tables import replace_section
 from support.units import GB
 
 DRIVERS = PROJECT / "benchmarks" / "drivers.py"
@@ -548,7 +541,8 @@ def report(tables: list[tuple[Case, list[Row]]], facts: dict, args: argparse.Nam
         source = provenance(facts, args.command, args.steps, args.skip)
         source += f" Other programs took at most {facts['other_load']:.0%} of the CPU."
         text = RESULTS.read_text(encoding="utf-8")
-        RESULTS.write_text(replace_section(text, name, [source, "", *lines]), encoding="utf-8")
+        text = replace_section(text, name, [source, "", *lines], by="make bench")
+        RESULTS.write_text(text, encoding="utf-8")
         draw(tables, figure, source.replace("`", ""))
 
 

@@ -164,6 +164,17 @@ class Run:
         return lines[0]
 
 
+def check_schema(folder: Path, metrics: bool = True) -> None:
+    """Check that the files of a run have the keys and types of support/report/schema.py."""
+    from support.report.schema import problems_of_metrics, problems_of_results
+
+    problems = [*problems_of_results(json.loads((folder / "results.json").read_text()))]
+    if metrics and (folder / "metrics.jsonl").exists():
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        problems += [p for line in lines for p in problems_of_metrics(json.loads(line))]
+    assert not problems, f"{folder}: {problems}"
+
+
 def launcher_command(launcher: str, ranks: int) -> list[str]:
     """How a user starts `ranks` processes under each launcher."""
     port = free_port()
@@ -291,10 +302,14 @@ def script(tmp_path_factory, begin):
         command = [*launcher_command(launcher, ranks), program, *args]
         if "--output_dir" not in args and "--help" not in args:
             command += ["--output_dir", folder]
-        started = time.monotonic()
+        started, begun_at = time.monotonic(), time.time()
         process = (start if real else begin)(command, env, cwd)
         out, err = finish(process, timeout)
         done = Run(process.returncode, out, err, time.monotonic() - started, Path(folder))
+        written = done.folder / "results.json"
+        # A resumed run may take over files that a test has damaged.
+        if "--resume" not in args and written.is_file() and written.stat().st_mtime >= begun_at:
+            check_schema(done.folder, metrics=ok)
         if ok:
             assert done.code == 0, (
                 f"exit code {done.code} from {' '.join(map(str, command))}\n{out[-3000:]}\n{err[-5000:]}"

@@ -257,7 +257,7 @@ def of_this_rank(
 
 
 def over_ranks(ranks: list[dict]) -> dict:
-    """Return the "memory" entry of results.json; docs/OUTPUTS.md explains each key.
+    """Return the "memory" entry of results.json; support/report/schema.py explains each key.
 
     Args:
         ranks: result of `of_this_rank` for each rank.

@@ -69,6 +69,19 @@ PHASES = ("data", "forward", "backward", "update")
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
 
+def tolerance_of(precision: str, on_gpu: bool) -> float:
+    """Return the largest relative difference between losses that counts as the same model."""
+    return TOLERANCES["tf32" if precision == "fp32" and on_gpu else precision]
+
+
+def lasting_steps(precision: str | None, on_cpu: bool) -> int:
+    """Return the number of steps over which a difference between losses is the median.
+
+    It is 1 for fp32 on a CPU, where rounding is small enough to judge each step separately.
+    """
+    return 1 if precision == "fp32" and on_cpu else LASTING_STEPS
+
+
 def state_bytes(sizes: dict[str, float]) -> float:
     """Return the sum of the model states in a dict of bytes by kind."""
     return sum(sizes[kind] for kind in STATES)
@@ -349,12 +362,8 @@ class Comparison:
 
     @property
     def lasting(self) -> int:
-        """Number of steps over which a loss difference is the median.
-
-        It is 1 for fp32 on a CPU, where rounding is small enough to judge each step separately.
-        """
-        exact = self.work.get("precision") == "fp32" and self.work.get("device") == "cpu"
-        return 1 if exact else LASTING_STEPS
+        """Number of steps over which a loss difference is the median."""
+        return lasting_steps(self.work.get("precision"), self.work.get("device") == "cpu")
 
     @property
     def repeated(self) -> bool:
@@ -411,8 +420,7 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
         return comparison
     results = comparison.facts
     comparison.work = {key: lookup(results, key) for key in SAME_WORK}
-    tf32 = comparison.on_gpu and results["precision"] == "fp32"
-    comparison.tolerance = tolerance or TOLERANCES["tf32" if tf32 else results["precision"]]
+    comparison.tolerance = tolerance or tolerance_of(results["precision"], comparison.on_gpu)
     control = _read_row(folder / "control")
     for row in (*rows, control):
         _set_other_work_apart(row, comparison.work)

@@ -14,7 +14,7 @@ from pathlib import Path
 from support.checkpoints.recognize import newest_of_trainer
 from support.errors import UserError
 from support.files.user_files import shown
-from support.report.compare import TOLERANCES, read_json, read_json_lines
+from support.report.compare import TOLERANCES, read_json, read_json_lines, tolerance_of
 from support.report.effects import EFFECTS, RATE, SIGNATURE_NAMES, UNKNOWN, Effect
 from support.text_tables import text_table
 
@@ -319,11 +319,7 @@ class Divergence:
         """Largest relative difference that rounding explains, and the precision; see TOLERANCES."""
         precisions = [str(run.results.get("precision", "fp32")) for run in (self.a, self.b)]
         on_gpu = any(run.results.get("device") == "cuda" for run in (self.a, self.b))
-        known = {
-            name: TOLERANCES["tf32" if name == "fp32" and on_gpu else name]
-            for name in precisions
-            if name in TOLERANCES
-        }
+        known = {name: tolerance_of(name, on_gpu) for name in precisions if name in TOLERANCES}
         precision = max(known or ["fp32"], key=lambda name: known.get(name, 0.0))
         return known.get(precision, TOLERANCES["fp32"]), precision
 

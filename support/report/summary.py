@@ -14,6 +14,7 @@ from support.memory import advise
 from support.memory import measure as memory
 from support.model.resolve import ModelSpec
 from support.optimizers import OPTIMIZERS
+from support.report import schema
 from support.report.metrics_log import MetricsLogger
 from support.report.peak_flops import flops_per_token, peak_flops
 from support.report.results import progress
@@ -52,21 +53,13 @@ def summarize(
     sent = ctx.all_gather(sum(collective["sent_bytes"] for collective in traffic.values()))
     best = state.best or {"loss": None, "step": None}
     measured = {
+        **{key.name: None for key in schema.AT_END if key.type.endswith(" or null")},
         **progress(state.counters()),
         "eval_loss": eval_loss,
         "perplexity": None if eval_loss is None else perplexity_of(eval_loss),
         "best_eval_loss": best["loss"],
         "best_step": best["step"],
         "stopped_early": state.patience if state.stopped_early else None,
-        "seconds_to_first_step": None,
-        "communication_bytes_per_step": None,
-        "communication_per_step": None,
-        "step_seconds": None,
-        "step_phases_seconds": None,
-        "samples_per_second": None,
-        "tokens_per_second": None,
-        "tokens_per_second_per_gpu": None,
-        "mfu": None,
         **mean_over_ranks(speeds),
     }
     if metrics.first_step_at:

@@ -38,6 +38,12 @@ PROJECT = Path(__file__).resolve().parents[2]
 COMMANDS = ("runnable", "needs-gpu", "needs-cluster", "needs-hub")
 MARKERS = (*COMMANDS, "output", "illustration")
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+# Commands that pip installs; the others have the names of scripts, with hyphens.
+INSTALLED = {
+    "distributed-training": "real_model_example.py",
+    "compare-strategies": "compare_strategies.sh",
+    "report-run": "scripts/report.py",
+}
 CODE_SUFFIXES = (".py", ".sh", ".slurm", ".template", ".md", ".def")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)")
 INLINE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
@@ -205,12 +211,15 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 def program_of(words: list[str]) -> tuple[str | None, int]:
     """Return the project's program that a command starts, and its position; or (None, 0)."""
+    installed = INSTALLED.get(words[0]) or f"scripts/{words[0].replace('-', '_')}.py"
+    if "-" in words[0] and installed in tracked():
+        return installed, 0
     for place, word in enumerate(words):
         if word.startswith("benchmarks.") and words[place - 1] == "-m":
             return f"{word.replace('.', '/')}.py", place
         if word.startswith("benchmarks/") and word.endswith(".sh"):
             return word.replace(".sh", ".py"), place
-        of_project = word.startswith(("scripts/", "benchmarks/")) and word.endswith(".py")
+        of_project = re.fullmatch(r"(scripts|benchmarks)/\w+\.py", word)
         if of_project or word.endswith(
             ("real_model_example.py", "compare_strategies.sh", ".slurm")
         ):

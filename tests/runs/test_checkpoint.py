@@ -21,6 +21,7 @@ from conftest import (
     PROJECT,
     SCRIPT,
     STRATEGIES,
+    check_schema,
     descendants_of_test,
     finish,
     launcher_command,
@@ -277,6 +278,7 @@ def test_exit_code_of_a_run_that_was_stopped(begin, tmp_path, number):
     _, err = finish(process, 30)
     assert process.returncode == 75 and err == ""
     assert json.loads((tmp_path / "results.json").read_text())["status"] == "preempted"
+    check_schema(tmp_path)
 
 
 def test_a_signal_during_an_evaluation(script, begin, tmp_path):
@@ -289,6 +291,7 @@ def test_a_signal_during_an_evaluation(script, begin, tmp_path):
     process.send_signal(signal.SIGUSR1)
     finish(process, 30)
     assert process.returncode == 75
+    check_schema(tmp_path / "stopped")
     assert checkpoints(tmp_path / "stopped") == ["latest", "step-00000000"]
     script(*work, tmp_path / "stopped", "--resume", "--no_save")
     script(*work, tmp_path / "whole")

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import peers, peers_report
 from benchmarks.peers import ONE, PEERS, Case, Run, Setting
+from support.text_tables import replace_section
 
 GB = 2**30
 CASE = Case("One process", ONE, PEERS)
@@ -96,13 +97,13 @@ def test_measurements_are_kept(tmp_path):
 def test_only_the_section_of_the_results_is_replaced():
     text = peers.RESULTS.read_text(encoding="utf-8")
     for name in ("bench", "bench GPU=1"):
-        new = peers_report.replace_section(text, name, ["new"])
+        new = replace_section(text, name, ["new"], "make bench")
         assert "\n\nnew\n\n" in new
         removed = "".join(set(text.splitlines()) - set(new.splitlines()))
         assert "## " not in removed.replace("### ", "")
-        assert peers_report.replace_section(new, name, ["new"]) == new
+        assert replace_section(new, name, ["new"], "make bench") == new
     with pytest.raises(ValueError, match="no section"):
-        peers_report.replace_section(text, "another", [])
+        replace_section(text, "another", [])
 
 
 def test_report_is_written_only_if_it_is_asked_for(tmp_path, monkeypatch, capsys):

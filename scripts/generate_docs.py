@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""Write the generated sections of the documents, between `<!-- generated: NAME -->` and its end.
+
+    python scripts/generate_docs.py
+
+They come from the tables of the code: flags, keys of results.json and metrics.jsonl, tolerances of
+the comparison, and planned memory. A test fails if a section is not what this program writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support import PROJECT
+from support.cli import argument_types as kinds
+from support.cli.aliases import IGNORED, REFUSED, names_of
+from support.cli.flags import COMMANDS, GROUPS, HelpFormatter, build_parser
+from support.known_models import GPT2_SHAPES
+from support.memory.architectures import find_architecture
+from support.memory.estimate import predict_all
+from support.memory.workload import Workload
+from support.report import schema
+from support.report.compare import lasting_steps, tolerance_of
+from support.text_tables import replace_section
+from support.units import GB
+
+
+def table(headers: list[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """Return the lines of a Markdown table, with cells of any width."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines]
+
+
+# ------------------------------------------------------------------------------------------- flags
+
+
+def flags() -> list[str]:
+    """List all flags of real_model_example.py by group, with their other names and defaults."""
+    actions = {name: a for a in build_parser()._actions for name in a.option_strings}
+    lines = []
+    for title, rows in {"instead of a run": COMMANDS, **GROUPS}.items():
+        listed = [actions[name] for name, options in rows if options["help"] != argparse.SUPPRESS]
+        lines += [f"## {title[0].upper()}{title[1:]}", ""]
+        lines += [*table(["flag", "default", "meaning"], map(row_of_flag, listed)), ""]
+    lines += ["## Accepted and ignored", "", "For command lines of other trainers:", ""]
+    lines += table(
+        ["flag", "reason"], ((f"`--{n}`", as_markdown(why)) for n, why in IGNORED.items())
+    )
+    lines += ["", "## Refused", "", "Because they would mean something else here:", ""]
+    refused = (
+        (f"`--{name}`", " or ".join(f"`{value}`" for value in accepted), as_markdown(why))
+        for name, (accepted, why) in REFUSED.items()
+    )
+    return [*lines, *table(["flag", "accepted values", "reason"], refused)]
+
+
+def row_of_flag(action: argparse.Action) -> tuple[str, str, str]:
+    """Return names, default and meaning; the default is at the end of the help."""
+    formatter = HelpFormatter("")
+    text = as_markdown(" ".join(formatter._expand_help(action).split()))
+    found = re.fullmatch(r"(.*?) ?\(default: ((?:[^()]|\([^()]*\))*)\)", text)
+    if action.type is kinds.boolean or action.option_strings[0].startswith("--no_"):
+        meaning, default = text, "off"
+    else:
+        meaning, default = found.groups() if found else (text, "")
+    ours, *others = names_of(action.option_strings[0])
+    shown = formatter._format_action_invocation(action).removeprefix(", ".join([ours, *others]))
+    shown = "" if shown[1:].lower() == ours[2:] else shown
+    return ", ".join([f"`{ours}{shown}`", *(f"`{name}`" for name in others)]), default, meaning
+
+
+def as_markdown(text: str) -> str:
+    """Return a text of --help for a cell of a table."""
+    text = text.replace("<", "&lt;").replace("*", "\\*")
+    return re.sub(r"(?<!\w)--\w+", r"`\g<0>`", text)
+
+
+# -------------------------------------------------------------------------------------------- keys
+
+
+def results_keys() -> list[str]:
+    """List the keys of results.json by the time from which on a run has them."""
+    parts = {
+        "In every file:": schema.AT_START,
+        "Once model and data are loaded:": schema.AFTER_LOADING,
+        "Once training has started:": schema.BEFORE_TRAINING,
+        "If the run completed or was preempted:": schema.AFTER_TRAINING,
+        "If the run completed:": schema.AT_END,
+        "If the run completed, and the flags request it:": schema.IF_REQUESTED,
+        "Keys of `dataset`, of which some are missing for some kinds of data:": schema.DATASET,
+        "Keys of `memory`; lists are by rank:": schema.MEMORY,
+    }
+    return [line for title, keys in parts.items() for line in [title, "", *key_table(keys), ""]][
+        :-1
+    ]
+
+
+def metrics_keys() -> list[str]:
+    """List the keys of both kinds of lines in metrics.jsonl."""
+    of_step, of_evaluation = key_table(schema.STEP), key_table(schema.EVALUATION)
+    return ["Of a step:", "", *of_step, "", "Of an evaluation:", "", *of_evaluation]
+
+
+def key_table(keys: tuple[schema.Key, ...]) -> list[str]:
+    """Return a table of keys; the keys of an object are part of its meaning, once in a table."""
+    rows, described = [], {key.name for key in keys}
+    for key in keys:
+        meaning = key.meaning
+        if meaning != "see below" and not {inner.name for inner in key.keys} <= described:
+            described |= {inner.name for inner in key.keys}
+            inner = (f"`{k.name}`" + (f" ({k.meaning})" if k.meaning else "") for k in key.keys)
+            meaning += f". Keys: {', '.join(inner)}"
+        rows.append((f"`{key.name}`", ", ".join(filter(None, (key.type, key.unit))), meaning))
+    return table(["key", "type", "meaning"], rows)
+
+
+# --------------------------------------------------------------------------- tolerances and memory
+
+
+def tolerances() -> list[str]:
+    """List which losses count as equal in a comparison."""
+    rows = []
+    for precision, device in (
+        *(("fp32", "a CPU"), ("fp32", "a GPU, where matrices are multiplied in TF32")),
+        *(("bf16", "both"), ("fp16", "both")),
+    ):
+        on_cpu = device == "a CPU"
+        steps = lasting_steps(precision, on_cpu)
+        compared = f"median of {steps} steps" if steps > 1 else "each step"
+        rows.append((precision, device, f"{tolerance_of(precision, not on_cpu):.0e}", compared))
+    return table(["precision", "device", "largest relative difference", "compared"], rows)
+
+
+def gpt2_memory() -> list[str]:
+    """Plan GPT-2's sizes under each strategy: model states and peak in GB of a GPU."""
+    rows, columns = [], {}
+    for name in GPT2_SHAPES:
+        model = find_architecture(name)
+        for ranks in (1, 2, 4, 8):
+            for need in predict_all(Workload(model, ranks, seq_length=1024)):
+                states = need.parameters + need.gradients + need.optimizer
+                cell = f"{states / GB:.2f} / {need.peak / GB:.1f}"
+                columns.setdefault(need.strategy, []).append(cell)
+            rows.append([f"{name} ({model.total / 1e6:,.1f}M)" if ranks == 1 else "", str(ranks)])
+    equal: dict[tuple, list[str]] = {}
+    for strategy, cells in columns.items():
+        equal.setdefault(tuple(cells), []).append(strategy)
+    cells = zip(*equal, strict=True)
+    headers = ["model", "N", *map(", ".join, equal.values())]
+    return table(headers, ([*row, *more] for row, more in zip(rows, cells, strict=True)))
+
+
+SECTIONS: dict[str, Callable[[], list[str]]] = {
+    "flags": flags,
+    "results-keys": results_keys,
+    "metrics-keys": metrics_keys,
+    "tolerances": tolerances,
+    "gpt2-memory": gpt2_memory,
+}
+
+
+def generated(text: str) -> str:
+    """Return a document with all of its generated sections renewed.
+
+    Raises:
+        KeyError: a section that is not in SECTIONS.
+    """
+    for name in re.findall(r"^<!-- generated: (\S+) -->$", text, re.MULTILINE):
+        text = replace_section(text, name, SECTIONS[name]())
+    return text
+
+
+def main() -> None:
+    """Renew the sections of all documents, and name the files that change."""
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
+    for path in sorted([*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md")]):
+        text = path.read_text(encoding="utf-8")
+        if (new := generated(text)) != text:
+            path.write_text(new, encoding="utf-8")
+            print(path.relative_to(PROJECT))
+
+
+if __name__ == "__main__":
+    main()
