@@ -1,0 +1,40 @@
+"""The documents become a site whose links and anchors are checked. `make docs` builds it, too."""
+
+import subprocess
+import sys
+
+import pytest
+from project_copy import copy_project
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    copy = copy_project(tmp_path_factory.mktemp("site") / "project")
+    subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
+    return copy
+
+
+def build(project):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    return subprocess.run(command, cwd=project, capture_output=True, text=True)
+
+
+def test_the_site_has_the_layout_of_the_repository(project):
+    built = build(project)
+    assert built.returncode == 0, built.stderr
+    site = project / "site"
+    assert 'href="docs/HOW_IT_WORKS.html"' in (site / "index.html").read_text()  # README.md
+    assert 'href="support/strategies/__init__.py"' in (site / "CONTRIBUTING.html").read_text()
+    assert (site / "support" / "strategies" / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize(
+    "link", ["docs/NONE.md", "README.md#none", "support/none.py", "/README.md", "slurm"]
+)
+def test_a_broken_link_is_an_error(project, link):
+    page = project / "SECURITY.md"
+    text = page.read_text()
+    page.write_text(f"{text}\n[broken]({link})\n")
+    built = build(project)
+    page.write_text(text)
+    assert built.returncode == 1 and link in built.stderr
