@@ -29,7 +29,7 @@ def test_the_site_has_the_layout_of_the_repository(project):
 
 
 @pytest.mark.parametrize(
-    "link", ["docs/NONE.md", "README.md#none", "support/none.py", "/README.md", "slurm"]
+    "link", ["none.md", "README.md#none", "support/none.py", "/README.md", "slurm"]
 )
 def test_a_broken_link_is_an_error(project, link):
     page = project / "SECURITY.md"
