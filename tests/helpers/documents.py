@@ -5,7 +5,7 @@ Every fenced block has a marker, an HTML comment on the line before it:
 
 runnable        bash; the tests run all of a page in order, in a copy of the project, on a CPU
 needs-gpu, needs-cluster, needs-hub    bash that the tests do not run
-output          what the runnable block before it prints; see `shape`
+output          what the runnable block before it prints; see test_documents_run.py
 file: NAME      the content of a file that later commands use
 illustration    anything else
 
@@ -45,7 +45,7 @@ INSTALLED = {
     "report-run": "scripts/report.py",
 }
 CODE_SUFFIXES = (".py", ".sh", ".slurm", ".template", ".md", ".def")
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)")
+LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)")
 INLINE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
 COMMENT = re.compile(r"<!--.*?-->")
 VALUE = re.compile(r"<!-- value: ([\w.]+)\.(\w+)(?:\[(\w+)\])? -->\s*([\w.+−-]+)")
@@ -65,10 +65,6 @@ class Block:
     marker: str
     language: str
     lines: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
 
 
 @dataclass(frozen=True)
@@ -108,11 +104,11 @@ class Page:
         return anchors
 
     def links(self) -> list[tuple[int, str]]:
-        """Return (line number, target) of each link outside of inline code."""
+        """Return (line number, target) of each link."""
         return [
             (number, found[1] or found[2])
             for number, line in self.prose.items()
-            for found in LINK.finditer(INLINE.sub("``", line) if "](" not in line else line)
+            for found in LINK.finditer(line)
         ]
 
     def commands(self) -> list[tuple[int, list[str]]]:
@@ -146,15 +142,15 @@ def read(name: str, text: str | None = None) -> Page:
 
 
 def joined(lines: tuple[str, ...]) -> list[tuple[int, str]]:
-    """Return (number of the last line, text) of each command, with continued lines joined."""
-    result, before = [], ""
+    """Return (number of the first line, text) of each command, with continued lines joined."""
+    result: list[tuple[int, str]] = []
+    before = ""
     for number, line in enumerate(lines, 1):
-        before += line.rstrip()
         if before.endswith("\\"):
-            before = before[:-1]
+            result[-1] = (result[-1][0], result[-1][1].removesuffix("\\") + line.rstrip())
         else:
-            result.append((number, before))
-            before = ""
+            result.append((number, line.rstrip()))
+        before = line.rstrip()
     return result
 
 
@@ -301,28 +297,3 @@ def created(page: Page) -> set[str]:
         pairs = itertools.pairwise(words)
         names |= {word for before, word in pairs if before in ("-o", "--out", "--output", ">")}
     return names | {Path(name).name for name in names}
-
-
-# ------------------------------------------------------------------------------------------ output
-
-
-def shape(line: str) -> str:
-    """Return a line with its numbers, dates and absolute paths replaced, and single blanks."""
-    line = re.sub(r"(?<![\w.])/[\w.+-]+(/[\w.+-]*)+", "/PATH", line)
-    line = re.sub(r"[+−-]?\d[\d,.:]*(e[+-]?\d+)?", "0", line)
-    return " ".join(re.sub(r"-{3,}", "---", line).split())
-
-
-def first_missing(shown: tuple[str, ...], real: str) -> str | None:
-    """Return the first shown line that the real output lacks, in this order; None if it has all.
-
-    A line of three dots stands for any lines, and three dots within a line for any text.
-    """
-    lines = iter(map(shape, real.splitlines()))
-    for line in shown:
-        pattern = ".*".join(map(re.escape, re.split(r"\.\.\.|…", shape(line))))
-        if line.strip() not in ("", "...", "…") and not any(
-            re.fullmatch(pattern, candidate) for candidate in lines
-        ):
-            return line
-    return None

@@ -10,6 +10,7 @@ from documents import MARKERS, PROJECT, flags_of, is_missing, parser_of, read, t
 from generate_docs import SECTIONS, generated
 
 from support.cli.parse import LAUNCHER_FLAGS
+from support.report import schema
 
 NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n != "CHANGELOG.md")
 PAGES = [read(name) for name in NAMES]
@@ -22,6 +23,7 @@ THEIR_FLAGS = {
     *("--ntasks", "--ntasks-per-node", "--gres", "--signal", "--time", "--eos_token"),
 }
 THEIR_FILES = {"run_clm.py", "scripts/run_training.sh", "scripts/slurm_job.sh"}
+THEIR_NAMES = {"use_multi_rank_bucket_allreduce", "dp_fp16"}
 THEIR_VARIABLES = (
     *("CUDA_", "GLOO_", "HF_", "NCCL_", "OMP_", "PET_", "PIP_", "PYTORCH_", "SLURM_", "TORCH_"),
     "WANDB_",
@@ -186,6 +188,26 @@ def unknown_variables(page):
 
 
 @every_page
+def test_names_of_keys_and_code(page):
+    if page.name == "docs/COMING_FROM.md":
+        return  # most of its names are of other trainers
+    problems(page, unknown_names(page))
+
+
+def unknown_names(page):
+    """Names such as `train_loss_last` occur in the code, and `memory.peak_bytes` in the schema."""
+    objects = {key.name: key.keys for key in schema.RESULTS if key.keys}
+    known = words_of_code() | THEIR_NAMES
+    for number, text in page.spans():
+        first, _, rest = text.partition(".")
+        if first in objects and re.fullmatch(r"\w+", rest):
+            if rest not in {key.name for key in objects[first]}:
+                yield number, f"{text} is no key of results.json"
+        elif re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)+", text) and text not in known:
+            yield number, f"{text} occurs nowhere in the code"
+
+
+@every_page
 def test_values(page):
     problems(page, wrong_values(page))
 
@@ -240,7 +262,7 @@ bash slurm/missing.sh $NO_SUCH_VARIABLE
 ```
 
 See [there](docs/MISSING.md), [here](#no-such-title) and `--no_such_either`, `support/missing.py`,
-`NO_SUCH_SETTING=1`. The median is over <!-- value: support.report.compare.LASTING_STEPS -->4 steps,
+`NO_SUCH_SETTING=1`, `no_such_key`, `memory.peak`. The median is over <!-- value: support.report.compare.LASTING_STEPS -->4 steps,
 and a line is not longer than one hundred columns, so that it can be read in a narrow terminal as well.
 """
 
@@ -264,6 +286,7 @@ and a line is not longer than one hundred columns, so that it can be read in a n
         ),
         (missing_files, ["24: support/missing.py: no such file", "21: slurm/missing.sh"]),
         (unknown_variables, ["25: NO_SUCH_SETTING is read nowhere", "21: NO_SUCH_VARIABLE"]),
+        (unknown_names, ["25: no_such_key occurs", "25: memory.peak is no key"]),
         (wrong_values, ["25: 4, but support.report.compare.LASTING_STEPS is 5"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

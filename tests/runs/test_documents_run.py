@@ -1,0 +1,201 @@
+"""The runnable commands of each document, in order, and the output that the document shows of them.
+
+A page's commands are run by one shell, in a copy of the project's files, on a CPU and without the
+hub. The line numbers of the shell's script are those of the page.
+"""
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import finish, free_port, start
+from documents import PROJECT, Page, program_of, read, tracked
+
+NAMES = sorted(name for name in tracked() if re.fullmatch(r"(docs/)?\w+\.md", name))
+PAGES = [page for page in map(read, NAMES) if any(b.marker == "runnable" for b in page.blocks)]
+BLOCK, FAILED, END = "== block of line", "== failed in line", "END_OF_FILE_BLOCK"
+DETERMINISTIC = {"scripts/plan_memory.py"}  # its numbers are compared, too
+
+
+def script_of(page: Page) -> str:
+    """The shell script that writes a page's files and runs its commands."""
+    lines = [""] * len(page.lines)
+    lines[0] = f"set -eE; trap 'echo \"{FAILED} $LINENO: exit code $?: $BASH_COMMAND\"' ERR"
+    for block in page.blocks:
+        content = slice(block.line, block.line + len(block.lines))
+        if block.marker == "runnable":
+            lines[block.line - 1] = f"echo '{BLOCK} {block.line}'"
+            lines[content] = block.lines
+        elif block.marker.startswith("file: "):
+            name = block.marker.removeprefix("file: ")
+            folder = shlex.quote(str(Path(name).parent))
+            lines[block.line - 1] = f"mkdir -p {folder}; cat > {shlex.quote(name)} <<'{END}'"
+            lines[content] = block.lines
+            lines[block.line + len(block.lines)] = END
+    return "\n".join(lines) + "\n"
+
+
+def shape(line: str) -> str:
+    """Return a line with its numbers, dates and absolute paths replaced, and single blanks."""
+    line = re.sub(r"(?<![\w.])/[\w.+-]+(/[\w.+-]*)+", "/PATH", line)
+    line = re.sub(r"[+−-]?\d[\d,.:]*(e[+-]?\d+)?", "0", line)
+    return " ".join(re.sub(r"-{3,}", "---", line).split())
+
+
+def first_missing(shown: tuple[str, ...], real: str, exact: bool = False) -> str | None:
+    """Return the first shown line that the real output lacks, in this order; None if it has all.
+
+    A line of three dots stands for any lines, and three dots within a line for any text.
+
+    Args:
+        exact: compare the lines, and not their shapes.
+    """
+    reduced = str.rstrip if exact else shape
+    lines = iter(map(reduced, real.splitlines()))
+    for line in shown:
+        pattern = ".*".join(map(re.escape, re.split(r"\.\.\.|…", reduced(line))))
+        if line.strip() not in ("", "...", "…") and not any(
+            re.fullmatch(pattern, candidate) for candidate in lines
+        ):
+            return line
+    return None
+
+
+def check_page(page: Page, run) -> None:
+    """Run a page with run(script) -> (exit code, output), and compare the output.
+
+    Raises:
+        AssertionError: names the page, the line, the command and the difference.
+    """
+    code, out = run(script_of(page))
+    if failed := re.search(rf"^{FAILED} (\d+): (.*)", out, re.MULTILINE):
+        number, what = failed.groups()
+        raise AssertionError(f"{page.name}:{number}: {what}\n{out[: failed.start()][-3000:]}")
+    assert code == 0, f"{page.name}: exit code {code}\n{out[-3000:]}"
+    segments = dict(
+        part.partition("\n")[::2] for part in re.split(rf"^{BLOCK} ", out, flags=re.MULTILINE)[1:]
+    )
+    of_lines = dict(page.commands())
+    before = None
+    for block in page.blocks:
+        if block.marker == "runnable":
+            before = block
+        elif block.marker == "output" and before:
+            own = range(before.line, before.line + len(before.lines) + 1)
+            programs = {program_of(of_lines[line])[0] for line in own if line in of_lines}
+            real = segments[str(before.line)]
+            missing = first_missing(block.lines, real, exact=programs <= DETERMINISTIC)
+            assert missing is None, (
+                f"{page.name}:{block.line}: the commands of line {before.line} do not print, in this "
+                f"order, the shown line\n{missing}\nThey printed:\n{real[-5000:]}"
+            )
+
+
+def shell(environment: dict, timeout: float = 600):
+    """run(script) for `check_page`, in an empty folder that is a copy of the project."""
+
+    def run(folder: Path, script: str):
+        (folder / ".page.sh").write_text(f"exec 2>&1; {script}")
+        process = start(["bash", ".page.sh"], environment, folder)
+        out, _ = finish(process, timeout)
+        return process.returncode, out
+
+    return run
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the project's files, without those that git ignores."""
+    for name in tracked():
+        if (PROJECT / name).is_file():
+            (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PROJECT / name, tmp_path / "copy" / name)
+    return tmp_path / "copy"
+
+
+@pytest.fixture
+def programs(preloaded, tmp_path) -> dict:
+    """An environment in which python and torchrun are forks of the preloaded interpreter."""
+    if preloaded is None:
+        return {"HF_HUB_OFFLINE": "1"}
+    folder, torchrun = tmp_path / "bin", Path(sys.executable).with_name("torchrun")
+    folder.mkdir()
+    command = f"{preloaded.python} {torchrun} --master_port={free_port()}"
+    for name, program in (("python", preloaded.python), ("torchrun", command)):
+        (folder / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+    return {"PATH": path, "HF_HUB_OFFLINE": "1", **preloaded.for_torchrun()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_page(page, project, programs):
+    check_page(page, lambda script: shell(programs)(project, script))
+
+
+PAGE = """# A page
+
+It can say hello.
+
+<!-- file: words/hello.txt -->
+```
+hello 17 /tmp/x/y
+```
+
+<!-- runnable -->
+```bash
+NAME=world
+cat words/hello.txt
+```
+
+<!-- runnable -->
+```bash
+echo "$NAME  took 3.5 s"
+echo between
+true  # SECOND
+echo last
+```
+
+<!-- output -->
+```
+world took 12 s
+...
+la… SHOWN
+```
+"""
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"SHOWN": ""}, None),
+        ({"SHOWN": "", "world took 12 s\n": ""}, None),
+        ({"SHOWN": "more"}, "bad.md:25: the commands of line 17 do not print"),
+        ({"SHOWN": "", "echo between": "echo la"}, None),
+        ({"SHOWN": "", "...": "hello 1 /tmp/z"}, "bad.md:25: "),  # of the block before
+        (
+            {"SHOWN": "", "true  # SECOND": "test -e missing"},
+            "bad.md:20: exit code 1: test -e missing",
+        ),
+        (
+            {"SHOWN": "", "cat words": "cat words/missing"},
+            "bad.md:13: exit code 1: cat words/missing",
+        ),
+    ],
+)
+def test_a_wrong_page_is_found(tmp_path, change, message):
+    text = PAGE
+    for old, new in change.items():
+        text = text.replace(old, new)
+
+    def run(script):
+        return shell({}, 20)(tmp_path, script)
+
+    if message is None:
+        check_page(read("good.md", text), run)
+    else:
+        with pytest.raises(AssertionError, match=f"^{re.escape(message)}"):
+            check_page(read("bad.md", text), run)
