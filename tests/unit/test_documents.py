@@ -16,7 +16,7 @@ NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n
 PAGES = [read(name) for name in NAMES]
 LONGEST = {"README.md": 149}
 # Pages that do not follow the conventions yet.
-PENDING = {"README.md", "CONTRIBUTING.md", "SECURITY.md"}
+PENDING = {"README.md"}
 # Flags, files and variables of other programs, and what commands write under their own names.
 THEIR_FLAGS = {
     *("--kill-on-bad-exit", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task", "--nodes"),
@@ -171,6 +171,32 @@ def words_of_code() -> set:
 
 
 @every_page
+def test_diffs_and_make_targets(page):
+    problems(page, stale_diffs(page))
+    problems(page, missing_targets(page))
+
+
+def stale_diffs(page):
+    """A diff shows lines of the project's files, in their order."""
+    for block in page.blocks:
+        rest = iter(())
+        for number, line in enumerate(block.lines, block.line + 1):
+            if block.language == "diff" and line.startswith("--- a/"):
+                rest = iter((PROJECT / line.removeprefix("--- a/")).read_text("utf-8").splitlines())
+            elif block.language == "diff" and line[:1] in (" ", "-") and line[1:] not in rest:
+                yield number, f"the file does not have the line{line}"
+
+
+def missing_targets(page):
+    targets = re.findall(r"^([\w-]+):", (PROJECT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    named = [(number, text.split()) for number, text in page.spans()] + page.commands()
+    for number, words in named:
+        if words[0] == "make":
+            missing = [w for w in words[1:] if re.fullmatch(r"[a-z-]+", w) and w not in targets]
+            yield from ((number, f"make {word}: no such target") for word in missing)
+
+
+@every_page
 def test_environment_variables(page):
     problems(page, unknown_variables(page))
 
@@ -258,19 +284,25 @@ report-run runs/x --outt y
 torchrun --nproc_per_nod=2 real_model_example.py
 python real_model_example.py --lr high
 python real_model_example.py --eval_only --no_eval
-bash slurm/missing.sh $NO_SUCH_VARIABLE
+bash slurm/missing.sh $NO_SUCH_VARIABLE && make everything
 ```
 
 See [there](docs/MISSING.md), [here](#no-such-title) and `--no_such_either`, `support/missing.py`,
 `NO_SUCH_SETTING=1`, `no_such_key`, `memory.peak`. The median is over <!-- value: support.report.compare.LASTING_STEPS -->4 steps,
 and a line is not longer than one hundred columns, so that it can be read in a narrow terminal as well.
+
+```diff
+--- a/support/strategy.py
+ OPTIMIZER = frozenset(["optimizer"])
+ STRATEGIES = {}
+```
 """
 
 
 @pytest.mark.parametrize(
     "check, found",
     [
-        (wrong_markers, ["5: no marker", "10: output without"]),
+        (wrong_markers, ["5: no marker", "10: output without", "28: no marker"]),
         (long_lines, ["26: 1"]),
         (broken_links, ["24: docs/MISSING.md: no such file", "24: #no-such-title: no such anchor"]),
         (
@@ -285,6 +317,8 @@ and a line is not longer than one hundred columns, so that it can be read in a n
             ],
         ),
         (missing_files, ["24: support/missing.py: no such file", "21: slurm/missing.sh"]),
+        (missing_targets, ["21: make everything: no such target"]),
+        (stale_diffs, ["31: the file does not have the line STRATEGIES = {}"]),
         (unknown_variables, ["25: NO_SUCH_SETTING is read nowhere", "21: NO_SUCH_VARIABLE"]),
         (unknown_names, ["25: no_such_key occurs", "25: memory.peak is no key"]),
         (wrong_values, ["25: 4, but support.report.compare.LASTING_STEPS is 5"]),
