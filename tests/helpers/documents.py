@@ -9,7 +9,8 @@ output          what the runnable block before it prints; see test_documents_run
 file: NAME      the content of a file that later commands use
 illustration    anything else
 
-`<!-- value: support.module.NAME -->5` or `…NAME[key] -->5`: the number is a constant of the code.
+`5<!-- value: support.module.NAME -->` or `5<!-- …NAME[key] -->`: the number before the comment is a
+constant of the code. (A comment at the start of a line would end the paragraph.)
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CODE_SUFFIXES = (".py", ".sh", ".slurm", ".template", ".md", ".def")
 LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)")
 INLINE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
 COMMENT = re.compile(r"<!--.*?-->")
-VALUE = re.compile(r"<!-- value: ([\w.]+)\.(\w+)(?:\[(\w+)\])? -->\s*([\w.+−-]+)")
+VALUE = re.compile(r"([\w.,+-]*)<!-- value: ([\w.]+)\.(\w+)(?:\[(\w+)\])? -->")
 
 
 @dataclass(frozen=True)

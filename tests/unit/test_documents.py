@@ -11,6 +11,7 @@ from generate_docs import SECTIONS, generated
 
 from support.cli.parse import LAUNCHER_FLAGS
 from support.report import schema
+from support.strategy import STRATEGIES
 
 NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n != "CHANGELOG.md")
 PAGES = [read(name) for name in NAMES]
@@ -240,10 +241,10 @@ def test_values(page):
 
 def wrong_values(page):
     for number, line in enumerate(page.lines, 1):
-        for module, name, key, shown in documents.VALUE.findall(line):
+        for shown, module, name, key in documents.VALUE.findall(line):
             value = getattr(importlib.import_module(module), name)
             value = value[key] if key else value
-            shown = shown.rstrip(".")
+            shown = shown.replace(",", "")
             if shown != str(value) and not (is_number(shown) and float(shown) == value):
                 yield number, f"{shown}, but {module}.{name} is {value}"
 
@@ -262,6 +263,21 @@ def test_code_names_existing_documents():
         for page, anchor in re.findall(named, (PROJECT / name).read_text("utf-8")):
             assert page in tracked(), f"{name}: {page} does not exist"
             assert not anchor or anchor in read(page).anchors(), f"{name}: {page}#{anchor}"
+
+
+def test_the_tables_of_strategies_agree_with_the_code():
+    """In the script's docstring, and in tables of pages whose first cell is a strategy."""
+    script = (PROJECT / "real_model_example.py").read_text("utf-8")
+    for name, row in STRATEGIES.items():
+        kinds = {"P": "parameters", "G": "gradients", "O": "optimizer"}
+        stored = [letter + "/N" * (kind in row.sharded) for letter, kind in kinds.items()]
+        [shown] = re.findall(rf"^    {name} +(\S+), +(\S+), +(\S+) ", script, re.MULTILINE)
+        assert [*shown] == stored, name
+        for page in PAGES:
+            for line in page.prose.values():
+                cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
+                if cells[1:2] == [f"`{name}`"] and re.fullmatch(r"P(/N)?", cells[2]):
+                    assert cells[2:5] == stored, f"{page.name}: {name}"
 
 
 BAD = """# A page
@@ -288,7 +304,7 @@ bash slurm/missing.sh $NO_SUCH_VARIABLE && make everything
 ```
 
 See [there](docs/MISSING.md), [here](#no-such-title) and `--no_such_either`, `support/missing.py`,
-`NO_SUCH_SETTING=1`, `no_such_key`, `memory.peak`. The median is over <!-- value: support.report.compare.LASTING_STEPS -->4 steps,
+`NO_SUCH_SETTING=1`, `no_such_key`, `memory.peak`. The median is over 4<!-- value: support.report.compare.LASTING_STEPS --> steps,
 and a line is not longer than one hundred columns, so that it can be read in a narrow terminal as well.
 
 ```diff
