@@ -76,7 +76,7 @@ lint: setup-dev
 	$(BIN)/hadolint Dockerfile
 
 docs: setup-dev
-	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/mkdocs build --strict
 
 test: setup-dev lint docs
 	@echo "== Running the tests (skips are listed with their reasons at the end)"

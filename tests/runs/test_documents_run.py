@@ -6,13 +6,13 @@ hub. The line numbers of the shell's script are those of the page.
 
 import re
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import finish, free_port, start
-from documents import PROJECT, Page, program_of, read, tracked
+from documents import Page, program_of, read, tracked
+from project_copy import copy_project
 
 NAMES = sorted(name for name in tracked() if re.fullmatch(r"(docs/)?\w+\.md", name))
 PAGES = [page for page in map(read, NAMES) if any(b.marker == "runnable" for b in page.blocks)]
@@ -109,11 +109,7 @@ def shell(environment: dict, timeout: float = 600):
 @pytest.fixture
 def project(tmp_path):
     """A copy of the project's files, without those that git ignores."""
-    for name in tracked():
-        if (PROJECT / name).is_file():
-            (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(PROJECT / name, tmp_path / "copy" / name)
-    return tmp_path / "copy"
+    return copy_project(tmp_path / "copy")
 
 
 @pytest.fixture
