@@ -130,11 +130,12 @@ def every_flag() -> set:
 
 
 def unknown_flags(page):
+    written = documents.created(page)
     for number, words in page.commands():
         unknown = documents.unknown_flags(words)
         for flag in unknown:
             yield number, f"{flag} is no flag of {documents.program_of(words)[0] or words[0]}"
-        if not unknown and (error := documents.usage_error(words)):
+        if not unknown and not written & {*words} and (error := documents.usage_error(words)):
             yield number, error
     known = every_flag()
     for number, text in page.spans():
