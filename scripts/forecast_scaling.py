@@ -27,7 +27,7 @@ if __name__ == "__main__":
 from support.cli import argument_types as kinds
 from support.errors import UserError, explain
 from support.text_tables import text_table
-from support.units import GB
+from support.units import GB, MB
 
 
 def main() -> None:
@@ -44,6 +44,8 @@ def main() -> None:
     speed = "the three numbers in GB/s that --check prints, or one for all"
     rate = kinds.positive_float
     add("--bandwidth", type=rate, required=True, nargs="+", metavar="GB/S", help=speed)
+    small = "those that it prints for messages of 1 MiB (default: as with 64 MiB)"
+    add("--bandwidth_1mib", type=rate, nargs="+", metavar="GB/S", help=small)
     latency = "µs that --check prints, on --latency_ranks ranks (default: %(default)s)"
     add("--latency", type=kinds.natural_float, default=0.0, metavar="US", help=latency)
     of = "ranks of that --check (default: %(default)s)"
@@ -54,8 +56,9 @@ def main() -> None:
     add("--accumulation", type=kinds.batch, nargs="+", default=[1, 8], metavar="N", help=steps)
     try:
         args = parser.parse_args()
-        if len(args.bandwidth) not in (1, 3):
-            raise UserError("--bandwidth takes one number, or those of the three collectives.")
+        for name in ("bandwidth", "bandwidth_1mib"):
+            if len(getattr(args, name) or [0]) not in (1, 3):
+                raise UserError(f"--{name} takes one number, or those of the three collectives.")
         if args.latency_ranks < 2:
             raise UserError("--latency_ranks must be 2 or more: one rank sends nothing.")
         print(forecast(args))
@@ -70,13 +73,16 @@ def forecast(args) -> str:
     Raises:
         UserError: the runs cannot be used.
     """
-    from support.report.scaling import MEASURED, Network, read_step  # imports torch
+    from support.report.scaling import Network, read_step  # imports torch
 
     step = read_step(args.alone, args.together)
-    hops = 2 * (args.latency_ranks - 1)
-    speeds = args.bandwidth * (3 // len(args.bandwidth))
-    bandwidth = {kind: speed * GB for kind, speed in zip(MEASURED, speeds, strict=True)}
-    network = Network(bandwidth, args.latency / 1e6 / hops)
+    given = {64 * MB: args.bandwidth, MB: args.bandwidth_1mib}
+    bandwidth = {
+        message: [GB * speed for speed in speeds * (3 // len(speeds))]
+        for message, speeds in given.items()
+        if speeds
+    }
+    network = Network.measured(args.latency_ranks, args.latency / 1e6, bandwidth)
     rows = []
     for ranks in args.ranks:
         row = [str(ranks)]

@@ -395,35 +395,44 @@ def _memory(args, ctx: DistContext) -> Iterator[Line]:
 
 
 def _communication(ctx: DistContext) -> Line:
-    """Measure collectives among the ranks: bandwidth with 64 MiB, latency with 8 bytes.
+    """Measure collectives among the ranks: bandwidth with 64 and 1 MiB, latency with 8 bytes.
 
-    The bandwidth is the bus bandwidth, the bytes that each rank sends per second if the collective
-    is a ring: 2 · (N − 1) / N times the message for an all-reduce, half of that for the others.
     scripts/forecast_scaling.py takes these numbers.
     """
     if ctx.world_size == 1:
         return Line(OK, "communication", f"{ctx.backend}; a single process")
-    ranks = ctx.world_size
-    small = torch.ones(2, device=ctx.device)
-    latency = _seconds_of(dist.all_reduce, ctx, small)
-    part = torch.ones(16 * MB // ranks, device=ctx.device)  # elements of 4 bytes
-    whole = part.repeat(ranks)
-    seconds = {"all-reduce": _seconds_of(dist.all_reduce, ctx, whole) / 2}
-    seconds["all-gather"] = _seconds_of(dist.all_gather_into_tensor, ctx, whole, part)
-    seconds["reduce-scatter"] = _seconds_of(dist.reduce_scatter_tensor, ctx, part, whole)
-    sent = (ranks - 1) / ranks * whole.nbytes
-    speeds = ", ".join(f"{kind} {sent / s / GB:.3g}" for kind, s in seconds.items())
+    latency = _seconds_of(dist.all_reduce, ctx, torch.ones(2, device=ctx.device))
+    speeds, small = _bandwidth(ctx, 64 * MB), _bandwidth(ctx, MB)
     hosts = sorted(set(ctx.all_gather(socket.gethostname())))
     interface = os.environ.get(
         "NCCL_SOCKET_IFNAME" if ctx.backend == "nccl" else "GLOO_SOCKET_IFNAME", "automatic"
     )
     text = (
-        f"{ctx.backend} over {ranks} ranks on {', '.join(hosts)}: {speeds} GB/s, "
-        f"{1e6 * latency:.0f} µs; network interface {interface}"
+        f"{ctx.backend} over {ctx.world_size} ranks on {', '.join(hosts)}: "
+        + ", ".join(f"{kind} {speed / GB:.3g}" for kind, speed in speeds.items())
+        + f" GB/s, {1e6 * latency:.0f} µs; with 1 MiB "
+        + ", ".join(f"{speed / GB:.3g}" for speed in small.values())
+        + f" GB/s; network interface {interface}"
     )
-    is_fast = ctx.backend != "nccl" or sent / seconds["all-reduce"] >= GB
+    is_fast = ctx.backend != "nccl" or speeds["all-reduce"] >= GB
     remedy = "slow for GPUs: NCCL_DEBUG=INFO shows the network in use; see docs/TROUBLESHOOTING.md"
     return _line(is_fast, "communication", text, remedy)
+
+
+def _bandwidth(ctx: DistContext, message: int) -> dict[str, float]:
+    """Measure the bus bandwidth of collectives with messages of so many bytes.
+
+    It is the bytes that each rank sends per second if the collective is a ring: 2 · (N − 1) / N
+    times the message for an all-reduce, half of that for the others.
+    """
+    ranks = ctx.world_size
+    part = torch.ones(max(1, message // 4 // ranks), device=ctx.device)  # elements of 4 bytes
+    whole = part.repeat(ranks)
+    seconds = {"all-reduce": _seconds_of(dist.all_reduce, ctx, whole) / 2}
+    seconds["all-gather"] = _seconds_of(dist.all_gather_into_tensor, ctx, whole, part)
+    seconds["reduce-scatter"] = _seconds_of(dist.reduce_scatter_tensor, ctx, part, whole)
+    sent = (ranks - 1) / ranks * whole.nbytes
+    return {kind: sent / each for kind, each in seconds.items()}
 
 
 def _seconds_of(collective: Callable, ctx: DistContext, *tensors: torch.Tensor) -> float:

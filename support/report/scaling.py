@@ -1,17 +1,20 @@
 """Forecast of the step time on more ranks, from two short runs and the speed of the network.
 
-A collective takes latency + bytes / bandwidth (Hockney's model), and in a ring of N ranks a rank
-sends times · (N - 1) / N of the message (see COLLECTIVES in support/cluster/comm_volume.py).
+A collective takes a latency and a time that grows with its message (Hockney's model), and in a ring
+of N ranks a rank sends times · (N - 1) / N of the message (see COLLECTIVES in
+support/cluster/comm_volume.py). Between the measured sizes of messages the time is interpolated.
 Computing and sending are added: no overlap is assumed. docs/MULTI_NODE.md has the errors of this
 model next to measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from support.cluster.comm_volume import COLLECTIVES
 from support.errors import UserError
@@ -28,14 +31,35 @@ class Network:
     """Speed of the network between the ranks.
 
     Attributes:
-        bandwidth: for all_reduce, all_gather and reduce_scatter, the bytes that a rank sends per
-            second if the collective is a ring. (Gloo's reduce-scatter sends twice as much, and its
-            bandwidth is half of the all-gather's.)
+        transfer: for all_reduce, all_gather and reduce_scatter, points (message bytes, seconds in
+            addition to the latency) in ascending order, in units of (N - 1) / N. An all-reduce
+            transfers its message twice. (Gloo's reduce-scatter sends twice as much as a ring, and
+            takes twice as long as the all-gather.)
         hop_seconds: the time of one of the 2 (N - 1) messages of a small all-reduce in a ring.
     """
 
-    bandwidth: dict[str, float]
+    transfer: dict[str, list[tuple[float, float]]]
     hop_seconds: float
+
+    @classmethod
+    def measured(
+        cls, ranks: int, latency: float, bandwidth: Mapping[int, Sequence[float]]
+    ) -> Network:
+        """Return the network that --check has measured.
+
+        Args:
+            ranks: of that --check.
+            latency: seconds of a small all-reduce.
+            bandwidth: for a message's bytes the rates of the kinds in MEASURED, in bytes that a
+                rank sends per second if the collective is a ring.
+        """
+        share = (ranks - 1) / ranks
+        transfer: dict[str, list[tuple[float, float]]] = {kind: [] for kind in MEASURED}
+        for message, rates in sorted(bandwidth.items()):
+            for kind, rate in zip(MEASURED, rates, strict=True):
+                seconds = message / rate - latency / TIMES_SENT[kind] / share
+                transfer[kind].append((message, max(0, seconds)))
+        return cls(transfer, latency / (2 * (ranks - 1)))
 
     def seconds(self, kind: str, ranks: int, calls: float, sent: float) -> float:
         """Return the time of collectives of one kind.
@@ -47,9 +71,14 @@ class Network:
             sent: the bytes that a rank sends in them, in units of (N - 1) / N.
         """
         like = {"broadcast": "all_gather", "all_to_all": "all_gather", "reduce": "all_reduce"}
-        bandwidth = self.bandwidth[like.get(kind, kind)]
+        like["barrier"] = "all_reduce"
+        points = self.transfer[like.get(kind, kind)]
+        transfers = calls * TIMES_SENT.get(kind, 0)
+        message = sent / transfers if sent else 0  # a barrier sends nothing
+        sizes, times = zip((0, 0), *points, strict=True)
+        each = float(np.interp(message, sizes, times)) * max(1, message / sizes[-1])
         latency = calls * 2 * (ranks - 1) * self.hop_seconds
-        return latency + sent * (ranks - 1) / ranks / bandwidth
+        return latency + transfers * each * (ranks - 1) / ranks
 
 
 class Collectives(NamedTuple):

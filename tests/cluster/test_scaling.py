@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from conftest import SCRIPT, finish, free_port, start
 
-from support.report.scaling import MEASURED, Network, read_step
-from support.units import GB
+from support.report.scaling import Network, read_step
+from support.units import GB, MB
 
 WORK = "--seq_length 8 --batch_size 1 --optim sgd --precision fp32 --max_steps 12".split()
 WORK += ["--no_eval", "--no_export", "--no_save"]
@@ -52,10 +52,13 @@ def test_forecast_is_within_15_percent(machines, tmp_path, rate, strategy):
     finally:
         for name in machines.names:
             machines.enter(name, "tc", "qdisc", "del", "dev", "eth0", "root")
-    pattern = r"all-reduce ([\d.]+), all-gather ([\d.]+), reduce-scatter ([\d.]+) GB/s, (\d+) µs"
-    *speeds, latency = map(float, re.search(pattern, said).groups())
-    bandwidth = dict(zip(MEASURED, (speed * GB for speed in speeds), strict=True))
-    network = Network(bandwidth, latency / 1e6 / 2)
+    rates = r"([\d.e-]+)"
+    pattern = rf"all-reduce {rates}, all-gather {rates}, reduce-scatter {rates} GB/s, {rates} µs"
+    pattern += rf"; with 1 MiB {rates}, {rates}, {rates} GB/s"
+    numbers = [float(number) for number in re.search(pattern, said).groups()]
+    bandwidth = {64 * MB: numbers[:3], MB: numbers[4:]}
+    bandwidth = {size: [GB * speed for speed in speeds] for size, speeds in bandwidth.items()}
+    network = Network.measured(2, numbers[3] / 1e6, bandwidth)
     print(said.partition("communication")[2].splitlines()[0])
     step = read_step(tmp_path / "1", tmp_path / "2")
     for ranks in (1, 2, 3):
