@@ -19,6 +19,7 @@ from support.errors import EXIT_COMPLETED, EXIT_FAILED, TrainingError
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # The command and the environment of this process, before anything changes them.
 COMMAND, ENVIRONMENT = [sys.executable, *sys.orig_argv[1:]], dict(os.environ)
+CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 RESTARTED = "DISTRIBUTED_TRAINING_RESTARTED"  # set by support/cluster/restart.py
 ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to be ignored
 

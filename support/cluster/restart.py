@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 from support import process
 from support.cluster.launch import Launch
 from support.cluster.peers import agent_hosts_store, in_time
+from support.cluster.stop_signal import StopSignal
 
 if TYPE_CHECKING:  # --help must not wait for torch
     import torch.distributed as dist
@@ -40,12 +41,13 @@ class Restart:
         launch: the place of this process in the run.
         values: the flags that change, by name.
         useful: returns whether the micro-batch may be the cause of an out-of-memory error now.
+        stop: a stop signal that arrives meanwhile is left to the new program.
     Attributes:
         started: whether a thread has called `execute`.
     """
 
-    def __init__(self, launch: Launch, values: dict, useful: Callable[[], bool]):
-        self.launch, self.values, self.useful = launch, values, useful
+    def __init__(self, launch: Launch, values: dict, useful: Callable[[], bool], stop: StopSignal):
+        self.launch, self.values, self.useful, self.stop = launch, values, useful, stop
         self._once, self.started = threading.Lock(), False
 
     def execute(self, store: dist.Store | None) -> NoReturn:
@@ -70,6 +72,9 @@ class Restart:
             with contextlib.suppress(OSError):
                 os.set_inheritable(int(name), int(name) < 3)
         environment = {**process.ENVIRONMENT, process.RESTARTED: json.dumps(self.values)}
+        if process.CORES is not None:  # OpenMP may have bound this thread to one of them
+            os.sched_setaffinity(0, process.CORES)
+        self.stop.hand_over()
         os.execve(sys.executable, process.COMMAND, environment)
 
     def _wait_for_ranks(self, store: dist.Store) -> None:
@@ -85,14 +90,12 @@ class Restart:
             time.sleep(0.1)
 
 
-def restart_of(args, launch: Launch, folder: Path, useful: Callable[[], bool]) -> Restart | None:
-    """Return the restart with half the micro-batch and the same global batch.
+def restart_values(args, folder: Path) -> dict | None:
+    """Return the flags of a restart with half the micro-batch and the same global batch.
 
     Args:
         args: --auto_micro_batch, --batch_size, --gradient_accumulation_steps.
-        launch: the place of this process in the run.
         folder: the output folder, which the new program uses again.
-        useful: see `Restart`.
     Returns:
         None without --auto_micro_batch, and if the micro-batch is a single sequence.
     """
@@ -101,12 +104,11 @@ def restart_of(args, launch: Launch, folder: Path, useful: Callable[[], bool]) -
     total = args.batch_size * args.gradient_accumulation_steps
     # Half, or the next smaller size of which the global batch is a multiple.
     size = next(size for size in range(args.batch_size // 2, 0, -1) if total % size == 0)
-    values = {
+    return {
         "batch_size": size,
         "gradient_accumulation_steps": total // size,
         "output_dir": str(folder),
     }
-    return Restart(launch, values, useful)
 
 
 def continue_restarted(args):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 import time
@@ -28,12 +30,30 @@ class StopSignal:
     def __init__(self):
         self.requested, self._name = False, ""
         self._deferred, self._first = False, 0.0
+        self._numbers: int | None = None  # file that has the number of each signal as a byte
 
     def install(self) -> None:
         """Install the handlers; only the main thread can do this."""
+        self._numbers, writer = os.pipe()
+        for file in (self._numbers, writer):
+            os.set_blocking(file, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in process.STOP_SIGNALS:
             if number in process.ALSO_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._arrived)
+        # A program that replaced another one has them blocked; see `hand_over`.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, process.STOP_SIGNALS)
+
+    def hand_over(self) -> None:
+        """Leave a signal that has arrived to the program that replaces this one (execve).
+
+        The kernel keeps blocked signals of the calling thread. The handler in C has recorded the
+        signal even if the main thread is blocked in a collective, so that `_arrived` did not run.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, process.STOP_SIGNALS)
+        with contextlib.suppress(BlockingIOError):
+            if self._numbers is not None and (numbers := os.read(self._numbers, 1)):
+                signal.pthread_kill(threading.get_ident(), numbers[0])
 
     def defer(self) -> None:
         """Record further signals instead of ending the run; called when training starts.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from support.checkpoints.manager import CheckpointManager, TrainingObjects, saves_due
 from support.cluster.context import DistContext
-from support.cluster.restart import restart_of
+from support.cluster.restart import Restart, restart_values
 from support.data.batches import total_steps
 from support.data.chat import Prompt, prompt_of
 from support.memory.measure import MemoryByPhase
@@ -148,13 +149,9 @@ class RunRecord:
         metrics.start_file()
         ctx.hang.state = state
         # Adam's states exist from the first update on, so the second step may need the most memory.
-        ctx.failures.restart = restart_of(
-            args,
-            ctx.launch,
-            self.folder,
-            lambda: state.step < state.first_step + 2 and not manager.seconds,
-        )
-        if ctx.failures.restart:
+        if values := restart_values(args, self.folder):
+            useful = partial(self._smaller_batch_may_help, args, manager, state)
+            ctx.failures.restart = Restart(ctx.launch, values, useful, ctx.stop)
             # A rank may run out of memory while another still starts a tracker or removes files.
             dist.barrier()
         ctx.console.print0(
@@ -163,6 +160,11 @@ class RunRecord:
             else f"⏳ Training: steps {state.step + 1} to {state.total_steps}"
         )
         return metrics
+
+    def _smaller_batch_may_help(self, args, manager: CheckpointManager, state: TrainState) -> bool:
+        """Whether a new start with smaller micro-batches may help after memory ran out."""
+        own_batch = args.eval_batch_size and self.memory.doing == "evaluation"
+        return state.step < state.first_step + 2 and not manager.seconds and not own_batch
 
     def preempted(self, metrics: MetricsLogger) -> None:
         """Record that a stop signal ended the run after a checkpoint was saved."""

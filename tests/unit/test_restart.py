@@ -11,7 +11,8 @@ from support import process
 from support.cli.parse import parse_arguments
 from support.cluster.failures import FailureMonitor
 from support.cluster.launch import Launch
-from support.cluster.restart import continue_restarted, restart_of
+from support.cluster.restart import Restart, continue_restarted, restart_values
+from support.cluster.stop_signal import StopSignal
 from support.console import Console
 from support.errors import TrainingError
 
@@ -33,20 +34,20 @@ def test_the_micro_batch_is_halved_and_the_global_batch_stays(batch_size, accumu
     args = SimpleNamespace(
         auto_micro_batch=True, batch_size=batch_size, gradient_accumulation_steps=accumulation
     )
-    values = restart_of(args, LAUNCH, Path("out"), bool).values
+    values = restart_values(args, Path("out"))
     assert (values["batch_size"], values["gradient_accumulation_steps"]) == new
     assert new[0] * new[1] == batch_size * accumulation
 
 
 def test_one_sequence_cannot_be_halved():
     args = SimpleNamespace(auto_micro_batch=True, batch_size=1, gradient_accumulation_steps=4)
-    assert restart_of(args, LAUNCH, Path("out"), bool) is None
+    assert restart_values(args, Path("out")) is None
 
 
 def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
     args = parse_arguments(["--strategy", "zero2", "--batch_size", "8", "--auto_micro_batch"])
     assert continue_restarted(args) is args
-    values = restart_of(args, LAUNCH, Path("out"), bool).values
+    values = restart_values(args, Path("out"))
     monkeypatch.setenv(process.RESTARTED, json.dumps(values))
     changed = continue_restarted(args)
     config = changed.ds_config_dict
@@ -59,9 +60,9 @@ def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
 
 def test_an_error_while_this_process_starts_again_does_not_end_it():
     """The main thread loses its connection to a rank that has left; its monitor waits for others."""
-    monitor = FailureMonitor(LAUNCH, Console(True), SimpleNamespace(requested=None))
-    args = SimpleNamespace(auto_micro_batch=True, batch_size=8, gradient_accumulation_steps=1)
-    monitor.restart = restart_of(args, LAUNCH, Path("out"), bool)
+    stop = StopSignal()
+    monitor = FailureMonitor(LAUNCH, Console(True), stop)
+    monitor.restart = Restart(LAUNCH, {}, bool, stop)
     lost = TrainingError("The connection to another rank was lost.")
     assert monitor._restart_if_agreed(lost, lost) is None  # no restart: the error ends the run
     monitor.restart.started = True
