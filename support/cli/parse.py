@@ -28,7 +28,7 @@ LAUNCHER_FLAGS = frozenset(
     """
     nnodes nproc_per_node node_rank rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone
     max_restarts monitor_interval start_method role master_addr master_port local_addr log_dir
-    redirects tee
+    redirects tee no_python
     hostfile exclude num_nodes num_gpus launcher launcher_args ssh_port no_ssh force_multi
     enable_each_rank_log bind_cores_to_rank
     multi_gpu cpu num_processes num_machines machine_rank main_process_ip main_process_port
