@@ -39,9 +39,10 @@ def script_of(page: Page) -> str:
 
 
 def shape(line: str) -> str:
-    """Return a line with its numbers, dates and absolute paths replaced, and single blanks."""
+    """Return a line with numbers, times and absolute paths replaced, and single blanks."""
     line = re.sub(r"(?<![\w.])/[\w.+-]+(/[\w.+-]*)+", "/PATH", line)
     line = re.sub(r"[+−-]?\d[\d,.:]*(e[+-]?\d+)?", "0", line)
+    line = re.sub(r"0 (ms|min|h)\b", "0 s", line)
     return " ".join(re.sub(r"-{3,}", "---", line).split())
 
 
@@ -149,7 +150,7 @@ cat words/hello.txt
 
 <!-- runnable -->
 ```bash
-echo "$NAME  took 3.5 s"
+echo "$NAME  took 3.5 min"
 echo between
 true  # SECOND
 echo last
