@@ -58,6 +58,7 @@ class FsdpOptions:
         precision: the value of fsdp_mixed_precision, in the terms of --precision; None if not set.
         offload: keep parameters, gradients and optimizer states in host memory.
         forward_prefetch: all-gather the next layer explicitly while forward computes one.
+        words: those of --fsdp.
         notes: one line for each key to which FSDP2 has no equal option.
     """
 
@@ -69,6 +70,7 @@ class FsdpOptions:
     precision: str | None = None
     offload: bool = False
     forward_prefetch: bool = False
+    words: str = field(default="", compare=False)
     notes: list[str] = field(default_factory=list)
 
 
@@ -94,7 +96,8 @@ def apply_fsdp_flag(options: FsdpOptions, flag: str | None) -> None:
         options: of --fsdp_config, or the defaults; changed in place.
         flag: checked words with a space between; None or empty if the flag is not given.
     """
-    words = (flag or "").split()
+    options.words = flag or ""
+    words = options.words.split()
     if words and not {"auto_wrap", "no_shard"} & {*words}:
         options.notes.append("each transformer block is sharded separately, as with auto_wrap")
     if {"shard_grad_op", "hybrid_shard_zero2"} & {*words}:

@@ -205,6 +205,8 @@ def settings_of(args: argparse.Namespace) -> dict:
         if name not in NOT_SHOWN
         and (name in ("eval", "fused_gelu") or not (value is None or value is False or value == []))
     }
+    if args.fsdp and args.fsdp.words:
+        settings["fsdp"] = args.fsdp.words
     if args.mixture:
         settings["dataset"] = [str(dataset) for dataset in args.mixture]
     return settings

@@ -46,7 +46,8 @@ SETTINGS = {
     # 0 but for rounding (the bias of keys) would move by up to the learning rate, in any direction.
     "adam_epsilon": 1e-4,
 }
-ALONE = {"strategy": "dp", "ds_config": None, "fsdp_config": None, "nvme_path": None}
+ALONE = {"strategy": "dp", "ds_config": None, "nvme_path": None}
+ALONE |= {"fsdp_config": None, "fsdp": None}
 END_SECONDS = 60  # torchrun kills its ranks 30 s after a signal
 
 # The largest differences that count as equal. fp32 rounds each result to 2^-24 = 6e-8 of its size,
@@ -191,9 +192,10 @@ def run(way: Way, args, output: Path) -> None:
         UserError, TrainingError: the run failed, with its message.
     """
     kept = {name: value for name, value in vars(args).items() if name in KEPT}
-    flags = {**kept, **SETTINGS, "max_grad_norm": args.max_grad_norm, **way.flags}
+    objects = {"fsdp": args.fsdp, "mixture": args.mixture}
+    flags = {**kept, **objects, **SETTINGS, "max_grad_norm": args.max_grad_norm, **way.flags}
     run_file = output.with_suffix(".yaml")
-    settings = Arguments(**flags, output_dir=str(output), mixture=args.mixture)
+    settings = Arguments(**flags, output_dir=str(output))
     run_file.write_text(as_yaml(settings), encoding="utf-8")
     launched = (
         "RANK",

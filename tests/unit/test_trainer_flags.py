@@ -9,6 +9,7 @@ from support.cli import aliases
 from support.cli.flags import GROUPS, HelpFormatter, build_parser
 from support.cli.fsdp_config import FsdpOptions
 from support.cli.parse import ignored_flags, parse_arguments
+from support.cli.run_file import as_yaml
 from support.data.batches import evaluation_batches
 from support.errors import UserError
 from support.strategies.optimizer import create, learning_rate
@@ -76,6 +77,13 @@ def test_words_of_fsdp():
     assert options() == options("full_shard auto_wrap") == FsdpOptions()
     assert options("shard_grad_op auto_wrap").reshard_after_forward is False
     assert options("hybrid_shard auto_wrap").hybrid and options("full_shard,offload").offload
+
+
+def test_words_of_fsdp_are_printed_in_a_run_file(tmp_path):
+    args = parse_arguments(["--fsdp", "shard_grad_op offload"])
+    (tmp_path / "run.yaml").write_text(as_yaml(args))
+    again = parse_arguments(["--config", str(tmp_path / "run.yaml")])
+    assert again.fsdp == args.fsdp and not again.fsdp.reshard_after_forward
 
 
 def test_ignored_flags_and_other_defaults_are_reported():
