@@ -244,6 +244,13 @@ TABLE = (
         "This strategy needs DeepSpeed: pip install deepspeed. dp and fsdp run without it.",
     ),
     Entry(
+        r"^ModuleNotFoundError: No module named '(torch|transformers|tokenizers|safetensors|numpy|"
+        r"huggingface_hub|accelerate|datasets|pyarrow|psutil|yaml|tqdm|jinja2|packaging)'",
+        MissingRequirement,
+        "{said}: activate the project's environment (`source .venv/bin/activate`), or install the "
+        "packages into yours (`pip install -r requirements.txt`).",
+    ),
+    Entry(
         r"^(MissingCUDAException|CUDAMismatchException)",
         MissingRequirement,
         "This strategy compiles a DeepSpeed op with the CUDA toolkit of torch's CUDA version, "

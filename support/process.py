@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from support.errors import EXIT_COMPLETED, EXIT_FAILED, TrainingError
+from support.errors import EXIT_COMPLETED, EXIT_FAILED, TrainingError, explain
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # The command and the environment of this process, before anything changes them.
@@ -151,6 +151,17 @@ def catch_signals(numbers: Iterable[int] = ()) -> None:
             signal.signal(number, _end_before_start)
     # Its handler is that of support/cluster/hang.py; until then it must not end the process.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    sys.excepthook = _report_missing_package
+
+
+def _report_missing_package(kind, error: BaseException, trace) -> None:
+    """Exit with one line if a package cannot be imported; print any other error as Python does."""
+    if not isinstance(error, ModuleNotFoundError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    user_error = explain(error)
+    print(f"❌ {user_error}", file=sys.stderr)
+    exit_now(user_error.exit_code)
 
 
 def _end_before_start(number: int, _frame) -> NoReturn:

@@ -49,6 +49,15 @@ def test_help_errors_and_plans_import_only_small_modules(command, code):
     assert not modules & (heavy | slow_in_the_standard_library)
 
 
+@pytest.mark.parametrize("name", ["build_ops.py", "compare_runs.py", "real_model_example.py"])
+def test_without_the_packages_one_line_names_the_environment(name):
+    """As with the Python of the system, when the environment is not active."""
+    program = SCRIPT if name == SCRIPT.name else SCRIPTS / name
+    done = subprocess.run([sys.executable, "-S", program, "a", "b"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "source .venv/bin/activate" in done.stderr
+
+
 def test_dp_imports_no_library_of_other_strategies_and_features(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A short text about nothing. " * 200)
