@@ -184,6 +184,19 @@ def skip_shared_memory_op() -> None:
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
+def keep_4bit_layout() -> None:
+    """bitsandbytes 0.50.2: keep 4-bit weights as they are in an evaluation on a CPU.
+
+    On a CPU with bf16 instructions the first forward pass in evaluation mode replaces the weights
+    by a layout for inference. It requires a multiple of 32 outputs, and neither the training that
+    follows nor a checkpoint can read it.
+
+    Remove it when a layer restores the layout before it trains.
+    """
+    modules = importlib.import_module("bitsandbytes.nn.modules")
+    modules.has_avx512bf16 = lambda: False  # type: ignore[attr-defined]
+
+
 # What each patch replaces, as "module:attribute".
 PATCHES = {
     replace_packed_sequence_check: ("transformers.masking_utils:find_packed_sequence_indices",),
@@ -202,4 +215,5 @@ PATCHES = {
     ),
     load_compiled_ops: ("deepspeed.ops.op_builder.builder:OpBuilder.jit_load",),
     skip_shared_memory_op: ("deepspeed.comm.torch:build_shm_op",),
+    keep_4bit_layout: ("bitsandbytes.nn.modules:has_avx512bf16",),
 }

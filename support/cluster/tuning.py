@@ -61,6 +61,8 @@ def tune_process(args, launch: Launch) -> None:
         warnings.simplefilter("ignore")
         # A torch built for CUDA logs a message about nvcc on a machine with nvcc and without a GPU.
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        # peft imports it, and it reports that an optional package is not installed.
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         defaults |= {
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "TRANSFORMERS_VERBOSITY": "error",

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from support import patches
 from support.cluster.context import DistContext
 from support.errors import UserError, first_line
 from support.files.atomic import TemporaryFolder
@@ -67,6 +68,8 @@ def from_folder(
         UserError: the weights cannot be loaded, with the first line of transformers' error.
     """
     try:
+        if in_4bit:
+            patches.keep_4bit_layout()
         return AutoModelForCausalLM.from_pretrained(
             folder,
             # A copy, because transformers writes the quantization into the configuration.

@@ -199,7 +199,7 @@ def test_help_fits_80_columns_and_names_every_default(script):
     version = subprocess.run(
         [sys.executable, SCRIPT, "--version"], capture_output=True, text=True, check=True
     ).stdout
-    assert re.fullmatch(r"distributed-training \d+\.\d+\n", version)
+    assert re.fullmatch(r"distributed-training \d+\.\d+\.\d+\n", version)
 
 
 @pytest.mark.parametrize(
