@@ -23,6 +23,8 @@ TARGETS = [
 def test_target_exists(target):
     if "masking_utils" in target and Version(transformers.__version__) < OLDEST_TRANSFORMERS:
         skip(f"transformers {transformers.__version__} has no {target}")
+    if "bitsandbytes" in target:
+        pytest.importorskip("bitsandbytes")  # optional
     pkgutil.resolve_name(target)
 
 
