@@ -1,6 +1,6 @@
 # make demo   set up, then compare all strategies on the embedded model and text
 # make ops    set up, then compile DeepSpeed's ops, for example on a cluster's login node
-# make test   set up, then lint and run every test once (33 minutes on 2 shared cores)
+# make test   set up, then lint and run every test once (30 minutes on 2 shared cores)
 # make unit   the tests that start no process (seconds)
 # make test-lower-bounds   the unit tests and a run of each strategy with the oldest supported
 #             releases, in .venv-lower (needs Python 3.10 or 3.11)
