@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -436,15 +437,19 @@ def _bandwidth(ctx: DistContext, message: int) -> dict[str, float]:
 
 
 def _seconds_of(collective: Callable, ctx: DistContext, *tensors: torch.Tensor) -> float:
-    """Return the mean time of a collective over 3 calls, after a first one that connects."""
-    for attempt in range(4):
-        if attempt == 1:
-            _wait_for(ctx)
-            start = time.perf_counter()
+    """Return the median time of some calls of a collective, after a first one that connects.
+
+    The median, because on a busy host a rank that waits for a core delays some calls.
+    """
+    seconds = []
+    for _ in range(1 + (3 if tensors[0].nbytes > MB else 9)):
+        _wait_for(ctx)
+        start = time.perf_counter()
         collective(*tensors)
-    if ctx.device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / 3
+        if ctx.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[1:])
 
 
 def _wait_for(ctx: DistContext) -> None:
