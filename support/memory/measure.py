@@ -214,6 +214,10 @@ MARK = "memory after "
 def marks_of_profile(profiler, start: int) -> list[tuple[str, int, int]]:
     """Return (phase, live bytes at its end, peak bytes within it) for each mark in a profile.
 
+    The profile does not record what gloo's threads release: where one of them drops the last
+    reference to the input of a collective (zero3, infinity, fsdp), the bytes after it are too high
+    by that input, in some runs and not in others.
+
     Args:
         profiler: torch.autograd.profiler.profile with profile_memory.
         start: live bytes at the start of the profile. The profile does not record the
