@@ -73,6 +73,20 @@ def long_lines(page):
 
 
 @every_page
+def test_tables(page):
+    problems(page, broken_tables(page))
+
+
+def broken_tables(page):
+    """A table begins with a header and a delimiter row; an empty line ends it."""
+    row = re.compile(r"\s*\|")
+    for number, line in page.prose.items():
+        begins = row.match(line) and not row.match(page.prose.get(number - 1, ""))
+        if begins and not re.match(r"\s*\|( *:?-+:? *\|)+$", page.prose.get(number + 1, "")):
+            yield number, "a row outside a table"
+
+
+@every_page
 def test_generated_parts_are_current(page):
     text = (PROJECT / page.name).read_text("utf-8")
     assert generated(text) == text, "stale: run python scripts/generate_docs.py"
@@ -307,6 +321,11 @@ and a line is not longer than one hundred columns, so that it can be read in a n
  OPTIMIZER = frozenset(["optimizer"])
  STRATEGIES = {}
 ```
+
+| column | meaning |
+| --- | --- |
+
+| speed | of a step |
 """
 
 
@@ -332,6 +351,7 @@ and a line is not longer than one hundred columns, so that it can be read in a n
         (stale_diffs, ["31: the file does not have the line STRATEGIES = {}"]),
         (unknown_variables, ["25: NO_SUCH_SETTING is read nowhere", "21: NO_SUCH_VARIABLE"]),
         (unknown_names, ["25: no_such_key occurs", "25: memory.peak is no key"]),
+        (broken_tables, ["37: a row outside"]),
         (wrong_values, ["25: 4, but support.report.compare.LASTING_STEPS is 5"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
