@@ -12,7 +12,6 @@ usage.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ from support import process
 if __name__ == "__main__":
     process.catch_signals()
 
+from support.cli import argument_types as kinds
 from support.errors import EXIT_FAILED, MissingRequirement
 from support.strategies import op_builds, ops, requirements
 from support.strategy import STRATEGIES
@@ -31,9 +31,7 @@ from support.strategy import STRATEGIES
 
 def main() -> None:
     """Read the arguments, and compile what is missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = kinds.Parser.of_script(__doc__)
     parser.add_argument("names", nargs="*", metavar="STRATEGY", help="a strategy, or an op's name")
     parser.add_argument("--verbose", action="store_true", help="show the compiler's output")
     args = parser.parse_args()

@@ -14,7 +14,6 @@ cannot be written; with --status, 3 if the run did not complete.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -26,7 +25,8 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
-from support.errors import EXIT_COMPLETED, EXIT_USAGE, UserError
+from support.cli.arguments import Arguments
+from support.errors import EXIT_COMPLETED, UserError
 from support.files.atomic import write_atomically, write_text
 from support.report import tables
 from support.report.compare import Attempt, Comparison, read_attempt, read_comparison, state_bytes
@@ -35,55 +35,35 @@ from support.units import MB, human_rate
 EXIT_NOT_COMPLETED = 3
 
 
-def main() -> None:
-    """Read the arguments, print the report and write its files."""
-    try:
-        args = parse()
-        if args.status:
-            attempt = read_attempt(args.folder)
-            print(describe_attempt(attempt))
-            sys.exit(EXIT_COMPLETED if attempt.completed else EXIT_NOT_COMPLETED)
-        comparison = read_comparison(args.folder, args.tolerance)
-        if not comparison.rows:
-            raise UserError(
-                f"{args.folder} holds no runs: compare_strategies.sh leaves them as "
-                "DIR/<strategy>/<repeat>/results.json."
-            )
-        write_report(comparison, args.output_dir)
-    except UserError as error:
-        print(f"❌ {error}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
-    sys.exit(comparison.exit_code)
+def main() -> int:
+    """Print the report, and write its files; return the exit code."""
+    args = parse()
+    if args.status:
+        attempt = read_attempt(args.folder)
+        print(describe_attempt(attempt))
+        return EXIT_COMPLETED if attempt.completed else EXIT_NOT_COMPLETED
+    comparison = read_comparison(args.folder, args.tolerance)
+    if not comparison.rows:
+        raise UserError(
+            f"{args.folder} holds no runs: compare_strategies.sh leaves them as "
+            "DIR/<strategy>/<repeat>/results.json."
+        )
+    write_report(comparison, args.output_dir)
+    return comparison.exit_code
 
 
-def parse() -> argparse.Namespace:
-    """Parse and check the command line.
-
-    Raises:
-        UserError: an argument cannot be used.
-    """
-    parser = kinds.Parser(
-        description="Report on the runs of compare_strategies.sh.", allow_abbrev=False
-    )
-    parser.add_argument(
-        "folder",
-        type=kinds.path,
-        metavar="DIR",
-        help="folder with <strategy>/<repeat>/results.json",
-    )
-    parser.add_argument(
-        "--output_dir", type=kinds.path, default=Path(), help="where the files go (default: here)"
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        help="largest relative loss difference that counts as the same model",
-    )
-    parser.add_argument(
-        "--status",
-        action="store_true",
-        help="DIR is one run: print its status; exit code 3 if not completed",
-    )
+def parse() -> Arguments:
+    """Parse and check the command line."""
+    parser = kinds.Parser.of_script(__doc__)
+    add = parser.add_argument
+    folder = "folder with <strategy>/<repeat>/results.json"
+    add("folder", type=kinds.path, metavar="DIR", help=folder)
+    files = "where the files go (default: here)"
+    add("--output_dir", type=kinds.path, default=Path(), help=files)
+    tolerance = "largest relative loss difference that counts as the same model"
+    add("--tolerance", type=float, help=tolerance)
+    status = "DIR is one run: print its status; exit code 3 if not completed"
+    add("--status", action="store_true", help=status)
     args = parser.parse_args()
     if not args.folder.is_dir():
         raise UserError(f"{args.folder}: no such folder.")

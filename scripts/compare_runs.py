@@ -15,7 +15,6 @@ Exit codes: 0 if all losses agree that both runs have; 1 if some differ, or none
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -29,7 +28,8 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
-from support.errors import EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, UserError
+from support.cli.arguments import Arguments
+from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.files.atomic import only_finite, write_atomically
 from support.redaction import redact
 
@@ -37,22 +37,25 @@ if TYPE_CHECKING:  # --help must be fast
     from support.report.divergence import Divergence
 
 
-def main() -> None:
-    """Read the arguments, print the comparison, and draw the figure."""
-    try:
-        sys.exit(compare(parse()))
-    except UserError as error:
-        print(f"❌ {redact(str(error))}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+def main() -> int:
+    """Print the comparison, and write the figure if there are losses; return the exit code."""
+    from support.report import divergence
+
+    args = parse()
+    runs = divergence.read_run(args.a), divergence.read_run(args.b)
+    found = divergence.compare_runs(*runs, args.tolerance)
+    plot = draw(found, args.plot) if found.points else None
+    if args.json:
+        report = {**divergence.as_json(found), "plot": plot and str(plot)}
+        print(redact(json.dumps(only_finite(report), indent=2, ensure_ascii=False)))
+    else:
+        print(redact(divergence.as_text(found)), end=f"📁 {plot}\n" if plot else "")
+    return EXIT_COMPLETED if found.equal else EXIT_FAILED
 
 
-def parse() -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises:
-        UserError: an argument cannot be used.
-    """
-    parser = kinds.Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def parse() -> Arguments:
+    """Parse the command line."""
+    parser = kinds.Parser.of_script(__doc__)
     place = "output folder of a run, or trainer_state.json of Hugging Face's Trainer"
     parser.add_argument("a", type=kinds.path, metavar="A", help=place)
     parser.add_argument("b", type=kinds.path, metavar="B", help=place)
@@ -64,28 +67,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=kinds.path, metavar="FILE", help=figure)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser.parse_args()
-
-
-def compare(args: argparse.Namespace) -> int:
-    """Print the comparison, and write the figure if there are losses.
-
-    Returns:
-        The exit code.
-    Raises:
-        UserError: there is no run, or the figure cannot be written.
-    """
-    from support.report import divergence
-
-    runs = divergence.read_run(args.a), divergence.read_run(args.b)
-    found = divergence.compare_runs(*runs, args.tolerance)
-    plot = draw(found, args.plot) if found.points else None
-    if args.json:
-        report = {**divergence.as_json(found), "plot": plot and str(plot)}
-        print(redact(json.dumps(only_finite(report), indent=2, ensure_ascii=False)))
-    else:
-        print(redact(divergence.as_text(found)), end="")
-        print(f"📁 {plot}" if plot else "", end="\n" * bool(plot))
-    return EXIT_COMPLETED if found.equal else EXIT_FAILED
 
 
 def draw(found: Divergence, plot: Path | None) -> Path | None:

@@ -16,7 +16,6 @@ needed: pass it to real_model_example.py as --model DIR.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from pathlib import Path
@@ -33,13 +32,8 @@ from support.errors import UserError, explain
 
 
 def main() -> None:
-    """Read the arguments, and run the command; exit with the code of an error."""
-    parser = kinds.Parser(
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
-        epilog="\n".join(__doc__.splitlines()[2:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Read the arguments, and run the command."""
+    parser = kinds.Parser.of_script(__doc__)
     add = parser.add_argument
     source = "the folder of a checkpoint, of a run, or for --to checkpoint of another program's"
     add("source", type=kinds.path, metavar="CKPT", help=source)
@@ -53,19 +47,17 @@ def main() -> None:
     add("--max_shard_size", default="5GB", help=shard_size)
     trust = "load a DeepSpeed or FSDP checkpoint, although the code in its pickles is executed"
     add("--trust_checkpoint", action="store_true", help=trust)
+    args = parser.parse_intermixed_args()
+    if args.inspect == bool(args.to):
+        parser.error("give either --inspect or --to FORMAT OUT")
+    if args.to and not args.target:
+        parser.error("--to needs OUT, the new folder")
+    if args.inspect and args.target:
+        parser.error("--inspect writes nothing: omit OUT")
     try:
-        args = parser.parse_intermixed_args()
-        if args.inspect == bool(args.to):
-            parser.error("give either --inspect or --to FORMAT OUT")
-        if args.to and not args.target:
-            parser.error("--to needs OUT, the new folder")
-        if args.inspect and args.target:
-            parser.error("--inspect writes nothing: omit OUT")
         run(args)
     except Exception as error:
-        user_error = explain(error)
-        print(f"❌ {user_error}", file=sys.stderr)
-        sys.exit(user_error.exit_code)
+        raise explain(error) from error
 
 
 def run(args) -> None:

@@ -19,10 +19,8 @@ existing file is replaced only with --force. `SUBCOMMAND --help` lists the flags
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,178 +31,130 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
+from support.cli.flags import flag
 from support.cli.fsdp_config import SHARDING
 from support.cluster import setup_files
-from support.errors import EXIT_FAILED, UserError
+from support.errors import TrainingError, UserError
 from support.files.atomic import write_text
 from support.report import slurm_budget
 
-count = kinds.whole(1, 100_000)
-DEFAULT = "(default: %(default)s)"
+COUNT = kinds.whole(1, 100_000)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser: each subcommand with its flags."""
-    parser = kinds.Parser(
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
-        epilog="\n".join(__doc__.splitlines()[2:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
-    for name, summary, output, add_flags in (
-        (
-            "deepspeed",
-            "a DeepSpeed configuration, for --ds_config",
-            "config/ds_config.json",
-            [add_deepspeed_flags],
-        ),
-        (
-            "fsdp",
-            "an FSDP configuration, for --fsdp_config",
-            "config/fsdp_config.json",
-            [add_fsdp_flags],
-        ),
-        (
-            "launcher",
-            "a script that starts a run without a scheduler",
-            "scripts/run_training.sh",
-            [add_script_flags, add_launcher_flags],
-        ),
-        (
-            "slurm",
-            "a Slurm batch script",
-            "scripts/slurm_job.sh",
-            [add_script_flags, add_slurm_flags, add_budget_flags],
-        ),
-    ):
-        command = commands.add_parser(name, help=summary, allow_abbrev=False)
-        add = command.add_argument
-        add("--output", type=Path, default=Path(output), help=f"the file to write {DEFAULT}")
-        add("--force", action="store_true", help="replace it even if it was edited")
-        for add_group in add_flags:
-            add_group(add)
-    return parser
+def switch(name: str, text: str) -> tuple[str, dict]:
+    """Return a row for a flag without a value."""
+    return name, {"action": "store_true", "help": text}
 
 
-def add_deepspeed_flags(add: Callable) -> None:
-    """Add the flags of `deepspeed`; `add` is the subcommand's `add_argument`, as in the others."""
-    add("--zero_stage", type=int, choices=(1, 2, 3), default=2, help=f"what is sharded {DEFAULT}")
-    add(
-        "--offload_optimizer",
-        action="store_true",
-        help="optimizer states in host memory (with --nvme_path on NVMe)",
-    )
-    add(
-        "--offload_param",
-        action="store_true",
-        help="parameters in host memory, stage 3 (with --nvme_path on NVMe)",
-    )
-    add("--nvme_path", metavar="DIR", help="offload to this disk instead; stage 3")
-    add("--bf16", action="store_true", help="train in bf16")
-    add("--fp16", action="store_true", help="train in fp16 with a dynamic loss scale")
-    add(
-        "--batch_size",
-        type=count,
-        help="sequences per GPU in a micro-batch (default: the run's --batch_size)",
-    )
-    add(
+DEEPSPEED_FLAGS = (
+    flag("--zero_stage", int, "what is sharded", choices=(1, 2, 3), default=2),
+    switch("--offload_optimizer", "optimizer states in host memory (with --nvme_path on NVMe)"),
+    switch("--offload_param", "parameters in host memory, stage 3 (with --nvme_path on NVMe)"),
+    flag("--nvme_path", str, "offload to this disk instead; stage 3", metavar="DIR"),
+    switch("--bf16", "train in bf16"),
+    switch("--fp16", "train in fp16 with a dynamic loss scale"),
+    flag("--batch_size", COUNT, "sequences per GPU in a micro-batch (default: that of the run)"),
+    flag(
         "--model",
+        str,
+        "bucket sizes follow this model: tiny-gpt2, a GPT-2, or a folder with config.json",
         default="gpt2",
-        help="bucket sizes follow this model: tiny-gpt2, a GPT-2, or a folder with config.json "
-        f"{DEFAULT}",
-    )
-
-
-def add_fsdp_flags(add: Callable) -> None:
-    """Add the flags of `fsdp`."""
-    add("--sharding_strategy", choices=SHARDING, default="FULL_SHARD", help=DEFAULT)
-    add(
-        "--mixed_precision",
-        choices=("BFLOAT16", "FLOAT16", "FLOAT32"),
-        default="BFLOAT16",
-        help=DEFAULT,
-    )
-    add(
-        "--offload_params",
-        action="store_true",
-        help="parameters, gradients and optimizer states in host memory",
-    )
-    add(
+    ),
+)
+PRECISIONS = ("BFLOAT16", "FLOAT16", "FLOAT32")
+FSDP_FLAGS = (
+    flag("--sharding_strategy", tuple(SHARDING), "", default="FULL_SHARD"),
+    flag("--mixed_precision", PRECISIONS, "", default="BFLOAT16"),
+    switch("--offload_params", "parameters, gradients and optimizer states in host memory"),
+    flag(
         "--layer_class",
+        str,
+        "class of the layers that are sharded one by one (default: the model's blocks)",
         metavar="NAME",
-        help="class of the layers that are sharded one by one (default: the model's blocks)",
-    )
-
-
-def add_script_flags(add: Callable) -> None:
-    """Add the flags that `launcher` and `slurm` share."""
-    add("--config", required=True, metavar="FILE", help="the run file (YAML) that the script reads")
-    add("--num_nodes", type=count, default=1, help=f"nodes {DEFAULT}")
-    add(
-        "--num_gpus_per_node",
-        type=count,
-        help="ranks per node (default: 1, or the slots in --hosts)",
-    )
-    add(
-        "--use_deepspeed",
-        action="store_true",
-        help="start with DeepSpeed's launcher, on a single node only",
-    )
-
-
-def add_launcher_flags(add: Callable) -> None:
-    """Add the flags of `launcher`."""
-    add("--master_addr", default="127.0.0.1", help=f"address of the first node {DEFAULT}")
-    add("--master_port", type=count, default=29500, help=DEFAULT)
-    add(
-        "--node_rank",
-        type=int,
-        default=0,
-        help="index of this node (default: %(default)s; or NODE_RANK)",
-    )
-    add(
+    ),
+)
+SCRIPT_FLAGS = (
+    flag("--config", str, "the run file (YAML) to use", required=True, metavar="FILE"),
+    flag("--num_nodes", COUNT, "nodes", default=1),
+    flag("--num_gpus_per_node", COUNT, "ranks per node (default: 1, or the slots in --hosts)"),
+    switch("--use_deepspeed", "start with DeepSpeed's launcher, on a single node only"),
+)
+LAUNCHER_FLAGS = (
+    *SCRIPT_FLAGS,
+    flag("--master_addr", str, "address of the first node", default="127.0.0.1"),
+    flag("--master_port", COUNT, "", default=29500),
+    flag("--node_rank", int, "index of this node (default: %(default)s; or NODE_RANK)", default=0),
+    flag(
         "--hosts",
+        str,
+        "start all nodes over ssh: one host name per line, the first is the master",
         metavar="FILE",
-        help="start all nodes over ssh: one host name per line, the first is the master",
-    )
-
-
-def add_slurm_flags(add: Callable) -> None:
-    """Add the flags of `slurm`."""
-    add("--time_limit", default="02:00:00", metavar="HH:MM:SS", help=DEFAULT)
-    add("--partition", help="partition of the job")
-    add("--account", help="account that the job is charged to")
-    add("--modules", metavar="NAMES", help="modules to load, separated by spaces or commas")
-    add(
-        "--venv",
-        metavar="DIR",
-        help="Python environment (default: the one active at sbatch, else .venv)",
-    )
-    add(
-        "--requeue",
-        action="store_true",
-        help="save before the time limit or on preemption, requeue the job, and resume",
-    )
-    add(
+    ),
+)
+SLURM_FLAGS = (
+    *SCRIPT_FLAGS,
+    flag("--time_limit", str, "", default="02:00:00", metavar="HH:MM:SS"),
+    flag("--partition", str, "partition of the job"),
+    flag("--account", str, "account that the job is charged to"),
+    flag("--modules", str, "modules to load, separated by spaces or commas", metavar="NAMES"),
+    flag("--venv", str, "environment (default: that active at sbatch, else .venv)", metavar="DIR"),
+    switch("--requeue", "save before the time limit or on preemption, requeue the job, and resume"),
+    flag(
         "--signal_seconds",
-        type=kinds.whole(1, 65535),  # Slurm's limit
+        kinds.whole(1, 65535),  # Slurm's limit
+        "send the signal to save S seconds before the limit (default: 120; needs --requeue)",
         metavar="S",
-        help="send the signal to save S seconds before the limit (default: 120; needs --requeue)",
-    )
+    ),
+    # Of the budget that is printed, see support/report/slurm_budget.py.
+    flag("--results", kinds.name, "print the jobs of the run, from a short one", metavar="RUN"),
+    flag("--hours", kinds.positive_float, "length of the run: hours of training", metavar="H"),
+    flag("--max_steps", kinds.max_steps, "length of the run: optimizer steps", metavar="N"),
+    flag("--save_seconds", kinds.positive_float, "time of a save, if not measured", metavar="S"),
+    flag("--step_seconds", kinds.positive_float, "time of a step, if not measured", metavar="S"),
+    flag(
+        "--mtbf",
+        kinds.positive_float,
+        "hours between failures of a GPU (default: 50000)",
+        metavar="H",
+    ),
+)
+# Name of a subcommand: what it writes, the default of --output, its flags, and its function.
+COMMANDS = {
+    "deepspeed": (
+        "a DeepSpeed configuration, for --ds_config",
+        "config/ds_config.json",
+        DEEPSPEED_FLAGS,
+        setup_files.deepspeed_config,
+    ),
+    "fsdp": (
+        "an FSDP configuration, for --fsdp_config",
+        "config/fsdp_config.json",
+        FSDP_FLAGS,
+        setup_files.fsdp_config,
+    ),
+    "launcher": (
+        "a script that starts a run without a scheduler",
+        "scripts/run_training.sh",
+        LAUNCHER_FLAGS,
+        setup_files.launch_script,
+    ),
+    "slurm": ("a Slurm batch script", "scripts/slurm_job.sh", SLURM_FLAGS, setup_files.slurm_job),
+}
 
 
-def add_budget_flags(add: Callable) -> None:
-    """Add the flags of the budget that `slurm` prints; see report.slurm_budget."""
-    for name, kind, metavar, text in (
-        ("results", kinds.name, "RUN", "print the jobs of the run, from a short one that saved"),
-        ("hours", kinds.positive_float, "H", "length of the run: hours of training"),
-        ("max_steps", kinds.max_steps, "N", "length of the run: optimizer steps"),
-        ("save_seconds", kinds.positive_float, "S", "time of a save, instead of the measured one"),
-        ("step_seconds", kinds.positive_float, "S", "time of a step, instead of the measured one"),
-        ("mtbf", kinds.positive_float, "H", "hours between failures of a GPU (default: 50000)"),
-    ):
-        add(f"--{name}", type=kind, metavar=metavar, help=text)
+def build_parser() -> kinds.Parser:
+    """Build the parser: each subcommand with its flags."""
+    parser = kinds.Parser.of_script(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
+    for name, (summary, output, flags, _) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, allow_abbrev=False)
+        for row in (
+            flag("--output", Path, "the file to write", default=Path(output)),
+            switch("--force", "replace it even if it was edited"),
+            *flags,
+        ):
+            command.add_argument(row[0], **row[1])
+    return parser
 
 
 def check_output(args) -> None:
@@ -217,10 +167,10 @@ def check_output(args) -> None:
         OSError: the file cannot be read.
     """
     path = args.output
-    for flag in ("config", "hosts"):
-        source = getattr(args, flag, None)
+    for name in ("config", "hosts"):
+        source = getattr(args, name, None)
         if source and path.exists() and Path(source).exists() and path.samefile(source):
-            raise UserError(f"--output {path} is the file of --{flag}: name another one.")
+            raise UserError(f"--output {path} is the file of --{name}: name another one.")
     if path.exists() and not path.is_file():
         raise UserError(f"--output {path} is not a file: name another one.")
     if path.exists() and not args.force and not setup_files.is_unedited(path):
@@ -230,43 +180,23 @@ def check_output(args) -> None:
         )
 
 
-def generate(args, made_by: str) -> str:
-    """Return the text of the file.
-
-    Args:
-        args: the subcommand and its flags.
-        made_by: the command line that generates the file, which the file quotes.
-    Raises:
-        UserError: a value or a combination of values cannot be used.
-    """
-    if args.command == "deepspeed":
-        return setup_files.as_json(setup_files.deepspeed_config(args), made_by)
-    if args.command == "fsdp":
-        return setup_files.as_json(setup_files.fsdp_config(args), made_by)
-    return {"launcher": setup_files.launch_script, "slurm": setup_files.slurm_job}[args.command](
-        args, made_by
-    )
-
-
 def main() -> None:
     """Read the arguments, write the file, and print what to do next."""
+    args = build_parser().parse_args()
+    setup_files.check_values(args)
+    made_by = shlex.join(["python", "scripts/distributed_setup.py", *sys.argv[1:]])
+    budget = ""
     try:
-        args = build_parser().parse_args()
-        setup_files.check_values(args)
         check_output(args)
-        made_by = shlex.join(["python", "scripts/distributed_setup.py", *sys.argv[1:]])
-        text = setup_files.with_digest(generate(args, made_by))
-        budget = slurm_budget.report(args) if args.command == "slurm" else ""
+        text = setup_files.with_digest(COMMANDS[args.command][-1](args, made_by))
+        if args.command == "slurm":
+            budget = slurm_budget.report(args)
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.output.resolve(), text)
         if args.command in ("launcher", "slurm"):
             args.output.chmod(0o755)
-    except UserError as error:
-        print(f"❌ {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
     except OSError as error:
-        print(f"❌ {args.output} cannot be written: {error.strerror}.", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+        raise TrainingError(f"{args.output} cannot be written: {error.strerror}.") from error
     print(f"📁 {args.output}\n{setup_files.next_step(args)}")
     if budget:
         print(f"\n{budget}")

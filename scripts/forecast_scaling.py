@@ -13,7 +13,6 @@ The second run shows what a step sends, on any network, also between two process
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -25,19 +24,14 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
-from support.errors import UserError, explain
+from support.errors import UserError
 from support.text_tables import text_table
 from support.units import GB, MB
 
 
 def main() -> None:
-    """Read the arguments and print the forecast; exit with the code of an error."""
-    parser = kinds.Parser(
-        description=__doc__.splitlines()[0],
-        epilog="\n".join(__doc__.splitlines()[2:]),
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Read the arguments and print the forecast."""
+    parser = kinds.Parser.of_script(__doc__)
     add = parser.add_argument
     add("alone", type=kinds.path, metavar="ALONE", help="folder of a run on one rank")
     add("together", type=kinds.path, metavar="TOGETHER", help="of the same run on several ranks")
@@ -54,17 +48,13 @@ def main() -> None:
     add("--ranks", type=kinds.ranks, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help=more)
     steps = "micro-batches per step (default: 1 8)"
     add("--accumulation", type=kinds.batch, nargs="+", default=[1, 8], metavar="N", help=steps)
-    try:
-        args = parser.parse_args()
-        for name in ("bandwidth", "bandwidth_1mib"):
-            if len(getattr(args, name) or [0]) not in (1, 3):
-                raise UserError(f"--{name} takes one number, or those of the three collectives.")
-        if args.latency_ranks < 2:
-            raise UserError("--latency_ranks must be 2 or more: one rank sends nothing.")
-        print(forecast(args))
-    except UserError as error:
-        print(f"❌ {explain(error)}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    args = parser.parse_args()
+    for name in ("bandwidth", "bandwidth_1mib"):
+        if len(getattr(args, name) or [0]) not in (1, 3):
+            raise UserError(f"--{name} takes one number, or those of the three collectives.")
+    if args.latency_ranks < 2:
+        raise UserError("--latency_ranks must be 2 or more: one rank sends nothing.")
+    print(forecast(args))
 
 
 def forecast(args) -> str:
@@ -89,16 +79,13 @@ def forecast(args) -> str:
         for micro_batches in args.accumulation:
             alone, _ = step.seconds(1, micro_batches, network)
             seconds, sending = step.seconds(ranks, micro_batches, network)
-            row += [
-                f"{seconds:.3f} s",
-                f"{sending / seconds:.0%}",
-                f"{ranks * alone / seconds:.1f}×",
-            ]
+            faster = ranks * alone / seconds
+            row += [f"{seconds:.3f} s", f"{sending / seconds:.0%}", f"{faster:.1f}×"]
         rows.append(row)
     headers = ["ranks"]
     for micro_batches in args.accumulation:
-        headers += [f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}\nstep", "\nsending"]
-        headers.append("\nspeed")
+        headers.append(f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}\nstep")
+        headers += ["\nsending", "\nspeed"]
     return text_table(rows, headers)
 
 

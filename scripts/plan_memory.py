@@ -96,8 +96,7 @@ COST_FLAGS = (
 
 def build_parser() -> kinds.Parser:
     """Build the parser; flags of a run have the same names as in real_model_example.py."""
-    about = "Predict the memory of a run under every strategy."
-    parser = kinds.Parser(prog="plan_memory.py", description=about, allow_abbrev=False)
+    parser = kinds.Parser.of_script(__doc__)
     add = parser.add_argument
     for name, kind, default, metavar, text in FLAGS:
         text += "" if default is None else " (default: %(default)s)"
@@ -128,15 +127,10 @@ def build_parser() -> kinds.Parser:
     return parser
 
 
-def main() -> None:
-    """Read the arguments, print the memory estimates, and exit with the exit code."""
-    try:
-        args, work, limits = read_workload(build_parser().parse_args())
-        exit_code = (solve if args.solve else plan)(args, work, limits)
-    except UserError as error:
-        print(f"❌ {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    sys.exit(exit_code)
+def main() -> int:
+    """Read the arguments, and print the answer; return the exit code."""
+    args, work, limits = read_workload(build_parser().parse_args())
+    return (solve if args.solve else plan)(args, work, limits)
 
 
 def read_workload(args: Arguments) -> tuple[Arguments, Workload, Limits]:

@@ -25,34 +25,27 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
-from support.errors import EXIT_USAGE, UserError
+from support.errors import UserError
 from support.files.atomic import write_text
-from support.redaction import redact
 
 
 def main() -> None:
     """Read the arguments, and write the page."""
-    parser = kinds.Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = kinds.Parser.of_script(__doc__)
     run = "output folder of a run, or comparison_runs/NAME"
     parser.add_argument("run", type=kinds.path, metavar="RUN", help=run)
     page = "the page (default: report.html in RUN)"
     parser.add_argument("--out", type=kinds.path, metavar="FILE", help=page)
-    try:
-        args = parser.parse_args()
-        if not args.run.is_dir():
-            raise UserError(f"{args.run}: no such folder.")
-        from support.report.page import page_of  # importing matplotlib takes a second
+    args = parser.parse_args()
+    if not args.run.is_dir():
+        raise UserError(f"{args.run}: no such folder.")
+    from support.report.page import page_of  # importing matplotlib takes a second
 
-        page, target = page_of(args.run), args.out or args.run / "report.html"
-        try:
-            write_text(target, page)
-        except OSError as error:
-            raise UserError(
-                f"{target} cannot be written: {error.strerror}. Use --out FILE."
-            ) from error
-    except UserError as error:
-        print(f"❌ {redact(str(error))}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+    page, target = page_of(args.run), args.out or args.run / "report.html"
+    try:
+        write_text(target, page)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror}. Use --out FILE.") from error
     print(f"📁 {target}")
 
 

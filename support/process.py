@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from support.errors import EXIT_COMPLETED, EXIT_FAILED, TrainingError, explain
+from support.errors import EXIT_FAILED, TrainingError, UserError, explain
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # The command and the environment of this process, before anything changes them.
@@ -94,40 +94,42 @@ def check_output() -> None:
         raise TrainingError(f"Standard output cannot be written: {lost.strerror}.")
 
 
-def run_command_line(main: Callable[[], None], printed: bool = True) -> NoReturn:
+def run_command_line(main: Callable[[], int | None], printed: bool = True) -> NoReturn:
     """Run the `main` function of a small program and exit.
 
     A full disk, `| head` and Ctrl-C lead to a proper exit code without a traceback.
 
     Args:
-        main: the program.
+        main: the program; see `exit_code_of`.
         printed: True if the program's result is its output on stdout, and not files. Then it fails
-            if the output cannot be written.
-    Raises:
-        SystemExit: `main` has returned or was stopped by a signal. The code is `main`'s own, 0,
-            1 (the output could not be written) or 128 + the number of the signal. Other exceptions
-            of `main` are not caught.
+            with code 1 if the output cannot be written.
     """
-    code: int | str | None = EXIT_COMPLETED
     protect_output()
     for number in STOP_SIGNALS:
         # compare_strategies.sh ignores signals while it writes its report.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _raise_at_signal)
+    code = exit_code_of(main)
+    lost = exit_code_of(check_output) if printed else None
+    sys.exit(code or lost)
+
+
+def exit_code_of(main: Callable[[], int | None]) -> int | str | None:
+    """Return the exit code of a program: that of its error, which is printed, or what it returns.
+
+    Args:
+        main: returns the exit code, or None for 0. Other exceptions than UserError are not caught.
+    """
     try:
-        main()
-    except SystemExit as end:
-        code = end.code
+        return main()
+    except SystemExit as end:  # of argparse, or 128 + the number of a signal
+        return end.code
+    except UserError as error:
+        print(f"❌ {explain(error)}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         print("❌ Interrupted.", file=sys.stderr)
-        code = 128 + signal.SIGINT
-    try:
-        if printed:
-            check_output()
-    except TrainingError as error:
-        print(f"❌ {error}", file=sys.stderr)
-        code = code or error.exit_code
-    sys.exit(code)
+        return 128 + signal.SIGINT
 
 
 def _raise_at_signal(number: int, _frame) -> NoReturn:

@@ -259,6 +259,13 @@ class Parser(argparse.ArgumentParser):
 
     _typed: Sequence[str] = ()
 
+    @classmethod
+    def of_script(cls, doc: str) -> Parser:
+        """Return the parser of a script; its --help shows the docstring of the script."""
+        about, _, details = doc.partition("\n\n")
+        raw = argparse.RawDescriptionHelpFormatter
+        return cls(description=about, epilog=details, allow_abbrev=False, formatter_class=raw)
+
     def error(self, message: str):
         if names := re.match("argument ((--[a-z0-9_]+)(?:/--[a-z0-9_]+)+): ", message):
             # argparse lists all names of the flag: keep the one that was typed.

@@ -73,15 +73,11 @@ def is_unedited(path: Path) -> bool:
 
 def as_json(config: dict, made_by: str) -> str:
     """Return a configuration as JSON text, with the command that made it and room for a digest."""
-    return (
-        json.dumps(
-            {"_made_by": made_by, "_digest": NO_DIGEST, **config}, indent=2, ensure_ascii=False
-        )
-        + "\n"
-    )
+    config = {"_made_by": made_by, "_digest": NO_DIGEST, **config}
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
-def deepspeed_config(args) -> dict:
+def deepspeed_config(args, made_by: str) -> str:
     """Return a DeepSpeed configuration; the training script replaces "auto" by its flags' values.
 
     Raises:
@@ -104,7 +100,7 @@ def deepspeed_config(args) -> dict:
             "single_submit": False,
             "overlap_events": True,
         }
-    return config
+    return as_json(config, made_by)
 
 
 def _check_deepspeed_flags(args) -> None:
@@ -191,7 +187,7 @@ def read_model(name: str) -> dict:
     return {"width": width, "parameters": parameters, "largest": embedding, "tied": tied}
 
 
-def fsdp_config(args) -> dict:
+def fsdp_config(args, made_by: str) -> str:
     """Return an FSDP configuration with the keys that accelerate and transformers also read."""
     config = {
         "fsdp_sharding_strategy": args.sharding_strategy,
@@ -206,7 +202,7 @@ def fsdp_config(args) -> dict:
     }
     if args.layer_class:
         config["fsdp_transformer_layer_cls_to_wrap"] = [args.layer_class]
-    return config
+    return as_json(config, made_by)
 
 
 def read_hosts(path: str) -> tuple[list[str], int | None]:
@@ -227,24 +223,21 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
         raise UserError(
             f"--hosts {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}."
         ) from error
-    hosts: dict[str, None] = {}  # an ordered set
+    hosts: list[str] = []
     slots: set[int] = set()
     for number, words in enumerate((line.split("#")[0].split() for line in lines), 1):
         if not words:
             continue
         host, *options = words
+        place = f"--hosts {path}, line {number}"
         slots_match = re.fullmatch(r"slots=([1-9][0-9]{0,3})", " ".join(options))
         if not re.fullmatch(rf"([A-Za-z0-9._-]+@)?{HOST}", host) or host.startswith("-"):
-            raise UserError(f"--hosts {path}, line {number}: {host!r} is not a host name.")
+            raise UserError(f"{place}: {host!r} is not a host name.")
         if options and not slots_match:
-            raise UserError(
-                f"--hosts {path}, line {number}: after the host name only slots=N can follow."
-            )
+            raise UserError(f"{place}: after the host name only slots=N can follow.")
         if host in hosts:
-            raise UserError(
-                f"--hosts {path}, line {number}: {host} is listed twice: remove one line."
-            )
-        hosts[host] = None
+            raise UserError(f"{place}: {host} is listed twice: remove one line.")
+        hosts.append(host)
         slots |= {int(slots_match[1])} if slots_match else set()
     if not hosts:
         raise UserError(
@@ -252,7 +245,7 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
         )
     if len(slots) > 1:
         raise UserError(f"--hosts {path}: every host must have the same number of slots.")
-    return list(hosts), slots.pop() if slots else None
+    return hosts, slots.pop() if slots else None
 
 
 def launch_script(args, made_by: str) -> str:
@@ -288,13 +281,9 @@ def launch_script(args, made_by: str) -> str:
         raise UserError(f"--master_addr {args.master_addr!r} is not a host name or address.")
     if args.master_port > 65535:
         raise UserError(f"--master_port {args.master_port} is not a port: use 1024 to 65535.")
-    template = (
-        "launch_over_ssh"
-        if hosts
-        else "launch_deepspeed"
-        if args.use_deepspeed and nodes == 1
-        else "launch_torchrun"
-    )
+    one_of_deepspeed = args.use_deepspeed and nodes == 1
+    template = "launch_deepspeed" if one_of_deepspeed else "launch_torchrun"
+    template = "launch_over_ssh" if hosts else template
     # The first host, unless the other hosts reach it under another address.
     first_host = hosts and args.master_addr == "127.0.0.1"
     return slurm.fill(
@@ -326,11 +315,12 @@ def slurm_job(args, made_by: str) -> str:
     """
     if not re.fullmatch(r"[0-9]{1,7}(-[0-9]{1,2})?(:[0-9]{1,4}){0,3}", args.time_limit):
         raise UserError(f"--time_limit {args.time_limit}: write it as HH:MM:SS or D-HH:MM:SS.")
+    sbatch = []
     for flag in ("partition", "account"):
-        if getattr(args, flag) and not re.fullmatch(
-            r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", getattr(args, flag)
-        ):
-            raise UserError(f"--{flag} {getattr(args, flag)!r} is not a valid name in Slurm.")
+        if name := getattr(args, flag):
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", name):
+                raise UserError(f"--{flag} {name!r} is not a valid name in Slurm.")
+            sbatch.append(f"#SBATCH --{flag}={name}")
     gpus = args.num_gpus_per_node or 1
     values = {
         "NODES": args.num_nodes,
@@ -339,11 +329,6 @@ def slurm_job(args, made_by: str) -> str:
         "TIME": args.time_limit,
         "PROJECT_LINE": f"project={shlex.quote(str(PROJECT))}",
     }
-    sbatch = [
-        f"#SBATCH --{flag}={getattr(args, flag)}"
-        for flag in ("partition", "account")
-        if getattr(args, flag)
-    ]
     arguments = f" --config {config_path(args.config)}"
     # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them
     # with srun.
@@ -352,9 +337,7 @@ def slurm_job(args, made_by: str) -> str:
     if args.requeue:
         template = "job_requeue"
         values |= {"TASKS": gpus, "CPUS": 2}
-        default = f"USR1@{slurm.SIGNAL_SECONDS}"
-        signal = f"USR1@{args.signal_seconds or slurm.SIGNAL_SECONDS}"
-        sbatch += [line.replace(default, signal) for line in slurm.REQUEUE_LINES]
+        sbatch += slurm.requeue_lines(args.signal_seconds or slurm.SIGNAL_SECONDS)
         arguments += " --resume"
     else:
         one_node = args.num_nodes == 1

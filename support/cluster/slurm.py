@@ -17,16 +17,20 @@ from support.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
 SIGNAL_SECONDS = 120  # before the time limit
-REQUEUE_LINES = [
-    "#SBATCH --requeue",
-    "#SBATCH --open-mode=append                # one log for all starts",
-    f"#SBATCH --signal=USR1@{SIGNAL_SECONDS}                 "
-    "# EDIT: seconds for the current step and the checkpoint",
-]
 SITE_LINES = [
     "##SBATCH --partition=gpu                # EDIT: remove one # if your site requires it",
     "##SBATCH --account=my-project           # EDIT",
 ]
+
+
+def requeue_lines(signal_seconds: int = SIGNAL_SECONDS) -> list[str]:
+    """Return the #SBATCH lines of a job that is saved before its limit, and requeued."""
+    return [
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append                # one log for all starts",
+        f"#SBATCH --signal=USR1@{signal_seconds}                 "
+        "# EDIT: seconds for the current step and the checkpoint",
+    ]
 
 
 def read_template(name: str) -> str:
@@ -154,7 +158,7 @@ def examples() -> dict[str, str]:
             "A run longer than a job's time limit: it is saved before the limit or on preemption,\n"
             "requeued and resumed.",
             "job_requeue",
-            {**tasks_per_gpu, "sbatch": [*REQUEUE_LINES, *SITE_LINES], "arguments": " --resume"},
+            {**tasks_per_gpu, "sbatch": [*requeue_lines(), *SITE_LINES], "arguments": " --resume"},
         ),
     ]
     texts = {}

@@ -15,6 +15,7 @@ from conftest import PROJECT, Run
 
 from support.cli.parse import parse_arguments
 from support.errors import UserError
+from support.process import exit_code_of
 
 LONG = "a" * 5000
 
@@ -79,11 +80,10 @@ def main_of(capsys, monkeypatch):
 
         monkeypatch.setattr(sys, "argv", [module, *map(str, argv)])
         started = time.monotonic()
-        with pytest.raises(SystemExit) as ended:
-            importlib.import_module(module).main()
+        code = exit_code_of(importlib.import_module(module).main) or 0
         out, err = capsys.readouterr()
         assert time.monotonic() - started < SPARE_SECONDS
-        return Run(ended.value.code, out, err, 0, Path())
+        return Run(code, out, err, 0, Path())
 
     return run
 
@@ -95,11 +95,7 @@ def convert(capsys, monkeypatch):
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *map(str, args)])
-        code = 0
-        try:
-            convert_checkpoint.main()
-        except SystemExit as stop:
-            code = stop.code
+        code = exit_code_of(convert_checkpoint.main) or 0
         out, err = capsys.readouterr()
         return code, out + err
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, Run
 
+from support.process import exit_code_of
+
 
 @pytest.fixture
 def generate(tmp_path, monkeypatch, capfd):
@@ -25,11 +27,7 @@ def generate(tmp_path, monkeypatch, capfd):
 
     def run(*args) -> Run:
         monkeypatch.setattr(sys, "argv", ["scripts/distributed_setup.py", *map(str, args)])
-        try:
-            distributed_setup.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
+        code = exit_code_of(distributed_setup.main) or 0
         out, err = capfd.readouterr()
         return Run(code, out, err, 0, tmp_path)
 
