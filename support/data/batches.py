@@ -7,9 +7,10 @@ or with --packing several examples. Sequences are read from disk when they are n
 
 from __future__ import annotations
 
-import queue
-import threading
+import itertools
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -631,8 +632,8 @@ def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
 
 def copy_ahead(steps: Iterator, device: torch.device) -> Iterator:
     """Read one step batch ahead and copy it to a GPU without blocking, while the GPU computes."""
-    ahead = None
-    for step_batch in steps:
+
+    def copied(step_batch):
         if device.type == "cuda":
             step_batch.batches = [
                 tuple(
@@ -640,68 +641,38 @@ def copy_ahead(steps: Iterator, device: torch.device) -> Iterator:
                 )
                 for micro in step_batch.batches
             ]
-        if ahead is not None:
-            yield ahead
-        ahead = step_batch
-    if ahead is not None:
-        yield ahead
+        return step_batch
+
+    # The second of each pair is the one ahead.
+    for step_batch, _ in itertools.pairwise(itertools.chain(map(copied, steps), [None])):
+        yield step_batch
 
 
 class ReadAhead:
     """An iterator that reads `steps` in its own thread, in order.
 
-    `depth` items wait in a queue, and the thread keeps one more until the queue has room. An error
-    of `steps` is raised in the consumer's thread, at the position of the item that it replaces.
+    Up to `depth` + 1 items wait for the consumer. An error of `steps` is raised in the consumer's
+    thread, at the position of the item that it replaces. Nothing is read before the first item is
+    wanted, because a stream may have to be resumed before.
     """
 
     def __init__(self, steps: Iterator, depth: int):
-        self._steps, self._items, self._closed = steps, queue.Queue(depth), threading.Event()
-        self._thread = threading.Thread(target=self._read, name="read ahead", daemon=True)
+        self._steps, self._depth, self._closed = steps, depth, False
+        self._thread = ThreadPoolExecutor(1, "read ahead")
+        self._items: deque[Future] = deque()
 
     def __iter__(self) -> ReadAhead:
         return self
 
     def __next__(self) -> Any:
-        if self._closed.is_set():
+        if self._closed:
             raise StopIteration
-        if self._thread.ident is None:  # a stream may have to be resumed before it is read
-            self._thread.start()
-        item, error = self._take()
-        if error is not None:
-            self._closed.set()
-            raise error
-        return item
-
-    def _take(self) -> tuple[Any, BaseException | None]:
-        """Wait for the next item; raises a RuntimeError if the thread has ended without one."""
-        while True:
-            try:
-                return self._items.get(timeout=1)
-            except queue.Empty:
-                if not self._thread.is_alive() and self._items.empty():
-                    raise RuntimeError("The thread that reads ahead has ended.") from None
+        while len(self._items) < self._depth + 2:
+            self._items.append(self._thread.submit(next, self._steps))
+        return self._items.popleft().result()
 
     def close(self, seconds: float = 30) -> None:
         """Stop reading, and wait some seconds for the item in progress: a network may hang."""
-        self._closed.set()
-        if self._thread.ident is not None:
-            self._thread.join(seconds)
-
-    def _read(self) -> None:
-        try:
-            for item in self._steps:
-                if not self._put(item, None):
-                    return
-            self._put(None, StopIteration())
-        except BaseException as error:
-            self._put(None, error)
-
-    def _put(self, item: Any, error: BaseException | None) -> bool:
-        """Put an item into the queue once it has room; returns False after close()."""
-        while not self._closed.is_set():
-            try:
-                self._items.put((item, error), timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+        self._closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        wait([item for item in self._items if not item.cancelled()], seconds)
