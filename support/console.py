@@ -41,9 +41,7 @@ class Console:
         """Return a progress bar, visible only if rank 0 writes to a terminal and without --quiet.
 
         Args:
-            what: label of the bar.
             total: number of units in all; None if unknown.
-            unit: name of one unit.
             done: number of units that are already complete.
         """
         visible = self.is_main and not self.quiet and progress.on_terminal()

@@ -118,7 +118,6 @@ def first_line(error: BaseException, longest: int | None = None) -> str:
     """Return the first line of an error message, or the class name if it is empty.
 
     Args:
-        error: the exception.
         longest: the largest number of characters; None: no limit.
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:longest]

@@ -159,7 +159,6 @@ def load_compiled_ops(names: list[str], load: Callable) -> None:
     Remove it when DeepSpeed loads a compiled op without a compiler.
 
     Args:
-        names: names of the ops.
         load: returns the module of the op with the given name.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder

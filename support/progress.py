@@ -19,7 +19,6 @@ class Bar:
         what: description in front of the bar.
         total: number of units until the end; None shows a counter.
         unit: name of a unit; empty, without a total, shows the description only.
-        active: False shows nothing.
         done: units that are done already.
     """
 
@@ -70,7 +69,6 @@ def write(text: str, stream=None) -> None:
     """Print a line above the progress bars, if there are any.
 
     Args:
-        text: the line.
         stream: where to write it (default: sys.stdout).
     """
     stream = stream or sys.stdout

@@ -37,7 +37,6 @@ def start(argv: list[str], will_run: bool = True) -> tuple[Arguments, Launch]:
     flags, and with --prefetch it imports torch and downloads what the run reads; both then exit.
 
     Args:
-        argv: the arguments, without the program's name.
         will_run: False if the arguments are only checked.
     Returns:
         The arguments, which cannot be changed, and this process's place in the run.

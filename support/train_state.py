@@ -59,7 +59,6 @@ class TrainState:
 
         Args:
             counters: the keys of checkpoints.format.NEW_RUN.
-            total_steps, num_sequences, global_batch: see the attributes.
             args: --eval, --eval_only, --eval_every, --early_stopping_patience, --seq_length.
         """
         state = cls(

@@ -94,9 +94,7 @@ def check_same_run(saved: dict, current: dict, forced: bool, ctx: DistContext) -
         saved: the run signature in the checkpoint. Entries that it lacks have their value of
             VALUES_BEFORE, or else are not compared. A part is empty if it is unknown, as for an
             imported checkpoint.
-        current: the run signature of this run.
         forced: --resume_force, with which "soft" differences only cause a notice.
-        ctx: the ranks.
     Raises:
         UserError: the signatures differ; the message lists the differences.
     """

@@ -199,7 +199,6 @@ def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) 
     Args:
         source: an OwnCheckpoint; for "checkpoint" what foreign.open_foreign yields.
         to: "hf", "torch", "deepspeed-universal" or "checkpoint".
-        target: the new folder.
         dtype: of the weights, for "hf".
         file_bytes: largest size of one weight file, such as "5GB", for "hf".
     Returns:
@@ -276,9 +275,6 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
     """Write a folder for `from_pretrained`; for LoRA adapters, a folder for peft.
 
     Args:
-        source: the checkpoint.
-        folder: the new folder.
-        dtype: of the weights.
         file_bytes: largest size of one weight file, such as "5GB".
     Raises:
         UserError: the checkpoint has no configuration, two of its tensors would get the same name,

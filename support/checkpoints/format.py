@@ -320,8 +320,6 @@ def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1)
     """Verify the size, the digest and the tensors of the files that a valid manifest lists.
 
     Args:
-        checkpoint: the checkpoint's folder.
-        manifest: as `read_manifest` returned it.
         part, parts: verify only every `parts`-th file, from number `part` on, so that the ranks can
             share the work.
     Returns:

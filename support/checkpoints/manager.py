@@ -100,11 +100,8 @@ class CheckpointManager:
     Args:
         args: --save_every, --save_epochs, --keep_last, --load_best_at_end, --resume,
             --resume_force, --no_save, --eval_only.
-        ctx: the ranks.
         folder: the run's output folder.
-        objects: the objects to save and load.
         identity: the run signature, see compatibility.run_signature.
-        spec: the model's description.
     Attributes:
         model: as wrapped by the strategy.
         may_save: whether this run can write checkpoints.
@@ -328,7 +325,6 @@ class CheckpointManager:
         If that checkpoint is damaged or missing, the last weights stay, with a warning.
 
         Args:
-            best: the step of the best evaluation.
             now: the step whose weights are loaded now.
         Raises:
             UserError: the checkpoint does not fit this model.
@@ -358,7 +354,6 @@ class CheckpointManager:
         Call it on every rank after each step.
 
         Args:
-            state: the run's counters.
             stop: scalar tensor, above 0 if any rank received a stop signal; equal on all ranks.
         Raises:
             Preempted: a rank received a stop signal, and the checkpoint is complete.
@@ -579,7 +574,6 @@ def find(wanted: str, folder: Path, ctx: DistContext) -> tuple[Path, dict] | Non
     Args:
         wanted: see `candidates_in`; "" for `folder`.
         folder: the folder of checkpoints of this run.
-        ctx: the ranks.
     Returns:
         The checkpoint's folder and manifest; None if `wanted` is "" and `folder` has none.
     Raises:

@@ -25,7 +25,6 @@ class PieceWriter:
     """Writer of the pieces of one rank, in files of at most PIECE_FILE_BYTES.
 
     Args:
-        folder: the checkpoint's unfinished folder.
         rank: it is part of the names of the files.
     Attributes:
         pieces, files: entries of the manifest; complete after `flush`.
@@ -46,7 +45,6 @@ class PieceWriter:
         """Add consecutive elements of a parameter, which may be distributed over several files.
 
         Args:
-            name: the parameter.
             start: index of the first element in the flattened parameter.
             tensors: {"weight"} or all of KINDS, of shape [number of elements].
         Raises:
@@ -107,12 +105,7 @@ def write_shards(writer: PieceWriter, state: ShardedState, world_size: int) -> N
 
 
 class PieceReader:
-    """Reader for any range of elements of any parameter in a checkpoint.
-
-    Args:
-        folder: the checkpoint's folder.
-        manifest: as `read_manifest` returned it.
-    """
+    """Reader for any range of elements of any parameter in a checkpoint."""
 
     def __init__(self, folder: Path, manifest: dict):
         self.folder, self._files = folder, {}
@@ -137,8 +130,6 @@ class PieceReader:
 
         Args:
             flat: tensor of shape [number of elements] to fill.
-            name: the parameter.
-            kind: one of KINDS.
             start: index of the first element in the flattened parameter.
         Raises:
             TrainingError: a file cannot be read, or the checkpoint lacks some of the elements.
@@ -184,7 +175,6 @@ def read_shards(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
 
     Args:
         checkpoint: the checkpoint's folder; its shapes were checked by `check_shapes`.
-        manifest: the checkpoint's manifest.
         state: the masters and moments of this rank, which are overwritten.
     Raises:
         TrainingError: a file cannot be read.

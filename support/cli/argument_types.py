@@ -43,7 +43,6 @@ def whole(low: int, high: int, note: str = ""):
     A larger number is a typing error and would make a later loop too long or overflow.
 
     Args:
-        low, high: the limits.
         note: text at the end of the error message.
     """
 

@@ -55,7 +55,6 @@ def choose_seq_length(args, positions: int | None) -> int:
     """Return --seq_length, or its default for the model.
 
     Args:
-        args: --model and --seq_length.
         positions: the most tokens that the model can process; None if it has no limit.
     Raises:
         UserError: --seq_length is more than that.

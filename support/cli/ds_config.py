@@ -106,7 +106,6 @@ def _check_types(section: dict, file: str, prefix: str = "") -> None:
 
     Args:
         section: the configuration, or an object in it.
-        file: name of the file, for messages.
         prefix: keys of the enclosing objects, each with a dot.
     Raises:
         UserError: names the first key whose value has the wrong type.
@@ -218,7 +217,6 @@ def reconcile(args, config: dict, file: str) -> dict:
     Args:
         args: the parsed flags; changed in place.
         config: the file's content; changed in place.
-        file: its name, for messages.
     Returns:
         `config`.
     Raises:
@@ -411,8 +409,6 @@ def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[
     a bucket is small compared with the model.
 
     Args:
-        hidden_size: hidden size of the model.
-        parameters: number of parameters of the model.
         tied_on_nvme: parameters are offloaded to NVMe, and two layers share one.
     Returns:
         Numbers of elements, by their keys under zero_optimization.
@@ -438,7 +434,6 @@ class ModelSizes:
     """What DeepSpeed's configuration depends on.
 
     Attributes:
-        hidden_size: hidden size of the model.
         parameters: number of parameters.
         largest_parameter: number of elements of the largest one (usually the embedding).
         tied: the output layer shares the input embedding's weights.
@@ -457,8 +452,6 @@ def complete_ds_config(
 
     Args:
         config: the reconciled configuration; changed in place.
-        precision: "fp32", "bf16" or "fp16".
-        model: the sizes of the model.
         world_size: number of ranks; each keeps 1 / world_size of a parameter.
         nvme_folder: this job's own folder, for infinity.
     Returns:

@@ -26,7 +26,6 @@ def flag(name: str, kind, text: str, **options) -> tuple[str, dict]:
     """Return a row for a flag with a value.
 
     Args:
-        name: the flag.
         kind: a type (see support/cli/argument_types.py), or a tuple with the allowed values.
         text: its help, to which the default is appended.
         options: further arguments of argparse's `add_argument`.

@@ -40,8 +40,6 @@ LAUNCHER_FLAGS = frozenset(
 def parse_arguments(argv: list[str]) -> Arguments:
     """Parse the command line and its files, and resolve all values that they determine.
 
-    Args:
-        argv: the arguments, without the program's name.
     Returns:
         The flags by name, frozen, and more attributes: `given` (names of the flags on the command
         line or in the run file), `ds_config_dict` (DeepSpeed's configuration, in which some values

@@ -76,10 +76,6 @@ def _check_hub_flags(args) -> None:
 def check_data_path(flag: str, name: str, include: str | None) -> None:
     """Check one file or folder of data.
 
-    Args:
-        flag: the flag that names it.
-        name: the flag's value.
-        include: patterns of --include, or None.
     Raises:
         UserError: it does not exist, has no files with data, or cannot be read.
     """

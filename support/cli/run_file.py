@@ -46,7 +46,6 @@ def read_run_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
     """Read a run file and convert it to command-line arguments.
 
     Args:
-        path: the YAML file.
         parser: the parser with all flags; its actions say how a value becomes an argument.
     Returns:
         Arguments such as "--lr=1e-4".
@@ -103,7 +102,6 @@ def _apply_switches(settings: dict, path: str) -> None:
 
     Args:
         settings: values by flag; changed in place.
-        path: of the file, for messages.
     Raises:
         UserError: the switches contradict each other or the strategy.
     """
@@ -132,9 +130,6 @@ def strategy_of_switches(
     """Return the strategy that --deepspeed, --use_deepspeed, --use_fsdp and --strategy choose.
 
     Args:
-        deepspeed, fsdp: whether the switch is on.
-        strategy: the given strategy, or None.
-        ds_config: the given DeepSpeed file, or None.
         path: the run file that has the switches; empty for the command line.
     Returns:
         The strategy; None if the DeepSpeed file or the default decides.

@@ -287,7 +287,6 @@ def padding_share(file: ExampleFile | PackedFile, args) -> float:
     """Return the share of padding in the micro-batches of the first epoch.
 
     Args:
-        file: the training sequences.
         args: --seed and --batch_size, and see `one_length`.
     """
     lengths = file.lengths(epoch_order(file.num_sequences, args.seed, epoch=1))
@@ -363,7 +362,6 @@ def split_sequences(prepared: dict, args) -> tuple[Sequences, Sequences, dict]:
     sequence holds out none.
 
     Args:
-        prepared: what `tokenize.tokenize_once` returned.
         args: --seq_length, --num_samples, --validation_split, --validation_split_percentage,
             --validation_file, and see `one_length`.
     Returns:
@@ -476,12 +474,7 @@ def epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def steps_of(num_sequences: int, batch: int) -> int:
-    """Return the number of optimizer steps, of which the last may be smaller.
-
-    Args:
-        num_sequences: sequences in all steps.
-        batch: sequences in a global batch.
-    """
+    """Return the number of optimizer steps, of which the last may be smaller."""
     return -(-num_sequences // batch)
 
 
@@ -491,7 +484,6 @@ def total_steps(args, world_size: int, num_sequences: int, step: int = 0, sample
     Args:
         args: --epochs, --max_steps (one epoch if neither is given), and the flags that determine
             the global batch size.
-        world_size: number of ranks.
         num_sequences: sequences in an epoch.
         step, samples: optimizer steps made before the resume, and the sequences used in them.
     """
@@ -536,7 +528,6 @@ def step_batches(
     loss or the gradient, but every rank takes part in every collective.
 
     Args:
-        file: the sequences.
         order: sequence numbers in the order of this epoch.
         batch_size, accumulation: sequences in a micro-batch of one rank, and micro-batches in a
             step.
@@ -560,9 +551,6 @@ def train_state(counters: dict, train, args, world_size: int) -> TrainState:
 
     Args:
         counters: the keys of checkpoints.format.NEW_RUN.
-        train: the training sequences.
-        args: the flags.
-        world_size: number of ranks.
     """
     sequences = train.num_sequences
     steps = total_steps(args, world_size, sequences, counters["step"], counters["samples"])
@@ -575,11 +563,8 @@ def rest_of_epoch(train, state: TrainState, args, ctx: DistContext) -> Iterator[
     """Iterate over this rank's step batches of the rest of an epoch, on the device.
 
     Args:
-        train: the training sequences.
         state: the epoch, which seeds the order of the sequences, and how many of them were trained
             on before a resume or an evaluation.
-        args: --seed, --batch_size, --gradient_accumulation_steps, --streaming.
-        ctx: the ranks.
     """
     if args.streaming:
         return train.step_batches(ctx.device)
@@ -597,10 +582,8 @@ def evaluation_batches(validation, args, ctx: DistContext) -> tuple[Iterator, in
     """Return this rank's micro-batches of an evaluation, and how many there are.
 
     Args:
-        validation: the validation sequences.
         args: --eval_batch_size, or else --batch_size; --eval_samples, or else --num_samples,
             limits the sequences.
-        ctx: the ranks.
     """
     limit = args.eval_samples or args.num_samples or validation.num_sequences
     validation = validation.take(limit)

@@ -186,9 +186,6 @@ class Encoder:
 
         Some templates know a few roles only, and ignore a message of another one.
 
-        Args:
-            text: the whole text.
-            example: the conversation.
         Raises:
             ValueError: a message is left out.
         """
@@ -284,8 +281,6 @@ def prompt_of(text: str, tokenizer, as_chat: bool) -> Prompt:
     """Return the token ids of --generate.
 
     Args:
-        text: the value of --generate.
-        tokenizer: a Hugging Face tokenizer.
         as_chat: render it with the tokenizer's chat template, if it has one.
     Raises:
         UserError: the template refuses the text, or the tokenizer returns no token.
@@ -315,7 +310,6 @@ def use_plain_template(tokenizer, kind: str | None) -> bool:
     """Set PLAIN_TEMPLATE on a tokenizer without a chat template, if the rows are conversations.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         kind: "chat", "pair" or "text"; None if there are no rows.
     Returns:
         Whether the conversations get PLAIN_TEMPLATE.

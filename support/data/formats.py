@@ -269,8 +269,6 @@ def columns_of_table(columns: list[str], options: RowOptions, where: str) -> lis
     """Return the columns of a table that are read.
 
     Args:
-        columns: names of the table's columns.
-        options: how rows are read.
         where: the table, for messages.
     Raises:
         UserError: the columns are those of no format.
@@ -289,7 +287,6 @@ def read_row(row, where: str, options: RowOptions) -> Document | Example | BadRo
     Args:
         row: a text, or an object with the keys of a format.
         where: its file and line.
-        options: how rows are read.
     """
     if isinstance(row, str):
         row = {dict(options.columns).get("text", "text"): row}

@@ -152,7 +152,6 @@ class DocumentTokenizer:
     """A tokenizer of documents in chunks, with exact results as the module docstring explains.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         chunk: characters from the start of a chunk to the start of the next; at least `overlap`.
         overlap: characters that consecutive chunks have in common.
         batch: minimum number of characters that are tokenized by one call.

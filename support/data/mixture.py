@@ -30,7 +30,6 @@ def shares_of(weights: list[Fraction], sizes: list[int], most: int | None = None
 
     Args:
         weights: a number for each dataset, 0 for none of it; only their ratios count.
-        sizes: sequences of each dataset.
         most: maximum number of all sequences; None: as many as fit without a repetition.
     Returns:
         Whole numbers in the ratios of the weights, rounded by the largest remainders.
@@ -78,7 +77,6 @@ class Mixture:
         """Return the numbers of an epoch's sequences in their order, the same on every rank.
 
         Args:
-            seed: --seed.
             epoch: number of the epoch, from 1.
         """
         chosen = []
@@ -139,7 +137,6 @@ def mixture_facts(name: str, entries: list[dict], train: Mixture, validation) ->
     Args:
         name: --dataset, with the weights.
         entries: the entry of each dataset, with "weight" and "blocks_per_epoch".
-        train, validation: the sequences.
     """
     kinds = {entry["kind"] for entry in entries}
     parts = [[entry["sha256"], entry["weight"]] for entry in entries]

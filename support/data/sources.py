@@ -102,7 +102,6 @@ def open_source(dataset: str, options: SourceOptions) -> Source:
 
     Args:
         dataset: "pydocs", "wikitext", a file, a folder, or a dataset on the hub.
-        options: how it is opened.
     Raises:
         UserError: the corpus does not exist or cannot be read, or has no training split or no known
             column.
@@ -179,7 +178,6 @@ def _items_of_files(signatures: dict[Path, tuple], options: RowOptions) -> Itera
 
     Args:
         signatures: the files, each with its `_signature` from when its digest was computed.
-        options: how rows are read.
     Raises:
         UserError: a file cannot be read, or has changed since its digest was computed.
     """
@@ -299,9 +297,6 @@ def load_from_hub(dataset: str, options: SourceOptions) -> dict[str, Any]:
 def stream_from_hub(dataset: str, config: str | None, revision: str | None, split: str | None):
     """Return a split of a dataset of the hub as a datasets.IterableDataset.
 
-    Args:
-        dataset, config, revision: see `SourceOptions`.
-        split: name of the split; None: "train".
     Raises:
         UserError: the dataset cannot be loaded, or has no such split.
     """

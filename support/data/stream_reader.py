@@ -69,8 +69,6 @@ def open_corpus(args, ctx: DistContext, options: RowOptions) -> StreamCorpus:
 
     Args:
         args: --dataset and the flags of a hub dataset, --include.
-        ctx: the ranks.
-        options: how rows are read.
     Raises:
         UserError: the corpus does not exist or cannot be read, or its columns do not match any kind
             of row.

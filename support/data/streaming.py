@@ -73,10 +73,7 @@ class BatchSlot:
     chunk begins, and the number of sequences of the chunk that were used.
 
     Args:
-        number: index in the global batch.
-        slots: number of batch slots.
         chunk: number of sequences that are shuffled together.
-        args: --seq_length, --seed, --packing.
         encode: see `RowEncoder.encode`.
     """
 
@@ -453,7 +450,6 @@ class Stream:
         """Record a bad row, unless it is recorded already, for instance before a resume.
 
         Args:
-            row: the bad row.
             this_rank_only: the row was read by all ranks, and cannot be encoded by this one.
         Raises:
             UserError: there are now more bad rows than --max_bad_rows.

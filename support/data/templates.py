@@ -85,7 +85,6 @@ def _watch(thread: int, done: threading.Event, watch_memory: bool) -> None:
     """Raise an exception in a thread that renders a template beyond its limits, and end.
 
     Args:
-        thread: the identifier of the thread.
         done: is set when the template is rendered.
         watch_memory: also compare the growth of this process with BYTES.
     """
@@ -107,9 +106,6 @@ def _watch(thread: int, done: threading.Event, watch_memory: bool) -> None:
 def check_length(text: str, messages: list[dict]) -> str:
     """Return the text that a template rendered, if it is not much longer than the conversation.
 
-    Args:
-        text: the rendered text.
-        messages: the conversation.
     Raises:
         ValueError: the text is too long; tokenizing takes hundreds of times the memory of the text.
     """

@@ -38,11 +38,6 @@ def tokenize_corpus(args, ctx: DistContext, tokenizer, name: str, options: Sourc
 
     The first rank of each node does the work; every rank must call this function.
 
-    Args:
-        args: --cache_dir, --max_bad_rows.
-        ctx: the ranks.
-        tokenizer: see `tokenize_once`.
-        name, options: see `sources.open_source`.
     Returns:
         What `tokenize_once` returns, and on rank 0 under "bad_rows" the lines of `bad_rows_in` (an
         empty list on other ranks).
@@ -113,7 +108,6 @@ def print_format(ctx: DistContext, formats: list[str], kind: str | None) -> None
     """Print the formats that were recognized, and what is made of them.
 
     Args:
-        ctx: the ranks.
         formats: names of formats; a name may occur several times.
         kind: the kind of the rows, "text", "chat" or "pair".
     """
@@ -164,10 +158,8 @@ def tokenize_once(
     """Tokenize a corpus, unless the cache has it from an earlier run.
 
     Args:
-        source: the corpus.
         tokenizer: a Hugging Face tokenizer; one without a chat template gets PLAIN_TEMPLATE if
             there are conversations.
-        cache: the cache of tokenized corpora.
         advance: called from time to time with the number of characters done since the last call.
         max_bad_rows: maximum number of rows that cannot be used; `bad_rows_in` lists them.
     Returns:
@@ -195,10 +187,6 @@ def tokenize_once(
 def refuse_bad_rows(bad: Sequence[str], allowed: int, advice: str = "") -> None:
     """Check that there are no more than `allowed` bad rows.
 
-    Args:
-        bad: a line about each bad row.
-        allowed: maximum number of bad rows.
-        advice: text to add to the message.
     Raises:
         UserError: there are more; the message names the first row beyond the maximum.
     """
@@ -245,8 +233,6 @@ class SplitWriter:
 
     Args:
         path: path of the files without their suffixes.
-        tokenizer: a Hugging Face tokenizer.
-        dtype: of the token ids on disk.
         advance: called from time to time with the number of characters done since the last call.
         refuse: called with each bad row.
     Attributes:

@@ -253,9 +253,6 @@ def check_config(path: str) -> None:
 def read_architecture(config: dict, path: str) -> Architecture:
     """Return the architecture that a config.json describes, with transformers' defaults.
 
-    Args:
-        config: contents of the file.
-        path: of the file, for messages.
     Raises:
         UserError: the family is not supported, or a size is missing or invalid.
     """

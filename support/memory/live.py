@@ -46,9 +46,7 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
     buffers.
 
     Args:
-        model: the unwrapped module.
         optimizer: PyTorch's optimizer, or DeepSpeed's wrapper around one.
-        device: the training device.
     Returns:
         {"categories": bytes by category, on any device, "on_device": bytes on the training device,
         "moments": bytes of Adam's moments alone (part of "optimizer"),

@@ -115,7 +115,6 @@ class StepMemory:
     allocation. That slows down the step, so it is done only if `detailed`.
 
     Args:
-        model: the unwrapped module.
         optimizer: PyTorch's optimizer, or DeepSpeed's wrapper around one.
         peak: of the training device, shared by the whole run.
         detailed: also record the phases of a step on a CPU.

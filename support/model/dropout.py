@@ -36,7 +36,6 @@ def draw_numbers(shape: tuple[int, ...], seed: tuple[int, ...]) -> torch.Tensor:
     """Return random integers from -2^15 to 2^15 - 1, in fp32.
 
     Args:
-        shape: of the tensor.
         seed: the result is a function of these integers.
     """
     count = torch.Size(shape).numel()

@@ -88,7 +88,6 @@ def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
 
     Args:
         args: --export_hf, --overwrite.
-        output_dir: the run's folder.
         earlier: results.json of the run that --resume continues.
     """
     exported = (earlier or {}).get("export")
@@ -118,9 +117,7 @@ def finish(trained: Trained, results, target: Target, args, state) -> Path | Non
     Every rank calls this function.
 
     Args:
-        trained: the run's CheckpointManager.
         results: the run's Results, which get the `export` entry.
-        target: the destination folder.
         args: --no_export, --eval_only, --export_hf, --export_dtype, --merge_lora.
         state: the run's TrainState; None for a run that was complete before it was resumed.
     Returns:
@@ -292,7 +289,6 @@ def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Pa
 
     Args:
         temporary: returned by `start_folder`; the caller removes it.
-        folder: the final name.
         replace: move an existing folder of this name into `temporary`, which removes it.
     Returns:
         The final path.
@@ -323,10 +319,7 @@ def check_room(args, ctx, target: Target, output_dir: Path, spec, saves: int) ->
 
     Args:
         args: --no_export, --eval_only, --export_dtype, --merge_lora, --keep_last, --optim.
-        ctx: the ranks; all call this function.
         target, output_dir: destinations of the export and of the checkpoints.
-        spec: the model's description.
-        saves: checkpoints that this run will write.
     Raises:
         UserError: the export, or one checkpoint together with the export, does not fit on its disk.
     """
@@ -379,7 +372,6 @@ def describe(spec, folder: Path, dtype: torch.dtype | None = None, whole: bool =
     For a model with adapters, write the tokenizer and the adapters' configuration.
 
     Args:
-        spec: the model's description.
         folder: created if it does not exist.
         dtype: the type of the weights, recorded in the configuration; None leaves it unchanged.
         whole: describe the model itself although it has adapters, because they have been added to

@@ -32,12 +32,8 @@ def generate(
     others would leave them blocked in an all-gather.
 
     Args:
-        model: as wrapped by the strategy.
         casting: the context manager that training uses for the forward pass.
-        spec: the model's description.
         prompt: its beginning is cut off if it is longer than the model's context.
-        seed: of the sampling.
-        ctx: the ranks.
     """
     model.eval()
     positions = max_positions(spec.config) or 2**31

@@ -30,8 +30,6 @@ def check_isolation(config, tokenizer, args) -> None:
 
     Args:
         config: of the model, with attention by SDPA.
-        tokenizer: its tokenizer.
-        args: --isolate_documents, --packing, --model.
     Raises:
         UserError: it cannot, or transformers is too old, or the end of a document is unknown.
     """
@@ -83,7 +81,6 @@ def _attentions(model: nn.Module, two: bool) -> dict[int, bool]:
     """Run the model on four tokens, and return for each attention layer whether it gets a mask.
 
     Args:
-        model: of fake tensors.
         two: the tokens are two documents, or else one.
     """
     positions = torch.zeros(1, 4, dtype=torch.long)

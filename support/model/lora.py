@@ -158,7 +158,6 @@ def merged(
 
     Args:
         model: with adapters, its weights as before training; they may be mapped from a file.
-        adapters: the trained adapter parameters by name.
     """
     from peft.tuners.lora import LoraLayer
 

@@ -112,9 +112,6 @@ def loss_in_place_of_logits(
 ) -> Iterator[bool]:
     """Make the model return the loss in place of its logits, if its output layer is an OutputLayer.
 
-    Args:
-        model: as wrapped by the strategy.
-        targets, divisor: see OutputLayer.
     Yields:
         Whether the model returns the loss.
     """
@@ -243,7 +240,6 @@ def next_token_loss(
     """Run the forward pass and return the sum of the next-token cross entropies / `tokens`.
 
     Args:
-        model: as wrapped by the strategy.
         inputs: token ids, int64 [batch, length].
         labels: int64 [batch, length]; IGNORED for tokens without a loss.
         tokens: scalar tensor, the valid tokens of the whole step on all ranks. The losses of all

@@ -17,7 +17,6 @@ def open_repository(args, folder: Path, ctx: DistContext) -> str | None:
     """Create the repository of --push_to_hub, so that a missing permission ends the run at once.
 
     Args:
-        args: --push_to_hub, --hub_model_id, --hub_private_repo.
         folder: the run's folder, whose name is the default of --hub_model_id.
         ctx: the ranks; rank 0 creates the repository.
     Returns:
@@ -58,8 +57,6 @@ def push(repository: str | None, folder: Path, ctx: DistContext) -> dict | None:
 
     Args:
         repository: of `open_repository`.
-        folder: the export.
-        ctx: the ranks.
     Returns:
         The `push` entry of results.json on the ranks of rank 0's node; None on the others.
     Raises:

@@ -132,7 +132,6 @@ class ModelSpec:
         """Load the model with its weights on the CPU.
 
         Args:
-            ctx: the ranks.
             dtype: of the weights, instead of `self.dtype`; with "auto" they are memory-mapped from
                 the file, not copied.
         Raises:
@@ -388,10 +387,7 @@ def download(name: str, revision: str | None, offline: bool, with_weights: bool)
     the top folder. Pickled weights are downloaded only if there are no safetensors.
 
     Args:
-        name: repository of the model.
         revision: its branch, tag or commit; None: main.
-        offline: use the cache only.
-        with_weights: include the weights.
     Raises:
         UserError: the repository does not exist, the user has no access, the download fails, or the
             snapshot is not in the cache while offline.
@@ -443,8 +439,6 @@ def gpt2_config(
 
     Args:
         shape: transformer blocks, attention heads, hidden size.
-        vocab_size: entries of the vocabulary.
-        positions: rows of the position embedding.
         dropout: probability of every dropout layer.
         end_of_text: token id that begins and ends a text.
     """

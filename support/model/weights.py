@@ -28,10 +28,6 @@ def weights_dtype(args, ctx: DistContext) -> torch.dtype:
 
     Weights that are updated need fp32. With adapters the model's own weights are frozen, so they
     have the dtype of the computations, as all weights under DeepSpeed.
-
-    Args:
-        args: --lora_r and --strategy.
-        ctx: the ranks, with the precision.
     """
     if args.lora_r is None or (args.strategy == "fsdp" and not _fsdp_shards_mixed_dtypes()):
         return torch.float32
@@ -59,9 +55,6 @@ def from_folder(
     Attention is SDPA if the architecture supports it.
 
     Args:
-        folder: the folder.
-        config: of the model.
-        dtype: of the weights.
         in_4bit: a device on which the weights of linear layers are kept in 4 bits; None: they are
             loaded on the CPU in `dtype`.
     Raises:
@@ -120,7 +113,6 @@ def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContex
     Args:
         sharded: the model under FSDP2, with uninitialised memory.
         whole: the same model with its weights on rank 0; None on other ranks.
-        ctx: the ranks.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -153,9 +145,6 @@ def draw_weights(
     """Initialize a model from the seed and save it to a temporary folder.
 
     Args:
-        config: of the model.
-        seed: of the random numbers.
-        ctx: the ranks.
         on_disk: also save the weights, and not only the configuration.
     Returns:
         The folder, which is removed at the end of the run, and the parameters and buffers.

@@ -24,10 +24,6 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
 
     Every rank calls this function.
 
-    Args:
-        args: parsed flags with `ds_config_dict`.
-        ctx: the ranks.
-        spec: the model's description.
     Returns:
         The complete configuration; for infinity it contains the path of this job's own folder.
     Raises:
@@ -95,8 +91,6 @@ def partition_parameters(model: nn.Module, args, ctx: DistContext) -> nn.Module:
 
     Args:
         model: its weights are mapped from the file, and not in memory yet.
-        args: `ds_config_dict`, and --verbose.
-        ctx: the ranks.
     """
     import deepspeed
 

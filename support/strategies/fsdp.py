@@ -17,7 +17,6 @@ def sharding_options(args, ctx: DistContext) -> dict[str, Any]:
     fp32. fp16 is left to autocast (support/strategies/contexts.py).
 
     Args:
-        args: `fsdp`, the settings of --fsdp_config.
         ctx: the ranks, their device, and the precision.
     """
     dtype = torch.bfloat16 if ctx.precision == "bf16" else None

@@ -75,7 +75,6 @@ def skip_update_if_not_finite(
     non-finite gradient reaches the weights of stages 1 and 2 in bf16; no checkpoint is saved then.
 
     Args:
-        optimizer: PyTorch's, or DeepSpeed's wrapper around one.
         loss: of this step; the same on all ranks.
         found_inf: a bool tensor on the device that stays true after the first non-finite loss or
             gradient norm.
@@ -130,7 +129,6 @@ def loss_scaler(ctx: DistContext, enabled: bool) -> torch.amp.GradScaler:
     """Return the GradScaler of dp and fsdp, with the same settings as DeepSpeed's loss scaling.
 
     Args:
-        ctx: the ranks.
         enabled: whether it scales; otherwise it does nothing.
     """
     # In a simulated run scaled gradients would overflow and their updates would be skipped.

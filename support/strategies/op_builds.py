@@ -143,10 +143,8 @@ def _compile(op: str, folder: Path, as_unit: bool, verbose: bool) -> None:
     """Compile an op in TORCH_EXTENSIONS_DIR, in a forked process.
 
     Args:
-        op: name of the op.
         folder: TORCH_EXTENSIONS_DIR.
         as_unit: compile the slow files as one, see `_compile_as_unit`.
-        verbose: print the compiler's output.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # no Python code: ninja must end its compilers

@@ -62,7 +62,6 @@ def learning_rate(step: int, total_steps: int, args) -> float:
     Args:
         step: the optimizer step, counted from 0.
         total_steps: the step at which "linear" and "cosine" reach 0.
-        args: --lr, --warmup_steps or --warmup_ratio, --lr_scheduler.
     """
     warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
     if step < warmup_steps:

@@ -73,7 +73,6 @@ class ShardedState:
     """All masters of this rank, for reading and writing.
 
     Args:
-        model: the unwrapped module.
         optimizer: PyTorch's optimizer, or DeepSpeed's wrapper around one.
         device: of the tensors that ranks exchange.
     """
@@ -156,7 +155,6 @@ class ShardedState:
         only inside the context.
 
         Args:
-            shard: of this rank.
             write: create missing moments, and keep what the caller writes to the tensors. Call
                 `finish_writing` after the last shard.
             moments: False yields only the weight, which every optimizer has.

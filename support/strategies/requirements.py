@@ -97,9 +97,7 @@ def make_nvme_folder(
     The folders of killed jobs are removed first.
 
     Args:
-        path: --nvme_path; None for the temporary folder.
         parameters: number of parameters of the whole model.
-        local_world_size: ranks on this node.
         world_size: all ranks; this node stores local_world_size / world_size of the model.
     Returns:
         A new folder, which the caller removes at the end.
