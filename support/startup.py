@@ -115,12 +115,7 @@ def end_of_imports() -> None:
 
 
 def check_run(args) -> None:
-    """Check what the run needs: writable folders, an NVMe folder, packages.
-
-    Raises:
-        UserError: a folder cannot be used.
-        MissingRequirement: a package is missing.
-    """
+    """Check what the run needs: writable folders, an NVMe folder, packages."""
     # --check may be given with the folders of an existing run. A restarted program has its own.
     if not args.check and process.RESTARTED not in os.environ:
         paths.check_output_dir(args)
@@ -142,11 +137,7 @@ def start_to_compile(args) -> None:
 
 
 def check_packages(args) -> None:
-    """Check that the optional packages that the flags need are installed.
-
-    Raises:
-        MissingRequirement: one is missing.
-    """
+    """Check that the optional packages that the flags need are installed."""
     for name in args.report_to:
         if importlib.util.find_spec(name) is None:
             raise MissingRequirement(f"--report_to {name} needs {name}: pip install {name}.")

@@ -95,8 +95,6 @@ def check_same_run(saved: dict, current: dict, forced: bool, ctx: DistContext) -
             VALUES_BEFORE, or else are not compared. A part is empty if it is unknown, as for an
             imported checkpoint.
         forced: --resume_force, with which "soft" differences only cause a notice.
-    Raises:
-        UserError: the signatures differ; the message lists the differences.
     """
     for part in ("hard", "soft", "told"):
         before = saved[part] and VALUES_BEFORE | saved[part]

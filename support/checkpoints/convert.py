@@ -68,11 +68,7 @@ class OwnCheckpoint:
         self._reader = PieceReader(self.folder, self.manifest)
 
     def read(self, name: str, kind: str) -> torch.Tensor:
-        """Read the full "weight", "exp_avg" or "exp_avg_sq" of a parameter, in fp32.
-
-        Raises:
-            TrainingError: a file cannot be read.
-        """
+        """Read the full "weight", "exp_avg" or "exp_avg_sq" of a parameter, in fp32."""
         flat = torch.empty(math.prod(self.shapes[name]))
         self._reader.read_into(flat, name, kind, 0)
         self._reader.close()  # the pages that were read stay mapped until the file is closed
@@ -241,8 +237,6 @@ def copy_description(source: OwnCheckpoint, folder: Path) -> list[str]:
 
     Returns:
         The names of listed files in model/ that were not copied.
-    Raises:
-        OSError: a file cannot be read or written.
     """
     left_out = []
     for name in source.manifest["files"]:
@@ -326,11 +320,7 @@ def _model_card_of(source: OwnCheckpoint) -> str:
 
 
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Write the weights' dtype into a config.json.
-
-    Raises:
-        UserError: the configuration is no JSON object.
-    """
+    """Write the weights' dtype into a config.json."""
     try:
         config = read_json(path)
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -346,9 +336,6 @@ def write_torch(source, folder: Path) -> None:
 
     model.pt contains {name: weight}. optimizer.pt contains {"step": number of updates, "exp_avg":
     {name: tensor}, "exp_avg_sq": {name: tensor}}. All tensors are in fp32.
-
-    Raises:
-        UserError: this version of torch is too old.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
         raise UserError(f"--to torch needs torch 2.7 or newer; this is {torch.__version__}.")

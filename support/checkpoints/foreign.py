@@ -364,11 +364,7 @@ class FsdpCheckpoint:
         self.counters = {**NEW_RUN, "step": self.adam_step}
 
     def _prefix(self, weights: list[str], trained: list[str]) -> str:
-        """Return what precedes the parameters' names in the keys of the weights.
-
-        Raises:
-            UserError: there are no weights, or one of a parameter in the optimizer is missing.
-        """
+        """Return what precedes the parameters' names in the keys of the weights."""
         if not trained:
             # Without lm_head under the same prefix, "model." is a part of the names (Llama).
             wraps = (p for p in ("app.model.", "model.") if all(k.startswith(p) for k in weights))
@@ -406,11 +402,7 @@ class FsdpCheckpoint:
 
 
 def _tensors_in(folder: Path) -> dict[str, tuple[Path, str, torch.Size]]:
-    """Return {key: (folder, key, shape)} of the tensors in a folder. Loads a pickle.
-
-    Raises:
-        UserError: `.metadata` is damaged.
-    """
+    """Return {key: (folder, key, shape)} of the tensors in a folder. Loads a pickle."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

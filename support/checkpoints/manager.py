@@ -199,11 +199,7 @@ class CheckpointManager:
         return counters
 
     def _check_fit(self, path: Path, manifest: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Check the shapes in a checkpoint, and pair each buffer with its saved value.
-
-        Raises:
-            UserError: the checkpoint does not fit this model.
-        """
+        """Check the shapes in a checkpoint, and pair each buffer with its saved value."""
         optimizer = ShardedState.family(self.objects.optimizer)
         saved_by = manifest["optimizer"]
         if saved_by not in ("", optimizer):
@@ -225,12 +221,7 @@ class CheckpointManager:
         return pairs
 
     def _load_weights(self, path: Path, manifest: dict, buffers: list) -> None:
-        """Load weights, optimizer states and the buffers that `_check_fit` returned.
-
-        Raises:
-            UserError: the states of the optimizer do not fit this model.
-            TrainingError: a file cannot be read.
-        """
+        """Load weights, optimizer states and the buffers that `_check_fit` returned."""
         if WHOLE_STATES in manifest["files"]:
             try:
                 self.state.load_whole_states(load_file(path / WHOLE_STATES))
@@ -242,11 +233,7 @@ class CheckpointManager:
         self._loaded_from = path
 
     def _load_other_states(self, path: Path, manifest: dict) -> None:
-        """Load the states of the stream, the loss scaler and DeepSpeed's scheduler.
-
-        Raises:
-            UserError: a state is not one that the library wrote.
-        """
+        """Load the states of the stream, the loss scaler and DeepSpeed's scheduler."""
         objects = self.objects
         try:
             # An imported checkpoint has no position, so its stream starts at the beginning.
@@ -378,11 +365,7 @@ class CheckpointManager:
         raise Preempted(self.model)
 
     def after_evaluation(self, state: TrainState) -> None:
-        """Save a checkpoint if this evaluation is the best so far; call it on every rank.
-
-        Raises:
-            TrainingError: the checkpoint cannot be written.
-        """
+        """Save a checkpoint if this evaluation is the best so far; call it on every rank."""
         if not (self.args.load_best_at_end and state.best and state.best["step"] == state.step):
             return
         self.save(state)

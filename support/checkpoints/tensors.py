@@ -47,8 +47,6 @@ class PieceWriter:
         Args:
             start: index of the first element in the flattened parameter.
             tensors: {"weight"} or all of KINDS, of shape [number of elements].
-        Raises:
-            OSError: the disk is full, or not writable.
         """
         numel, begin = tensors["weight"].numel(), 0
         while begin < numel:
@@ -71,11 +69,7 @@ class PieceWriter:
                 self.flush()
 
     def flush(self) -> None:
-        """Write the tensors that are still in memory.
-
-        Raises:
-            OSError: the disk is full, or not writable.
-        """
+        """Write the tensors that are still in memory."""
         if self._tensors:
             path = self.folder / self._file
             save_file(self._tensors, path)
@@ -157,9 +151,6 @@ def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
     """Check that a checkpoint has all parameters of this model, in the same shapes.
 
     Flat tensors are accepted, because DeepSpeed's stage 3 writes them to universal checkpoints.
-
-    Raises:
-        UserError: the checkpoint lacks a parameter, or has it in another shape.
     """
     for name, shape in state.shapes.items():
         saved_shape = manifest["shapes"].get(name)
@@ -176,8 +167,6 @@ def read_shards(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
     Args:
         checkpoint: the checkpoint's folder; its shapes were checked by `check_shapes`.
         state: the masters and moments of this rank, which are overwritten.
-    Raises:
-        TrainingError: a file cannot be read.
     """
     reader = PieceReader(checkpoint, manifest)
     for shard in state.shards:

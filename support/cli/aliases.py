@@ -255,8 +255,6 @@ def apply_converted(args) -> None:
 
     Args:
         args: the parsed flags, with `given`; changed in place.
-    Raises:
-        UserError: a flag is refused, or two flags contradict each other.
     """
     for name in args.given & {*IGNORED, *REFUSED}:
         accepted, reason = REFUSED.get(name, ((), ""))

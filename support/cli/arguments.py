@@ -56,8 +56,6 @@ def choose_seq_length(args, positions: int | None) -> int:
 
     Args:
         positions: the most tokens that the model can process; None if it has no limit.
-    Raises:
-        UserError: --seq_length is more than that.
     """
     if args.seq_length is None:
         default = 256 if args.model == EMBEDDED_MODEL else 512

@@ -88,11 +88,7 @@ NEEDING = (
 
 
 def refuse_conflicts(args) -> None:
-    """Check that the flags can hold together.
-
-    Raises:
-        UserError: two flags exclude each other, or a flag lacks one that it needs.
-    """
+    """Check that the flags can hold together."""
     for flag, other, reason in EXCLUDING:
         if _is_set(args, flag) and _is_set(args, other):
             reason = f" ({reason})" if reason else ""

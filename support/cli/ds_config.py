@@ -107,8 +107,6 @@ def _check_types(section: dict, file: str, prefix: str = "") -> None:
     Args:
         section: the configuration, or an object in it.
         prefix: keys of the enclosing objects, each with a dot.
-    Raises:
-        UserError: names the first key whose value has the wrong type.
     """
     for key, value in section.items():
         if expected := _expected(key, value):
@@ -189,11 +187,7 @@ def _put(config: dict, key: str, value) -> None:
 
 
 def choose_strategy(config: dict, file: str) -> str:
-    """Return the strategy that a DeepSpeed file describes.
-
-    Raises:
-        UserError: its stage is not 1, 2 or 3.
-    """
+    """Return the strategy that a DeepSpeed file describes."""
     stage = lookup(config, "zero_optimization.stage")
     offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
     if stage not in (1, 2, 3):
@@ -289,9 +283,6 @@ def _set_optimizer(args, config: dict, file: str) -> None:
 
     The other optimizers of --optim are created by us (strategies/optimizer.py), and DeepSpeed must
     allow them.
-
-    Raises:
-        UserError: the file has an optimizer, and --optim or a flag of Adam is for another one.
     """
     users_type = str(lookup(config, "optimizer.type") or "") if args.ds_config else ""
     if users_type:

@@ -80,11 +80,7 @@ def _not_overridden(
 
 
 def _refuse_two_spellings(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    """Refuse a flag that is given under two of its names, or set by two flags.
-
-    Raises:
-        UserError: names both.
-    """
+    """Refuse a flag that is given under two of its names, or set by two flags."""
     spelled: dict[str, str] = {}
     for argument, following in itertools.pairwise([*argv, "--"]):
         option, _, value = argument.partition("=")
@@ -174,11 +170,7 @@ def _resolve_strategy(args) -> None:
 
 
 def _check_strategy_supports(args) -> None:
-    """Check that the strategy supports --optim and --load_in_4bit.
-
-    Raises:
-        UserError: it does not, with the reason.
-    """
+    """Check that the strategy supports --optim and --load_in_4bit."""
     if args.load_in_4bit and STRATEGIES[args.strategy].shards_parameters:
         raise UserError(
             f"--load_in_4bit does not work under {args.strategy}, which would have to shard "

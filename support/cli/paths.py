@@ -74,11 +74,7 @@ def _check_hub_flags(args) -> None:
 
 
 def check_data_path(flag: str, name: str, include: str | None) -> None:
-    """Check one file or folder of data.
-
-    Raises:
-        UserError: it does not exist, has no files with data, or cannot be read.
-    """
+    """Check one file or folder of data."""
     path = Path(name)
     for file in files_of(path, f"{flag} {name}", include):
         if not os.access(file, os.R_OK):
@@ -88,11 +84,7 @@ def check_data_path(flag: str, name: str, include: str | None) -> None:
 
 
 def check_output_dir(args) -> None:
-    """Check that --output_dir is writable, and holds no other run unless the flags allow it.
-
-    Raises:
-        UserError: it is not writable, or holds a run and neither --resume nor --overwrite is given.
-    """
+    """Check that --output_dir is writable, and holds no other run unless the flags allow it."""
     if args.output_dir is None:
         return
     folder = Path(args.output_dir)
@@ -110,8 +102,6 @@ def check_place(flag: str, folder: Path) -> None:
     Args:
         flag: the flag that names it, for messages.
         folder: the folder; its parents need not exist.
-    Raises:
-        UserError: neither is true.
     """
     for ancestor in (folder.absolute(), *folder.absolute().parents):
         if ancestor.is_symlink() and not ancestor.exists():
@@ -208,11 +198,7 @@ def check_logging_dir(args) -> None:
 
 
 def check_nvme_path(args) -> None:
-    """Check that infinity's folder exists; `make_nvme_folder` checks its size later.
-
-    Raises:
-        UserError: there is no such folder.
-    """
+    """Check that infinity's folder exists; `make_nvme_folder` checks its size later."""
     if (
         configured_strategy(args).uses_nvme
         and args.nvme_path is not None

@@ -102,8 +102,6 @@ def _apply_switches(settings: dict, path: str) -> None:
 
     Args:
         settings: values by flag; changed in place.
-    Raises:
-        UserError: the switches contradict each other or the strategy.
     """
     for name in SWITCHES:
         if not isinstance(settings.get(name, False), bool):
@@ -133,8 +131,6 @@ def strategy_of_switches(
         path: the run file that has the switches; empty for the command line.
     Returns:
         The strategy; None if the DeepSpeed file or the default decides.
-    Raises:
-        UserError: the switches contradict each other or the strategy.
     """
     place, dashes = (f"{path}: ", "") if path else ("", "--")
     if deepspeed and fsdp:

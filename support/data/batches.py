@@ -458,11 +458,7 @@ def open_split(prepared: dict, name: str, args) -> tuple[Sequences, dict]:
 
 
 def check_validation(validation: Sequences, args) -> None:
-    """Check that there is something to evaluate on if a flag needs evaluations.
-
-    Raises:
-        UserError: a flag needs evaluations, and there are no validation sequences.
-    """
+    """Check that there is something to evaluate on if a flag needs evaluations."""
     needed = [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]
     if needed and not validation.num_sequences:
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")

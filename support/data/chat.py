@@ -185,9 +185,6 @@ class Encoder:
         """Check that the template leaves out no message.
 
         Some templates know a few roles only, and ignore a message of another one.
-
-        Raises:
-            ValueError: a message is left out.
         """
         for number, message in enumerate(example.messages):
             if message["content"].strip() in text:

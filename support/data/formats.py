@@ -270,8 +270,6 @@ def columns_of_table(columns: list[str], options: RowOptions, where: str) -> lis
 
     Args:
         where: the table, for messages.
-    Raises:
-        UserError: the columns are those of no format.
     """
     known = next((known for known in FORMATS if known.fits(columns, options)), None)
     if known is None:

@@ -132,11 +132,7 @@ class Chunk:
         return index if tuple(map(self.token, indices)) == seam.around else None
 
     def ids_between_seams(self) -> array[int]:
-        """Return the ids that are used.
-
-        Raises:
-            UserError: the chunk has other tokens at a seam.
-        """
+        """Return the ids that are used."""
         if not (self.begin or self.end):
             return self.ids
         indices = [seam and self.index_of(seam) for seam in (self.begin, self.end)]
@@ -298,11 +294,7 @@ class DocumentTokenizer:
             yield Chunk(text, start, begin)
 
     def part_ids(self, part: Chunk) -> array[int]:
-        """Return the token ids of one of `parts`; joined, they are the ids of the whole text.
-
-        Raises:
-            UserError: the part has other tokens at a seam, because they depend on distant text.
-        """
+        """Return the token ids of one of `parts`; joined, they are the ids of the whole text."""
         [chunk] = self._encode([Chunk(part.text, part.start, part.begin, part.end)])
         return chunk.ids_between_seams()
 

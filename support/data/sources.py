@@ -307,11 +307,7 @@ def stream_from_hub(dataset: str, config: str | None, revision: str | None, spli
 
 
 def _check_split(dataset: str, flag: str, split: str, known: Iterable[str]) -> None:
-    """Check that a dataset has a split.
-
-    Raises:
-        UserError: it has none of this name.
-    """
+    """Check that a dataset has a split."""
     if split not in known:
         raise UserError(
             f"--dataset {dataset} has no split named {split}; it has {', '.join(known)}: "
@@ -388,9 +384,6 @@ def _check_revision(dataset: str, revision: str, files: list[Path]) -> None:
     """Check that the files of a dataset are of --dataset_revision if the hub cannot tell.
 
     Offline, the library loads the newest revision that is in its cache.
-
-    Raises:
-        UserError: they are of another revision, or it is unknown of which.
     """
     offline = os.environ.get("HF_HUB_OFFLINE") == "1"
     if offline and not all(commit.startswith(revision) for commit in commits_of(files)):

@@ -115,9 +115,6 @@ class BatchSlot:
         """Return the next sequence: ids of a text, or (ids, labels) of an example.
 
         With --packing it is the result of `join_examples`.
-
-        Raises:
-            UserError: --packing, and the rows are text.
         """
         while not self.sequences or self.used == len(self.sequences):
             used = 0 if self.sequences else self.used  # may be greater than 0 after a resume
@@ -451,8 +448,6 @@ class Stream:
 
         Args:
             this_rank_only: the row was read by all ranks, and cannot be encoded by this one.
-        Raises:
-            UserError: there are now more bad rows than --max_bad_rows.
         """
         if str(row) in self.bad:
             return

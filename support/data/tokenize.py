@@ -257,8 +257,6 @@ class SplitWriter:
 
         Returns:
             {kind, formats, tokens, rows, empty, sha256 of the text}.
-        Raises:
-            UserError: see `tokenize_once`.
         """
         rows = self._usable(items)
         first = next(rows, None)

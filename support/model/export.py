@@ -267,11 +267,7 @@ def _write_merged(
 
 
 def start_folder(folder: Path) -> TemporaryFolder:
-    """Create a temporary folder next to `folder`, with an empty `new` in it for `finish_folder`.
-
-    Raises:
-        OSError: the parent folder is not writable.
-    """
+    """Create a temporary folder next to `folder`, with an empty `new` in it for `finish_folder`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     # A name has at most 255 bytes, and a character up to four.
     temporary = TemporaryFolder(folder.parent, f".{folder.name[:40]}.partial-")

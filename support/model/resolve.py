@@ -134,8 +134,6 @@ class ModelSpec:
         Args:
             dtype: of the weights, instead of `self.dtype`; with "auto" they are memory-mapped from
                 the file, not copied.
-        Raises:
-            UserError: the weights cannot be loaded.
         """
         torch.manual_seed(self.seed)  # for weights that the checkpoint lacks
         if self.drawn:
@@ -214,8 +212,6 @@ def download_model(args, ctx: DistContext) -> PreTrainedTokenizerBase:
 
     Returns:
         The tokenizer, for the dataset.
-    Raises:
-        UserError: as `find_model`.
     """
     _be_quiet(args)
     return _read_tokenizer(_locate(args, ctx).tokenizer, args)
@@ -226,8 +222,6 @@ def find_tokenizer(args, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int
 
     Returns:
         The tokenizer, and the most tokens that the model can process (None: no limit).
-    Raises:
-        UserError: as `find_model`.
     """
 
     def locate() -> dict:
@@ -362,11 +356,7 @@ def _read_generation(folder: str, config, name: str) -> GenerationConfig:
 
 
 def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a folder, with the template of --chat_template.
-
-    Raises:
-        UserError: the folder has no tokenizer, or it cannot be loaded.
-    """
+    """Load the tokenizer in a folder, with the template of --chat_template."""
     patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
     if not any(file for pattern in patterns for file in Path(folder).glob(pattern)):
         raise UserError(
@@ -462,9 +452,6 @@ def embedded_tokenizer(args, ctx: DistContext) -> str:
     """Return the folder of tiny-gpt2's tokenizer; train it if it is not in the cache.
 
     It is a byte-level BPE tokenizer, trained on the Python reference in about a second.
-
-    Raises:
-        UserError: the cache cannot be read or written.
     """
     from pydoc_data.topics import topics
 

@@ -161,8 +161,6 @@ def grow_vocabulary(folder: str, config, entries: int, seed: int, ctx: DistConte
 
     Returns:
         The folder, which is removed at the end of the run.
-    Raises:
-        UserError: the weights cannot be loaded.
     """
     model, _ = from_folder(folder, config)
     torch.manual_seed(seed)

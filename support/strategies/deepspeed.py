@@ -69,11 +69,7 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
 
 
 def _prepare_ops(strategy: Strategy, ctx: DistContext, verbose: bool) -> None:
-    """Wait until DeepSpeed's ops are compiled, and let DeepSpeed load them from our folder.
-
-    Raises:
-        MissingRequirement: an op cannot be compiled.
-    """
+    """Wait until DeepSpeed's ops are compiled, and let DeepSpeed load them from our folder."""
 
     def build() -> None:
         if missing := ops.missing_ops(strategy):

@@ -42,8 +42,6 @@ def build_ops(names: list[str], print_line: Callable[[str], None], verbose: bool
 
     Returns:
         True if all ops are ready.
-    Raises:
-        OSError: the folder of the ops is not writable.
     """
     folder = ops.ops_folder()
     folder.mkdir(parents=True, exist_ok=True)

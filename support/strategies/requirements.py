@@ -59,11 +59,7 @@ def check_cpu_support(strategy: Strategy) -> None:
 
 
 def check_compiler(missing: list[str]) -> None:
-    """Check for the C++ compiler that the missing ops need.
-
-    Raises:
-        MissingRequirement: there is no C++ compiler.
-    """
+    """Check for the C++ compiler that the missing ops need."""
     compiler = os.environ.get("CXX", "c++")
     if missing and shutil.which(compiler) is None:
         raise MissingRequirement(
@@ -74,11 +70,7 @@ def check_compiler(missing: list[str]) -> None:
 
 
 def check_libaio() -> None:
-    """Check for libaio, with which infinity reads and writes NVMe.
-
-    Raises:
-        MissingRequirement: it is missing.
-    """
+    """Check for libaio, with which infinity reads and writes NVMe."""
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
@@ -129,11 +121,7 @@ def make_nvme_folder(
 
 
 def check_direct_io(folder: str) -> None:
-    """Check that a folder's file system supports direct I/O, which infinity uses.
-
-    Raises:
-        MissingRequirement: it does not.
-    """
+    """Check that a folder's file system supports direct I/O, which infinity uses."""
     try:
         os.close(
             os.open(Path(folder) / "probe", os.O_CREAT | os.O_RDWR | getattr(os, "O_DIRECT", 0))
