@@ -12,59 +12,19 @@ GPT2_SHAPES = {
     "gpt2-large": (36, 20, 1280),
     "gpt2-xl": (48, 25, 1600),
 }
-# Names on the hub -> a short name, and the parts of their config.json that determine memory.
+# Short names, names on the hub, and the parts of their config.json that determine memory.
+_KEYS = """
+    model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads vocab_size max_position_embeddings
+    """.split()
+_ROWS = (
+    ("Llama-2-7B", "meta-llama/Llama-2-7b-hf", "llama", 4096, 11008, 32, 32, 32, 32000, 4096),
+    ("Llama-3-8B", "meta-llama/Meta-Llama-3-8B", "llama", 4096, 14336, 32, 32, 8, 128256, 8192),
+    ("Qwen2.5-7B", "Qwen/Qwen2.5-7B", "qwen2", 3584, 18944, 28, 28, 4, 152064, 131072),
+    ("Mistral-7B", "mistralai/Mistral-7B-v0.1", "mistral", 4096, 14336, 32, 32, 8, 32000, 32768),
+)
 LARGE_MODELS = {
-    "meta-llama/Llama-2-7b-hf": (
-        "Llama-2-7B",
-        {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "vocab_size": 32000,
-            "max_position_embeddings": 4096,
-        },
-    ),
-    "meta-llama/Meta-Llama-3-8B": (
-        "Llama-3-8B",
-        {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-            "max_position_embeddings": 8192,
-        },
-    ),
-    "Qwen/Qwen2.5-7B": (
-        "Qwen2.5-7B",
-        {
-            "model_type": "qwen2",
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152064,
-            "max_position_embeddings": 131072,
-        },
-    ),
-    "mistralai/Mistral-7B-v0.1": (
-        "Mistral-7B",
-        {
-            "model_type": "mistral",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 32000,
-            "max_position_embeddings": 32768,
-        },
-    ),
+    name: (short, dict(zip(_KEYS, config, strict=True))) for short, name, *config in _ROWS
 }
 
 

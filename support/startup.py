@@ -138,16 +138,15 @@ def start_to_compile(args) -> None:
 
 def check_packages(args) -> None:
     """Check that the optional packages that the flags need are installed."""
-    for name in args.report_to:
-        if importlib.util.find_spec(name) is None:
-            raise MissingRequirement(f"--report_to {name} needs {name}: pip install {name}.")
-    if args.lora_r and importlib.util.find_spec("peft") is None:
-        raise MissingRequirement("--lora_r needs peft: pip install peft.")
-    package = OPTIMIZERS[args.optim].package
-    if package and importlib.util.find_spec(package) is None:
-        raise MissingRequirement(f"--optim {args.optim} needs {package}: pip install {package}.")
-    if args.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingRequirement("--load_in_4bit needs bitsandbytes: pip install bitsandbytes.")
+    packages = {
+        **{f"--report_to {name}": name for name in args.report_to},
+        "--lora_r": "peft" if args.lora_r else None,
+        f"--optim {args.optim}": OPTIMIZERS[args.optim].package,
+        "--load_in_4bit": "bitsandbytes" if args.load_in_4bit else None,
+    }
+    for flag, package in packages.items():
+        if package and importlib.util.find_spec(package) is None:
+            raise MissingRequirement(f"{flag} needs {package}: pip install {package}.")
 
 
 def check_model_path(args) -> None:

@@ -20,27 +20,11 @@ from support.errors import UserError
 from support.files.user_files import shown
 from support.unwrap import full_shape, unwrapped
 
-INFORMATIONAL_FLAGS = (
-    "strategy",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "epochs",
-    "max_steps",
-    "lr",
-    "lr_scheduler",
-    "warmup_steps",
-    "warmup_ratio",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "optim",
-    "weight_decay",
-    "max_grad_norm",
-    "dropout",
-    "from_scratch",
-    "lora_dropout",
-    "fused_gelu",
-)
+INFORMATIONAL_FLAGS = """
+    strategy batch_size gradient_accumulation_steps epochs max_steps lr lr_scheduler warmup_steps
+    warmup_ratio adam_beta1 adam_beta2 adam_epsilon optim weight_decay max_grad_norm dropout
+    from_scratch lora_dropout fused_gelu
+    """.split()
 
 # Entries that earlier versions did not write, and their value in the runs of those versions.
 VALUES_BEFORE = {"isolate_documents": False, "packing": False}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 
 from support.cli import argument_types as kinds
+from support.cli.argument_types import flag, switch
 from support.cli.arguments import choose_seq_length
 from support.errors import UserError
 
@@ -183,53 +184,41 @@ class _Deepspeed(argparse.Action):
 
 _BOOLEAN = {"nargs": "?", "const": True, "type": kinds.boolean}
 _PRECISION = {**_BOOLEAN, "action": _Precision, "dest": "precision", "default": argparse.SUPPRESS}
-_STRATEGY = {"choices": ("no", "steps", "epoch"), "default": None}
+_WHEN = ("no", "steps", "epoch")
 CONVERTED = (
     ("--bf16", {**_PRECISION, "help": "--precision bf16"}),
     ("--fp16", {**_PRECISION, "help": "--precision fp16"}),
-    ("--use_peft", {**_BOOLEAN, "help": "train adapters, which needs --lora_r"}),
-    ("--do_train", {**_BOOLEAN, "help": "train, as without this flag"}),
-    ("--do_eval", {**_BOOLEAN, "help": "evaluate; without --do_train, do not train (--eval_only)"}),
-    (
+    switch("--use_peft", "train adapters, which needs --lora_r", default=None),
+    switch("--do_train", "train, as without this flag", default=None),
+    switch("--do_eval", "evaluate; without --do_train, do not train (--eval_only)", default=None),
+    flag(
         "--eval_strategy",
-        {
-            **_STRATEGY,
-            "help": "epoch: as by default. steps: --eval_every 500. no: --no_eval, or with "
-            "--do_eval an evaluation at the end",
-        },
+        _WHEN,
+        "epoch: as by default. steps: --eval_every 500. no: --no_eval, or with --do_eval an "
+        "evaluation at the end",
     ),
-    (
-        "--save_strategy",
-        {**_STRATEGY, "help": "epoch: --save_epochs. steps: --save_every 500. no: as by default"},
+    flag(
+        "--save_strategy", _WHEN, "epoch: --save_epochs. steps: --save_every 500. no: as by default"
     ),
-    (
-        "--validation_split_percentage",
-        {
-            "type": kinds.whole(1, 99),
-            "metavar": "N",
-            "help": "--validation_split N/100, if the dataset has no validation split",
-        },
+    flag(
+        "--validation_split_percentage N",
+        kinds.whole(1, 99),
+        "--validation_split N/100, if the dataset has no validation split",
     ),
-    (
-        "--deepspeed",
-        {
-            "nargs": "?",
-            "type": kinds.name,
-            "action": _Deepspeed,
-            "default": argparse.SUPPRESS,
-            "metavar": "FILE",
-            "help": "--ds_config FILE",
-        },
+    flag(
+        "--deepspeed FILE",
+        kinds.name,
+        "--ds_config FILE",
+        nargs="?",
+        action=_Deepspeed,
+        default=argparse.SUPPRESS,
     ),
-    (
-        "--fsdp",
-        {
-            "nargs": "?",
-            "const": "full_shard auto_wrap",
-            "type": kinds.fsdp_options,
-            "metavar": "OPTIONS",
-            "help": "--strategy fsdp, with options such as 'full_shard auto_wrap offload'",
-        },
+    flag(
+        "--fsdp OPTIONS",
+        kinds.fsdp_options,
+        "--strategy fsdp, with options such as 'full_shard auto_wrap offload'",
+        nargs="?",
+        const="full_shard auto_wrap",
     ),
 )
 # Further spellings, of older releases of transformers and of torch's launcher.

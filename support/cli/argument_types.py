@@ -250,7 +250,29 @@ def _not_blank(text: str) -> None:
         raise argparse.ArgumentTypeError("it is empty; is a variable of the shell not set?")
 
 
-# --------------------------------------------------------------------------------------- the parser
+# --------------------------------------------------------------------------- the flags' parser
+
+
+def flag(name: str, kind, text: str, **options) -> tuple[str, dict]:
+    """Return a row for a flag with a value.
+
+    Args:
+        name: its name, and after a space the placeholder of its value in --help if it has another
+            one than its name in capitals.
+        kind: a type of this module, or a tuple with the allowed values.
+        text: its help, to which the default is appended.
+        options: further arguments of argparse's `add_argument`.
+    """
+    name, _, metavar = name.partition(" ")
+    if options.get("default") not in (None, [], argparse.SUPPRESS) and "(default:" not in text:
+        text += " (default: %(default)s)"
+    options |= {"metavar": metavar} if metavar else {}
+    return name, {"choices" if isinstance(kind, tuple) else "type": kind, "help": text, **options}
+
+
+def switch(name: str, text: str, default: bool | None = False) -> tuple[str, dict]:
+    """Return a row for a flag that is off by default, and may have the value true or false."""
+    return name, {"nargs": "?", "const": True, "type": boolean, "default": default, "help": text}
 
 
 class Parser(argparse.ArgumentParser):

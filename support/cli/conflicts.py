@@ -7,20 +7,10 @@ from support.known_models import EMBEDDED_MODEL
 
 # Flags that need evaluations; all but the first need them during training.
 NEED_EVALUATIONS = ("eval_only", "eval_every", "early_stopping_patience", "load_best_at_end")
-NEED_TRAINING = (
-    "resume",
-    "save_every",
-    "save_epochs",
-    "eval_only",
-    "eval_first",
-    "generate",
-    "export_hf",
-    "eval_every",
-    "early_stopping_patience",
-    "load_best_at_end",
-    "merge_lora",
-    "push_to_hub",
-)
+NEED_TRAINING = """
+    resume save_every save_epochs eval_only eval_first generate export_hf eval_every
+    early_stopping_patience load_best_at_end merge_lora push_to_hub
+    """.split()
 UNKNOWN_LENGTH = "the length of a stream is not known in advance"
 
 # Two flags, and why they exclude each other, where that needs an explanation.

@@ -10,7 +10,7 @@ import argparse
 from support import VERSION
 from support.cli import argument_types as kinds
 from support.cli.aliases import CONVERTED, hidden_rows, names_of
-from support.cli.argument_types import NEWEST, Parser
+from support.cli.argument_types import NEWEST, Parser, flag, switch
 from support.cli.run_file import SWITCHES
 from support.known_models import EMBEDDED_MODEL
 from support.optimizers import OPTIMIZERS
@@ -20,25 +20,6 @@ EXIT_CODES = """\
 exit codes: 0 completed, 1 failed, 2 wrong usage or bad input, 3 out of memory,
 75 stopped by a signal and saved. Launchers may turn any but 0 into their own:
 programs read "status" in results.json."""
-
-
-def flag(name: str, kind, text: str, **options) -> tuple[str, dict]:
-    """Return a row for a flag with a value.
-
-    Args:
-        kind: a type (see support/cli/argument_types.py), or a tuple with the allowed values.
-        text: its help, to which the default is appended.
-        options: further arguments of argparse's `add_argument`.
-    """
-    if options.get("default") not in (None, []) and "(default:" not in text:
-        text += " (default: %(default)s)"
-    return name, {"choices" if isinstance(kind, tuple) else "type": kind, "help": text, **options}
-
-
-def switch(name: str, text: str) -> tuple[str, dict]:
-    """Return a row for a flag that is off by default, and may have the value true or false."""
-    boolean = {"nargs": "?", "const": True, "type": kinds.boolean, "default": False}
-    return name, {**boolean, "help": text}
 
 
 def off_unless(name: str, text: str) -> list[tuple[str, dict]]:
@@ -70,23 +51,17 @@ COMMANDS = (
         "train nothing",
     ),
     flag(
-        "--prove",
+        "--prove N",
         kinds.ranks,
         "make one step on the model and data in several ways, also with --strategy on N ranks and "
         "with transformers.Trainer, and compare loss, gradient and update (default N: all GPUs, "
         "else 2)",
         nargs="?",
         const=True,
-        metavar="N",
     ),
 )
 RUN_FILE = (
-    flag(
-        "--config",
-        kinds.name,
-        "YAML with these flags; the command line overrides it",
-        metavar="FILE",
-    ),
+    flag("--config FILE", kinds.name, "YAML with these flags; the command line overrides it"),
     switch("--print_config", "print the resolved run as such a file, and exit"),
 )
 MODEL = (
@@ -98,10 +73,9 @@ MODEL = (
         default=EMBEDDED_MODEL,
     ),
     flag(
-        "--model_revision",
+        "--model_revision REV",
         kinds.word,
         "branch, tag or commit of a model on the hub (default: main)",
-        metavar="REV",
     ),
     switch("--from_scratch", "take the architecture only; random weights drawn from --seed"),
     flag("--dropout", kinds.probability, "dropout probability (default: the model's own)"),
@@ -111,22 +85,18 @@ MODEL = (
     ),
     switch("--gradient_checkpointing", "recompute activations in the backward pass to save memory"),
     flag(
-        "--lora_r",
+        "--lora_r R",
         kinds.rank_of_adapters,
         "train low-rank adapters of this rank (LoRA) and leave the model as it is "
         "(default: train all of it)",
-        metavar="R",
     ),
-    flag(
-        "--lora_alpha", kinds.positive_float, "scale adapters by A / R (default: 2 R)", metavar="A"
-    ),
+    flag("--lora_alpha A", kinds.positive_float, "scale adapters by A / R (default: 2 R)"),
     flag("--lora_dropout", kinds.probability, "dropout before the adapters", default=0.0),
     flag(
-        "--lora_targets",
+        "--lora_targets LIST",
         kinds.layer_names,
         "layers that get one, by the end of their names with commas between, or all-linear "
         "(default: those that are usual for the architecture)",
-        metavar="LIST",
     ),
     switch(
         "--merge_lora", "export the whole model with the adapters added, instead of the adapters"
@@ -140,39 +110,34 @@ MODEL = (
 )
 DATA = (
     flag(
-        "--dataset",
+        "--dataset NAME",
         kinds.name,
         "pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .parquet), or "
         "a hub dataset; or several, also with weights: A:0.7 B:0.3 (default: pydocs for "
         "tiny-gpt2, else wikitext)",
         nargs="+",
-        metavar="NAME",
     ),
     flag(
-        "--include",
+        "--include PATTERNS",
         kinds.name_patterns,
         "files of a folder to read, such as '*.txt' or 'books/*.md,*.txt' "
         "(default: all that are not hidden or empty)",
-        metavar="PATTERNS",
     ),
     flag("--dataset_config", kinds.word, "configuration name of a hub dataset"),
     flag(
-        "--dataset_revision",
+        "--dataset_revision REV",
         kinds.word,
         "branch, tag or commit of a hub dataset (default: main)",
-        metavar="REV",
     ),
     flag(
-        "--train_split",
+        "--train_split SPLIT",
         kinds.word,
         "split of a hub dataset to train on, also a part as 'train[:10%%]' (default: train)",
-        metavar="SPLIT",
     ),
     flag(
-        "--eval_split",
+        "--eval_split SPLIT",
         kinds.word,
         "split of a hub dataset to evaluate on (default: validation, if there is one)",
-        metavar="SPLIT",
     ),
     flag(
         "--text_column",
@@ -187,41 +152,36 @@ DATA = (
         "column or key that holds the completion, which is trained on",
     ),
     flag(
-        "--validation_file",
+        "--validation_file FILE",
         kinds.name,
         "file or folder to evaluate on (default: the corpus's own validation split)",
-        metavar="FILE",
     ),
     flag(
-        "--validation_split",
+        "--validation_split SHARE",
         kinds.share,
         "share of the corpus to hold out for evaluation "
         "(default: 0.1 where there is no validation split)",
-        metavar="SHARE",
     ),
     flag(
-        "--max_bad_rows",
+        "--max_bad_rows N",
         kinds.natural_int,
         "skip up to N rows that cannot be used, and name them",
         default=0,
-        metavar="N",
     ),
     flag(
-        "--chat_template",
+        "--chat_template FILE",
         kinds.name,
         "Jinja template for conversations (default: the tokenizer's own, else a plain one)",
-        metavar="FILE",
     ),
     switch(
         "--streaming",
         "read and tokenize while training, for a corpus larger than the disk; needs --max_steps",
     ),
     flag(
-        "--shuffle_buffer",
+        "--shuffle_buffer N",
         kinds.positive_int,
         "sequences among which --streaming shuffles, over all ranks",
         default=1000,
-        metavar="N",
     ),
     flag(
         "--seq_length",
@@ -270,22 +230,20 @@ TRAINING = (
         "peak learning rate (default: 5e-5, adapters 2e-4, random weights 5e-4; sgd 0.1)",
     ),
     flag(
-        "--lr_scheduler",
+        "--lr_scheduler NAME",
         kinds.scheduler,
         "decay after warm-up: linear, cosine, constant",
         default="linear",
         choices=("linear", "cosine", "constant"),
-        metavar="NAME",
     ),
     flag("--warmup_steps", kinds.warmup_steps, "steps of linear warm-up", default=0),
     flag("--warmup_ratio", kinds.ratio, "warm-up as a share of all steps, rounded up", default=0.0),
     flag(
-        "--optim",
+        "--optim NAME",
         kinds.optimizer,
         "adamw, adamw_8bit (bitsandbytes), adafactor, sgd, or Trainer's name of one of them",
         default="adamw",
         choices=tuple(OPTIMIZERS),
-        metavar="NAME",
     ),
     flag("--adam_beta1", kinds.probability, "AdamW's decay of the first moment", default=0.9),
     flag("--adam_beta2", kinds.probability, "AdamW's decay of the second moment", default=0.999),
@@ -310,16 +268,14 @@ TRAINING = (
     switch("--eval_first", "evaluate before training, too"),
     switch("--eval_only", "evaluate and do not train"),
     flag(
-        "--eval_every",
+        "--eval_every N",
         kinds.steps,
         "evaluate every N optimizer steps and at the end, instead of after each epoch",
-        metavar="N",
     ),
     flag(
-        "--early_stopping_patience",
+        "--early_stopping_patience K",
         kinds.steps,
         "stop after K evaluations in a row that were no better than the best (default: never)",
-        metavar="K",
     ),
     switch(
         "--load_best_at_end",
@@ -339,28 +295,21 @@ STRATEGY = (
         "parameters on NVMe), fsdp",
         default="dp",
     ),
-    flag("--ds_config", kinds.name, "DeepSpeed JSON instead of ds_config_*.json", metavar="FILE"),
+    flag("--ds_config FILE", kinds.name, "DeepSpeed JSON instead of ds_config_*.json"),
+    flag("--fsdp_config FILE", kinds.name, "FSDP's options in JSON, as accelerate writes them"),
     flag(
-        "--fsdp_config",
-        kinds.name,
-        "FSDP's options in JSON, as accelerate writes them",
-        metavar="FILE",
-    ),
-    flag(
-        "--nvme_path",
+        "--nvme_path DIR",
         kinds.name,
         "where infinity keeps its files (default: the temporary folder, TMPDIR)",
-        metavar="DIR",
     ),
 )
 CLUSTER = (
     flag("--ddp_timeout", kinds.seconds, "seconds until a collective times out", default=1800),
     flag(
-        "--hang_seconds",
+        "--hang_seconds N",
         kinds.seconds,
         "write every rank's stack to hang_report.txt in --output_dir if a collective waits longer "
         "(default: a tenth of --ddp_timeout)",
-        metavar="N",
     ),
     # The deepspeed launcher passes it; it is ignored, and RANK is used.
     ("--local_rank", {"type": int, "default": -1, "help": argparse.SUPPRESS}),
@@ -374,29 +323,23 @@ OUTPUT = (
     switch(
         "--overwrite", "replace another run's results in --output_dir, or what is in --export_hf"
     ),
-    flag(
-        "--save_every", kinds.steps, "save a checkpoint every N steps (default: never)", metavar="N"
-    ),
+    flag("--save_every N", kinds.steps, "save a checkpoint every N steps (default: never)"),
     switch("--save_epochs", "write a checkpoint at the end of each epoch"),
-    flag(
-        "--keep_last", kinds.steps, "keep the newest K checkpoints only (default: all)", metavar="K"
-    ),
+    flag("--keep_last K", kinds.steps, "keep the newest K checkpoints only (default: all)"),
     switch("--no_save", "write no checkpoint, not even when a signal stops the run"),
     flag(
-        "--resume",
+        "--resume PATH",
         kinds.checkpoint,
         "continue from the newest whole checkpoint in --output_dir (from the start if there is "
         "none), or from PATH",
         nargs="?",
         const=NEWEST,
-        metavar="PATH",
     ),
     switch("--resume_force", "resume although the text, the batch or the seed has changed"),
     flag(
-        "--export_hf",
+        "--export_hf DIR",
         kinds.name,
         "where the trained model goes, for from_pretrained (default: hf in --output_dir)",
-        metavar="DIR",
     ),
     switch("--no_export", "do not write the trained model"),
     flag(
@@ -407,47 +350,41 @@ OUTPUT = (
     ),
     switch("--push_to_hub", "push the exported model to the Hugging Face hub at the end"),
     flag(
-        "--hub_model_id",
+        "--hub_model_id NAME",
         kinds.repository,
         "repository to push to, with or without an owner (default: the name of --output_dir)",
-        metavar="NAME",
     ),
     switch("--hub_private_repo", "create that repository as a private one"),
     flag(
-        "--generate",
+        "--generate PROMPT",
         kinds.prompt,
         "print a continuation of this text at the end; after conversations, the answer to it",
-        metavar="PROMPT",
     ),
     flag("--logging_steps", kinds.steps, "optimizer steps between two lines", default=10),
     flag(
-        "--report_to",
+        "--report_to LIST",
         kinds.reporters,
         "tensorboard, wandb, or both with a comma between (default: none; "
         "metrics.jsonl is always written)",
         default=[],
-        metavar="LIST",
     ),
     flag(
-        "--logging_dir",
+        "--logging_dir DIR",
         kinds.name,
         "where the files of --report_to tensorboard go (default: tensorboard in --output_dir)",
-        metavar="DIR",
     ),
-    flag("--run_name", kinds.word, "name of the run in the trackers", metavar="NAME"),
+    flag("--run_name NAME", kinds.word, "name of the run in the trackers"),
     flag(
-        "--project",
+        "--project NAME",
         kinds.word,
         "wandb's project (default: WANDB_PROJECT, else distributed-training; of a resumed run, its "
         "own)",
-        metavar="NAME",
     ),
     flag(
-        "--tags",
+        "--tags LIST",
         kinds.tags,
         "words for the run in the trackers, with commas between",
         default=[],
-        metavar="LIST",
     ),
     switch("--quiet", "print warnings and errors only"),
 )
@@ -457,19 +394,17 @@ DEBUGGING = (
         "show memory after each phase and by kind of state (slows the last step on a CPU)",
     ),
     flag(
-        "--simulate_gpus",
+        "--simulate_gpus N",
         kinds.ranks,
         "measure the memory of rank 0 of N in this one process: real allocations, nothing "
         "communicated, no losses (3 steps)",
-        metavar="N",
     ),
     flag(
-        "--memory_snapshot",
+        "--memory_snapshot FILE",
         kinds.name,
         "write PyTorch's snapshot of the GPU's memory, for pytorch.org/memory_viz",
-        metavar="FILE",
     ),
-    flag("--profile", kinds.name, "write a trace of 3 steps, for ui.perfetto.dev", metavar="DIR"),
+    flag("--profile DIR", kinds.name, "write a trace of 3 steps, for ui.perfetto.dev"),
     switch("--verbose", "show third-party messages and tracebacks"),
 )
 GROUPS = {

@@ -23,22 +23,11 @@ NOT_IN_FILES = ("help", "version", "config")
 NO = {"precision": "fp32", "eval_strategy": "no", "save_strategy": "no"}
 LISTS = {"report_to": ",", "include": ",", "fsdp": " ", "lora_targets": ",", "tags": ","}
 # Attributes that --print_config leaves out.
-NOT_SHOWN = (
-    "config",
-    "print_config",
-    "check",
-    "prefetch",
-    "show_sample",
-    "prove",
-    "local_rank",
-    "given",
-    "mixture",
-    "ds_config_dict",
-    "hub_offline",
-    "hub_problem",
-    "fsdp",
-    "use_deepspeed",
-    "use_fsdp",
+NOT_SHOWN = frozenset(
+    """
+    config print_config check prefetch show_sample prove local_rank given mixture ds_config_dict
+    hub_offline hub_problem fsdp use_deepspeed use_fsdp
+    """.split()
 )
 
 

@@ -221,17 +221,10 @@ def checked_size(name: str, value, path: str) -> int:
     return value
 
 
-SIZES = (
-    "num_hidden_layers",
-    "n_layer",
-    "hidden_size",
-    "n_embd",
-    "num_attention_heads",
-    "n_head",
-    "vocab_size",
-    "n_positions",
-    "max_position_embeddings",
-)
+SIZES = """
+    num_hidden_layers n_layer hidden_size n_embd num_attention_heads n_head vocab_size n_positions
+    max_position_embeddings
+    """.split()
 
 
 def check_config(path: str) -> None:
