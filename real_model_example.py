@@ -324,7 +324,7 @@ def evaluate(model: nn.Module, validation, args: Arguments, ctx: DistContext) ->
             with autocast(model, ctx):
                 total[0] += next_token_loss(model, inputs, labels, divisor, positions)
             total[1] += (labels[:, 1:] != IGNORED).sum()
-            bar.advance()
+            bar.update()
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 

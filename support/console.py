@@ -35,14 +35,7 @@ class Console:
         if self.is_main:
             self.print(f"ℹ️  {text}")
 
-    def bar(
-        self, what: str, total: int | None = None, unit: str = "step", done: int = 0
-    ) -> progress.Bar:
-        """Return a progress bar, visible only if rank 0 writes to a terminal and without --quiet.
-
-        Args:
-            total: number of units in all; None if unknown.
-            done: number of units that are already complete.
-        """
+    def bar(self, what: str, total: int | None = None, unit: str = "step", done: int = 0):
+        """Return a `progress.bar`, visible if rank 0 writes to a terminal and without --quiet."""
         visible = self.is_main and not self.quiet and progress.on_terminal()
-        return progress.Bar(what, total, unit, visible, done)
+        return progress.bar(what, total, unit, visible, done)

@@ -51,30 +51,6 @@ class TrainState:
     stopped_early: bool = False
     first_step: int = 0
 
-    @classmethod
-    def from_counters(
-        cls, counters: dict, total_steps: int, num_sequences: int, global_batch: int, args
-    ) -> TrainState:
-        """Continue from the counters of a checkpoint, or start from those of a new run.
-
-        Args:
-            counters: the keys of checkpoints.format.NEW_RUN.
-            args: --eval, --eval_only, --eval_every, --early_stopping_patience, --seq_length.
-        """
-        state = cls(
-            total_steps=0 if args.eval_only else total_steps,
-            num_sequences=num_sequences,
-            global_batch=global_batch,
-            evaluates=args.eval,
-            eval_every=args.eval_every,
-            patience=args.early_stopping_patience,
-            first_step=counters["step"],
-            **{name: counters[name] for name in COUNTERS},
-        )
-        if state.tokens is None:  # checkpoints of the first versions did not count tokens
-            state.tokens = state.samples * args.seq_length
-        return state
-
     def counters(self) -> dict:
         """Return what a checkpoint saves, with the keys of checkpoints.format.NEW_RUN."""
         return {name: getattr(self, name) for name in COUNTERS}

@@ -20,11 +20,6 @@ from support.errors import UserError
 from support.files.user_files import did_you_mean, shown
 
 REPORTERS = ("tensorboard", "wandb")
-# Trainer's names of the optimizers -> ours, where they differ.
-OPTIMIZER_NAMES = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
-    "adamw_bnb_8bit": "adamw_8bit",
-}
 # Words in the value of --fsdp.
 FSDP_OPTIONS = (
     *("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"),
@@ -132,14 +127,19 @@ def boolean(text: str) -> bool:
     return value[text.lower()]
 
 
-def scheduler(text: str) -> str:
-    """Convert "constant_with_warmup", Trainer's name for constant; argparse checks the choices."""
-    return "constant" if text == "constant_with_warmup" else text
+def renamed(names: dict[str, str]):
+    """Return a type that converts other programs' names; argparse checks the choices."""
+    return lambda text: names.get(text, text)
 
 
-def optimizer(text: str) -> str:
-    """Convert Trainer's name of an optimizer; argparse checks the choices."""
-    return OPTIMIZER_NAMES.get(text, text)
+scheduler = renamed({"constant_with_warmup": "constant"})  # Trainer's
+precision = renamed({"no": "fp32"})  # accelerate's
+optimizer = renamed(  # Trainer's
+    {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+        "adamw_bnb_8bit": "adamw_8bit",
+    }
+)
 
 
 def fsdp_options(text: str) -> str:
@@ -211,11 +211,6 @@ def name_patterns(text: str) -> str:
     if not all(pattern.strip() for pattern in word(text).split(",")):
         raise argparse.ArgumentTypeError("it has an empty pattern")
     return text
-
-
-def precision(text: str) -> str:
-    """Convert "no", accelerate's name for fp32; argparse checks the choices."""
-    return "fp32" if text == "no" else text
 
 
 def tags(text: str) -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from support.cli.arguments import global_batch
 from support.cli.flags import build_parser
@@ -97,24 +98,21 @@ def read_ds_config(path: str) -> dict:
             ) from strict
     if not isinstance(config, dict):
         raise UserError(f"{path}: a DeepSpeed configuration is a JSON object, {{ … }}.")
-    _check_types(config, path)
+    # DeepSpeed would convert wrong types silently or ignore them: pydantic reads "yes" as true.
+    for place, key, value in _values(config):
+        if expected := _expected(key, value):
+            raise UserError(
+                f"{path}: {place} must be {expected}, and is {shown(json.dumps(value))}."
+            )
     return config
 
 
-def _check_types(section: dict, file: str, prefix: str = "") -> None:
-    """Refuse values that DeepSpeed would convert silently or ignore: pydantic reads "yes" as true.
-
-    Args:
-        section: the configuration, or an object in it.
-        prefix: keys of the enclosing objects, each with a dot.
-    """
-    for key, value in section.items():
-        if expected := _expected(key, value):
-            raise UserError(
-                f"{file}: {prefix}{key} must be {expected}, and is {shown(json.dumps(value))}."
-            )
+def _values(config: dict, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield (dotted key, last part of the key, value) of an object and of the objects in it."""
+    for key, value in config.items():
+        yield prefix + key, key, value
         if isinstance(value, dict):
-            _check_types(value, file, f"{prefix}{key}.")
+            yield from _values(value, f"{prefix}{key}.")
 
 
 def _expected(key: str, value) -> str | None:
@@ -469,10 +467,11 @@ def complete_ds_config(
     _set_if(zero.get("offload_param") or {}, (AUTO,), {"buffer_size": shard})
     if lookup(config, "aio.block_size") == AUTO:
         config["aio"]["block_size"] = _io_block_size(config, model, world_size)
-    if auto_key := _find_auto(config):
-        raise UserError(
-            f'DeepSpeed configuration: "auto" cannot be filled in for {auto_key}: give a value.'
-        )
+    for place, _, value in _values(config):
+        if value == AUTO:
+            raise UserError(
+                f'DeepSpeed configuration: "auto" cannot be filled in for {place}: give a value.'
+            )
     return config
 
 
@@ -491,12 +490,3 @@ def _io_block_size(config: dict, model: ModelSizes, world_size: int) -> int:
     """
     part, depth = 2 * model.largest_parameter // world_size, lookup(config, "aio.queue_depth") or 8
     return min(2**20, max(2**17, 2 ** ((part // depth).bit_length() - 1)))
-
-
-def _find_auto(config: dict, prefix: str = "") -> str | None:
-    for key, value in config.items():
-        if value == AUTO:
-            return prefix + key
-        if isinstance(value, dict) and (nested_key := _find_auto(value, f"{prefix}{key}.")):
-            return nested_key
-    return None

@@ -44,7 +44,11 @@ def check_data_paths(args) -> None:
     paths = [("--dataset", name) for name in local]
     paths += [("--validation_file", args.validation_file)] if args.validation_file else []
     for flag, name in paths:
-        check_data_path(flag, name, args.include)
+        for file in files_of(Path(name), f"{flag} {name}", args.include):
+            if not os.access(file, os.R_OK):
+                raise UserError(f"{flag} {name}: {file} may not be read by this user.")
+        if os.path.isfile(name) and not os.path.getsize(name):
+            raise UserError(f"{flag} {name} is empty.")
     _check_hub_flags(args)
     if args.include and not any(Path(name).is_dir() for _, name in paths):
         raise UserError(
@@ -71,16 +75,6 @@ def _check_hub_flags(args) -> None:
     for flag in ("dataset_config", "dataset_revision"):
         if getattr(args, flag) and len(hub) > 1:
             raise UserError(f"--{flag} is for one dataset of the hub, and there are {len(hub)}.")
-
-
-def check_data_path(flag: str, name: str, include: str | None) -> None:
-    """Check one file or folder of data."""
-    path = Path(name)
-    for file in files_of(path, f"{flag} {name}", include):
-        if not os.access(file, os.R_OK):
-            raise UserError(f"{flag} {name}: {file} may not be read by this user.")
-    if path.is_file() and not path.stat().st_size:
-        raise UserError(f"{flag} {name} is empty.")
 
 
 def check_output_dir(args) -> None:

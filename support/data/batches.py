@@ -28,7 +28,7 @@ from support.data.packing import pack
 from support.data.sources import SourceOptions
 from support.errors import UserError
 from support.labels import IGNORED
-from support.train_state import TrainState
+from support.train_state import COUNTERS, TrainState
 
 ROW_MULTIPLE = 8  # examples are padded to a multiple of this length, which suits matrix units
 
@@ -550,9 +550,19 @@ def train_state(counters: dict, train, args, world_size: int) -> TrainState:
     """
     sequences = train.num_sequences
     steps = total_steps(args, world_size, sequences, counters["step"], counters["samples"])
-    return TrainState.from_counters(
-        counters, steps, sequences, global_batch(args, world_size), args
+    state = TrainState(
+        total_steps=0 if args.eval_only else steps,
+        num_sequences=sequences,
+        global_batch=global_batch(args, world_size),
+        evaluates=args.eval,
+        eval_every=args.eval_every,
+        patience=args.early_stopping_patience,
+        first_step=counters["step"],
+        **{name: counters[name] for name in COUNTERS},
     )
+    if state.tokens is None:  # checkpoints of the first versions did not count tokens
+        state.tokens = state.samples * args.seq_length
+    return state
 
 
 def rest_of_epoch(train, state: TrainState, args, ctx: DistContext) -> Iterator[StepBatch]:

@@ -51,7 +51,7 @@ def tokenize_corpus(args, ctx: DistContext, tokenizer, name: str, options: Sourc
         print_files(source.files, source.notices, ctx)
         cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
         with ctx.console.bar("Tokenizing", unit="characters") as bar:
-            return tokenize_once(source, tokenizer, cache, bar.advance, args.max_bad_rows)
+            return tokenize_once(source, tokenizer, cache, bar.update, args.max_bad_rows)
 
     prepared = ctx.once_per_node(f"dataset {name}", tokenize)
     print_files([], prepared["notices"], ctx)

@@ -124,19 +124,15 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
     recomputed = saved_by_block(work, strategy) if work.gradient_checkpointing else 0
     in_backward = gradients_of_head(work, strategy) + states.in_backward + recomputed
     working = activations + max(peak_of_loss(work, strategy), in_backward + work.dequantized)
+    same = ("parameters", "gradients", "optimizer", "buffers", "host", "nvme")
     return MemoryEstimate(
         strategy=strategy,
-        parameters=states.parameters,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
-        buffers=states.buffers,
+        **{name: getattr(states, name) for name in same},
         activations=activations,
         logits=kept_by_loss(work, strategy),
         peak=max(
             states.steady + states.gathered + working, states.at_end, states.steady + states.update
         ),
-        host=states.host,
-        nvme=states.nvme,
         sent=states.sent * (work.world_size - 1) // work.world_size,
         device=work.device,
     )

@@ -20,27 +20,24 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from torch import nn
 
-from support.cluster.context import DistContext
 from support.errors import FirstError, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, sync, sync_tree, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
 from support.model import lora
 from support.model.card import model_card
-from support.model.resolve import ModelSpec
 from support.model.weights import DTYPES, as_dtype, persistent_buffers
 from support.optimizers import OPTIMIZERS
 from support.units import GB, perplexity_of
 from support.unwrap import unwrapped
 
 if TYPE_CHECKING:
-    from support.strategies.optimizer_shards import ShardedState
+    from support.checkpoints.manager import CheckpointManager
 
 
 class ExportFailed(TrainingError):
@@ -97,21 +94,7 @@ def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite, own)
 
 
-class Trained(Protocol):
-    """What an export needs of CheckpointManager, whose module imports this one."""
-
-    ctx: DistContext
-    model: nn.Module  # as wrapped by the strategy
-    state: ShardedState  # of its trained parameters
-    spec: ModelSpec
-    identity: dict  # the run signature
-    best_is_loaded: bool
-
-    def weights_kept(self, state) -> Path | None:
-        """Return a checkpoint that contains the present weights; None if there is none."""
-
-
-def finish(trained: Trained, results, target: Target, args, state) -> Path | None:
+def finish(trained: CheckpointManager, results, target: Target, args, state) -> Path | None:
     """Export the trained model, unless the flags exclude it or a complete run has exported it.
 
     Every rank calls this function.
@@ -155,7 +138,7 @@ def _name_checkpoint(checkpoint: Path) -> str:
     )
 
 
-def _rescue(trained: Trained, args, card: str) -> str:
+def _rescue(trained: CheckpointManager, args, card: str) -> str:
     """Export the trained model to the temporary directory of rank 0's host.
 
     Every rank calls this function.
@@ -177,7 +160,7 @@ def _rescue(trained: Trained, args, card: str) -> str:
     return f"The trained model was written to {folder} instead."
 
 
-def export_model(trained: Trained, target: Target, args, card: str) -> dict:
+def export_model(trained: CheckpointManager, target: Target, args, card: str) -> dict:
     """Write the model that a run has trained. Every rank calls this function.
 
     Returns:
@@ -219,7 +202,7 @@ def export_model(trained: Trained, target: Target, args, card: str) -> dict:
 
 
 def _write_trained(
-    trained: Trained, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the trained weights: the model's, or its adapters'.
 
@@ -242,7 +225,7 @@ def _write_trained(
 
 
 def _write_merged(
-    trained: Trained, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the whole model with the adapters added, on the rank that has a `folder`."""
     adapters = {
@@ -384,8 +367,7 @@ def describe(spec, folder: Path, dtype: torch.dtype | None = None, whole: bool =
         setattr(config.get_text_config(), name, value)
     config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     if dtype is not None:
-        for name, value in as_dtype(dtype).items():
-            setattr(config, name, value)
+        config.update(as_dtype(dtype))
     config.save_pretrained(folder)
     try:
         spec.generation.save_pretrained(folder)

@@ -8,7 +8,6 @@ flash-attn is not used: transformers 5.23 finds documents in positions only for 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 import transformers
@@ -81,34 +80,27 @@ def _attentions(model: nn.Module, two: bool) -> dict[int, bool]:
     """Run the model on four tokens, and return for each attention layer whether it gets a mask.
 
     Args:
-        two: the tokens are two documents, or else one.
+        model: its tensors are fake.
+        two: transformers finds two documents in the tokens, or else one.
     """
-    positions = torch.zeros(1, 4, dtype=torch.long)
-    # Not token ids: some models compare them with the padding token, and need their values.
-    embedding = model.get_input_embeddings().weight
-    inputs = torch.zeros(1, 4, embedding.shape[1], dtype=embedding.dtype)
-    with _recorded(two) as masked:
-        model(inputs_embeds=inputs, position_ids=positions, use_cache=False)
-    return masked
-
-
-@contextlib.contextmanager
-def _recorded(two: bool) -> Iterator[dict[int, bool]]:
-    """Let transformers find two documents or one, and record the calls of SDPA."""
     from transformers import masking_utils  # not in versions before 4.53
 
-    find = masking_utils.find_packed_sequence_indices
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    find, sdpa = masking_utils.find_packed_sequence_indices, ALL_ATTENTION_FUNCTIONS["sdpa"]
     masked: dict[int, bool] = {}
 
     def attention(module, query, key, value, attention_mask, *args, **options):
         masked[id(module)] = attention_mask is not None
         return sdpa(module, query, key, value, attention_mask, *args, **options)
 
+    positions = torch.zeros(1, 4, dtype=torch.long)
+    # Not token ids: some models compare them with the padding token, and need their values.
+    embedding = model.get_input_embeddings().weight
+    inputs = torch.zeros(1, 4, embedding.shape[1], dtype=embedding.dtype)
     masking_utils.find_packed_sequence_indices = lambda positions: positions if two else None
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
     try:
-        yield masked
+        model(inputs_embeds=inputs, position_ids=positions, use_cache=False)
     finally:
         masking_utils.find_packed_sequence_indices = find
         ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+    return masked

@@ -62,11 +62,9 @@ def push(repository: str | None, folder: Path, ctx: DistContext) -> dict | None:
     Raises:
         TrainingError: the upload failed; the message says how to repeat it.
     """
-
-    def upload() -> dict | None:
-        return _upload(repository, folder, ctx) if repository else None
-
-    return ctx.once_per_node("push", upload)
+    return ctx.once_per_node(
+        "push", lambda: _upload(repository, folder, ctx) if repository else None
+    )
 
 
 def _upload(repository: str, folder: Path, ctx: DistContext) -> dict:

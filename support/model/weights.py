@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -131,12 +132,8 @@ def as_dtype(dtype: torch.dtype | str) -> dict:
 
     transformers 4.56 renamed it from `torch_dtype` to `dtype`.
     """
-    name = (
-        "dtype"
-        if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
-        else "torch_dtype"
-    )
-    return {name: dtype}
+    renamed = Version(transformers.__version__) >= Version("4.56")
+    return {"dtype" if renamed else "torch_dtype": dtype}
 
 
 def draw_weights(
@@ -175,8 +172,7 @@ def _save_temporarily(model: nn.Module, ctx: DistContext, with_weights: bool = T
     ctx.temporary.extend(temporary.paths)
     folder = str(temporary.path)
     # model.save_pretrained writes nothing on ranks other than 0, but every node needs the folder.
-    for name, value in as_dtype(torch.float32).items():
-        setattr(model.config, name, value)
+    model.config.update(as_dtype(torch.float32))
     model.config.save_pretrained(folder)
     if with_weights:
         save_file(_tensors_of(model), Path(folder) / "model.safetensors")

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
+from support import progress
 from support.cluster.context import DistContext
 from support.data.batches import steps_of
 from support.errors import explain
 from support.files.atomic import naming, only_finite, open_regular, set_aside, write_text
 from support.memory import measure as memory
-from support.progress import Bar
 from support.report.profiling import Trace
 from support.report.step_timer import PHASES, StepTimer
 from support.report.trackers import Trackers, start_trackers
@@ -73,7 +73,7 @@ class MetricsLogger:
         self._samples_before = state.samples
         self._tokens: list[int] = []
         self._pending: list[dict] = []  # steps whose numbers are still on the device
-        self._bar = Bar("", None, "step", False, 0)  # replaced by each epoch's own
+        self._bar = progress.bar("", None, "step", active=False)  # replaced by each epoch's own
         self._epoch = 0
         self._epoch_first_step = 0  # value of state.step when this process started the epoch
         self._rate: float | None = None  # tokens per second of the last step that was flushed
@@ -216,7 +216,7 @@ class MetricsLogger:
             self.ctx.console.print0(f"Step {step}/{total} of the memory simulation")
         elif is_logged:
             self._log_line(batch, lr)
-        if is_logged and (self._bar.active or self.trackers.active):
+        if is_logged and (not self._bar.disable or self.trackers.active):
             self._log_device_memory()
         self._advance_bar(lr, is_last)
         self.timer.mark("data")  # logging is part of training: it delays the next step's data
@@ -248,10 +248,11 @@ class MetricsLogger:
             self.traffic.discard()  # the bytes of this gather
 
     def _advance_bar(self, lr: float, is_last: bool) -> None:
-        if self._bar.active and self.losses and self._rate:
+        if not self._bar.disable and self.losses and self._rate:
             speed = f"{self._rate:,.0f} tok/s, {self._device_memory}"
-            self._bar.show(f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {speed}")
-        self._bar.advance()
+            text = f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {speed}"
+            self._bar.set_postfix_str(text, refresh=False)  # appears with the next refresh
+        self._bar.update()
         if is_last:
             self._bar.close()
 

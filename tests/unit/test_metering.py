@@ -51,7 +51,7 @@ def open_metrics(tmp_path, clock, bar=False, **flags) -> metering.MetricsLogger:
         world_size=1,
         all_gather=lambda value: [value],
         console=SimpleNamespace(
-            print0=lambda text: None, bar=lambda *a, **k: MagicMock(active=bar)
+            print0=lambda text: None, bar=lambda *a, **k: MagicMock(disable=not bar)
         ),
     )
     state = TrainState(total_steps=STEPS, num_sequences=2 * STEPS, global_batch=2)
@@ -119,7 +119,7 @@ def test_memory_is_read_where_a_line_is_logged(tmp_path, clock):
     assert (
         metrics.memory_by_phase.device_bytes.call_count == 4
     )  # after the steps 1, 6, 11, and the last
-    shown = [call.args[0] for call in metrics._bar.show.call_args_list]
+    shown = [call.args[0] for call in metrics._bar.set_postfix_str.call_args_list]
     assert len(shown) == STEPS and all("1.00 GB" in text for text in shown)
 
 

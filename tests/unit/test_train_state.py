@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+from support.cli.parse import parse_arguments
+from support.data.batches import train_state
 from support.train_state import TrainState
 
 
@@ -62,15 +64,13 @@ def test_an_evaluation_before_training_is_not_the_best():
 
 
 def test_a_resumed_run_continues_the_counters():
-    args = SimpleNamespace(
-        eval=True, eval_only=False, eval_every=None, early_stopping_patience=None, seq_length=8
-    )
+    args = parse_arguments(["--batch_size", "4", "--max_steps", "6"])
     state = state_of()
     for loss in (3.0, 2.0):
         state.advance()
         state.add_measurement(loss, 32, 0.5)
     saved = state.counters()
-    resumed = TrainState.from_counters(saved, 6, 10, 4, args)
+    resumed = train_state(saved, SimpleNamespace(num_sequences=10), args, world_size=1)
     assert resumed.counters() == saved and resumed.first_step == 2
     resumed.advance()
     resumed.add_measurement(1.0, 16, 0.5)
