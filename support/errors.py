@@ -173,19 +173,14 @@ ALMOST_NOTHING = 2**20  # bytes; a disk with less free space counts as full
 
 @dataclass(frozen=True)
 class Entry:
-    """One kind of failure.
+    """One kind of failure."""
 
-    Attributes:
-        words: a regular expression that is searched in "TypeName: message".
-        kind: class of the error that is shown.
-        advice: what the error means and what to try next. Placeholders: "{said}" is the first line
-            of the library's message, "{where}" the file that it names, "{compiler}" the compiler's
-            first error, "{port}" MASTER_PORT, "{open_files}" the limit on open files,
-            "{operation}" the operation without a deterministic kernel.
-    """
-
-    words: str
-    kind: type[UserError]
+    words: str  # a regular expression that is searched in "TypeName: message"
+    kind: type[UserError]  # class of the error that is shown
+    # What the error means and what to try next. Placeholders: "{said}" is the first line of the
+    # library's message, "{where}" the file that it names, "{compiler}" the compiler's first error,
+    # "{port}" MASTER_PORT, "{open_files}" the limit on open files, "{operation}" the operation
+    # without a deterministic kernel.
     advice: str
 
 

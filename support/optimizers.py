@@ -15,22 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer, whose states are in addition to the fp32 weight.
+    """An optimizer, whose states are in addition to the fp32 weight."""
 
-    Attributes:
-        state_bytes: bytes of its states per trained parameter, for the documentation; the memory
-            estimate also counts small parameters and blocks (memory/workload.py).
-        family: optimizers of one family can resume each other's checkpoints.
-        package: the Python package that it needs, besides the required ones.
-        lr: default learning rate; None: the default of --lr.
-        unsupported: an engine, or a place of the optimizer's states (see Strategy), and why the
-            optimizer does not support it.
-    """
-
+    # Bytes of its states per trained parameter, for the documentation; the memory estimate also
+    # counts small parameters and blocks (memory/workload.py).
     state_bytes: float
-    family: str
-    package: str | None = None
-    lr: float | None = None
+    family: str  # optimizers of one family can resume each other's checkpoints
+    package: str | None = None  # the Python package that it needs, besides the required ones
+    lr: float | None = None  # default learning rate; None: the default of --lr
+    # An engine, or a place of the optimizer's states (see Strategy), and why the optimizer does not
+    # support it.
     unsupported: dict[str, str] = field(default_factory=dict)
 
     def problem(self, strategy: Strategy) -> str | None:

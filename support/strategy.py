@@ -15,20 +15,15 @@ class Strategy:
 
     A user's DeepSpeed file may keep states in other places than the table, see
     cli.ds_config.configured_strategy.
-
-    Attributes:
-        engine: "ddp", "fsdp" or "deepspeed".
-        sharded: the model states of which each rank keeps a part, of "parameters", "gradients"
-            and "optimizer".
-        stage: DeepSpeed's ZeRO stage; 0 for a strategy of PyTorch itself.
-        config_file: DeepSpeed's configuration, in the project's folder.
-        optimizer_on, parameters_on: where they are kept: "device", "host" or "nvme".
     """
 
-    engine: str
+    engine: str  # "ddp", "fsdp" or "deepspeed"
+    # The model states of which each rank keeps a part, of "parameters", "gradients" and
+    # "optimizer".
     sharded: frozenset[str] = frozenset()
-    stage: int = 0
-    config_file: str | None = None
+    stage: int = 0  # DeepSpeed's ZeRO stage; 0 for a strategy of PyTorch itself
+    config_file: str | None = None  # DeepSpeed's configuration, in the project's folder
+    # Where these states are kept: "device", "host" or "nvme".
     optimizer_on: str = "device"
     parameters_on: str = "device"
 
@@ -55,16 +50,10 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Engine:
-    """How a library loads, wraps and trains a model; the script has one for each `Strategy.engine`.
+    """How a library loads, wraps and trains a model; the script has one for each of them."""
 
-    Attributes:
-        load: (args, ctx, spec) -> model; sharded, if the library shards while it loads.
-        wrap: (model, args, ctx) -> wrapped model; DeepSpeed's contains the optimizer.
-        train_epoch: the training loop.
-    """
-
-    load: Callable
-    wrap: Callable
+    load: Callable  # (args, ctx, spec) -> model; sharded, if the library shards while it loads
+    wrap: Callable  # (model, args, ctx) -> wrapped model; DeepSpeed's contains the optimizer
     train_epoch: Callable
 
 

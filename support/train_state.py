@@ -15,41 +15,28 @@ class TrainState:
 
     MetricsLogger copies tokens, losses and times from the device only where it logs a line. So
     `tokens`, `training_seconds` and the losses are up to date after `MetricsLogger.flush`.
-
-    Attributes:
-        total_steps: optimizer steps of the whole run, unless early stopping ends it; 0 with
-            --eval_only.
-        num_sequences: sequences in an epoch.
-        global_batch: sequences in a step over all ranks; the last step of an epoch may have fewer.
-        evaluates: whether to evaluate at all.
-        eval_every: evaluate after so many steps; None: after each epoch.
-        patience: evaluations without improvement that end the run; None: no early stopping.
-        step: optimizer steps done.
-        samples: sequences of these steps, over all ranks.
-        tokens: tokens of these steps, over all ranks.
-        best: {"loss", "step", "waited": evaluations since} of the best evaluation; None before the
-            first.
-        training_seconds: time of these steps.
-        first_loss, last_loss: losses of the first and the last of these steps.
-        stopped_early: whether early stopping has ended the run.
-        first_step: value of `step` when this process started.
     """
 
+    # Optimizer steps of the whole run, unless early stopping ends it; 0 with --eval_only.
     total_steps: int
-    num_sequences: int
+    num_sequences: int  # sequences in an epoch
+    # Sequences in a step over all ranks; the last step of an epoch may have fewer.
     global_batch: int = 1
-    evaluates: bool = True
-    eval_every: int | None = None
+    evaluates: bool = True  # whether to evaluate at all
+    eval_every: int | None = None  # evaluate after so many steps; None: after each epoch
+    # Evaluations without improvement that end the run; None: no early stopping.
     patience: int | None = None
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # sequences of these steps, over all ranks
+    tokens: int = 0  # tokens of these steps, over all ranks
+    # {"loss", "step", "waited": evaluations since} of the best evaluation; None before the first.
     best: dict | None = None
-    training_seconds: float = 0.0
+    training_seconds: float = 0.0  # time of these steps
+    # Losses of the first and the last of these steps.
     first_loss: float | None = None
     last_loss: float | None = None
-    stopped_early: bool = False
-    first_step: int = 0
+    stopped_early: bool = False  # whether early stopping has ended the run
+    first_step: int = 0  # value of `step` when this process started
 
     def counters(self) -> dict:
         """Return what a checkpoint saves, with the keys of checkpoints.format.NEW_RUN."""

@@ -80,18 +80,13 @@ GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each group of Ad
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """The objects of a run whose state a checkpoint contains.
+    """The objects of a run whose state a checkpoint contains."""
 
-    Attributes:
-        model, optimizer: as wrapped by the strategy; for DeepSpeed the engine and its optimizer.
-        scaler: torch's GradScaler.
-        stream: the training sequences of --streaming, whose position is saved; else None.
-    """
-
+    # As wrapped by the strategy; for DeepSpeed the engine and its optimizer.
     model: nn.Module
     optimizer: Any
     scaler: torch.amp.GradScaler
-    stream: Any = None
+    stream: Any = None  # the training sequences of --streaming, whose position is saved; else None
 
 
 class CheckpointManager:

@@ -10,15 +10,10 @@ from support.errors import UserError
 
 
 class Dataset(NamedTuple):
-    """A dataset among those of --dataset.
+    """A dataset among those of --dataset."""
 
-    Attributes:
-        name: as for a single one.
-        weight: a decimal number, as text; None if no dataset has one.
-    """
-
-    name: str
-    weight: str | None = None
+    name: str  # as for a single one
+    weight: str | None = None  # a decimal number, as text; None if no dataset has one
 
     def __str__(self) -> str:
         return self.name if self.weight is None else f"{self.name}:{self.weight}"

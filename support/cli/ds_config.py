@@ -420,18 +420,12 @@ def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What DeepSpeed's configuration depends on.
-
-    Attributes:
-        parameters: number of parameters.
-        largest_parameter: number of elements of the largest one (usually the embedding).
-        tied: the output layer shares the input embedding's weights.
-    """
+    """What DeepSpeed's configuration depends on."""
 
     hidden_size: int
     parameters: int
-    largest_parameter: int
-    tied: bool
+    largest_parameter: int  # number of elements of the largest one (usually the embedding)
+    tied: bool  # the output layer shares the input embedding's weights
 
 
 def complete_ds_config(

@@ -45,32 +45,24 @@ SWITCHES = {
 
 @dataclass
 class FsdpOptions:
-    """Options of FSDP.
+    """Options of FSDP."""
 
-    Attributes:
-        reshard_after_forward: True frees a layer's all-gathered parameters after forward
-            (FULL_SHARD); False keeps them until backward (SHARD_GRAD_OP), as ZeRO 2 does.
-        hybrid: shard within a node and replicate across nodes (HYBRID_SHARD).
-        no_shard: NO_SHARD, which is --strategy dp.
-        layers: class names of the layers that are sharded separately; empty for the model's own
-            transformer blocks.
-        wrap_layers: False shards the whole model as one unit (NO_WRAP).
-        precision: the value of fsdp_mixed_precision, in the terms of --precision; None if not set.
-        offload: keep parameters, gradients and optimizer states in host memory.
-        forward_prefetch: all-gather the next layer explicitly while forward computes one.
-        words: those of --fsdp.
-        notes: one line for each key to which FSDP2 has no equal option.
-    """
-
+    # True frees a layer's all-gathered parameters after forward (FULL_SHARD); False keeps them
+    # until backward (SHARD_GRAD_OP), as ZeRO 2 does.
     reshard_after_forward: bool = True
-    hybrid: bool = False
-    no_shard: bool = False
+    hybrid: bool = False  # shard within a node and replicate across nodes (HYBRID_SHARD)
+    no_shard: bool = False  # NO_SHARD, which is --strategy dp
+    # Class names of the layers that are sharded separately; empty for the model's own transformer
+    # blocks.
     layers: list[str] = field(default_factory=list)
-    wrap_layers: bool = True
+    wrap_layers: bool = True  # False shards the whole model as one unit (NO_WRAP)
+    # The value of fsdp_mixed_precision, in the terms of --precision; None if not set.
     precision: str | None = None
-    offload: bool = False
+    offload: bool = False  # keep parameters, gradients and optimizer states in host memory
+    # All-gather the next layer explicitly while forward computes one.
     forward_prefetch: bool = False
-    words: str = field(default="", compare=False)
+    words: str = field(default="", compare=False)  # those of --fsdp
+    # One line for each key to which FSDP2 has no equal option.
     notes: list[str] = field(default_factory=list)
 
 

@@ -57,19 +57,16 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A stream of token ids on disk, cut into sequences of `seq_length` tokens.
+    """A stream of token ids on disk, cut into sequences of `seq_length` tokens."""
 
-    Attributes:
-        path, dtype: raw little-endian ids, and their type ("uint16" or "uint32").
-        first, num_sequences: number of the first sequence of this split, and how many it has.
-        end_of_text: id of the token that ends a document, if documents are isolated; else None.
-    """
-
+    # Raw little-endian ids, and their type ("uint16" or "uint32").
     path: str
     dtype: str
     seq_length: int
+    # Number of the first sequence of this split, and how many it has.
     first: int
     num_sequences: int
+    # Id of the token that ends a document, if documents are isolated; else None.
     end_of_text: int | None = None
 
     def read(self, indices: np.ndarray) -> MicroBatch:
@@ -104,22 +101,18 @@ class ExampleFile:
     """Examples on disk, one sequence each, truncated to `seq_length` tokens.
 
     Examples that are read in one call are padded to the longest of them.
-
-    Attributes:
-        folder, split, dtype: `<split>.bin` holds the ids of all examples, `<split>.learned.bin` one
-            byte per token, 1 for a valid token (one that the loss counts), and `<split>.rows.bin`
-            two int64 per example: its end in `<split>.bin`, and the index of its first target, a
-            valid token other than the first token of the sequence.
-        rows: numbers of the examples that belong to this split.
-        fixed: always pad to seq_length, because each new length needs another compilation.
     """
 
+    # `<split>.bin` holds the ids of all examples, `<split>.learned.bin` one byte per token, 1 for a
+    # valid token (one that the loss counts), and `<split>.rows.bin` two int64 per example: its end
+    # in `<split>.bin`, and the index of its first target, a valid token other than the first token
+    # of the sequence.
     folder: str
     split: str
     dtype: str
     seq_length: int
-    rows: np.ndarray
-    fixed: bool
+    rows: np.ndarray  # numbers of the examples that belong to this split
+    fixed: bool  # always pad to seq_length, because each new length needs another compilation
 
     @property
     def num_sequences(self) -> int:
@@ -174,12 +167,7 @@ class ExampleFile:
 
 @dataclass(frozen=True)
 class PackedFile:
-    """Examples on disk, several in a sequence; no token attends to another example.
-
-    Attributes:
-        file: the examples.
-        members, ends: see `packing.pack`.
-    """
+    """Examples on disk, several in a sequence; no token attends to another example."""
 
     file: ExampleFile
     members: np.ndarray
@@ -493,17 +481,12 @@ def total_steps(args, world_size: int, num_sequences: int, step: int = 0, sample
 
 @dataclass
 class StepBatch:
-    """The step batch of one rank: its micro-batches of one optimizer step.
+    """The step batch of one rank: its micro-batches of one optimizer step."""
 
-    Attributes:
-        batches: micro-batches of batch_size sequences.
-        tokens: number of tokens in them, without padding.
-        state: with --streaming a `streaming.Place`, the position of the stream after this step;
-            otherwise None.
-    """
-
-    batches: list[MicroBatch]
-    tokens: int
+    batches: list[MicroBatch]  # micro-batches of batch_size sequences
+    tokens: int  # number of tokens in them, without padding
+    # With --streaming a `streaming.Place`, the position of the stream after this step; otherwise
+    # None.
     state: Any = None
 
 

@@ -263,15 +263,10 @@ def _refused(example: Example, error: Exception) -> BadRow:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What --generate continues.
+    """What --generate continues."""
 
-    Attributes:
-        ids: its token ids.
-        is_chat: whether they are a conversation with the text as the user's message.
-    """
-
-    ids: list[int]
-    is_chat: bool
+    ids: list[int]  # its token ids
+    is_chat: bool  # whether they are a conversation with the text as the user's message
 
 
 def prompt_of(text: str, tokenizer, as_chat: bool) -> Prompt:

@@ -43,18 +43,11 @@ class BadRow(UserError):
 
 @dataclass(frozen=True)
 class Document:
-    """A text; the loss counts all of it.
+    """A text; the loss counts all of it."""
 
-    Attributes:
-        where: its file and line.
-        pieces: the text, in one or more pieces.
-        format: name of its format, for the user.
-        kind: always "text".
-    """
-
-    where: str
-    pieces: Iterable[str]
-    format: str = "text"
+    where: str  # its file and line
+    pieces: Iterable[str]  # the text, in one or more pieces
+    format: str = "text"  # name of its format, for the user
     kind: str = "text"
 
 
@@ -67,23 +60,17 @@ class TextFile(Document):
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation, or a prompt and its completion; the loss counts a part of it.
+    """A conversation, or a prompt and its completion; the loss counts a part of it."""
 
-    Attributes:
-        where: its file and line.
-        messages: the conversation; None for a pair.
-        prompt, completion: the pair; empty for a conversation.
-        context: number of messages at the beginning that the loss does not count, although some may
-            be the assistant's.
-        format: name of its format, for the user.
-    """
-
-    where: str
-    messages: list[dict] | None = None
+    where: str  # its file and line
+    messages: list[dict] | None = None  # the conversation; None for a pair
+    # The pair; empty for a conversation.
     prompt: str = ""
     completion: str = ""
+    # Number of messages at the beginning that the loss does not count, although some may be the
+    # assistant's.
     context: int = 0
-    format: str = ""
+    format: str = ""  # name of its format, for the user
 
     @property
     def kind(self) -> str:
@@ -134,16 +121,12 @@ class OneKind:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How rows are read.
+    """How rows are read."""
 
-    Attributes:
-        columns: (key of a format, the user's column for it): --text_column, --prompt_column and
-            --completion_column. Only formats with these keys are considered.
-        chat_template: whether the tokenizer has a chat template.
-    """
-
+    # (key of a format, the user's column for it): --text_column, --prompt_column and
+    # --completion_column. Only formats with these keys are considered.
     columns: tuple[tuple[str, str], ...] = ()
-    chat_template: bool = True
+    chat_template: bool = True  # whether the tokenizer has a chat template
 
     @classmethod
     def of(cls, args, chat_template: bool) -> RowOptions:
@@ -160,22 +143,14 @@ Convert = Callable[[dict, Mapping[str, str], RowOptions], dict]
 
 @dataclass(frozen=True)
 class Format:
-    """A format of rows.
+    """A format of rows."""
 
-    Attributes:
-        name: for the user, with the keys.
-        keys: the keys that a row of this format has.
-        convert: see `Convert`.
-        optional: further keys that are read.
-        in_messages: whether the values of `keys` are lists of messages; None if that does not
-            distinguish the format.
-        row_type: Document or Example.
-    """
-
-    name: str
-    keys: tuple[str, ...]
+    name: str  # for the user, with the keys
+    keys: tuple[str, ...]  # the keys that a row of this format has
     convert: Convert
-    optional: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # further keys that are read
+    # Whether the values of `keys` are lists of messages; None if that does not distinguish the
+    # format.
     in_messages: bool | None = None
     row_type: type[Document] | type[Example] = Example
 

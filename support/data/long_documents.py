@@ -74,33 +74,23 @@ class Token(NamedTuple):
 
 
 class Seam(NamedTuple):
-    """A position at which two chunks have the same tokens.
+    """A position at which two chunks have the same tokens."""
 
-    Attributes:
-        around: the tokens around the seam that satisfy its conditions.
-        place: index of the token after the seam, in `around`.
-    """
-
-    around: tuple[Token, ...]
-    place: int
+    around: tuple[Token, ...]  # the tokens around the seam that satisfy its conditions
+    place: int  # index of the token after the seam, in `around`
 
 
 @dataclass
 class Chunk:
-    """A part of a document.
+    """A part of a document."""
 
-    Attributes:
-        text: its text, which overlaps with the text of the next chunk.
-        start: number of characters before it in the document.
-        begin, end: the seams between which its tokens are used; None at an end of the document.
-        ids, encoding: token ids of its text as unsigned ints, and the tokenizer's `Encoding`; None
-            if it is not tokenized.
-    """
-
-    text: str
-    start: int
+    text: str  # its text, which overlaps with the text of the next chunk
+    start: int  # number of characters before it in the document
+    # The seams between which its tokens are used; None at an end of the document.
     begin: Seam | None = None
     end: Seam | None = None
+    # Token ids of its text as unsigned ints, and the tokenizer's `Encoding`; None if it is not
+    # tokenized.
     ids: array[int] | None = None
     encoding: Any = None
 

@@ -47,15 +47,10 @@ def shares_of(weights: list[Fraction], sizes: list[int], most: int | None = None
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sequences of several datasets; they are numbered dataset after dataset.
-
-    Attributes:
-        parts: the sequences of each dataset.
-        counts: how many sequences of each are in an epoch.
-    """
+    """Sequences of several datasets; they are numbered dataset after dataset."""
 
     parts: tuple
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # how many sequences of each are in an epoch
 
     @classmethod
     def of(cls, parts: list, weights: list[Fraction] | None = None) -> Mixture:

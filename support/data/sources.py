@@ -39,47 +39,36 @@ Item = Document | Example | BadRow | Notice
 
 @dataclass(frozen=True)
 class Source:
-    """A corpus before tokenization.
+    """A corpus before tokenization."""
 
-    Attributes:
-        name: the name that the user gave.
-        fingerprint: a hex digest that changes whenever the text may have changed; cheap to compute.
-        splits: "train", and "validation" if the corpus has it: functions that open a stream of
-            items.
-        files: one line per folder with the number of files of each type.
-        notices: lines for the user about files that are not used.
-        advice: text to add to the message about a bad row.
-    """
-
-    name: str
+    name: str  # the name that the user gave
+    # A hex digest that changes whenever the text may have changed; cheap to compute.
     fingerprint: str
+    # "train", and "validation" if the corpus has it: functions that open a stream of items.
     splits: dict[str, Callable[[], Iterator[Item]]]
+    # One line per folder with the number of files of each type.
     files: list[str] = field(default_factory=list)
+    # Lines for the user about files that are not used.
     notices: list[str] = field(default_factory=list)
-    advice: str = ""
+    advice: str = ""  # text to add to the message about a bad row
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How a corpus is opened.
-
-    Attributes:
-        rows: how rows are read.
-        validation_file: a file or folder that replaces the validation split of the corpus.
-        include: which files of a folder are read, see `folders.files_of`.
-        config, revision: configuration name of a hub dataset, and its branch, tag or commit.
-        train_split, eval_split: splits of a hub dataset or parts of them, in the syntax of
-            `datasets`; None: "train", and "validation" if there is one that is not trained on.
-        cache: a folder for what is known about datasets of the hub from earlier runs.
-    """
+    """How a corpus is opened."""
 
     rows: RowOptions = field(default_factory=RowOptions)
+    # A file or folder that replaces the validation split of the corpus.
     validation_file: str | None = None
-    include: str | None = None
+    include: str | None = None  # which files of a folder are read, see `folders.files_of`
+    # Configuration name of a hub dataset, and its branch, tag or commit.
     config: str | None = None
     revision: str | None = None
+    # Splits of a hub dataset or parts of them, in the syntax of `datasets`; None: "train", and
+    # "validation" if there is one that is not trained on.
     train_split: str | None = None
     eval_split: str | None = None
+    # A folder for what is known about datasets of the hub from earlier runs.
     cache: Path | None = None
 
     @classmethod

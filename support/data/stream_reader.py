@@ -45,23 +45,17 @@ COMPARED_BYTES = 1 << 16  # read at the beginning and at the end of a file to co
 
 @dataclass(frozen=True)
 class StreamCorpus:
-    """A corpus that is read during training.
+    """A corpus that is read during training."""
 
-    Attributes:
-        name: --dataset.
-        sha256: digest that the ranks and a resumed run compare. It covers the flags that select
-            the text and, because the text is never read completely, only the names, sizes,
-            beginnings and ends of the files, or the name and commit on the hub.
-        open_rows: opens the corpus as a stateful iterable of rows {"content": a Document, TextFile,
-            Example or BadRow; "begins": whether it begins a document, or continues the previous
-            row}.
-        advice: text to add to the message about a bad row.
-    """
-
-    name: str
+    name: str  # --dataset
+    # Digest that the ranks and a resumed run compare. It covers the flags that select the text and,
+    # because the text is never read completely, only the names, sizes, beginnings and ends of the
+    # files, or the name and commit on the hub.
     sha256: str
+    # Opens the corpus as a stateful iterable of rows {"content": a Document, TextFile, Example or
+    # BadRow; "begins": whether it begins a document, or continues the previous row}.
     open_rows: Callable
-    advice: str = ""
+    advice: str = ""  # text to add to the message about a bad row
 
 
 def open_corpus(args, ctx: DistContext, options: RowOptions) -> StreamCorpus:
@@ -165,19 +159,12 @@ def _rows_on_hub(args, commit: str | None, options: RowOptions) -> Callable:
 
 @dataclass
 class Item:
-    """A row that is assigned to a batch slot and not tokenized yet.
+    """A row that is assigned to a batch slot and not tokenized yet."""
 
-    Attributes:
-        state: state of the reader before this row.
-        begins: whether an end-of-text token precedes it.
-        content: the document or example.
-        part: for a part of a text file, the chunk with its seams; otherwise None.
-    """
-
-    state: dict
-    begins: bool
+    state: dict  # state of the reader before this row
+    begins: bool  # whether an end-of-text token precedes it
     content: Document | Example
-    part: Chunk | None = None
+    part: Chunk | None = None  # for a part of a text file, the chunk with its seams; otherwise None
 
 
 class Reader:

@@ -208,21 +208,14 @@ class BatchSlot:
 
 @dataclass(frozen=True)
 class Place:
-    """The position of the stream after a step, on this rank.
+    """The position of the stream after a step, on this rank."""
 
-    Attributes:
-        slots: {number of a slot: its state}, for the slots of this rank.
-        bad: (line about a row, whether only this rank has it) for each bad row of this step.
-        rows: number of good rows (or parts of text files) read so far, in all passes.
-        passes: number of complete passes.
-        kind: the kind of the rows, "text", "chat" or "pair"; None before the first row.
-        formats: names of their formats.
-    """
-
-    slots: dict[str, dict]
+    slots: dict[str, dict]  # {number of a slot: its state}, for the slots of this rank
+    # (line about a row, whether only this rank has it) for each bad row of this step.
     bad: list[tuple[str, bool]]
-    rows: int
-    passes: int
+    rows: int  # number of good rows (or parts of text files) read so far, in all passes
+    passes: int  # number of complete passes
+    # The kind of the rows, "text", "chat" or "pair"; None before the first row.
     kind: str | None = None
     formats: tuple[str, ...] = ()
 

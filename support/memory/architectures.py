@@ -53,21 +53,10 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """Dimensions of a decoder-only transformer that determine memory.
+    """Dimensions of a decoder-only transformer that determine memory."""
 
-    Attributes:
-        family: "gpt2", "gpt_neox" or "llama" (also for Mistral and Qwen).
-        layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary: as in config.json.
-        positions: rows of a learned position embedding; 0 for rotary positions.
-        limit: the longest sequence; None if the configuration does not state it.
-        tied: the output layer shares the weight of the input embedding.
-        activation: of the MLP, by transformers' name.
-        qkv_bias, out_bias, mlp_bias: biases on query, key and value; on attention's output; in the
-            MLP. GPT-2 has all, GPT-NeoX the last one, and with qkv_bias the first two.
-        qk_norm, parallel: a norm on query and key; attention and MLP in parallel.
-    """
-
-    family: str
+    family: str  # "gpt2", "gpt_neox" or "llama" (also for Mistral and Qwen)
+    # As in config.json.
     layers: int
     hidden: int
     heads: int
@@ -75,13 +64,16 @@ class Architecture:
     head_dim: int
     intermediate: int
     vocabulary: int
-    positions: int
-    limit: int | None
-    tied: bool
-    activation: str
+    positions: int  # rows of a learned position embedding; 0 for rotary positions
+    limit: int | None  # the longest sequence; None if the configuration does not state it
+    tied: bool  # the output layer shares the weight of the input embedding
+    activation: str  # of the MLP, by transformers' name
+    # Biases on query, key and value; on attention's output; in the MLP. GPT-2 has all, GPT-NeoX the
+    # last one, and with qkv_bias the first two.
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    # A norm on query and key; attention and MLP in parallel.
     qk_norm: bool = False
     parallel: bool = False
 

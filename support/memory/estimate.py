@@ -38,33 +38,22 @@ CPU_LIBRARIES, CPU_SLACK = GB // 2, 1.3
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory estimate of one strategy, in bytes of one rank.
-
-    Attributes:
-        strategy: its name.
-        parameters, gradients, optimizer: model states on the GPU at the end of backward.
-        buffers: persistent communication buckets and staging buffers.
-        activations, logits: held at the end of forward; `logits` are the gradients that the loss
-            keeps.
-        peak: the maximum over a step, temporary tensors included.
-        host: in host memory, for this rank.
-        nvme: on disk, for this rank.
-        sent: bytes that this rank sends per step.
-        device: "cuda" or "cpu".
-    """
+    """Memory estimate of one strategy, in bytes of one rank."""
 
     strategy: str
+    # Model states on the GPU at the end of backward.
     parameters: int
     gradients: int
     optimizer: int
-    buffers: int
+    buffers: int  # persistent communication buckets and staging buffers
+    # Held at the end of forward; `logits` are the gradients that the loss keeps.
     activations: int
     logits: int
-    peak: int
-    host: int
-    nvme: int
-    sent: int
-    device: str
+    peak: int  # the maximum over a step, temporary tensors included
+    host: int  # in host memory, for this rank
+    nvme: int  # on disk, for this rank
+    sent: int  # bytes that this rank sends per step
+    device: str  # "cuda" or "cpu"
 
     @property
     def total(self) -> int:
@@ -85,24 +74,20 @@ class MemoryEstimate:
 class _States:
     """Memory that a strategy needs in addition to activations and logits, in bytes of one rank.
 
-    Attributes:
-        parameters, gradients, optimizer, buffers, host, nvme: as in MemoryEstimate.
-        steady: held during the whole forward pass.
-        gathered, in_backward: in addition to `steady`, from forward on, and during backward.
-        at_end: total at the end of backward, when activations are freed and the embedding's
-            gradients are computed.
-        update: in addition to `steady`, while weights are updated.
-        sent: as in MemoryEstimate, before the factor (N - 1) / N for N ranks.
+    The names that MemoryEstimate has, too, mean the same.
     """
 
     parameters: int
     gradients: int
     optimizer: int
-    steady: int
+    steady: int  # held during the whole forward pass
+    # Total at the end of backward, when activations are freed and the embedding's gradients are
+    # computed.
     at_end: int
-    update: int
-    sent: int
+    update: int  # in addition to `steady`, while weights are updated
+    sent: int  # as in MemoryEstimate, before the factor (N - 1) / N for N ranks
     buffers: int = 0
+    # In addition to `steady`, from forward on, and during backward.
     gathered: int = 0
     in_backward: int = 0
     host: int = 0

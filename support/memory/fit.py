@@ -18,18 +18,13 @@ PREFERENCE = (*ON_GPU, *OFFLOADING)
 
 @dataclass(frozen=True)
 class Limits:
-    """Available memory in bytes; None if it is not known, which sets no limit.
+    """Available memory in bytes; None if it is not known, which sets no limit."""
 
-    Attributes:
-        gpu: memory of one GPU.
-        host, nvme: of one node, shared by its ranks.
-        ranks_per_node: number of these ranks.
-    """
-
-    gpu: int | None
+    gpu: int | None  # memory of one GPU
+    # Of one node, shared by its ranks.
     host: int | None = None
     nvme: int | None = None
-    ranks_per_node: int = 1
+    ranks_per_node: int = 1  # number of these ranks
 
     def hold(self, need: MemoryEstimate) -> bool:
         """Return whether a strategy's memory estimate fits."""

@@ -16,15 +16,10 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA adapters on some linear layers of each transformer block.
-
-    Attributes:
-        r: rank of the adapters.
-        layers: the layers, as in Architecture.linear_layers.
-    """
+    """LoRA adapters on some linear layers of each transformer block."""
 
     r: int
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # the layers, as in Architecture.linear_layers
 
     def of_block(self, model: Architecture) -> list[int]:
         """Return the elements of A and B of each adapted layer of a transformer block."""
@@ -72,38 +67,25 @@ def adapters(model: Architecture, r: int | None, targets: str | None) -> Adapter
 
 @dataclass(frozen=True)
 class Workload:
-    """Workload of a run: the model, its batches and the number of ranks.
-
-    Attributes:
-        model: its architecture.
-        world_size: number of ranks, one per GPU.
-        batch_size, seq_length: sequences in one micro-batch, and tokens in each.
-        precision: "fp32", "bf16" or "fp16".
-        gradient_checkpointing: keep only the inputs of the transformer blocks for backward.
-        accumulation: micro-batches per optimizer step.
-        device: "cuda", or "cpu" for a simulation on a CPU (the rules of autocast differ).
-        rank: the rank to estimate; None: the one that needs the most memory.
-        lora: adapters on frozen weights; None: all parameters are trained.
-        fused_gelu: one kernel computes GPT-2's activation.
-        attention_mask: attention by SDPA with a mask, as for isolated documents.
-        optimizer: one of OPTIMIZERS.
-        load_in_4bit: the frozen weights of the linear layers are in 4 bits (NF4).
-    """
+    """Workload of a run: the model, its batches and the number of ranks."""
 
     model: Architecture
-    world_size: int
+    world_size: int  # number of ranks, one per GPU
+    # Sequences in one micro-batch, and tokens in each.
     batch_size: int = 4
     seq_length: int = 512
-    precision: str = "bf16"
+    precision: str = "bf16"  # "fp32", "bf16" or "fp16"
+    # Keep only the inputs of the transformer blocks for backward.
     gradient_checkpointing: bool = False
-    accumulation: int = 1
+    accumulation: int = 1  # micro-batches per optimizer step
+    # "cuda", or "cpu" for a simulation on a CPU (the rules of autocast differ).
     device: str = "cuda"
-    rank: int | None = None
-    lora: Adapters | None = None
-    fused_gelu: bool = True
-    attention_mask: bool = False
-    optimizer: str = "adamw"
-    load_in_4bit: bool = False
+    rank: int | None = None  # the rank to estimate; None: the one that needs the most memory
+    lora: Adapters | None = None  # adapters on frozen weights; None: all parameters are trained
+    fused_gelu: bool = True  # one kernel computes GPT-2's activation
+    attention_mask: bool = False  # attention by SDPA with a mask, as for isolated documents
+    optimizer: str = "adamw"  # one of OPTIMIZERS
+    load_in_4bit: bool = False  # the frozen weights of the linear layers are in 4 bits (NF4)
 
     @property
     def strategies(self) -> list[str]:

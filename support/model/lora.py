@@ -26,24 +26,18 @@ ADAPTER = "default"  # peft's name for a model's only adapter
 
 @dataclass
 class Lora:
-    """Configuration of the adapters that a model gets.
+    """Configuration of the adapters that a model gets."""
 
-    Attributes:
-        r, alpha, dropout: rank, scale (alpha / r), and dropout probability of the input of A.
-        targets: suffixes of the names of the layers that get an adapter, or "all-linear"; None:
-            peft's default for the architecture, or all linear layers if peft has no default.
-        base: the model's name, for adapter_config.json.
-        seed: for the initialization of A.
-        settled: peft's configuration of the adapters; None until `attach` has been called.
-    """
-
+    # Rank, scale (alpha / r), and dropout probability of the input of A.
     r: int
     alpha: float
     dropout: float
+    # Suffixes of the names of the layers that get an adapter, or "all-linear"; None: peft's default
+    # for the architecture, or all linear layers if peft has no default.
     targets: list[str] | str | None
-    base: str
-    seed: int
-    settled: Any = None
+    base: str  # the model's name, for adapter_config.json
+    seed: int  # for the initialization of A
+    settled: Any = None  # peft's configuration of the adapters; None until `attach` has been called
 
     @classmethod
     def of(cls, args) -> Lora | None:

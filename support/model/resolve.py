@@ -57,48 +57,36 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass
 class ModelSpec:
-    """Description of a model: everything except its weights in memory.
+    """Description of a model: everything except its weights in memory."""
 
-    Attributes:
-        config: transformers configuration, with the run's changes (dropout, vocabulary) applied.
-        tokenizer: the model's tokenizer.
-        generation: the model's generation configuration.
-        weights: local folder that `load` reads.
-        seed: for weights that the folder lacks.
-        lora: the model's adapters, or None.
-        dtype: of the weights that `load` returns; adapters are always in fp32.
-        load_in_4bit: `load` returns the weights of linear layers in 4 bits, on the rank's device.
-        drawn: the weights themselves, for the first call of `load`, if `weights` lacks them.
-        random: the weights, or rows of the embedding, were drawn from the seed for this run and are
-            not stored elsewhere.
-        parameters: number of parameters, adapters included; tied weights count once.
-        trainable: number of parameters that are trained.
-        matmul_parameters, trainable_matmul: number of those that take part in matrix
-            multiplications, and number of these that are trained.
-        largest_parameter: elements of the largest parameter.
-        tied: the output layer shares the weight of the input embedding.
-        chunked_loss: the output layer computes the loss in chunks; see support/model/loss.py.
-        own_settings: original values of the settings that the run has replaced in the
-            configuration; an exported model gets them back.
-    """
-
+    # Transformers configuration, with the run's changes (dropout, vocabulary) applied.
     config: transformers.PretrainedConfig
     tokenizer: transformers.PreTrainedTokenizerBase
     generation: GenerationConfig
-    weights: str
-    seed: int
-    lora: Lora | None = None
+    weights: str  # local folder that `load` reads
+    seed: int  # for weights that the folder lacks
+    lora: Lora | None = None  # the model's adapters, or None
+    # Of the weights that `load` returns; adapters are always in fp32.
     dtype: torch.dtype = torch.float32
+    # `load` returns the weights of linear layers in 4 bits, on the rank's device.
     load_in_4bit: bool = False
+    # The weights, or rows of the embedding, were drawn from the seed for this run and are not
+    # stored elsewhere.
     random: bool = False
+    # The weights themselves, for the first call of `load`, if `weights` lacks them.
     drawn: dict[str, torch.Tensor] | None = field(default=None, repr=False)
-    parameters: int = 0
-    trainable: int = 0
+    parameters: int = 0  # number of parameters, adapters included; tied weights count once
+    trainable: int = 0  # number of parameters that are trained
+    # Number of those that take part in matrix multiplications, and number of these that are
+    # trained.
     matmul_parameters: int = 0
     trainable_matmul: int = 0
     largest_parameter: int = 0
-    tied: bool = False
+    tied: bool = False  # the output layer shares the weight of the input embedding
+    # The output layer computes the loss in chunks; see support/model/loss.py.
     chunked_loss: bool = False
+    # Original values of the settings that the run has replaced in the configuration; an exported
+    # model gets them back.
     own_settings: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -240,18 +228,11 @@ def _be_quiet(args) -> None:
 
 
 class Location(NamedTuple):
-    """Where a model's parts are.
-
-    Attributes:
-        config: its configuration.
-        tokenizer: the folder of the tokenizer.
-        weights: the folder of the weights; None: they are drawn from the seed.
-        notices: lines for the user.
-    """
+    """Where a model's parts are."""
 
     config: transformers.PretrainedConfig
-    tokenizer: str
-    weights: str | None = None
+    tokenizer: str  # the folder of the tokenizer
+    weights: str | None = None  # the folder of the weights; None: they are drawn from the seed
     notices: tuple[str, ...] = ()
 
 

@@ -36,37 +36,24 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of one parameter in a master.
-
-    Attributes:
-        name: of the parameter.
-        start: index of the first element in the flattened parameter.
-        offset: index of that element in the master.
-        numel: number of elements.
-    """
+    """Consecutive elements of one parameter in a master."""
 
     name: str
-    start: int
-    offset: int
+    start: int  # index of the first element in the flattened parameter
+    offset: int  # index of that element in the master
     numel: int
 
 
 @dataclass
 class Shard:
-    """One master on this rank.
+    """One master on this rank."""
 
-    Attributes:
-        key: the tensor that is the key of the optimizer's state.
-        names: the parameters that this master and its counterparts on the other ranks hold
-            together, in the same order on every rank.
-        pieces: the elements in this rank's master, without DeepSpeed's padding.
-        group: DeepSpeed's index of the group or sub-group.
-    """
-
-    key: torch.Tensor
+    key: torch.Tensor  # the tensor that is the key of the optimizer's state
+    # The parameters that this master and its counterparts on the other ranks hold together, in the
+    # same order on every rank.
     names: list[str]
-    pieces: list[Piece]
-    group: int
+    pieces: list[Piece]  # the elements in this rank's master, without DeepSpeed's padding
+    group: int  # DeepSpeed's index of the group or sub-group
 
 
 class ShardedState:
