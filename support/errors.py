@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from support.redaction import redact
@@ -121,6 +122,25 @@ def first_line(error: BaseException, longest: int | None = None) -> str:
         longest: the largest number of characters; None: no limit.
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:longest]
+
+
+@contextlib.contextmanager
+def refused_as(problem: str, longest: int | None = None) -> Iterator[None]:
+    """Convert every exception of this context into a UserError: `problem`, and its first line.
+
+    For libraries that raise a dozen classes: the clients of the hub, and those that read a model's
+    files, whose values transformers passes to constructors unchecked.
+
+    Args:
+        problem: the beginning of the message.
+        longest: see `first_line`.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{problem}: {first_line(error, longest)}") from error
 
 
 def explain(error: BaseException) -> UserError:

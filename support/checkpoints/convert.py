@@ -28,14 +28,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from support.checkpoints.format import (
     BUFFERS,
     NEW_RUN,
-    is_inner_path,
     open_checkpoint,
     open_listed,
     write_manifest,
 )
+from support.checkpoints.recognize import folder_named_in
 from support.checkpoints.tensors import PieceReader, PieceWriter
 from support.errors import UserError, first_line
-from support.files.atomic import open_regular, read_json, write_text
+from support.files.atomic import read_json, write_text
 from support.files.safetensors_writer import WeightFiles, write_at
 from support.files.user_files import shown
 from support.model.card import model_card
@@ -95,8 +95,11 @@ class UniversalCheckpoint:
     FILES: ClassVar = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 
     def __init__(self, folder: Path):
-        if (folder / "latest_universal").is_file():
-            folder = folder / self._name_in(folder / "latest_universal")
+        if (latest := folder / "latest_universal").is_file():
+            name, is_folder = folder_named_in(latest)
+            if not is_folder:
+                raise UserError(f"{latest} does not name a folder next to it: {shown(name)}.")
+            folder = folder / name
         self.folder = folder
         names = sorted(
             path.parent.relative_to(folder / "zero").as_posix()
@@ -112,14 +115,6 @@ class UniversalCheckpoint:
         self.shapes = {name: tuple(self._load(name, "weight").shape) for name in trained or names}
         self.adam_step = self._step(trained[0]) if trained else 0
         self.kinds = ("weight", *(MOMENTS if trained else ()))
-
-    @staticmethod
-    def _name_in(path: Path) -> str:
-        with open_regular(path) as file:
-            name = file.read(1000).decode(errors="replace").strip()
-        if not is_inner_path(name) or "/" in name or len(name) > 255:
-            raise UserError(f"{path} does not name a folder next to it: {shown(name)}.")
-        return name
 
     def _load(self, name: str, kind: str) -> torch.Tensor:
         path = self.folder / "zero" / name / self.FILES[kind]

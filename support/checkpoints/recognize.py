@@ -35,11 +35,16 @@ def newest_of_trainer(folder: Path) -> Path:
 def deepspeed_folder(folder: Path) -> Path | None:
     """Return the folder with the files of a DeepSpeed checkpoint; `latest` may name it."""
     if (folder / "latest").is_file():
-        with open_regular(folder / "latest") as file:
-            name = file.read(1000).decode(errors="replace").strip()
-        if is_inner_path(name) and "/" not in name and len(name) <= 255:
-            folder = folder / name
+        name, is_folder = folder_named_in(folder / "latest")
+        folder = folder / name if is_folder else folder
     return folder if any(folder.glob("*_states.pt")) else None
+
+
+def folder_named_in(file: Path) -> tuple[str, bool]:
+    """Return the text of a file, and whether it can be the name of a folder next to it."""
+    with open_regular(file) as opened:
+        name = opened.read(1000).decode(errors="replace").strip()
+    return name, is_inner_path(name) and "/" not in name and len(name) <= 255
 
 
 def fsdp_folders(folder: Path) -> list[Path]:

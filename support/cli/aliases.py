@@ -256,8 +256,7 @@ def apply_converted(args) -> None:
         delattr(args, name)
     _check_use_peft(args)
     _apply_tasks(args)
-    _apply_eval_strategy(args)
-    _apply_save_strategy(args)
+    _apply_strategies(args)
     for name in ("use_peft", "do_train", "do_eval", "eval_strategy", "save_strategy"):
         delattr(args, name)
 
@@ -294,12 +293,19 @@ def _apply_tasks(args) -> None:
         args.eval = False
 
 
-def _apply_eval_strategy(args) -> None:
-    if args.eval_strategy in ("no", "epoch") and args.eval_every:
-        raise UserError(
-            f"--eval_strategy {args.eval_strategy} and --eval_steps {args.eval_every} cannot both "
-            "hold: leave one out."
-        )
+def _apply_strategies(args) -> None:
+    """Set when to evaluate and when to save, by --eval_strategy and --save_strategy."""
+    for what in ("eval", "save"):
+        strategy, steps = getattr(args, f"{what}_strategy"), getattr(args, f"{what}_every")
+        if strategy in ("no", "epoch") and steps:
+            raise UserError(
+                f"--{what}_strategy {strategy} and --{what}_steps {steps} cannot both hold: leave "
+                "one out."
+            )
+    if args.save_strategy == "epoch":
+        args.save_epochs = True
+    elif args.save_strategy == "steps":
+        args.save_every = args.save_every or TRAINER_STEPS
     if args.eval_only:
         return
     if args.eval_strategy == "no" and args.do_eval:
@@ -309,18 +315,6 @@ def _apply_eval_strategy(args) -> None:
     elif args.eval_strategy == "steps":  # Trainer's default is --logging_steps
         logged = args.logging_steps if "logging_steps" in args.given else TRAINER_STEPS
         args.eval_every = args.eval_every or logged
-
-
-def _apply_save_strategy(args) -> None:
-    if args.save_strategy in ("no", "epoch") and args.save_every:
-        raise UserError(
-            f"--save_strategy {args.save_strategy} and --save_steps {args.save_every} cannot both "
-            "hold: leave one out."
-        )
-    if args.save_strategy == "epoch":
-        args.save_epochs = True
-    elif args.save_strategy == "steps":
-        args.save_every = args.save_every or TRAINER_STEPS
 
 
 def lines_for_user(args) -> list[str]:

@@ -35,6 +35,7 @@ distant text. In all other cases memory is bounded by `BATCH_CHARACTERS`.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import operator
 import re
@@ -43,7 +44,7 @@ import unicodedata
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
@@ -209,14 +210,14 @@ class DocumentTokenizer:
             # Later, while another call runs, setting them would be an error.
             self._encode([Chunk("", 0)])
         with ThreadPoolExecutor(1) as thread:
-            running: Future | None = None
-            for batch in self._batches(documents):
-                submitted = thread.submit(self._encode_batch, batch)
-                if running:
-                    yield from self._finished(running, advance)
-                running = submitted
-            if running:
-                yield from self._finished(running, advance)
+            futures = (
+                thread.submit(self._encode_batch, batch) for batch in self._batches(documents)
+            )
+            # The second of each pair is tokenized while the first is used.
+            for future, _ in itertools.pairwise(itertools.chain(futures, [None])):
+                chunks = future.result()
+                advance(sum(len(chunk.text) for chunk in chunks))
+                yield from chunks
 
     def _batches(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Chunk]]:
         batch, characters = [], 0
@@ -228,11 +229,6 @@ class DocumentTokenizer:
                     yield batch
                     batch, characters = [], 0
         yield batch
-
-    def _finished(self, future: Future, advance: Callable[[int], None]) -> list[Chunk]:
-        chunks = future.result()
-        advance(sum(len(chunk.text) for chunk in chunks))
-        return chunks
 
     def _encode_batch(self, chunks: list[Chunk]) -> list[Chunk]:
         """Tokenize chunks; those without a seam, such as all short documents, get no `encoding`.

@@ -18,7 +18,7 @@ from support.cli.paths import is_local_dataset
 from support.data.chat import has_own_template
 from support.data.formats import BadRow, Document, Example, RowOptions, columns_of_table, read_row
 from support.data.rows import contents_of_file, has_rows, reading
-from support.errors import UserError, first_line
+from support.errors import UserError, refused_as
 from support.files.atomic import read_json, sha256_of, write_text
 from support.files.folders import advise_include, count_types, describe_twins, files_of
 from support.files.hub_cache import cache_folder
@@ -232,19 +232,11 @@ def _digest_of_text(file: Path, options: RowOptions, longest: float) -> bytes | 
 # ------------------------------------------------------------------------------------------ the hub
 
 
-@contextlib.contextmanager
-def _loading(dataset: str) -> Iterator[None]:
-    """Convert every exception of the hub's clients to a UserError; they raise a dozen classes."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = first_line(error, 200)  # the first line has the reason
-        raise UserError(
-            f"--dataset {dataset} is not a local file or folder, and cannot be loaded from the "
-            f"hub: {reason}"
-        ) from error
+def _loading(dataset: str) -> contextlib.AbstractContextManager[None]:
+    problem = (
+        f"--dataset {dataset} is not a local file or folder, and cannot be loaded from the hub"
+    )
+    return refused_as(problem, longest=200)
 
 
 def _builder_of(dataset: str, config: str | None, revision: str | None):

@@ -8,9 +8,7 @@ process of dp keeps them in memory.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +30,7 @@ from support.cli.arguments import isolates_documents
 from support.cli.hub import scratch_without_hub
 from support.cli.paths import is_local_model
 from support.cluster.context import DistContext
-from support.errors import UserError, first_line
+from support.errors import UserError, first_line, refused_as
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder, login_command
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
@@ -174,7 +172,7 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
     if args.dropout is not None:
         set_dropout(config, args.dropout, ctx)
     generation = _read_generation(prepared["weights"], config, args.model)
-    with _refuse_if_invalid(args.model, "no model can be built from its config.json"):
+    with refused_as(f"--model {args.model}: no model can be built from its config.json"):
         spec = ModelSpec(
             config,
             tokenizer,
@@ -300,23 +298,8 @@ def _prepare_folders(args, ctx: DistContext) -> dict:
     }
 
 
-@contextlib.contextmanager
-def _refuse_if_invalid(model: str, problem: str) -> Iterator[None]:
-    """Convert every exception into a UserError.
-
-    transformers passes the values in a file to constructors unchecked, so any exception can follow.
-    tokenizers raises plain Exception for a broken file.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"--model {model}: {problem}: {first_line(error)}") from error
-
-
 def _read_config(folder: str, name: str) -> transformers.PretrainedConfig:
-    with _refuse_if_invalid(name, "its config.json cannot be used"):
+    with refused_as(f"--model {name}: its config.json cannot be used"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
@@ -330,7 +313,7 @@ def _read_generation(folder: str, config, name: str) -> GenerationConfig:
 
     Older models have it in their config.json, or not at all.
     """
-    with _refuse_if_invalid(name, "its generation_config.json cannot be used"):
+    with refused_as(f"--model {name}: its generation_config.json cannot be used"):
         if (Path(folder) / "generation_config.json").exists():
             return GenerationConfig.from_pretrained(folder, local_files_only=True)
         return GenerationConfig.from_model_config(config)
@@ -344,7 +327,7 @@ def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
             f"--model {args.model}: there are no tokenizer files "
             "(tokenizer.json, or vocab.json and merges.txt)."
         )
-    with _refuse_if_invalid(args.model, "its tokenizer cannot be loaded"):
+    with refused_as(f"--model {args.model}: its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
