@@ -84,19 +84,16 @@ class Preempted(Exception):
         self.engine = engine
 
 
+@dataclass
 class FirstError:
     """The first error of several calls; after it, further calls do nothing.
 
     For a rank that writes files between collectives. If it raised an exception, the other ranks
     would wait for it in their next collective. Instead it takes part in all collectives, and the
     error is shared with all ranks afterwards.
-
-    Attributes:
-        error: the exception of the first function that failed, or None.
     """
 
-    def __init__(self):
-        self.error: Exception | None = None
+    error: Exception | None = None
 
     def attempt(self, function, *args):
         """Call `function` unless an earlier call failed.

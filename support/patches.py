@@ -1,8 +1,8 @@
 """All patches of other libraries: one function each, called where the patch is needed.
 
 A patch names the version in which the behavior was seen, why it is changed, and when the patch can
-be removed. PATCHES lists what each patch replaces; a test looks up these names in the installed
-libraries. Importing this module changes nothing and imports none of them.
+be removed. tests/unit/test_patches.py lists what each patch replaces, and looks up these names in
+the installed libraries. Importing this module changes nothing and imports none of them.
 """
 
 from __future__ import annotations
@@ -194,25 +194,3 @@ def keep_4bit_layout() -> None:
     """
     modules = importlib.import_module("bitsandbytes.nn.modules")
     modules.has_avx512bf16 = lambda: False  # type: ignore[attr-defined]
-
-
-# What each patch replaces, as "module:attribute".
-PATCHES = {
-    replace_packed_sequence_check: ("transformers.masking_utils:find_packed_sequence_indices",),
-    wrap_sdpa: ("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",),
-    limit_template_operators: (
-        "jinja2.sandbox:SandboxedEnvironment.intercepted_binops",
-        "jinja2.sandbox:SandboxedEnvironment.default_binop_table",
-    ),
-    override_collectives: ("torch:ops.c10d.allreduce_", "torch:library.Library.impl"),
-    cache_cpu_info: ("cpuinfo:get_cpu_info",),
-    quote_library_path: ("torch.utils.cpp_extension:TORCH_LIB_PATH",),
-    compile_without_loading: (
-        "torch.utils.cpp_extension:load",
-        "torch.utils.cpp_extension:_import_module_from_library",
-        "torch.utils.cpp_extension:subprocess.run",
-    ),
-    load_compiled_ops: ("deepspeed.ops.op_builder.builder:OpBuilder.jit_load",),
-    skip_shared_memory_op: ("deepspeed.comm.torch:build_shm_op",),
-    keep_4bit_layout: ("bitsandbytes.nn.modules:has_avx512bf16",),
-}

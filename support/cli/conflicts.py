@@ -7,68 +7,66 @@ from support.known_models import EMBEDDED_MODEL
 
 # Flags that need evaluations; all but the first need them during training.
 NEED_EVALUATIONS = ("eval_only", "eval_every", "early_stopping_patience", "load_best_at_end")
-NEED_TRAINING = """
-    resume save_every save_epochs eval_only eval_first generate export_hf eval_every
-    early_stopping_patience load_best_at_end merge_lora push_to_hub
-    """.split()
+_AT_INTERVALS = " ".join(NEED_EVALUATIONS[1:])
 UNKNOWN_LENGTH = "the length of a stream is not known in advance"
 
-# Two flags, and why they exclude each other, where that needs an explanation.
-EXCLUDING = (
+# A flag, those that it excludes, and why, if that needs an explanation.
+_GROUPS = (
     ("eval_only", "no_eval", ""),
-    ("eval_only", "save_every", "an evaluation writes no checkpoint"),
-    ("eval_only", "save_epochs", "an evaluation writes no checkpoint"),
+    ("eval_only", "save_every save_epochs", "an evaluation writes no checkpoint"),
     ("eval_only", "resume", "it evaluates --model"),
     ("eval_only", "auto_micro_batch", "nothing is trained: use --eval_batch_size"),
     ("eval_only", "lora_r", "it evaluates --model as it is, and new adapters change nothing"),
-    ("eval_only", "export_hf", "nothing is trained"),
-    ("eval_only", "export_dtype", "nothing is trained"),
-    ("no_save", "save_every", ""),
-    ("no_save", "save_epochs", ""),
+    ("eval_only", "export_hf export_dtype", "nothing is trained"),
+    ("no_save", "save_every save_epochs", ""),
     ("no_save", "load_best_at_end", "the best weights are loaded from a checkpoint"),
-    ("no_export", "export_hf", ""),
-    ("no_export", "export_dtype", ""),
+    ("no_export", "export_hf export_dtype", ""),
     ("no_export", "merge_lora", "the adapters are merged for the export"),
     ("no_export", "push_to_hub", "the exported model is pushed"),
     ("eval_only", "push_to_hub", "nothing is trained"),
-    ("validation_file", "validation_split", ""),
-    ("validation_file", "eval_split", ""),
-    ("validation_split", "eval_split", ""),
-    ("validation_split", "validation_split_percentage", ""),
+    ("validation_file", "validation_split eval_split", ""),
+    ("validation_split", "eval_split validation_split_percentage", ""),
     ("warmup_steps", "warmup_ratio", ""),
-    ("text_column", "prompt_column", "a row is a text, or a prompt and a completion"),
-    ("text_column", "completion_column", "a row is a text, or a prompt and a completion"),
-    ("profile", "profile_memory", "both need torch's profiler"),
-    ("profile", "simulate_gpus", "both need torch's profiler"),
-    ("prefetch", "check", ""),
-    ("prefetch", "show_sample", ""),
+    (
+        "text_column",
+        "prompt_column completion_column",
+        "a row is a text, or a prompt and a completion",
+    ),
+    ("profile", "profile_memory simulate_gpus", "both need torch's profiler"),
+    ("prefetch", "check show_sample", ""),
     ("check", "show_sample", ""),
     ("simulate_gpus", "show_sample", ""),
     ("prefetch", "simulate_gpus", ""),
-    *(("prove", flag, "") for flag in ("check", "prefetch", "show_sample")),
-    *(("prove", flag, "it trains one step") for flag in ("eval_only", "simulate_gpus")),
+    ("prove", "check prefetch show_sample", ""),
+    ("prove", "eval_only simulate_gpus", "it trains one step"),
     ("prove", "resume", "the gradient is read from the moments of Adam's first step"),
     ("prove", "streaming", "all ways must read the same sequences"),
     ("prove", "load_in_4bit", "all ways compute in fp32"),
     ("check", "simulate_gpus", "--check tests real ranks"),
-    ("streaming", "epochs", UNKNOWN_LENGTH),
-    ("streaming", "num_samples", UNKNOWN_LENGTH),
+    ("streaming", "epochs num_samples", UNKNOWN_LENGTH),
     ("streaming", "eval_split", "a stream is evaluated on --validation_file"),
-    *(
-        ("streaming", flag, f"{UNKNOWN_LENGTH} (use --validation_file)")
-        for flag in ("validation_split", "validation_split_percentage")
+    (
+        "streaming",
+        "validation_split validation_split_percentage",
+        f"{UNKNOWN_LENGTH} (use --validation_file)",
     ),
-    *(("no_eval", flag, "it needs evaluations") for flag in NEED_EVALUATIONS[1:]),
-    *(("eval_only", flag, "it needs training") for flag in NEED_EVALUATIONS[1:]),
-    *(("simulate_gpus", flag, "a simulation trains no model") for flag in NEED_TRAINING),
+    ("no_eval", _AT_INTERVALS, "it needs evaluations"),
+    ("eval_only", _AT_INTERVALS, "it needs training"),
+    (
+        "simulate_gpus",
+        "resume save_every save_epochs eval_only eval_first generate export_hf eval_every "
+        "early_stopping_patience load_best_at_end merge_lora push_to_hub",
+        "a simulation trains no model",
+    ),
 )
+EXCLUDING = [(flag, other, why) for flag, others, why in _GROUPS for other in others.split()]
 
 # A flag, one that it needs, and why.
 NEEDING = (
-    ("lora_alpha", "lora_r", ""),
-    ("lora_dropout", "lora_r", ""),
-    ("lora_targets", "lora_r", ""),
-    ("merge_lora", "lora_r", ""),
+    *(
+        (flag, "lora_r", "")
+        for flag in ("lora_alpha", "lora_dropout", "lora_targets", "merge_lora")
+    ),
     ("load_in_4bit", "lora_r", "weights in 4 bits are frozen, and only adapters are trained"),
     ("resume_force", "resume", ""),
     ("hub_model_id", "push_to_hub", ""),

@@ -623,7 +623,7 @@ def copy_ahead(steps: Iterator, device: torch.device) -> Iterator:
 class ReadAhead:
     """An iterator that reads `steps` in its own thread, in order.
 
-    Up to `depth` + 1 items wait for the consumer. An error of `steps` is raised in the consumer's
+    Up to `depth` items wait for the consumer. An error of `steps` is raised in the consumer's
     thread, at the position of the item that it replaces. Nothing is read before the first item is
     wanted, because a stream may have to be resumed before.
     """
@@ -639,7 +639,7 @@ class ReadAhead:
     def __next__(self) -> Any:
         if self._closed:
             raise StopIteration
-        while len(self._items) < self._depth + 2:
+        while len(self._items) <= self._depth:
             self._items.append(self._thread.submit(next, self._steps))
         return self._items.popleft().result()
 

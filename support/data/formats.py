@@ -10,7 +10,7 @@ import itertools
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from support.errors import UserError
 from support.files.user_files import printable
@@ -89,17 +89,12 @@ class Example:
         return json.dumps([content, self.context] if self.context else content, sort_keys=True)
 
 
+@dataclass
 class OneKind:
-    """A check that all rows of a corpus are of one kind.
+    """A check that all rows of a corpus are of one kind."""
 
-    Attributes:
-        kind: "text", "chat" or "pair", the kind of the first usable row; None before it.
-        formats: names of the formats of the rows, in the order in which they appeared.
-    """
-
-    def __init__(self):
-        self.kind: str | None = None
-        self.formats: list[str] = []
+    kind: str | None = None  # "text", "chat" or "pair", as the first usable row; None before it
+    formats: list[str] = field(default_factory=list)  # of the rows, in the order of appearance
 
     def check(self, row: Document | Example | BadRow) -> Document | Example | BadRow:
         """Return the row, or a BadRow if it is of another kind than the rows before it."""

@@ -58,9 +58,9 @@ from support.data.tokenize import (
 from support.errors import UserError
 from support.labels import IGNORED
 
-# Steps in the queue of `batches.ReadAhead`; two more are outside it, one in the thread and one in
-# `copy_ahead`. A few are enough, because the slots refill in different steps.
-STEPS_AHEAD = 4
+# Steps that are read ahead; `copy_ahead` has one more. A few are enough, because the slots refill in
+# different steps.
+STEPS_AHEAD = 5
 # Increase it when a corpus is divided into other rows, which invalidates positions in checkpoints.
 ROWS_VERSION = 2
 
@@ -220,20 +220,14 @@ class Place:
     formats: tuple[str, ...] = ()
 
 
+@dataclass
 class RowEncoder:
-    """The tokenizer of the rows of a stream.
+    """The tokenizer of the rows of a stream."""
 
-    Args:
-        documents: tokenizes the documents, and has the tokenizer of the examples.
-        seq_length: tokens to which examples are truncated.
-        refuse: called with each example of the first pass that cannot be encoded.
-    """
-
-    def __init__(
-        self, documents: DocumentTokenizer, seq_length: int, refuse: Callable[[BadRow], None]
-    ):
-        self.documents, self.seq_length, self.refuse = documents, seq_length, refuse
-        self.examples: Encoder | None = None
+    documents: DocumentTokenizer  # of the documents; its tokenizer is also that of the examples
+    seq_length: int  # tokens to which examples are truncated
+    refuse: Callable[[BadRow], None]  # called with examples of the first pass that are not valid
+    examples: Encoder | None = None  # created for the first example
 
     def encode(self, item: Item) -> tuple:
         """Return (token ids of a text, or (ids, labels) of an example, or None; flaw).

@@ -12,8 +12,9 @@ import itertools
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -228,29 +229,20 @@ def _write_tokens(
     return {"dtype": dtype, "splits": splits, "notices": notices}
 
 
+@dataclass
 class SplitWriter:
-    """A writer of the tokens of one split, which counts its rows.
+    """A writer of the tokens of one split, which counts its rows."""
 
-    Args:
-        path: path of the files without their suffixes.
-        advance: called from time to time with the number of characters done since the last call.
-        refuse: called with each bad row.
-    Attributes:
-        notices: lines for the user about what was read.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        tokenizer,
-        dtype: str,
-        advance: Callable[[int], None],
-        refuse: Callable[[BadRow], None],
-    ):
-        self.path, self.tokenizer, self.dtype = path, tokenizer, dtype
-        self.advance, self.refuse, self.notices = advance, refuse, []
-        self.one_kind, self.rows, self.empty = OneKind(), 0, 0
-        self.digest = hashlib.sha256()  # of the text
+    path: Path  # of the files, without their suffixes
+    tokenizer: Any
+    dtype: str
+    advance: Callable[[int], object]  # called with the number of characters since the last call
+    refuse: Callable[[BadRow], None]  # called with each bad row
+    notices: list[str] = field(default_factory=list)  # lines for the user about what was read
+    one_kind: OneKind = field(default_factory=OneKind)
+    rows: int = 0
+    empty: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)  # of the text
 
     def write(self, items: Iterator[Item]) -> dict:
         """Write the files.

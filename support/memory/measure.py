@@ -7,6 +7,7 @@ counted like those in live.py. They are derived from the allocator's statistics.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -22,16 +23,13 @@ from support.memory.system import (
 from support.units import GB
 
 
+@dataclass
 class DevicePeak:
-    """Peak memory of PyTorch's allocator on a GPU; 0 on a CPU.
+    """Peak memory of PyTorch's allocator on a GPU, in bytes; 0 on a CPU."""
 
-    Attributes:
-        last: peak in bytes between the last two calls of `mark`.
-        highest: peak in bytes over all calls.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device, self.highest, self.last = device, 0, 0
+    device: torch.device
+    highest: int = 0  # over all calls of `mark`
+    last: int = 0  # between the last two calls
 
     def mark(self) -> None:
         """Set `last` to the peak since the previous call, and update `highest`."""

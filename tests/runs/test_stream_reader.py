@@ -21,7 +21,7 @@ def wait_until(condition) -> None:
         time.sleep(0.01)
 
 
-def read_ahead(depth=3, items=10, error_at=None):
+def read_ahead(depth=4, items=10, error_at=None):
     """(a ReadAhead over the numbers from 0, how many its thread has read)."""
     from support.data.batches import ReadAhead
 
