@@ -188,8 +188,6 @@ def plan(args: Arguments, work: Workload, limits: Limits) -> int:
 
     Returns:
         The exit code.
-    Raises:
-        UserError: see `cost_of_plan`.
     """
     needs = predict_all(work)
     chosen, changed = fit.recommend(work, limits)

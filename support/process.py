@@ -10,6 +10,7 @@ import io
 import os
 import select
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
@@ -22,6 +23,7 @@ COMMAND, ENVIRONMENT = [sys.executable, *sys.orig_argv[1:]], dict(os.environ)
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 RESTARTED = "DISTRIBUTED_TRAINING_RESTARTED"  # set by support/cluster/restart.py
 ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to be ignored
+END_SECONDS = 60  # for a program to end after SIGTERM; torchrun kills its ranks after 30 s
 
 
 class LossyFile(io.FileIO):
@@ -130,6 +132,27 @@ def exit_code_of(main: Callable[[], int | None]) -> int | str | None:
     except KeyboardInterrupt:
         print("❌ Interrupted.", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def run_program(command: list[str], env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a program to its end; return its exit code and what it printed.
+
+    If this process is stopped, so is the program: torchrun forwards SIGTERM to its ranks.
+    """
+    none, pipe, same = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(
+        command, env=env, stdin=none, stdout=pipe, stderr=same, text=True, errors="replace"
+    ) as program:
+        try:
+            output, _ = program.communicate()
+        except BaseException:
+            program.terminate()
+            try:
+                program.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                program.kill()
+            raise
+    return program.returncode, output
 
 
 def _raise_at_signal(number: int, _frame) -> NoReturn:

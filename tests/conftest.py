@@ -166,7 +166,7 @@ class Run:
 
 def check_schema(folder: Path, metrics: bool = True) -> None:
     """Check that the files of a run have the keys and types of support/report/schema.py."""
-    from support.report.schema import problems_of_metrics, problems_of_results
+    from schema_check import problems_of_metrics, problems_of_results
 
     problems = [*problems_of_results(json.loads((folder / "results.json").read_text()))]
     if metrics and (folder / "metrics.jsonl").exists():

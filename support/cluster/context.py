@@ -178,7 +178,6 @@ def require_equal_on_all_ranks(values: list[Any], what: str) -> None:
 
     Args:
         values: one value per rank, in the order of the ranks.
-        what: name of the value, for the message.
     Raises:
         TrainingError: a rank has a different value than rank 0; it names the first one.
     """

@@ -45,9 +45,6 @@ def unused_gpu() -> str | None:
 def check_visible_gpus(launch: Launch, visible: int) -> int:
     """Choose this rank's GPU.
 
-    Args:
-        launch: this process's place in the run.
-        visible: number of GPUs that torch sees.
     Returns:
         The index of the GPU among the visible ones.
     Raises:
@@ -67,13 +64,8 @@ def check_visible_gpus(launch: Launch, visible: int) -> int:
 
 
 def choose_precision(requested: str, device) -> str:
-    """Resolve --precision for this device.
+    """Return the precision of --precision on this device: "fp32", "bf16" or "fp16".
 
-    Args:
-        requested: "auto", "fp32", "bf16" or "fp16".
-        device: a torch.device.
-    Returns:
-        "fp32", "bf16" or "fp16".
     Raises:
         UserError: the device does not support the requested precision.
     """

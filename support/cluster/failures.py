@@ -47,8 +47,6 @@ class FailureMonitor:
     """Reports the first failure of a run, and ends this process.
 
     Args:
-        launch: the place of this process in the run.
-        console: output of this rank.
         stop: handler of the stop signals, which are ignored while the process exits.
     Attributes:
         temporary: folders and files to remove, at the latest when this process exits.
@@ -58,7 +56,6 @@ class FailureMonitor:
         remedies: returns lines on what would fit into the memory.
         flushes: functions that write files of this run that other programs read.
         store: where the first rank that fails writes its error; None with a single process.
-        hang: writes the hang report.
         restart: how to start again after memory ran out (--auto_micro_batch), or None.
     """
 
@@ -254,7 +251,6 @@ class FailureMonitor:
 
         Args:
             engine: its `destroy` method is called if it has one (DeepSpeed).
-            code: the exit code.
         """
         self.stop.ignore()
         try:

@@ -171,7 +171,6 @@ class HangMonitor:
 
         Args:
             kind: "hang", "signal" or "lost".
-            reason: its first line.
         """
         rank, store = self._launch.rank, self._store
         if store is None:
@@ -258,9 +257,7 @@ def report(reason: str, states: dict[int, dict], writer: int) -> str:
     """Return the text of a report.
 
     Args:
-        reason: its first line.
         states: by rank; "stacks" is missing in that of a rank that did not answer.
-        writer: the rank that writes it.
     """
     rows = [
         (

@@ -266,7 +266,6 @@ def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) ->
     of its own.
 
     Args:
-        error: the exception; `explain` turns it into one line and an exit code.
         verbose: print the traceback, too.
         linger: seconds that rank 0 waits after its message, because it may host the store that the
             other ranks read.

@@ -31,8 +31,6 @@ class Silence:
     in that time, and on a host that swaps it does so rarely. So a period counts as COUNTED_SECONDS
     at most, regardless of its real length.
 
-    Attributes:
-        seconds: time without a change.
     Args:
         clock: returns the present time in seconds.
     """

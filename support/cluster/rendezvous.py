@@ -40,7 +40,6 @@ def rendezvous(
     attempt name, until all ranks have confirmed an attempt that includes their number.
 
     Args:
-        launch: the place of this process in the run.
         backend: backend of the process group that is created afterwards.
         timeout: time to wait for the last rank, in seconds.
         gpu: identity of this rank's GPU from `identify_gpu`.
@@ -85,7 +84,6 @@ def connect(launch: Launch, timeout: float) -> dist.Store:
     """Connect to the store of the run; rank 0 hosts it, unless torchrun's agent does.
 
     Args:
-        launch: the place of this process in the run.
         timeout: time limit of the connection and of each call to the store, in seconds.
     Raises:
         TrainingError: the store's port accepts no connection within `timeout` seconds.
@@ -233,9 +231,7 @@ def open_store(launch: Launch, attempt: str, timeout: float = 60) -> dist.Store:
     """Open another connection to the store that rank 0 or torchrun's agent hosts.
 
     Args:
-        launch: the place of this process in the run.
         attempt: prefix of the keys, from `rendezvous`.
-        timeout: time limit of each call, in seconds.
     """
     store = dist.TCPStore(
         launch.master_addr,

@@ -38,7 +38,6 @@ class Restart:
     """What a rank needs to start again with a smaller micro-batch.
 
     Args:
-        launch: the place of this process in the run.
         values: the flags that change, by name.
         useful: returns whether the micro-batch may be the cause of an out-of-memory error now.
         stop: a stop signal that arrives meanwhile is left to the new program.

@@ -251,9 +251,6 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
 def launch_script(args, made_by: str) -> str:
     """Return a script to run on each machine, or with --hosts one that starts all over ssh.
 
-    Args:
-        args: the flags of the command `launcher`.
-        made_by: the command that is recorded in the script.
     Raises:
         UserError: flags contradict each other or the file of hosts, or an address, a port or the
             path of the run file is invalid.
@@ -306,9 +303,6 @@ def launch_script(args, made_by: str) -> str:
 def slurm_job(args, made_by: str) -> str:
     """Return a batch script.
 
-    Args:
-        args: the flags of the command `slurm`.
-        made_by: the command that is recorded in the script.
     Raises:
         UserError: a value is invalid in an #SBATCH line, which has no quoting, or the run file does
             not exist.

@@ -48,7 +48,6 @@ def fill(template: str, values: dict) -> str:
     """Return a template with every @NAME@ replaced by its value; a value is not searched for more.
 
     Args:
-        template: name of the template.
         values: {NAME: value}; values are converted to text.
     Raises:
         KeyError: a placeholder has no value.

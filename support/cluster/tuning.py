@@ -35,7 +35,6 @@ def tune_process(args, launch: Launch) -> None:
 
     Args:
         args: --deterministic, --verbose, --quiet.
-        launch: the place of this process in the run.
     Raises:
         UserError: the environment contradicts a flag.
     """

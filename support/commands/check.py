@@ -55,9 +55,7 @@ class Line:
     """Result of one check.
 
     Attributes:
-        status: OK, WARNING or PROBLEM.
         name: what was checked; padded to 13 characters in the output.
-        text: the result.
         remedy: what to do if the status is not OK.
     """
 
@@ -82,7 +80,6 @@ def check(args, ctx: DistContext) -> int:
     with their hosts.
 
     Args:
-        args: the flags of the run.
         ctx: this process, with an initialized process group if there are several ranks.
     Returns:
         The exit code: 0 if the chosen strategy can run on every rank.

@@ -25,9 +25,6 @@ def prefetch(args, launch: Launch) -> NoReturn:
     A run with the same flags then needs no network; HF_HUB_OFFLINE=1 prevents it from trying to
     reach the hub. With --streaming a dataset of the hub is not downloaded.
 
-    Args:
-        args: the flags of the run.
-        launch: the place of this process, which is the only one.
     Raises:
         SystemExit: the downloads are complete. `FailureMonitor.end_failed` ends it after an error.
     """

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import gettempdir
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from support import PROJECT
+from support import PROJECT, process
 from support.checkpoints.convert import OwnCheckpoint
 from support.cli.arguments import Arguments
 from support.cli.flags import DATA, MODEL, STRATEGY
@@ -29,6 +28,7 @@ from support.cluster.launch import free_port
 from support.cluster.stop_signal import StopSignal
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, remove
+from support.report.compare import last_error
 from support.text_tables import text_table
 
 PYTHON = sys.executable
@@ -48,7 +48,7 @@ SETTINGS = {
 }
 ALONE = {"strategy": "dp", "ds_config": None, "nvme_path": None}
 ALONE |= {"fsdp_config": None, "fsdp": None}
-END_SECONDS = 60  # torchrun kills its ranks 30 s after a signal
+OF_A_LAUNCH = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
 # The largest differences that count as equal. fp32 rounds each result to 2^-24 = 6e-8 of its size,
 # and the ways add the same numbers in another order; docs/COMPARISON.md has an example.
@@ -197,55 +197,24 @@ def run(way: Way, args, output: Path) -> None:
     run_file = output.with_suffix(".yaml")
     settings = Arguments(**flags, output_dir=str(output))
     run_file.write_text(as_yaml(settings), encoding="utf-8")
-    launched = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-    env = {name: value for name, value in os.environ.items() if name not in launched}
+    env = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
     env["TMPDIR"] = str(output.parent)  # torchrun leaves a folder there
     if torch.cuda.is_available():
         env["NVIDIA_TF32_OVERRIDE"] = "0"  # TF32 rounds to 5e-4
         if "strategy" in way.flags:  # one process; Trainer would use all GPUs
             env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     command = [PYTHON, *map(str, way.command), "--config", str(run_file)]
-    with open(output.with_suffix(".log"), "w+", errors="replace") as log:
-        with subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        ) as child:
-            try:
-                child.wait()
-            except BaseException:
-                child.terminate()
-                try:
-                    child.wait(END_SECONDS)
-                except subprocess.TimeoutExpired:
-                    child.kill()
-                raise
-        log.seek(0)
-        if child.returncode:
-            raise _failure(way.name, child.returncode, log.read(), args.verbose)
-
-
-def _failure(name: str, code: int, log: str, verbose: bool) -> UserError:
-    """Return the error of a child, whose message is the line with ❌ in its log."""
-    if verbose:
-        print(log)
-    lines = [line for line in log.splitlines() if line.strip()] or [f"exit code {code}"]
-    message = next((line for line in lines if line.startswith("❌")), lines[-1])
-    kinds: dict[int, type[UserError]] = {2: UserError, 3: OutOfMemory}
-    return kinds.get(code, TrainingError)(f"{name}: {message.removeprefix('❌').strip()}")
+    code, log = process.run_program(command, env)
+    if code:
+        if args.verbose:
+            print(log)
+        kind: type[UserError] = {2: UserError, 3: OutOfMemory}.get(code, TrainingError)
+        raise kind(f"{way.name}: {last_error(log) or f'exit code {code}'}")
 
 
 def compare(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], float, str]:
     """Compare two steps, one parameter at a time.
 
-    Args:
-        reference, step: the steps.
-        lr: the learning rate of both.
     Returns:
         The differences under the keys of TOLERANCES, the norm of the step's gradient, and the
         parameter whose gradient differs most.

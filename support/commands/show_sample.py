@@ -42,7 +42,6 @@ def describe(ids: list[int], labels: list[int], tokenizer) -> list[str]:
     Args:
         ids: a sequence; padding with id 0 at its end is left out.
         labels: the id of each token that has a loss, IGNORED for others.
-        tokenizer: a Hugging Face tokenizer.
     """
     length = len(ids)
     while length and ids[length - 1] == 0 and labels[length - 1] == IGNORED:

@@ -62,7 +62,6 @@ def missing_of_model(name: str, with_weights: bool, revision: str = "main") -> l
     Other programs cache parts of a model, for example the weights only.
 
     Args:
-        name: of the model on the hub.
         with_weights: the run needs the weights.
         revision: a branch, a tag or a commit.
     Returns:

@@ -44,13 +44,11 @@ def start_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     """Write the header of a file, and extend the file to its final size.
 
     Args:
-        path: the file.
         tensors: the tensors by name; only their shapes and types are used.
     Returns:
         The offset in bytes of each tensor in the file.
     Raises:
         TypeError: the type of a tensor is not in NAMES.
-        OSError: the file cannot be written.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -96,8 +94,6 @@ class WeightFiles:
     """The weight files of a model: one, or several with an index.
 
     Args:
-        folder: an existing, empty folder.
-        shapes: the shape of each weight by name.
         dtype: the type of the weights in the files.
         buffers: further tensors, which `finish` writes in their own types.
         file_bytes: maximum size of one file, such as "5GB".

@@ -32,7 +32,6 @@ def shown(value, most: int = 100) -> str:
     """Return a value of a user or of a file for a message: on one line, shortened in its middle.
 
     Args:
-        value: the value.
         most: length in characters beyond which it is shortened.
     """
     text = printable(str(value))
@@ -109,7 +108,6 @@ def parse_json(text: str, path: str, loads=json.loads, unique: bool = True):
     """Parse JSON.
 
     Args:
-        text: the file's content.
         path: path of the file, for messages.
         loads: json.loads, or another parser with the same arguments (hjson.loads).
         unique: refuse an object with a duplicate key.

@@ -537,7 +537,6 @@ def volumes(collectives: dict, parameters: int) -> dict[str, float]:
     ZeRO paper.
 
     Args:
-        collectives: results.json's communication_per_step.
         parameters: P, the number of parameters.
     Returns:
         {"all_gather": …, "all_reduce": …, …}

@@ -35,11 +35,7 @@ def place_of(path: Path, ctx: DistContext) -> str:
 
 
 def say_results(ctx: DistContext, facts: dict, args) -> None:
-    """Print the results at the end of a run.
-
-    Args:
-        facts: the content of results.json.
-    """
+    """Print the results at the end of a run."""
     if args.profile_memory or ctx.simulated:
         say_memory_profile(ctx, facts["memory"])
     if ctx.simulated:
@@ -53,11 +49,7 @@ def say_results(ctx: DistContext, facts: dict, args) -> None:
 
 
 def say_memory(ctx: DistContext, memory: dict) -> None:
-    """Print one line with the largest memory values of any rank.
-
-    Args:
-        memory: "memory" of results.json.
-    """
+    """Print one line with the largest memory values of any rank."""
     allocated, peak = (max(memory[f"{key}_bytes"]) / GB for key in ("allocated", "peak"))
     if ctx.device.type == "cuda":
         reserved = max(memory["reserved_bytes"]) / GB
@@ -73,9 +65,6 @@ def say_memory_profile(ctx: DistContext, memory: dict) -> None:
     """Print the lines of --profile_memory: device, phases, kinds of state, host and NVMe.
 
     With several ranks these show the largest value, and the smallest in brackets if it differs.
-
-    Args:
-        memory: "memory" of results.json.
     """
     on_gpu = ctx.device.type == "cuda"
     for line in (
@@ -156,11 +145,7 @@ def most_and_least(values: list[int]) -> str:
 
 
 def say_throughput(ctx: DistContext, facts: dict) -> None:
-    """Print the throughput on one line; MFU is N/A if the device's peak rate is not known.
-
-    Args:
-        facts: the content of results.json.
-    """
+    """Print the throughput on one line; MFU is N/A if the device's peak rate is not known."""
     if not facts.get("samples_per_second"):
         return
     mfu = "N/A" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f}%"

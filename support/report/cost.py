@@ -140,10 +140,6 @@ def cost_of(args, work: Workload, rate: Rate) -> Cost:
 
     Args:
         args: the amount of work, --price and --watts.
-        work: the planned workload.
-        rate: its measured or assumed rate.
-    Raises:
-        UserError: see `amount_of_work`.
     """
     global_batch = work.batch_size * work.accumulation * work.world_size
     words, tokens, steps = amount_of_work(args, global_batch, rate.share)
@@ -205,8 +201,6 @@ def measured_rate(place: str, results: dict, work: Workload, model: str, strateg
 
     Args:
         place: the flag that gives the run, for messages.
-        results: the run's results.json, see `read_run`.
-        work: the planned workload.
         model, strategy: those of the plan.
     Raises:
         UserError: the run had another model, sequence length or precision.
@@ -272,7 +266,6 @@ def read_run(flag: str, path: str) -> tuple[str, dict]:
     """Return the flag with the path, for messages, and the results.json of a completed run.
 
     Args:
-        flag: the flag that names the run.
         path: the file, or the output folder of the run.
     Raises:
         UserError: the file is missing or damaged, or the run did not complete or did not train.

@@ -28,7 +28,6 @@ def draw_divergence(found: Divergence, path: Path) -> None:
     Args:
         path: the .png, .svg or .pdf file to write.
     Raises:
-        OSError: the file cannot be written.
         ValueError: matplotlib does not know the ending of the file's name.
     """
     figure = Figure(figsize=(8, 7), layout="constrained")
@@ -95,7 +94,6 @@ def draw_bars(
     """Draw horizontal bars, the first name at the top.
 
     Args:
-        names: of the bars.
         bars: the length of each bar, by label.
         stacked: one bar of several parts for each name; otherwise each is drawn over the others,
             the last one lightest.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from support import PROJECT
+from support import PROJECT, process
 from support.errors import TrainingError, UserError
 from support.memory.workload import Workload
 from support.report.compare import last_error
@@ -22,9 +21,6 @@ def measure(flags: list[str], work: Workload) -> tuple[str, dict]:
 
     It runs on as many GPUs as this machine has, at most as many as planned, or in one CPU process.
 
-    Args:
-        flags: of real_model_example.py, for the model, the strategy and the batch.
-        work: the planned workload.
     Returns:
         As `read_run`.
     Raises:
@@ -51,24 +47,8 @@ def measure(flags: list[str], work: Workload) -> tuple[str, dict]:
         )
         command += ["--dataset", f"{folder}/text.txt", "--output_dir", f"{folder}/run"]
         command += ["--cache_dir", f"{folder}/cache", "--no_eval", "--no_export", "--no_save"]
-        _run(command)
+        exit_code, log = process.run_program(command)
+        if exit_code:
+            raise TrainingError(f"--measure: the run failed: {last_error(log)}")
         _, results = read_run("--measure", f"{folder}/run")
     return "--measure", results
-
-
-def _run(command: list[str]) -> None:
-    """Run a command until it ends; if this process is stopped, so is the command.
-
-    Raises:
-        TrainingError: the command failed; with its own error line.
-    """
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as run:
-        try:
-            output, _ = run.communicate()
-        except BaseException:
-            run.terminate()  # torchrun forwards it to the ranks
-            raise
-    if run.returncode:
-        raise TrainingError(f"--measure: the run failed: {last_error(output)}")

@@ -37,10 +37,7 @@ class MetricsLogger:
     """Measures training step by step, and keeps the numbers on the device until a line is logged.
 
     Args:
-        args: the flags.
-        ctx: the ranks.
         folder: the folder in which rank 0 writes metrics.jsonl.
-        state: the counters of the run.
         memory_by_phase: records the phases of the first step.
         step_memory: measures one step: the last one; with early stopping, where the last one is not
             known in advance, an early one.
@@ -182,7 +179,6 @@ class MetricsLogger:
 
         Args:
             loss: mean over the tokens of the global batch; a scalar tensor, left on the device.
-            lr: learning rate of this step.
             grad_norm: norm of the whole gradient before clipping; a tensor, a number, or None.
             tokens: number of tokens of this step over all ranks; a scalar tensor, left on the
                 device.
@@ -257,11 +253,7 @@ class MetricsLogger:
             self._bar.close()
 
     def flush(self) -> None:
-        """Copy the numbers of the steps so far to the host, and write them; waits for the GPU.
-
-        Raises:
-            TrainingError: see `end_step`.
-        """
+        """Copy the numbers of the steps so far to the host, and write them; waits for the GPU."""
         self.timer.read()
         if self.first_step_at is None and self.timer.steps:
             later_steps = sum(sum(step.values()) for step in self.timer.steps[1:])
@@ -300,11 +292,7 @@ class MetricsLogger:
         self.memory_by_phase.doing = "evaluation"
 
     def log_evaluation(self, loss: float) -> None:
-        """Record an evaluation after the current step, and say if early stopping ended the run.
-
-        Args:
-            loss: mean over the validation tokens.
-        """
+        """Record an evaluation after the current step, and say if early stopping ended the run."""
         state = self.state
         perplexity = perplexity_of(loss)
         self.ctx.console.print0(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
@@ -433,9 +421,7 @@ def step_memory_of(
 
     Args:
         args: --profile_memory, --batch_size, --seq_length.
-        ctx: the ranks.
         objects: the model and the optimizer as wrapped by the strategy.
-        spec: the model's description.
         memory_by_phase: whose peak of the device it shares.
     """
     module = unwrapped(objects.model)

@@ -152,7 +152,6 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Return the device's peak rate for matrix multiplications in this precision.
 
     Args:
-        device: the training device.
         precision: "fp32", "bf16" or "fp16". In fp32 PyTorch multiplies in TF32 if the device has it
             and torch.set_float32_matmul_precision allows it.
     Returns:

@@ -43,9 +43,6 @@ def draw(comparison: Comparison, path: Path) -> None:
 
     Args:
         comparison: with at least one completed row.
-        path: the .png file to write.
-    Raises:
-        OSError: the file cannot be written.
     """
     rows = [row for row in comparison.rows if row.completed]
     if comparison.simulated:

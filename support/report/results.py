@@ -149,11 +149,7 @@ class Results:
         return stops_early or (args.load_best_at_end and self.before["steps"] >= steps)
 
     def preempted(self, counters: dict) -> None:
-        """Write the progress of a run that a signal stopped (rank 0).
-
-        Args:
-            counters: see TrainState.counters.
-        """
+        """Write the progress of a run that a signal stopped (rank 0)."""
         reason = "stopped by a signal; a checkpoint was saved"
         self.facts.update(status="preempted", reason=reason, **progress(counters))
         if self.ctx.is_main:

@@ -88,10 +88,7 @@ class RunRecord:
         """Print and record the sizes of the model and of the data.
 
         Args:
-            args: the flags.
-            spec: the model's description.
             dataset: the dataset's entry in results.json.
-            train_data: the training sequences.
         """
         self.memory.note("model_loaded")
         if args.generate:  # fails on an unusable prompt before the training
@@ -181,12 +178,6 @@ class RunRecord:
     ) -> None:
         """Summarize the run, export the model, and print a sample of its text.
 
-        Args:
-            args: the flags.
-            manager: the checkpoint manager, which has the trained model.
-            metrics: the measurements.
-            eval_loss: loss of the last evaluation, or None.
-            casting: the context manager of the forward pass.
         Raises:
             TrainingError: the export failed; the message says where the trained weights are.
         """

@@ -101,7 +101,6 @@ class Step:
         micro_batch_seconds: data, forward and backward of a micro-batch on one rank.
         update_seconds: the optimizer's update on one rank, which is also assumed where the ranks
             share it.
-        collectives: by kind.
     """
 
     micro_batch_seconds: float

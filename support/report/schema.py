@@ -1,7 +1,7 @@
 """The keys of results.json and metrics.jsonl: types, units and meanings.
 
-docs/OUTPUTS.md has tables of them (scripts/generate_docs.py), and the tests check the files that
-their runs write.
+docs/OUTPUTS.md has tables of them (scripts/generate_docs.py), and tests/helpers/schema_check.py
+compares them with the files that the runs of the tests write.
 
 A line of a table below is `name | type, unit | meaning`. A question mark after the name: the key
 may be missing. A type is int, number, text, bool, any, object, "list of TYPE", "map to TYPE" (an
@@ -10,17 +10,7 @@ object with any keys), or "TYPE or null".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
-
-SIMPLE: dict[str, Any] = {
-    "int": int,
-    "number": (int, float),
-    "text": str,
-    "bool": bool,
-    "any": object,
-}
 
 
 @dataclass(frozen=True)
@@ -56,8 +46,9 @@ def _keys(table: str, **nested: tuple[Key, ...]) -> tuple[Key, ...]:
     return tuple(keys)
 
 
-def _optional(keys: tuple[Key, ...]) -> tuple[Key, ...]:
-    return tuple(replace(key, optional=True) for key in keys)
+def _alike(names: str, kind: str, unit: str = "") -> tuple[Key, ...]:
+    """Return keys of the same type, whose names say what they mean."""
+    return tuple(Key(name, kind, unit, "") for name in names.split())
 
 
 HARDWARE = _keys(
@@ -103,9 +94,7 @@ _VALIDATION = tuple(
     for key in _ONE_DATASET
     if key.name not in ("name", "streaming", "weight", "blocks_per_epoch", "validation")
 )
-_ENTRY = tuple(
-    replace(key, keys=_VALIDATION) if key.name == "validation" else key for key in _ONE_DATASET
-)
+_ENTRY = (*_ONE_DATASET[:-1], replace(_ONE_DATASET[-1], keys=_VALIDATION))
 DATASET = (
     *_ENTRY,
     Key("datasets", "list of object", "", "of several: one entry each", True, _ENTRY),
@@ -124,14 +113,7 @@ QUANTILES = _keys(
     p90 | number, s | the ninetieth percentile
     """
 )
-PHASES = _keys(
-    """
-    data | number, s |
-    forward | number, s |
-    backward | number, s |
-    update | number, s |
-    """
-)
+PHASES = _alike("data forward backward update", "number", "s")
 CATEGORIES = _keys(
     """
     parameters | int | working copy
@@ -143,14 +125,10 @@ CATEGORIES = _keys(
     logits | int or null | what the loss keeps: gradients of the output layer
     """
 )
-OF_PHASE = _keys(
-    """
-    device_allocated | list of (int or null), bytes |
-    device_reserved | list of (int or null), bytes |
-    device_peak | list of (int or null), bytes |
-    host_resident | list of (int or null), bytes |
-    host_peak | list of (int or null), bytes |
-    """
+OF_PHASE = _alike(
+    "device_allocated device_reserved device_peak host_resident host_peak",
+    "list of (int or null)",
+    "bytes",
 )
 DEVICE_USED = _keys(
     """
@@ -159,13 +137,7 @@ DEVICE_USED = _keys(
     unseen | int, bytes | outside of PyTorch's allocator: CUDA context, NCCL
     """
 )
-PLACEMENT = _keys(
-    """
-    parameters | text |
-    gradients | text |
-    optimizer | text |
-    """
-)
+PLACEMENT = _alike("parameters gradients optimizer", "text")
 LIVE = _keys(
     """
     live | int, bytes | at the end of the phase
@@ -322,7 +294,6 @@ IF_REQUESTED = _keys(
 )
 BEFORE_END = AFTER_LOADING + BEFORE_TRAINING + AFTER_TRAINING
 RESULTS = AT_START + BEFORE_END + AT_END + IF_REQUESTED
-REQUIRED = {"completed": AT_START + BEFORE_END + AT_END, "preempted": AT_START + BEFORE_END}
 
 # Keys of metrics.jsonl: of an optimizer step, and of an evaluation.
 STEP = _keys(
@@ -343,46 +314,3 @@ EVALUATION = _keys(
     perplexity | number or null | exp(`eval_loss`)
     """
 )
-
-
-def problems_of_results(results: dict) -> Iterator[str]:
-    """Yield what in results.json does not agree with the schema, given how the run ended."""
-    required = REQUIRED.get(str(results.get("status")), AT_START)
-    yield from (f"{key.name} is missing" for key in required if key.name not in results)
-    yield from _problems(results, _optional(RESULTS), "")
-
-
-def problems_of_metrics(record: dict) -> Iterator[str]:
-    """Yield what in a line of metrics.jsonl does not agree with the schema."""
-    yield from _problems(record, EVALUATION if "eval_loss" in record else STEP, "")
-
-
-def _problems(value: dict, keys: tuple[Key, ...], where: str) -> Iterator[str]:
-    by_name = {key.name: key for key in keys}
-    yield from (
-        f"{where}{k.name} is missing" for k in keys if not k.optional and k.name not in value
-    )
-    for name, inner in value.items():
-        if name not in by_name:
-            yield f"{where}{name} is not in the schema"
-        else:
-            yield from _type_problems(inner, by_name[name].type, by_name[name], f"{where}{name}")
-
-
-def _type_problems(value, kind: str, key: Key, where: str) -> Iterator[str]:
-    kind, nullable = (kind[:-8], True) if kind.endswith(" or null") else (kind, False)
-    inner = kind.split(" ", 2)[-1].removeprefix("(").removesuffix(")")
-    if value is None and nullable:
-        return
-    if kind == "object" and isinstance(value, dict):
-        yield from _problems(value, key.keys, f"{where}.")
-    elif kind.startswith("map to ") and isinstance(value, dict):
-        for name, item in value.items():
-            yield from _type_problems(item, inner, key, f"{where}.{name}")
-    elif kind.startswith("list of ") and isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from _type_problems(item, inner, key, f"{where}[{number}]")
-    elif not isinstance(value, SIMPLE.get(kind, ())) or (
-        kind in ("int", "number") and value is True
-    ):
-        yield f"{where} is {value!r}, not {kind}"

@@ -49,7 +49,6 @@ class Budget:
     """The jobs of a run.
 
     Attributes:
-        jobs: their number.
         interval: seconds between two saves.
         saves: number of saves in a job that uses its whole time.
         lost: seconds of such a job that do not train, or whose training is lost.
@@ -70,7 +69,6 @@ def young_daly(save: float, mtbf: float) -> float:
     twice the MTBF, Daly's interval is the MTBF.
 
     Args:
-        save: duration of a save.
         mtbf: mean time between failures of the whole job, in the same unit.
     """
     return math.sqrt(2 * save * mtbf) if save < 2 * mtbf else mtbf
@@ -80,7 +78,6 @@ def budget_of(times: Times, limit: float, lead: float | None, mtbf: float) -> Bu
     """Return the budget of a run in jobs with a time limit; all arguments are in seconds.
 
     Args:
-        times: durations of the run.
         limit: time limit of a job.
         lead: time from the stop signal, at which a job saves, to the limit. None: there is no
             signal, and every job fails at its limit, which adds to its failure rate.
@@ -139,7 +136,6 @@ def _measured(place: str, results: dict, path: str) -> dict:
 
     Args:
         place: the flag and the file, for messages.
-        results: the run's results.json.
         path: its path, or that of its folder, which has metrics.jsonl.
     Raises:
         UserError: a value is no number above 0.
@@ -169,13 +165,7 @@ def ranks_of(args) -> int:
 
 
 def report(args) -> str:
-    """Return the Slurm budget as text; "" if no flag asks for it.
-
-    Args:
-        args: the flags of `distributed_setup.py slurm`.
-    Raises:
-        UserError: see `times_of`, `budget_of` and `cluster.slurm.seconds_of`.
-    """
+    """Return the Slurm budget as text; "" if no flag asks for it."""
     if not any(getattr(args, flag) for flag in FLAGS):
         return ""
     times, source, different = times_of(args)

@@ -33,9 +33,6 @@ def summarize(
 
     Throughput and times are means over the ranks, memory is listed by rank.
 
-    Args:
-        memory_by_phase: memory after each phase of the run.
-        eval_loss: loss of the last evaluation, or None.
     Raises:
         TrainingError: a memory simulation updated no weights, so Adam's states were not measured.
     """

@@ -119,7 +119,6 @@ def wandb_run_of(folder: Path, step: int, project: str | None) -> tuple[str, str
     0), and if that file is missing or damaged.
 
     Args:
-        folder: the run's output folder.
         step: the optimizer step from which the run continues; 0 for a new run.
         project: --project. Without it a resumed run keeps its project, and a new one gets
             WANDB_PROJECT or DEFAULT_PROJECT.
@@ -149,7 +148,6 @@ def start_trackers(args, ctx: DistContext, folder: Path, step: int) -> Trackers:
     """Start the trackers that --report_to names.
 
     Args:
-        folder: the run's output folder.
         step: the optimizer step from which the run continues; 0 for a new run.
     Raises:
         UserError: wandb could not start.

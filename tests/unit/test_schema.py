@@ -1,6 +1,7 @@
 """The schema of results.json and metrics.jsonl: values that follow it pass, and others do not."""
 
 import pytest
+from schema_check import problems_of_metrics, problems_of_results
 
 from support.report import schema
 from support.report.compare import PROVENANCE, SAME_WORK
@@ -28,11 +29,11 @@ def results():
 
 
 def test_an_example_of_each_type_follows_the_schema(results):
-    assert [*schema.problems_of_results(results)] == []
+    assert [*problems_of_results(results)] == []
     for record in (schema.STEP, schema.EVALUATION):
-        assert [*schema.problems_of_metrics(example(record))] == []
+        assert [*problems_of_metrics(example(record))] == []
     nulls = {key.name: None for key in schema.RESULTS if key.type.endswith(" or null")}
-    assert [*schema.problems_of_results({**results, **nulls})] == []
+    assert [*problems_of_results({**results, **nulls})] == []
 
 
 @pytest.mark.parametrize(
@@ -59,14 +60,14 @@ def test_an_example_of_each_type_follows_the_schema(results):
 )
 def test_what_does_not_follow_the_schema_is_named(results, change, problem):
     change(results)
-    [found] = schema.problems_of_results(results)
+    [found] = problems_of_results(results)
     assert found.startswith(problem)
 
 
 @pytest.mark.parametrize("status, missing", [("failed", 0), ("preempted", 6), ("completed", 6)])
 def test_the_end_of_a_run_determines_its_keys(results, status, missing):
     short = {k: v for k, v in results.items() if k not in {x.name for x in schema.AFTER_TRAINING}}
-    assert len([*schema.problems_of_results({**short, "status": status})]) == missing
+    assert len([*problems_of_results({**short, "status": status})]) == missing
 
 
 def test_comparisons_read_keys_of_the_schema():
