@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,15 +206,10 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
         return "completed", ""
     log = _read_text(folder / "log.txt")
     if KILLED.search(log):
-        return (
-            "oom",
-            "a rank was killed by SIGKILL, which the kernel sends when the host has no memory left",
-        )
-    reason = (
-        str(results.get("reason") or "")
-        or last_error(log)
-        or f"ended with exit code {number or 'unknown'}"
-    )
+        sender = "which the kernel sends when the host has no memory left"
+        return "oom", f"a rank was killed by SIGKILL, {sender}"
+    code = f"ended with exit code {number or 'unknown'}"
+    reason = str(results.get("reason") or last_error(log) or code)
     if written_status == "oom":
         return "oom", reason
     return ("skipped" if results.get("error_kind") == "missing_requirement" else "failed"), reason
@@ -357,6 +353,11 @@ class Comparison:
         return bool(self.work.get("simulated_world_size"))
 
     @property
+    def trained(self) -> bool:
+        """Whether there are completed runs that are no simulations."""
+        return self.reference is not None and not self.simulated
+
+    @property
     def on_gpu(self) -> bool:
         return self.work.get("device") == "cuda"
 
@@ -379,6 +380,11 @@ class Comparison:
     def same_model(self) -> bool | None:
         """Whether all compared strategies train the same model; None if none could be compared."""
         return not self.departing if self.compared and not self.simulated else None
+
+    @property
+    def commands(self) -> list[str]:
+        """The command line of each run."""
+        return [run.command for row in self.rows for run in row.attempts if run.command]
 
     @property
     def facts(self) -> dict:
@@ -470,12 +476,9 @@ def _measure_memory(row: Row) -> None:
     row.categories = {
         kind: median(_numbers([device[kind] for device, _ in fullest], kind)) for kind in kinds
     }
-    row.host_categories = {
-        kind: median(
-            _numbers([anywhere[kind] - device[kind] for device, anywhere in fullest], kind)
-        )
-        for kind in ("gradients", "optimizer")
-    }
+    for kind in ("gradients", "optimizer"):
+        in_host = [anywhere[kind] - device[kind] for device, anywhere in fullest]
+        row.host_categories[kind] = median(_numbers(in_host, kind))
     on_gpu = row.completed[0].results["device"] == "cuda"
     peak = median(attempt.largest("memory.peak_bytes") for attempt in row.completed)
     row.memory_bytes = peak if on_gpu else state_bytes(row.categories)
@@ -541,11 +544,11 @@ def volumes(collectives: dict, parameters: int) -> dict[str, float]:
     Returns:
         {"all_gather": …, "all_reduce": …, …}
     """
-    totals: dict[str, float] = {}
+    totals: dict[str, float] = defaultdict(float)
     for name, entry in collectives.items():
         kind, dtype = name.split(" ")
         elements = entry["message_bytes"] / ITEM_BYTES.get(dtype, 1) / parameters
-        totals[kind] = totals.get(kind, 0) + elements * (2 if kind == "all_reduce" else 1)
+        totals[kind] += elements * (2 if kind == "all_reduce" else 1)
     return totals
 
 

@@ -96,12 +96,13 @@ def is_planned(args) -> bool:
     if given and args.solve:
         raise UserError(f"--{given[0]} has no effect with --solve: leave one out.")
     for names, purpose in ((WORK, "amount of work"), (RATE, "rate")) if given else ():
-        chosen = [f"--{name}" for name in names if name in given]
+        chosen = [name for name in names if name in given]
         if not chosen:
-            known = ", ".join(f"--{name}" for name in names)
-            raise UserError(f"--{given[0]} needs the {purpose}: add one of {known}.")
+            known = ", --".join(names)
+            raise UserError(f"--{given[0]} needs the {purpose}: add one of --{known}.")
         if len(chosen) > 1:
-            raise UserError(f"{' and '.join(chosen)} set the same {purpose}: leave one out.")
+            both = " and --".join(chosen)
+            raise UserError(f"--{both} set the same {purpose}: leave one out.")
     for flag, needed in (("epochs", "dataset_tokens"), ("mfu", "device")):
         if flag in given and needed not in given:
             raise UserError(f"--{flag} needs --{needed}.")
@@ -186,10 +187,8 @@ def assumed_rate(args, work: Workload) -> Rate:
     matmul, trained = sum(work.sizes) - lookups, sum(work.trained) - (0 if work.lora else lookups)
     per_token = flops_per_token(matmul, trained, model.layers, model.hidden, work.seq_length)
     basis = f"MFU {100 * mfu:g} %"
-    details = (
-        f"{basis} of the {flops / 1e12:,.0f} TFLOP/s in {work.precision} ({peak.source}), "
-        f"{per_token:.3g} FLOP per token"
-    )
+    of_peak = f"of the {flops / 1e12:,.0f} TFLOP/s in {work.precision} ({peak.source})"
+    details = f"{basis} {of_peak}, {per_token:.3g} FLOP per token"
     warnings = ["The rate is an assumption: --measure on such a GPU replaces it."]
     if work.gradient_checkpointing:
         warnings.append("Gradient checkpointing lowers MFU, which does not count recomputation.")
@@ -242,9 +241,8 @@ def measured_rate(place: str, results: dict, work: Workload, model: str, strateg
 
 def _share_of_tokens(results: dict) -> float:
     """Return the share of the positions of a run's sequences that hold tokens; see `Rate`."""
-    values = [results.get(key) for key in ("tokens", "samples", "seq_length")]
-    counts = [value for value in values if type(value) is int and value > 0]
-    if len(counts) < len(values):
+    counts: list[Any] = [results.get(key) for key in ("tokens", "samples", "seq_length")]
+    if not all(type(count) is int and count > 0 for count in counts):
         return 1.0
     tokens, samples, length = counts
     return min(1.0, tokens / (samples * length))

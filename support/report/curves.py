@@ -118,13 +118,6 @@ def _literal(label: str) -> str:
 
 
 def comparison_drawings(comparison: Comparison) -> dict[str, str]:
-    """Return the charts of plots.draw as SVG, by caption; of a simulation only memory."""
-    rows = [row for row in comparison.rows if row.completed]
-    drawings: dict[str, Callable[[Axes], object]] = {
-        "Memory": lambda axes: plots.draw_memory(axes, comparison, rows),
-        "Speed": lambda axes: plots.draw_speed(axes, comparison, rows),
-        "Losses": lambda axes: plots.draw_losses(axes, rows),
-        "Loss differences": lambda axes: plots.draw_differences(axes, comparison, rows),
-    }
-    names = ("Memory",) if comparison.simulated else tuple(drawings)
-    return {name: svg_of(drawings[name], (6.5, 4.2)) for name in names}
+    """Return the charts of plots.draw as SVG, by caption."""
+    charts = plots.charts_of(comparison)
+    return {caption: svg_of(draw, (6.5, 4.2)) for caption, draw in charts.items()}

@@ -23,10 +23,9 @@ TRAINER_DECIMALS = 4  # to which transformers before 5.0 rounds the losses that 
 MOST_CAUSES = 3  # that the answer names
 # Keys of results.json that are compared under their own name, besides the flags.
 FACTS = (
-    *("strategy", "model", "device", "backend", "launcher", "precision", "seed", "batch_size"),
-    *("gradient_accumulation_steps", "seq_length", "parameters"),
-    *("simulated_world_size", "code_digest"),
-)
+    "strategy model device backend launcher precision seed batch_size gradient_accumulation_steps "
+    "seq_length parameters simulated_world_size code_digest"
+).split()
 
 
 # ------------------------------------------------------------------------------------- the two runs
@@ -336,11 +335,8 @@ class Divergence:
         if first is None:
             on = "evaluations" if self.first(self.evaluations) else ""
             return [entry for entry in self.differences if entry.effect.on == on]
-        found = [
-            entry
-            for entry in self.differences
-            if entry.effect.on == "losses" and entry.effect.first_step <= first.last
-        ]
+        found = [entry for entry in self.differences if entry.effect.on == "losses"]
+        found = [entry for entry in found if entry.effect.first_step <= first.last]
         return sorted(found, key=lambda entry: -entry.effect.first_step)
 
 
@@ -371,13 +367,11 @@ def answer(found: Divergence) -> str:
             f"have{evaluations}. The largest relative difference is {largest.relative:.1e}, at "
             f"{largest.steps}."
         )
-    if first is None and evaluation:
+    if first is None:
+        assert evaluation is not None
         agree = "The training losses agree" if found.points else "No training loss was compared"
-        return (
-            f"{agree}, and the evaluations differ at {evaluation.steps} ({evaluation.losses})."
-            + _likely(found.causes)
-        )
-    assert first is not None
+        differ = f"the evaluations differ at {evaluation.steps} ({evaluation.losses})"
+        return f"{agree}, and {differ}.{_likely(found.causes)}"
     later = found.points[found.points.index(first) :]
     lasts = all(point.relative > found.tolerance for point in later)
     how = "differ from {} on" if lasts else "first differ at {}"
@@ -415,22 +409,16 @@ def _explain_rounding(found: Divergence, largest: Point) -> str:
 
 def as_text(found: Divergence) -> str:
     """Return the answer, what was compared, and the tables of the differences."""
-    a, b = found.a, found.b
-    lines = [
-        textwrap.fill(answer(found), 100),
-        "",
-        f"A: {a.place}, {a.extent()}",
-        f"B: {b.place}, {b.extent()}",
-    ]
-    for name, run in (("A", a), ("B", b)):
+    runs = {"A": found.a, "B": found.b}
+    lines = [textwrap.fill(answer(found), 100), ""]
+    lines += [f"{name}: {run.place}, {run.extent()}" for name, run in runs.items()]
+    for name, run in runs.items():
         if not run.of_trainer and "flags" not in run.results:
-            lines.append(
-                f"The results.json of {name} has no flags: damaged, or of an earlier version."
-            )
+            reason = "damaged, or of an earlier version"
+            lines.append(f"The results.json of {name} has no flags: {reason}.")
         if run.slack and run.spans:
-            lines.append(
-                f"{name} has losses of {TRAINER_DECIMALS} decimals, which were considered."
-            )
+            decimals = f"{TRAINER_DECIMALS} decimals, which were considered"
+            lines.append(f"{name} has losses of {decimals}.")
     for title, on in (
         ("Differences that can change the losses:", ("losses", "rounding", "evaluations")),
         ("Differences without effect on the losses:", ("nothing",)),
@@ -448,10 +436,8 @@ def as_text(found: Divergence) -> str:
 def effect_text(found: Divergence, entry: Difference) -> str:
     """Return the effect of a difference; rounding with its size."""
     limit, precision = found.rounding
-    size = (
-        f", up to rounding of {limit:.0e} in {precision}" if entry.effect.on == "rounding" else ""
-    )
-    return f"{entry.effect.text}{size}"
+    size = f", up to rounding of {limit:.0e} in {precision}"
+    return entry.effect.text + (size if entry.effect.on == "rounding" else "")
 
 
 def as_json(found: Divergence) -> dict:
@@ -470,10 +456,8 @@ def as_json(found: Divergence) -> dict:
         "evaluations": [vars(point) for point in found.evaluations],
         "likely_causes": [entry.name for entry in found.causes],
         "differences": [
-            {
-                **{"name": entry.name, "a": entry.a, "b": entry.b},
-                **{"changes": entry.effect.on, "effect": effect_text(found, entry)},
-            }
+            {"name": entry.name, "a": entry.a, "b": entry.b}
+            | {"changes": entry.effect.on, "effect": effect_text(found, entry)}
             for entry in found.differences
         ],
     }

@@ -351,11 +351,10 @@ class MetricsLogger:
         excluded = self.warmup_steps
         if self.ctx.simulated:
             return {"warmup_steps_excluded": 0}
-        slow_index = (
-            self.measured_step - 1 - self.state.first_step if self.step_memory.slows_down else None
-        )
         all_indices = range(excluded, len(self._samples))
-        indices = [i for i in all_indices if i != slow_index] or all_indices
+        slow = self.measured_step - 1 - self.state.first_step
+        indices = [i for i in all_indices if not (i == slow and self.step_memory.slows_down)]
+        indices = indices or [*all_indices]
         steps = [self.timer.steps[i] for i in indices]
         seconds = sorted(sum(step.values()) for step in steps)
         if not seconds:
@@ -394,24 +393,17 @@ def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:
                     record = json.loads(line.decode())
                 except (ValueError, RecursionError):
                     record = None
-                if (
-                    isinstance(record, dict)
-                    and type(record.get("step")) is int
-                    and record.keys() & {"loss", "eval_loss"}
-                ):
-                    valid_lines.append(
-                        (record["step"], line if line.endswith(b"\n") else line + b"\n")
-                    )
+                step = record.get("step") if isinstance(record, dict) else None
+                if type(step) is int and record.keys() & {"loss", "eval_loss"}:
+                    valid_lines.append((step, line.removesuffix(b"\n") + b"\n"))
                 elif line.endswith(b"\n") or len(line) == LONGEST_LINE_BYTES:
                     bad_lines.append(number)
     except OSError as error:
         return valid_lines, error.strerror
-    return (
-        valid_lines,
-        f"line {bad_lines[0]}{f' and {len(bad_lines) - 1} more' if len(bad_lines) > 1 else ''}"
-        if bad_lines
-        else "",
-    )
+    if not bad_lines:
+        return valid_lines, ""
+    more = f" and {len(bad_lines) - 1} more" if len(bad_lines) > 1 else ""
+    return valid_lines, f"line {bad_lines[0]}{more}"
 
 
 def step_memory_of(

@@ -18,10 +18,8 @@ def new_output_dir(args, ctx: DistContext) -> Path:
         UserError: the folder cannot be created, is in use by another run, or is not on a disk that
             all nodes share although the run writes checkpoints or the export.
     """
-    name = (
-        args.output_dir
-        or f"runs/{Path(args.model).name}-{args.strategy}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    started = time.strftime("%Y%m%d-%H%M%S")
+    name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{started}"
     if ctx.is_main:
         while not args.output_dir and Path(name).exists():  # two runs started in the same second
             name += "x"
@@ -47,14 +45,8 @@ def check_all_see(folder: Path, ctx: DistContext) -> None:
     deadline = time.monotonic() + 10  # NFS shows a new folder with a delay
     while not (folder / ".lock").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    hosts_without_folder = sorted(
-        {
-            host
-            for host in ctx.all_gather("" if (folder / ".lock").exists() else platform.node())
-            if host
-        }
-    )
-    if hosts_without_folder:
+    hosts = ctx.all_gather("" if (folder / ".lock").exists() else platform.node())
+    if hosts_without_folder := sorted({*hosts} - {""}):
         raise UserError(
             f"--output_dir {folder} is on no disk that {', '.join(hosts_without_folder)} shares "
             "with rank 0: name one that all nodes see, or use --no_save --no_export."

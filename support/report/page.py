@@ -80,6 +80,11 @@ def pairs(mapping: dict) -> str:
     return table([[name, value] for name, value in mapping.items()], ["", ""])
 
 
+def bullets(lines: list[str]) -> str:
+    """Return a list of sentences."""
+    return f"<ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul>"
+
+
 def charts(drawings: dict[str, str], wide: bool = False) -> str:
     """Return figures next to each other; a wide one scrolls in a narrow window.
 
@@ -211,21 +216,20 @@ def _facts(run: Shown) -> str:
 
 
 def _curves(run: Shown) -> str:
-    series = {name: run.series(name) for name in ("loss", "eval_loss", "lr", "grad_norm")}
-    series["tokens_per_second"] = run.series("tokens_per_second")
-    losses = {"training": series["loss"], "evaluation": series["eval_loss"]}
-    if not any(steps for steps, _ in series.values()):
-        return "<p>No step was recorded in metrics.jsonl.</p>"
-    drawings = {"Loss (nats per token)": losses, "Learning rate": {"": series["lr"]}}
-    drawings["Norm of the gradient before clipping"] = {"": series["grad_norm"]}
-    drawings["Tokens per second"] = {"": series["tokens_per_second"]}
-    return charts(
-        {
-            caption: curves.svg_of(functools.partial(curves.draw_lines, lines=lines))
-            for caption, lines in drawings.items()
-            if any(steps for steps, _ in lines.values())
-        }
-    )
+    keys = ("loss", "eval_loss", "lr", "grad_norm", "tokens_per_second")
+    loss, eval_loss, lr, norm, speed = (run.series(key) for key in keys)
+    drawings = {
+        "Loss (nats per token)": {"training": loss, "evaluation": eval_loss},
+        "Learning rate": {"": lr},
+        "Norm of the gradient before clipping": {"": norm},
+        "Tokens per second": {"": speed},
+    }
+    drawn = {
+        caption: curves.svg_of(functools.partial(curves.draw_lines, lines=lines))
+        for caption, lines in drawings.items()
+        if any(steps for steps, _ in lines.values())
+    }
+    return charts(drawn) if drawn else "<p>No step was recorded in metrics.jsonl.</p>"
 
 
 def _memory(run: Shown) -> str:
@@ -267,24 +271,20 @@ def _time(run: Shown) -> str:
     return charts({"Mean time of each phase of a step (ms)": drawing}) + pairs(step)
 
 
-KINDS = ("message", "sent")  # the bytes of a collective
-
-
 def _communication(run: Shown) -> str:
     collectives = run.get("communication_per_step")
     if collectives is None:
         return ""
     if not collectives:
         return "<p>One rank sends nothing.</p>" if run.get("world_size") == 1 else ""
-    rows = [
-        [name, human_rate(entry["calls"]), *(human_bytes(entry[f"{kind}_bytes"]) for kind in KINDS)]
-        for name, entry in collectives.items()
-    ]
+    rows = []
+    for name, entry in collectives.items():
+        sizes = [human_bytes(entry[key]) for key in ("message_bytes", "sent_bytes")]
+        rows.append([name, human_rate(entry["calls"]), *sizes])
     total = human_bytes(run.get("communication_bytes_per_step"))
     headers = ["collective", "calls per step", "size", "sent by rank 0"]
-    return f"<p>A rank sends {text(total)} in a step (mean over the ranks).</p>" + table(
-        rows, headers
-    )
+    sent = f"<p>A rank sends {text(total)} in a step (mean over the ranks).</p>"
+    return sent + table(rows, headers)
 
 
 def _checkpoints(run: Shown) -> str:
@@ -346,25 +346,18 @@ SECTIONS: dict[str, Callable[[Shown], str]] = {
 
 def comparison_page(comparison: Comparison) -> str:
     """Return the page about all strategies of a comparison."""
-    conclusions = "".join(f"<li>{text(line)}</li>" for line in verdict(comparison))
     parts = [
         f"<h1>{text(comparison.name)}</h1><p>{text(tables.title(comparison))}</p>",
         table(*tables.first_table(comparison)),
-        f"<ul>{conclusions}</ul>",
+        bullets(verdict(comparison)),
     ]
     if comparison.reference:
         drawings = curves.comparison_drawings(comparison)
         parts += ["<h2>Memory, speed and losses</h2>", charts(drawings, wide=True)]
-    if comparison.reference and not comparison.simulated:
-        sent = "".join(f"<li>{text(line)}</li>" for line in explain_traffic(comparison))
-        parts += [
-            "<h2>Time of a step, and communication</h2>",
-            table(*tables.why_table(comparison)),
-        ]
-        parts += [f"<ul>{sent}</ul>"]
-    commands = "\n".join(
-        attempt.command for row in comparison.rows for attempt in row.attempts if attempt.command
-    )
+    if comparison.trained:
+        parts += ["<h2>Time of a step, and communication</h2>"]
+        parts += [table(*tables.why_table(comparison)), bullets(explain_traffic(comparison))]
+    commands = text("\n".join(comparison.commands))
     origin = "".join(f"<p>{text(line)}</p>" for line in tables.provenance(comparison))
-    parts += ["<h2>Hardware, versions and commands</h2>", origin, f"<pre>{text(commands)}</pre>"]
+    parts += ["<h2>Hardware, versions and commands</h2>", origin, f"<pre>{commands}</pre>"]
     return document(f"Comparison of strategies: {comparison.name}", parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -44,32 +44,30 @@ def draw(comparison: Comparison, path: Path) -> None:
     Args:
         comparison: with at least one completed row.
     """
-    rows = [row for row in comparison.rows if row.completed]
-    if comparison.simulated:
-        figure = Figure(figsize=(9, 5.5), layout="constrained")
-        draw_memory(figure.subplots(), comparison, rows)
-    else:
-        figure = Figure(figsize=(13, 9), layout="constrained")
-        (memory, speed), (losses, loss_differences) = figure.subplots(2, 2)
-        draw_memory(memory, comparison, rows)
-        draw_speed(speed, comparison, rows)
-        draw_losses(losses, rows)
-        draw_differences(loss_differences, comparison, rows)
+    size, rows = ((9, 5.5), 1) if comparison.simulated else ((13, 9), 2)
+    figure = Figure(figsize=size, layout="constrained")
+    every_axes = figure.subplots(rows, rows, squeeze=False).flat
+    for axes, chart in zip(every_axes, charts_of(comparison).values(), strict=True):
+        chart(axes)
     figure.suptitle(title(comparison), fontsize=12)
     figure.supxlabel("\n".join(provenance(comparison)), fontsize=8, color="#555555")
     figure.savefig(path, dpi=110)
 
 
+def charts_of(comparison: Comparison) -> dict[str, Callable[[Axes], None]]:
+    """Return the functions that draw the charts of a comparison, by caption."""
+    rows = [row for row in comparison.rows if row.completed]
+    charts: dict[str, Callable[[Axes], None]] = {
+        "Memory": lambda axes: draw_memory(axes, comparison, rows)
+    }
+    if not comparison.simulated:
+        charts["Speed"] = lambda axes: draw_speed(axes, comparison, rows)
+        charts["Losses"] = lambda axes: draw_losses(axes, rows)
+        charts["Loss differences"] = lambda axes: draw_differences(axes, comparison, rows)
+    return charts
+
+
 # ------------------------------------------------------------------------------------------- memory
-
-
-@dataclass
-class Part:
-    """One kind of memory in the bars: its name in the legend, the bytes of each strategy, style."""
-
-    label: str
-    sizes: list[float]
-    style: dict
 
 
 def draw_memory(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
@@ -81,8 +79,8 @@ def draw_memory(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
     """
     unit, unit_name = (GB, "GB") if comparison.on_gpu else (MB, "MB")
     tops = [0.0] * len(rows)
-    for part in _device_parts(comparison, rows):
-        _stack(axes, part, tops, unit)
+    for kind, sizes in _device_sizes(comparison, rows).items():
+        _stack(axes, kind, [size / unit for size in sizes], tops, color=KIND_COLORS[kind])
     _label_bars(axes, tops, [f"{top:.2f}" if comparison.on_gpu else f"{top:.1f}" for top in tops])
     _mark_planned(axes, comparison, rows, unit)
     if not comparison.on_gpu:  # above the number, because a GPU would not hold it
@@ -91,11 +89,12 @@ def draw_memory(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
             top + gap * any(row.host_categories.values())
             for top, row in zip(tops, rows, strict=True)
         ]
-        for part in _host_parts(rows):
-            _stack(axes, part, tops, unit)
+        for kind in ("gradients", "optimizer"):
+            heights = [row.host_categories.get(kind, 0) / unit for row in rows]
+            style = {"facecolor": "white", "edgecolor": KIND_COLORS[kind], "hatch": "///"}
+            _stack(axes, f"{kind}, in host memory", heights, tops, **style)
     axes.set_ylim(0, 1.3 * max(tops))
-    capacity = comparison.facts["hardware"]["gpu_memory_bytes"]
-    if capacity:
+    if capacity := comparison.facts["hardware"]["gpu_memory_bytes"]:
         _mark_capacity(axes, capacity / unit, max(tops))
     _name_strategies(axes, rows)
     axes.set_ylabel(f"{unit_name} on the fullest rank")
@@ -108,8 +107,8 @@ def draw_memory(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
     axes.legend(fontsize=8, ncols=2, loc="upper right")
 
 
-def _device_parts(comparison: Comparison, rows: list[Row]) -> list[Part]:
-    """Return what is on the device, or on a CPU what would be: the lowest part first."""
+def _device_sizes(comparison: Comparison, rows: list[Row]) -> dict[str, list[float]]:
+    """Return the bytes of each strategy on the device, or on a CPU what would be, by kind."""
     sizes = {kind: [row.categories[kind] for row in rows] for kind in STATES}
     if comparison.on_gpu:
         sizes["buffers and other"] = [
@@ -121,36 +120,16 @@ def _device_parts(comparison: Comparison, rows: list[Row]) -> list[Part]:
     elif comparison.simulated:
         sizes["activations"] = [row.activations or 0 for row in rows]
         sizes["logits"] = [row.logits or 0 for row in rows]
-    return [Part(kind, values, {"color": KIND_COLORS[kind]}) for kind, values in sizes.items()]
+    return sizes
 
 
-def _host_parts(rows: list[Row]) -> list[Part]:
-    """Return what runs on GPUs keep in host memory."""
-    return [
-        Part(
-            f"{kind}, in host memory",
-            [row.host_categories.get(kind, 0) for row in rows],
-            {"facecolor": "white", "edgecolor": KIND_COLORS[kind], "hatch": "///"},
-        )
-        for kind in ("gradients", "optimizer")
-    ]
-
-
-def _stack(axes: Axes, part: Part, tops: list[float], unit: int) -> None:
+def _stack(axes: Axes, label: str, heights: list[float], tops: list[float], **style) -> None:
     """Draw a part on top of the bars, and raise `tops`, the heights of the bars, by it."""
-    heights = [size / unit for size in part.sizes]
-    bars = [number for number, height in enumerate(heights) if height]
-    if bars:
-        axes.bar(
-            bars,
-            [heights[bar] for bar in bars],
-            0.65,
-            bottom=[tops[bar] for bar in bars],
-            label=part.label,
-            **part.style,
-        )
-    for bar in bars:
-        tops[bar] += heights[bar]
+    if parts := {bar: height for bar, height in enumerate(heights) if height}:
+        below = [tops[bar] for bar in parts]
+        axes.bar(list(parts), list(parts.values()), 0.65, bottom=below, label=label, **style)
+    for bar, height in parts.items():
+        tops[bar] += height
 
 
 def _mark_planned(axes: Axes, comparison: Comparison, rows: list[Row], unit: int) -> None:
@@ -159,17 +138,9 @@ def _mark_planned(axes: Axes, comparison: Comparison, rows: list[Row], unit: int
     if comparison.simulated and not comparison.on_gpu:
         kinds = (*STATES, "activations", "logits")
         planned = [sum(row.planned.get(kind, 0) for kind in kinds) for row in rows]
-    marks = {bar: size / unit for bar, size in enumerate(planned) if size}
-    if marks:
-        axes.plot(
-            list(marks),
-            list(marks.values()),
-            linestyle="none",
-            marker="_",
-            markersize=26,
-            color="black",
-            label="planned",
-        )
+    if marks := {bar: size / unit for bar, size in enumerate(planned) if size}:
+        style = {"linestyle": "none", "marker": "_", "markersize": 26, "color": "black"}
+        axes.plot(list(marks), list(marks.values()), label="planned", **style)
 
 
 def _mark_capacity(axes: Axes, capacity: float, top: float) -> None:
@@ -228,13 +199,11 @@ def draw_speed(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
 def draw_losses(axes: Axes, rows: list[Row]) -> None:
     """Draw all loss curves, each thinner than the one below it, so that none hides another."""
     for number, row in enumerate(rows):
-        style = {
-            "color": STRATEGY_STYLES[row.strategy]["color"],
-            "linewidth": 1.5 + 1.7 * (len(rows) - 1 - number),
-        }
+        color, width = STRATEGY_STYLES[row.strategy]["color"], 1.5 + 1.7 * (len(rows) - 1 - number)
         for attempt in row.completed:
             label = row.strategy if attempt is row.completed[0] else ""
-            axes.plot(_steps_of(attempt), attempt.losses, label=label, **style)
+            steps = _steps_of(attempt)
+            axes.plot(steps, attempt.losses, label=label, color=color, linewidth=width)
     axes.set_ylabel("training loss (nats per token)")
     axes.set_title("Loss (curves that are alike lie over each other, the first one widest)")
     axes.legend(fontsize=8, ncols=2)
@@ -250,12 +219,8 @@ def draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> Non
     reference = rows[0]
     rows = rows + ([comparison.control] if comparison.control else [])
     for row in rows:
-        style = {
-            **STRATEGY_STYLES[row.strategy],
-            "markersize": 4,
-            "markeredgecolor": "#333333",
-            "linewidth": 1.3,
-        }
+        style = {"markersize": 4, "markeredgecolor": "#333333", "linewidth": 1.3}
+        style |= STRATEGY_STYLES[row.strategy]
         label = "control: higher lr" if row is comparison.control else row.strategy
         for attempt in row.completed:
             if attempt is reference.completed[0]:

@@ -67,7 +67,7 @@ class RunRecord:
 
     def announce_model(self, args, spec: ModelSpec) -> None:
         """Print what is trained, before the data is read."""
-        verb = "Fine-tuning" if not args.eval_only else "Evaluating"
+        verb = "Evaluating" if args.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
         print0 = self.ctx.console.print0
@@ -116,10 +116,9 @@ class RunRecord:
 
     def was_complete_before(self, args, state: TrainState) -> bool:
         """Whether a resumed run has no step left to train."""
-        world_size, num_sequences = self.ctx.world_size, state.num_sequences
-        if self.results.nothing_left_to_do(total_steps(args, world_size, num_sequences), args):
-            return True
-        return self.results.was_complete and state.finished
+        steps = total_steps(args, self.ctx.world_size, state.num_sequences)
+        nothing_left = self.results.nothing_left_to_do(steps, args)
+        return nothing_left or (self.results.was_complete and state.finished)
 
     def start_training(
         self, args, objects: TrainingObjects, manager: CheckpointManager, state: TrainState
@@ -151,11 +150,8 @@ class RunRecord:
             ctx.failures.restart = Restart(ctx.launch, values, useful, ctx.stop)
             # A rank may run out of memory while another still starts a tracker or removes files.
             dist.barrier()
-        ctx.console.print0(
-            "⏳ Evaluating"
-            if args.eval_only
-            else f"⏳ Training: steps {state.step + 1} to {state.total_steps}"
-        )
+        training = f"Training: steps {state.step + 1} to {state.total_steps}"
+        ctx.console.print0(f"⏳ {'Evaluating' if args.eval_only else training}")
         return metrics
 
     def _smaller_batch_may_help(self, args, manager: CheckpointManager, state: TrainState) -> bool:

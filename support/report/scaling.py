@@ -23,6 +23,9 @@ from support.strategy import STRATEGIES
 
 MEASURED = ("all_reduce", "all_gather", "reduce_scatter")  # by --check, in this order
 TIMES_SENT = dict(COLLECTIVES.values())
+# Collectives that are not measured, and the one whose speed is assumed.
+LIKE = {"broadcast": "all_gather", "all_to_all": "all_gather"}
+LIKE |= {"reduce": "all_reduce", "barrier": "all_reduce"}
 SAME_WORK = ("model", "strategy", "precision", "batch_size", "seq_length", "trainable_parameters")
 
 
@@ -70,9 +73,7 @@ class Network:
             calls: their number.
             sent: the bytes that a rank sends in them, in units of (N - 1) / N.
         """
-        like = {"broadcast": "all_gather", "all_to_all": "all_gather", "reduce": "all_reduce"}
-        like["barrier"] = "all_reduce"
-        points = self.transfer[like.get(kind, kind)]
+        points = self.transfer[LIKE.get(kind, kind)]
         transfers = calls * TIMES_SENT.get(kind, 0)
         message = sent / transfers if sent else 0  # a barrier sends nothing
         sizes, times = zip((0, 0), *points, strict=True)
@@ -147,16 +148,13 @@ def _results(folder: Path) -> dict:
 
 
 def _collectives(results: dict) -> Iterator[Collectives]:
-    strategy, micro_batches = (
-        STRATEGIES[results["strategy"]],
-        results["gradient_accumulation_steps"],
-    )
+    strategy = STRATEGIES[results["strategy"]]
     for name, entry in results["communication_per_step"].items():
         kind = name.split(" ")[0]
         # Without whole gradients on each rank they are reduced after each micro-batch; without
         # whole parameters these are gathered in each. dp, zero1 and fsdp reduce once.
         gathers = kind in ("all_gather", "broadcast")
         repeated = strategy.shards_parameters if gathers else strategy.stage >= 2
-        parts = micro_batches if repeated else 1
+        parts = results["gradient_accumulation_steps"] if repeated else 1
         sent = TIMES_SENT[kind] * entry["message_bytes"]
         yield Collectives(kind, entry["calls"] / parts, sent / parts, repeated)

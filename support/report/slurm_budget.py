@@ -170,8 +170,8 @@ def report(args) -> str:
         return ""
     times, source, different = times_of(args)
     lead = (args.signal_seconds or SIGNAL_SECONDS) if args.requeue else None
-    per_gpu, ranks = args.mtbf or MTBF_HOURS, ranks_of(args)
-    plan = budget_of(times, seconds_of(args.time_limit), lead, 3600 * per_gpu / ranks)
+    mtbf = 3600 * (args.mtbf or MTBF_HOURS) / ranks_of(args)
+    plan = budget_of(times, seconds_of(args.time_limit), lead, mtbf)
     lines = [text_table(_rows(args, times, plan, source), ("Slurm budget", "value", "source"))]
     lines.append(_signal(times, lead))
     if different:
@@ -183,26 +183,20 @@ def _rows(args, times: Times, plan: Budget, source: str) -> list[tuple[str, str,
     """Return the rows of the table: the name of a number, its value, and where it is from."""
     per_gpu, ranks = args.mtbf or MTBF_HOURS, ranks_of(args)
     rate = "given" if args.mtbf else "assumed, from Llama 3, arXiv 2407.21783"
+    failures = f"{per_gpu:,g} h for a GPU ({rate}), {ranks} of them"
+    failures += "" if args.requeue else "; the limit is a failure, too"
+    training = f"{human_time(times.train)} of training in jobs of {args.time_limit}"
+    startup = human_time(times.startup) + ("" if args.results else ", assumed")
     end = "the time from the signal" if args.requeue else "the steps after the last save"
-    training, startup = human_time(times.train), human_time(times.startup)
-    startup += "" if args.results else ", assumed"
+    lost = f"start-up ({startup}), {plan.saves:,} saves, and {end}"
     formula = "√(2 · save · MTBF): Young, Daly"
     if args.requeue and not plan.saves:
         formula += "; longer than a job, so the save at the signal is enough"
     rows = [
-        ("jobs", f"{plan.jobs:,}", f"{training} of training in jobs of {args.time_limit}"),
-        (
-            "lost in a full job",
-            human_time(plan.lost),
-            f"start-up ({startup}), {plan.saves:,} saves, and {end}",
-        ),
+        ("jobs", f"{plan.jobs:,}", training),
+        ("lost in a full job", human_time(plan.lost), lost),
         ("time of a save", human_time(times.save), source),
-        (
-            "MTBF",
-            human_time(3600 * per_gpu / ranks),
-            f"{per_gpu:,g} h for a GPU ({rate}), {ranks} of them"
-            + ("" if args.requeue else "; the limit is a failure, too"),
-        ),
+        ("MTBF", human_time(3600 * per_gpu / ranks), failures),
         ("time between saves", human_time(plan.interval), formula),
     ]
     if times.step:

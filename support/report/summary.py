@@ -38,14 +38,11 @@ def summarize(
     """
     metrics.flush()
     state, traffic = metrics.state, metrics.traffic.per_step(metrics.warmup_steps)
-    memory_of_ranks = ctx.all_gather(
-        memory.of_this_rank(
-            memory_by_phase,
-            metrics.step_memory,
-            nvme_folder(args.ds_config_dict),
-            ctx.launch.is_node_leader,
-        )
+    on_nvme = nvme_folder(args.ds_config_dict)
+    own_memory = memory.of_this_rank(
+        memory_by_phase, metrics.step_memory, on_nvme, ctx.launch.is_node_leader
     )
+    memory_of_ranks = ctx.all_gather(own_memory)
     speeds = ctx.all_gather(metrics.speed())
     sent = ctx.all_gather(sum(collective["sent_bytes"] for collective in traffic.values()))
     best = state.best or {"loss": None, "step": None}
@@ -66,10 +63,9 @@ def summarize(
         tokens_per_second = measured["tokens_per_second"] / ctx.world_size
         measured["tokens_per_second_per_gpu"] = tokens_per_second
         if peak := peak_flops(ctx.device, ctx.precision):
-            shape = spec.text_config.num_hidden_layers, spec.text_config.hidden_size
-            per_token = flops_per_token(
-                spec.matmul_parameters, spec.trainable_matmul, *shape, args.seq_length
-            )
+            config, matmul = spec.text_config, (spec.matmul_parameters, spec.trainable_matmul)
+            shape = config.num_hidden_layers, config.hidden_size, args.seq_length
+            per_token = flops_per_token(*matmul, *shape)
             measured["mfu"] = tokens_per_second * per_token / peak
     if state.step > state.first_step:
         measured["communication_bytes_per_step"] = statistics.mean(sent)
@@ -78,8 +74,7 @@ def summarize(
     measured["memory"]["predicted_bytes"] = advise.predicted_bytes(args, ctx, spec)
     # With --eval_only no step is measured, so the placement is not known.
     placement = measured["memory"]["placement"] or {}
-    on_nvme = placement.get("optimizer") == "nvme"
-    has_states = OPTIMIZERS[args.optim].state_bytes and not on_nvme
+    has_states = OPTIMIZERS[args.optim].state_bytes and placement.get("optimizer") != "nvme"
     if ctx.simulated and has_states and not measured["memory"]["moments_bytes"]:
         raise TrainingError(
             "The simulated steps updated no weights, so Adam's states are missing in the measured "

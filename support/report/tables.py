@@ -14,23 +14,21 @@ from support.units import GB, MB, human_rate
 
 Table = tuple[list[list[str]], list[str]]  # rows and headers
 Columns = list[tuple[str, Callable[[Row], str]]]  # header with the unit, cell of a strategy
+WHY = "Where the time of a step goes, and what a rank sends"
 
 
 def as_text(comparison: Comparison) -> str:
     """Return the text for the terminal: both tables, the verdict, and the explanation."""
     parts = [title(comparison), text_table(*first_table(comparison)), _wrapped(verdict(comparison))]
-    if comparison.reference and not comparison.simulated:
-        parts += [
-            "Where the time of a step goes, and what a rank sends:",
-            text_table(*why_table(comparison)),
-            _wrapped(explain_traffic(comparison)),
-        ]
+    if comparison.trained:
+        parts += [f"{WHY}:", text_table(*why_table(comparison))]
+        parts.append(_wrapped(explain_traffic(comparison)))
     return "\n\n".join(parts) + "\n"
 
 
 def as_file(comparison: Comparison) -> str:
     """Return the .txt file: the terminal's text, hardware, versions, date and the commands."""
-    commands = [f"  {command}" for command in _commands(comparison)]
+    commands = [f"  {command}" for command in comparison.commands]
     lines = [as_text(comparison), *provenance(comparison), "", "Commands:", *commands]
     return "\n".join(lines) + "\n"
 
@@ -44,14 +42,11 @@ def as_markdown(comparison: Comparison) -> str:
     ]
     if comparison.reference:
         parts.append(f"![Memory, throughput and losses](comparison_results_{comparison.name}.png)")
-    if comparison.reference and not comparison.simulated:
-        parts += [
-            "### Where the time of a step goes, and what a rank sends",
-            markdown_table(*why_table(comparison)),
-            _markdown_list(explain_traffic(comparison)),
-        ]
+    if comparison.trained:
+        parts += [f"### {WHY}", markdown_table(*why_table(comparison))]
+        parts.append(_markdown_list(explain_traffic(comparison)))
     parts.append(_markdown_list(provenance(comparison)))
-    parts.append("```bash\n" + "\n".join(_commands(comparison)) + "\n```")
+    parts.append("```bash\n" + "\n".join(comparison.commands) + "\n```")
     return "\n\n".join(parts) + "\n"
 
 
@@ -98,12 +93,6 @@ def _row_as_dict(row: Row) -> dict:
     return {**numbers, "attempts": attempts}
 
 
-def _commands(comparison: Comparison) -> list[str]:
-    """Return the command line of each run."""
-    attempts = [attempt for row in comparison.rows for attempt in row.attempts]
-    return [attempt.command for attempt in attempts if attempt.command]
-
-
 def _wrapped(sentences: list[str]) -> str:
     """Wrap each sentence to lines of at most 110 characters, the width of the table."""
     return "\n".join(
@@ -127,10 +116,8 @@ def title(comparison: Comparison) -> str:
         ranks = f"1 of {work['simulated_world_size']} simulated {several}"
     micro_steps = work["gradient_accumulation_steps"]
     repeats = max(len(row.attempts) for row in comparison.rows)
-    batch = (
-        f"{work['batch_size']} block{'s' * (work['batch_size'] > 1)} of "
-        f"{work['seq_length']} tokens each"
-    )
+    blocks = f"{work['batch_size']} block{'s' * (work['batch_size'] > 1)}"
+    batch = f"{blocks} of {work['seq_length']} tokens each"
     if micro_steps > 1:
         batch += f" × {micro_steps} micro-batches"
     capped = " (the comparison's default cap)" if comparison.step_cap == work["steps"] else ""
@@ -151,10 +138,11 @@ def provenance(comparison: Comparison) -> list[str]:
     if machine["gpu"]:
         gpu = f"{machine['gpu']} ({machine['gpu_memory_bytes'] / GB:.1f} GB)"
     cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    memory = f"{machine['ram_bytes'] / GB:.1f} GB of memory"
     return [
-        f"Hardware: {gpu}, {cores} of {machine['cpu']}, "
-        f"{machine['ram_bytes'] / GB:.1f} GB of memory",
-        "Versions: " + ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
+        f"Hardware: {gpu}, {cores} of {machine['cpu']}, {memory}",
+        f"Versions: {versions}",
         f"Measured: {facts['started_at'][:10]}; dataset {dataset['name']}, "
         f"sha256 {dataset['sha256'][:12]}…",
     ]
@@ -169,10 +157,7 @@ def first_table(comparison: Comparison) -> Table:
     A strategy that did not complete has a dash in every column.
     """
     reference = comparison.reference.strategy if comparison.reference else "dp"
-    if comparison.simulated:
-        columns = _memory_columns(reference)
-    else:
-        columns = _cost_columns(comparison, reference)
+    columns = (_memory_columns if comparison.simulated else _cost_columns)(comparison, reference)
     cells = [
         [
             row.strategy,
@@ -184,12 +169,8 @@ def first_table(comparison: Comparison) -> Table:
     return cells, ["\nstrategy", "\nstatus", *[header for header, _ in columns]]
 
 
-def _memory_columns(reference: str) -> Columns:
+def _memory_columns(comparison: Comparison, reference: str) -> Columns:
     """Return the columns of a simulation: memory of rank 0 by kind, next to the memory estimate."""
-
-    def peak_planned(row: Row) -> float | None:
-        return row.planned.get("peak") if row.step_peak_bytes else None
-
     return [
         ("para-\nmeters", lambda row: _size(row.categories["parameters"])),
         ("gradi-\nents", lambda row: _size(row.categories["gradients"])),
@@ -201,14 +182,18 @@ def _memory_columns(reference: str) -> Columns:
         ("activa-\ntions", lambda row: _size(row.activations)),
         ("\nlogits", lambda row: _size(row.logits)),
         ("peak of\na step", lambda row: _size(row.step_peak_bytes)),
-        ("\nplanned", lambda row: _size(peak_planned(row))),
+        ("\nplanned", lambda row: _size(row.planned.get("peak") if row.step_peak_bytes else None)),
     ]
 
 
 def _cost_columns(comparison: Comparison, reference: str) -> Columns:
     """Return the columns of measured runs: memory, speed and loss difference."""
-    on_gpu = comparison.on_gpu
-    unit = GB if on_gpu else MB
+    if comparison.on_gpu:
+        unit, memory, rate = GB, "GPU\npeak\nGB", "\ntokens/s\n/GPU"
+    else:
+        unit, memory, rate = MB, "model\nstate\nMB/rank", "\ntokens/s\n/rank"
+    of = "repeats" if comparison.repeated else "steps"
+    speed = f"speed vs {reference}\n(spread of\n{of})"
 
     def difference(row: Row) -> str:
         if row is comparison.reference and not row.difference:
@@ -216,23 +201,14 @@ def _cost_columns(comparison: Comparison, reference: str) -> Columns:
         return f"{row.difference:.1e}{' ❌' if row.departs_at else ''}"
 
     return [
-        (
-            "GPU\npeak\nGB" if on_gpu else "model\nstate\nMB/rank",
-            lambda row: _size(row.memory_bytes, unit),
-        ),
+        (memory, lambda row: _size(row.memory_bytes, unit)),
         ("\n\nplanned", lambda row: _size(row.planned_bytes, unit)),
         (f"saved\nvs\n{reference}", _saved),
         ("host\npeak\nGB/rank", lambda row: _size(row.host_bytes, GB)),
         ("\nNVMe\nMB", lambda row: f"{row.nvme_bytes / MB:.0f}" if row.nvme_bytes else "—"),
         ("\nsamples\n/s", lambda row: human_rate(row.samples_per_second)),
-        (
-            f"\ntokens/s\n/{'GPU' if on_gpu else 'rank'}",
-            lambda row: f"{row.tokens_per_second_per_gpu:,.0f}",
-        ),
-        (
-            f"speed vs {reference}\n(spread of\n{'repeats' if comparison.repeated else 'steps'})",
-            lambda row: f"{row.speed:.2f}× ({row.speed_low:.2f}–{row.speed_high:.2f})",
-        ),
+        (rate, lambda row: f"{row.tokens_per_second_per_gpu:,.0f}"),
+        (speed, lambda row: f"{row.speed:.2f}× ({row.speed_low:.2f}–{row.speed_high:.2f})"),
         ("\nfinal\nloss", lambda row: f"{row.final_loss:.4f}"),
         ("largest\nloss\ndifference", difference),
     ]
@@ -259,13 +235,8 @@ def why_table(comparison: Comparison) -> Table:
     for row in comparison.rows:
         if row.completed:
             seconds = [sum(row.phases_seconds.values()), *row.phases_seconds.values()]
-            rows.append(
-                [
-                    row.strategy,
-                    _size(row.sent_bytes),
-                    "—" if row.volume is None else f"{row.volume:.2f}P",
-                    "3P" if row.definition.shards_parameters else "2P",
-                    *[f"{1000 * value:.0f}" for value in seconds],
-                ]
-            )
+            volume = "—" if row.volume is None else f"{row.volume:.2f}P"
+            of_paper = "3P" if row.definition.shards_parameters else "2P"
+            times = [f"{1000 * value:.0f}" for value in seconds]
+            rows.append([row.strategy, _size(row.sent_bytes), volume, of_paper, *times])
     return rows, headers

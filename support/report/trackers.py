@@ -154,11 +154,9 @@ def start_trackers(args, ctx: DistContext, folder: Path, step: int) -> Trackers:
     """
     trackers: list[TensorBoard | WandB] = []
     if ctx.is_main:
-        arguments = {
-            name: redact_value(value)
-            for name, value in {**vars(args), "tags": ", ".join(args.tags)}.items()
-            if isinstance(value, str | int | float | bool)
-        }
+        values = {**vars(args), "tags": ", ".join(args.tags)}
+        shown = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool)}
+        arguments = {name: redact_value(value) for name, value in shown.items()}
         if "tensorboard" in args.report_to:
             events = Path(args.logging_dir or folder / "tensorboard")
             if args.overwrite and args.resume is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from support.report.compare import Comparison, Row, volumes
 from support.units import human_bytes, human_rate
 
@@ -36,17 +38,17 @@ def _simulated(comparison: Comparison) -> list[str]:
         "Nothing was trained, so there are no losses and no speeds. "
         "The sizes in the table are in MB (2^20 bytes)."
     ]
-    errors = {
-        row.strategy: 100 * (row.planned_bytes / row.memory_bytes - 1)
+    errors = [
+        (abs(row.planned_bytes / row.memory_bytes - 1), row.strategy)
         for row in comparison.rows
         if row.completed and row.planned_bytes
-    }
+    ]
     if errors:
-        worst = max(errors, key=lambda strategy: abs(errors[strategy]))
+        error, worst = max(errors, key=lambda pair: pair[0])
         quantity = "peaks" if comparison.on_gpu else "model states"
         sentences.append(
             f"The planned {quantity} differ from the simulated ones by at most "
-            f"{abs(errors[worst]):.1f}% ({worst})."
+            f"{100 * error:.1f}% ({worst})."
         )
     return sentences
 
@@ -70,11 +72,8 @@ def _departing(comparison: Comparison, reference: Row) -> list[str]:
             f"{reference.strategy}."
         )
     tolerance, medians = _tolerance_text(comparison), _median_text(comparison)
-    advice = (
-        ""
-        if comparison.work["precision"] == "fp32"
-        else " Repeat with --precision fp32 to distinguish a fault from rounding."
-    )
+    advice = " Repeat with --precision fp32 to distinguish a fault from rounding."
+    advice = "" if comparison.work["precision"] == "fp32" else advice
     for row in comparison.departing:
         if row is reference:
             sentences.append(
@@ -143,11 +142,8 @@ def _fastest(comparison: Comparison, rows: list[Row]) -> str:
     if others:
         ratio = others[-1].samples_per_second / fastest.samples_per_second
         text += f"; slowest: {others[-1].strategy}, {ratio:.2f} times that"
-    overlap = [
-        row.strategy
-        for row in others
-        if row.samples_per_second_high > fastest.samples_per_second_low
-    ]
+    slowest_repeat = fastest.samples_per_second_low
+    overlap = [row.strategy for row in others if row.samples_per_second_high > slowest_repeat]
     # Without repeats the spread is that of one run's steps, which has other causes.
     if comparison.repeated and overlap:
         text += f" (within the spread of repeats: {', '.join(overlap)})"
@@ -159,11 +155,8 @@ def _fastest(comparison: Comparison, rows: list[Row]) -> str:
 def _smallest(comparison: Comparison, reference: Row, rows: list[Row]) -> str:
     by_memory = sorted(rows, key=lambda row: row.memory_bytes)
     least = by_memory[0]
-    usage = (
-        "per rank at its peak"
-        if comparison.on_gpu
-        else "of model states per rank at the end of backward"
-    )
+    of_states = "of model states per rank at the end of backward"
+    usage = "per rank at its peak" if comparison.on_gpu else of_states
     text = f"Least GPU memory: {least.strategy}, {human_bytes(least.memory_bytes)} {usage}"
     if least is not reference:
         text += f" ({reference.strategy}: {human_bytes(reference.memory_bytes)})"
@@ -184,15 +177,12 @@ def _limits(comparison: Comparison, rows: list[Row]) -> list[str]:
     """Say what this comparison cannot show: on one rank, and on a CPU."""
     sentences = []
     if comparison.work["world_size"] == 1:
-        sharded = [
-            row.strategy for row in rows if row.definition.sharded and not row.definition.offloads
-        ]
-        sharded_text = (
-            f" ({', '.join(sharded)}: sharding over one rank saves nothing)" if sharded else ""
-        )
+        kinds = {row.strategy: row.definition for row in rows}
+        sharded = [name for name, kind in kinds.items() if kind.sharded and not kind.offloads]
+        names = f" ({', '.join(sharded)}: sharding over one rank saves nothing)" if sharded else ""
         sentences.append(
             f"ℹ️  One {'GPU' if comparison.on_gpu else 'process'} cannot show what sharding saves "
-            f"or what communication costs{sharded_text}. Compare on two or more."
+            f"or what communication costs{names}. Compare on two or more."
         )
     if not comparison.on_gpu:
         sentences.append(
@@ -248,10 +238,8 @@ def _traffic_of(row: Row, parameters: int, micro_steps: int) -> str:
     gathered = volume_by_kind.get("all_gather", 0) + volume_by_kind.get("broadcast", 0)
     reduced = row.volume - gathered
     all_reduces = volume_by_kind.get("all_reduce", 0) > reduced / 2
-    text = (
-        f"gradients {reduced:.2f}P by {'all-reduce' if all_reduces else 'reduce-scatter'} in "
-        f"{_types(row, 'reduce')}"
-    )
+    operation = "all-reduce" if all_reduces else "reduce-scatter"
+    text = f"gradients {reduced:.2f}P by {operation} in {_types(row, 'reduce')}"
     if gathered > 0.005:
         text += f", parameters {gathered:.2f}P by all-gather in {_types(row, 'gather')}"
     reasons = []
@@ -272,10 +260,8 @@ def _traffic_of(row: Row, parameters: int, micro_steps: int) -> str:
         if gathered / micro_steps > 2.005:
             reason += ", some more often than that"
         elif gathered / micro_steps < 1.98:
-            outermost_stay = row.definition.engine == "fsdp"
-            reason += (
-                ", the outermost (embeddings) only once" if outermost_stay else ", some less often"
-            )
+            of_fsdp = ", the outermost (embeddings) only once"
+            reason += of_fsdp if row.definition.engine == "fsdp" else ", some less often"
         reasons.append(reason)
     return f"{text} ({'; '.join(reasons)})" if reasons else text
 
@@ -286,11 +272,11 @@ def _types(row: Row, verb: str) -> str:
     Args:
         verb: "gather" or "reduce", which selects the collectives.
     """
-    bytes_by_dtype: dict[str, float] = {}
+    bytes_by_dtype: Counter[str] = Counter()
     for name, entry in row.collectives.items():
         kind, dtype = name.split(" ")
         if verb in kind:
-            bytes_by_dtype[dtype] = bytes_by_dtype.get(dtype, 0) + entry["message_bytes"]
+            bytes_by_dtype[dtype] += entry["message_bytes"]
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     least = 0.01 * sum(bytes_by_dtype.values())
     names = [short.get(dtype, dtype) for dtype, size in bytes_by_dtype.items() if size > least]
