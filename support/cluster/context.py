@@ -27,29 +27,17 @@ from support.files.temporary import TemporaryPaths
 
 @dataclass
 class DistContext:
-    """This process among the ranks: its place, its device, and collectives for Python objects.
-
-    Attributes:
-        launch: rank and number of ranks.
-        device: the GPU of this rank, or the CPU.
-        backend: "nccl", "gloo", or "fake" in a simulation.
-        console: output of rank 0.
-        failures: what ends this process when a rank fails.
-        precision: of the computation: "fp32", "bf16" or "fp16".
-        nodes: number of nodes.
-        attempt: prefix of the keys in the store; a restart by torchrun uses the same store.
-        lock: on rank 0: prevents a second run from using the output folder.
-    """
+    """This process among the ranks: its place, its device, and collectives for Python objects."""
 
     launch: Launch
-    device: torch.device
-    backend: str
+    device: torch.device  # the GPU of this rank, or the CPU
+    backend: str  # "nccl", "gloo", or "fake" in a simulation
     console: Console
-    failures: FailureMonitor
-    precision: str = "fp32"
+    failures: FailureMonitor  # what ends this process when a rank fails
+    precision: str = "fp32"  # of the computation: "fp32", "bf16" or "fp16"
     nodes: int = 1
-    attempt: str = ""
-    lock: Any = None
+    attempt: str = ""  # prefix of the keys in the store; a restart by torchrun uses the same store
+    lock: Any = None  # on rank 0: prevents a second run from using the output folder
 
     @classmethod
     def create(

@@ -23,25 +23,17 @@ from support.redaction import print_traceback
 
 @dataclass(frozen=True)
 class Launch:
-    """Rank of this process, size of the run, and address of its store.
+    """Rank of this process, size of the run, and address of its store."""
 
-    Attributes:
-        launcher: "python", "torchrun" (also for `accelerate launch` with several processes),
-            "deepspeed", "srun" or "simulated".
-        rank, world_size: index of this process among all processes (0 … world_size - 1), and their
-            number.
-        local_rank, local_world_size: the same among the processes of this node.
-        node: index of this node, from 0.
-        master_addr, master_port: address at which the store of the run listens.
-    """
-
+    # "python", "torchrun" (also for `accelerate launch` with several processes), "deepspeed",
+    # "srun" or "simulated"
     launcher: str
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    node: int
-    master_addr: str
+    rank: int  # index of this process among all processes, from 0
+    local_rank: int  # the same among the processes of this node
+    world_size: int  # number of all processes
+    local_world_size: int  # number of processes of this node
+    node: int  # index of this node, from 0
+    master_addr: str  # where the store of the run listens
     master_port: int
 
     @property

@@ -52,17 +52,12 @@ IMPORTED = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "d
 
 @dataclass(frozen=True)
 class Line:
-    """Result of one check.
-
-    Attributes:
-        name: what was checked; padded to 13 characters in the output.
-        remedy: what to do if the status is not OK.
-    """
+    """Result of one check."""
 
     status: str
-    name: str
+    name: str  # what was checked; padded to 13 characters in the output
     text: str
-    remedy: str = ""
+    remedy: str = ""  # what to do if the status is not OK
 
     def __str__(self) -> str:
         text = f"{MARKS[self.status]} {self.name:13} {self.text}"

@@ -77,19 +77,12 @@ class Way(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The step that a run has made.
+    """The step that a run has made."""
 
-    Attributes:
-        loss: in nats per token.
-        scale: of the gradient before clipping, in units of Adam's first moment.
-        note: how Trainer computes the loss, if that matters.
-        checkpoint: the weights and moments after the step.
-    """
-
-    loss: float
-    scale: float
-    note: str
-    checkpoint: OwnCheckpoint
+    loss: float  # in nats per token
+    scale: float  # of the gradient before clipping, in units of Adam's first moment
+    note: str  # how Trainer computes the loss, if that matters
+    checkpoint: OwnCheckpoint  # the weights and moments after the step
 
     @classmethod
     def of(cls, folder: Path, args) -> Step:

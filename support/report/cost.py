@@ -26,24 +26,15 @@ WORK, RATE = ("tokens", "dataset_tokens", "max_steps"), ("measure", "results", "
 
 @dataclass(frozen=True)
 class Rate:
-    """The speed at which one GPU, or one CPU process, trains.
+    """The speed at which one GPU, or one CPU process, trains."""
 
-    Attributes:
-        tokens_per_second: of one rank.
-        source: "measured" or "assumed".
-        basis, details: on what it was measured, or from what it follows: in a few words, and more.
-        device: name of the GPU or CPU.
-        warnings: why the planned run may have another rate.
-        share: of the positions of its sequences that hold tokens; the others are padding.
-    """
-
-    tokens_per_second: float
-    source: str
-    basis: str
-    details: str
-    device: str
-    warnings: list[str]
-    share: float = 1.0
+    tokens_per_second: float  # of one rank
+    source: str  # "measured" or "assumed"
+    basis: str  # on what it was measured, or from what it follows, in a few words
+    details: str  # the same in more words
+    device: str  # name of the GPU or CPU
+    warnings: list[str]  # why the planned run may have another rate
+    share: float = 1.0  # of the positions of its sequences that hold tokens, not padding
 
 
 class Figure(NamedTuple):

@@ -42,24 +42,15 @@ class Span:
 
 @dataclass
 class RecordedRun:
-    """What a run recorded.
+    """What a run recorded."""
 
-    Attributes:
-        place: the output folder, or the file of Trainer.
-        spans: training losses in the order of the steps.
-        evaluations, lrs: loss of an evaluation and learning rate, by step.
-        facts: what else the run recorded, by the names of EFFECTS.
-        results: results.json; {} for Trainer.
-        slack: largest difference of a loss that comes from its number of decimals.
-    """
-
-    place: Path
-    spans: list[Span] = field(default_factory=list)
-    evaluations: dict[int, float] = field(default_factory=dict)
-    lrs: dict[int, float] = field(default_factory=dict)
-    facts: dict[str, object] = field(default_factory=dict)
-    results: dict = field(default_factory=dict)
-    slack: float = 0.0
+    place: Path  # the output folder, or the file of Trainer
+    spans: list[Span] = field(default_factory=list)  # training losses in the order of the steps
+    evaluations: dict[int, float] = field(default_factory=dict)  # the losses, by step
+    lrs: dict[int, float] = field(default_factory=dict)  # the learning rates, by step
+    facts: dict[str, object] = field(default_factory=dict)  # by the names of EFFECTS
+    results: dict = field(default_factory=dict)  # results.json; {} for Trainer
+    slack: float = 0.0  # largest difference of a loss that comes from its number of decimals
 
     @property
     def of_trainer(self) -> bool:
@@ -288,20 +279,14 @@ def _mean_loss(spans: dict[int, Span], start: int, end: int) -> float | None:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Two runs, compared.
-
-    Attributes:
-        points, evaluations: losses of the steps that both have.
-        differences: what differs besides the losses.
-        tolerance: largest relative difference of equal losses.
-    """
+    """Two runs, compared."""
 
     a: RecordedRun
     b: RecordedRun
-    points: list[Point]
-    evaluations: list[Point]
-    differences: list[Difference]
-    tolerance: float
+    points: list[Point]  # losses of the steps that both have
+    evaluations: list[Point]  # the same of evaluations
+    differences: list[Difference]  # what differs besides the losses
+    tolerance: float  # largest relative difference of equal losses
 
     def first(self, points: list[Point]) -> Point | None:
         """Return the first point that differs, or None."""

@@ -16,17 +16,11 @@ SIGNATURE_NAMES = {
 
 @dataclass(frozen=True)
 class Effect:
-    """What a difference between two runs can change.
+    """What a difference between two runs can change."""
 
-    Attributes:
-        on: "losses"; "rounding": the losses, up to rounding; "evaluations" only; or "nothing".
-        text: the same for the user.
-        first_step: the first step whose loss it can change.
-    """
-
-    on: str
-    text: str
-    first_step: int = 1
+    on: str  # "losses"; "rounding": the losses, up to rounding; "evaluations" only; or "nothing"
+    text: str  # the same for the user
+    first_step: int = 1  # the first step whose loss it can change
 
 
 MODEL = Effect("losses", "another model")

@@ -20,24 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak arithmetic rates of one GPU model.
+    """The peak arithmetic rates of one GPU model."""
 
-    Attributes:
-        name: regular expression for the whole name that torch.cuda.get_device_name() reports,
-            without the vendor, with spaces instead of hyphens.
-        half: TFLOP/s of the matrix units in fp16, and in bf16 if `bf16` is true.
-        tf32: TFLOP/s in TF32; None if the device has no TF32, or torch does not use it.
-        fp32: TFLOP/s in fp32 (AMD's figure is that of its matrix cores).
-        source: the vendor's document with these numbers.
-        bf16: whether the matrix units multiply bf16.
-    """
-
+    # Regular expression for the whole name that torch.cuda.get_device_name() reports, without
+    # the vendor, with spaces instead of hyphens
     name: str
-    half: float
-    tf32: float | None
-    fp32: float
-    source: str
-    bf16: bool = True
+    half: float  # TFLOP/s of the matrix units in fp16, and in bf16 if `bf16` is true
+    tf32: float | None  # TFLOP/s in TF32; None if the device has no TF32, or torch does not use it
+    fp32: float  # TFLOP/s in fp32 (AMD's figure is that of its matrix cores)
+    source: str  # the vendor's document with these numbers
+    bf16: bool = True  # whether the matrix units multiply bf16
 
     @property
     def title(self) -> str:

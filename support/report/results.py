@@ -81,21 +81,14 @@ def open_results(args, ctx: DistContext, folder: Path) -> Results:
 
 @dataclass
 class Results:
-    """results.json, written at the start with the status "running" and again at every kind of end.
-
-    Attributes:
-        facts: the content of the file.
-        before: the earlier run's results.json, on every rank; None without one.
-        damage: why an earlier run's file cannot be read (rank 0); empty if it can.
-        kept: whether the file still is the earlier run's.
-    """
+    """results.json, written at the start with the status "running", and again at the end."""
 
     ctx: DistContext
     path: Path
-    facts: dict
-    before: dict | None = None
-    damage: str = ""
-    kept: bool = False
+    facts: dict  # the content of the file
+    before: dict | None = None  # the earlier run's results.json, on every rank; None without one
+    damage: str = ""  # why an earlier run's file cannot be read (rank 0); empty if it can
+    kept: bool = False  # whether the file still is the earlier run's
 
     @property
     def was_complete(self) -> bool:

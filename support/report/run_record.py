@@ -28,23 +28,14 @@ from support.units import human_count
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Output folder, results.json and measurements of a run. All ranks call the methods together.
-
-    Attributes:
-        ctx: the ranks.
-        folder: the output folder.
-        results: the content of results.json.
-        target: where the model is exported to.
-        memory: memory after each phase of the run.
-        at_end: functions that finish files for other tools.
-    """
+    """Output folder, results.json and measurements of a run; all ranks call the methods."""
 
     ctx: DistContext
-    folder: Path
+    folder: Path  # the output folder
     results: reporting.Results
-    target: export.Target
-    memory: MemoryByPhase
-    at_end: list[Callable[[], None]]
+    target: export.Target  # where the model is exported to
+    memory: MemoryByPhase  # memory after each phase of the run
+    at_end: list[Callable[[], None]]  # functions that finish files for other tools
 
     @classmethod
     def open(cls, args, ctx: DistContext) -> RunRecord:

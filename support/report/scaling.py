@@ -31,18 +31,14 @@ SAME_WORK = ("model", "strategy", "precision", "batch_size", "seq_length", "trai
 
 @dataclass(frozen=True)
 class Network:
-    """Speed of the network between the ranks.
+    """Speed of the network between the ranks."""
 
-    Attributes:
-        transfer: for all_reduce, all_gather and reduce_scatter, points (message bytes, seconds in
-            addition to the latency) in ascending order, in units of (N - 1) / N. An all-reduce
-            transfers its message twice. (Gloo's reduce-scatter sends twice as much as a ring, and
-            takes twice as long as the all-gather.)
-        hop_seconds: the time of one of the 2 (N - 1) messages of a small all-reduce in a ring.
-    """
-
+    # For all_reduce, all_gather and reduce_scatter, points (message bytes, seconds in addition
+    # to the latency) in ascending order, in units of (N - 1) / N. An all-reduce transfers its
+    # message twice. (Gloo's reduce-scatter sends twice as much as a ring, and takes twice as
+    # long as the all-gather.)
     transfer: dict[str, list[tuple[float, float]]]
-    hop_seconds: float
+    hop_seconds: float  # the time of one of the 2 (N - 1) messages of a small all-reduce in a ring
 
     @classmethod
     def measured(
@@ -96,15 +92,10 @@ class Collectives(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What an optimizer step consists of.
+    """What an optimizer step consists of."""
 
-    Attributes:
-        micro_batch_seconds: data, forward and backward of a micro-batch on one rank.
-        update_seconds: the optimizer's update on one rank, which is also assumed where the ranks
-            share it.
-    """
-
-    micro_batch_seconds: float
+    micro_batch_seconds: float  # data, forward and backward of a micro-batch on one rank
+    # The optimizer's update on one rank, which is also assumed where the ranks share it
     update_seconds: float
     collectives: list[Collectives]
 

@@ -15,20 +15,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Key:
-    """A key of an object in one of the files.
+    """A key of an object in one of the files."""
 
-    Attributes:
-        name, type, unit, meaning: see above; `unit` is "" for a value without one.
-        optional: the key may be missing.
-        keys: of the object, or of each object in a list or map.
-    """
-
-    name: str
+    name: str  # this and the following: see above
     type: str
-    unit: str
+    unit: str  # "" for a value without one
     meaning: str
-    optional: bool = False
-    keys: tuple[Key, ...] = ()
+    optional: bool = False  # the key may be missing
+    keys: tuple[Key, ...] = ()  # of the object, or of each object in a list or map
 
 
 def _keys(table: str, **nested: tuple[Key, ...]) -> tuple[Key, ...]:

@@ -26,38 +26,24 @@ STEPS_TO_STOP = {"cpu": 2, "cuda": 3}
 
 @dataclass(frozen=True)
 class Times:
-    """Durations of a run in seconds.
+    """Durations of a run in seconds."""
 
-    Attributes:
-        train: all optimizer steps.
-        save: the longest time that training waits for a checkpoint.
-        step, longest_step: an optimizer step, mean and longest; None if not known.
-        startup: from the start of a job to the end of its first step.
-        steps_to_stop: see STEPS_TO_STOP.
-    """
-
-    train: float
-    save: float
-    step: float | None = None
+    train: float  # all optimizer steps
+    save: float  # the longest time that training waits for a checkpoint
+    step: float | None = None  # the mean of the optimizer steps; None if not known
     longest_step: float | None = None
-    startup: float = STARTUP_SECONDS
+    startup: float = STARTUP_SECONDS  # from the start of a job to the end of its first step
     steps_to_stop: int = STEPS_TO_STOP["cuda"]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The jobs of a run.
-
-    Attributes:
-        interval: seconds between two saves.
-        saves: number of saves in a job that uses its whole time.
-        lost: seconds of such a job that do not train, or whose training is lost.
-    """
+    """The jobs of a run."""
 
     jobs: int
-    interval: float
-    saves: int
-    lost: float
+    interval: float  # seconds between two saves
+    saves: int  # number of saves in a job that uses its whole time
+    lost: float  # seconds of such a job that do not train, or whose training is lost
 
 
 def young_daly(save: float, mtbf: float) -> float:
