@@ -23,17 +23,11 @@ EXIT_PREEMPTED = 75
 
 
 class UserError(Exception):
-    """An error that is shown to the user; its text says what happened and what to do.
+    """An error that is shown to the user; its text says what happened and what to do."""
 
-    Attributes:
-        exit_code: of the process.
-        status: as written to results.json.
-        kind: a short name of the class, for programs.
-    """
-
-    exit_code = EXIT_USAGE
-    status = "failed"
-    kind = "usage"
+    exit_code = EXIT_USAGE  # of the process
+    status = "failed"  # as written to results.json
+    kind = "usage"  # a short name of the class, for programs
 
 
 class MissingRequirement(UserError):
@@ -73,15 +67,11 @@ class StoppedBySignal(KeyboardInterrupt):
 
 
 class Preempted(Exception):
-    """A stop after a request, with a checkpoint saved; all ranks raise it after the same step.
-
-    Attributes:
-        engine: the wrapped model, which the caller must shut down.
-    """
+    """A stop after a request, with a checkpoint saved; all ranks raise it after the same step."""
 
     def __init__(self, engine):
         super().__init__()
-        self.engine = engine
+        self.engine = engine  # the wrapped model, which the caller must shut down
 
 
 @dataclass

@@ -30,12 +30,9 @@ class LossyFile(io.FileIO):
     """A stream that drops what it cannot write.
 
     A full disk, a closed pipe or a lost terminal must not end a run.
-
-    Attributes:
-        lost: the error of the first write that failed, or None.
     """
 
-    lost: OSError | None = None
+    lost: OSError | None = None  # the error of the first write that failed, or None
 
     def write(self, data) -> int:
         """Write `data` or its first bytes, as FileIO does.

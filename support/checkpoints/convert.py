@@ -44,19 +44,30 @@ from support.model.lora import peft_name
 from support.strategies.optimizer_shards import MOMENTS
 
 
-class OwnCheckpoint:
-    """A checkpoint of this project, read as full (unsharded) tensors.
+class WholeCheckpoint:
+    """A checkpoint whose tensors are read whole, not as shards: of this project or another program.
 
-    Args:
-        folder: see format.open_checkpoint.
-    Attributes:
-        folder, manifest: of the checkpoint.
-        shapes: {parameter name: shape}.
-        adam_step: number of updates that Adam has made; 0 if there are no moments.
-        kinds: the kinds of tensor to read: "weight", and after the first update also the moments.
-    Raises:
-        UserError: the folder is no checkpoint, or a file in it is damaged.
+    A subclass raises a UserError if the folder is no such checkpoint, or if a file is damaged.
     """
+
+    folder: Path
+    shapes: dict[str, tuple[int, ...]]  # of each parameter
+    adam_step: int  # number of updates that Adam has made; 0 if there are no moments
+    kinds: tuple[str, ...]  # of tensors: "weight", and after the first update also the moments
+    # Of the manifest. The position in the data is unknown to another program: `samples` is 0.
+    counters: dict = NEW_RUN
+    settings: dict  # {flag: value} of the flags whose values are known
+
+    def read(self, name: str, kind: str) -> torch.Tensor | None:
+        """Read the whole "weight", "exp_avg" or "exp_avg_sq" of a parameter, in fp32.
+
+        None for moments that do not exist.
+        """
+        raise NotImplementedError
+
+
+class OwnCheckpoint(WholeCheckpoint):
+    """A checkpoint of this project; see `format.open_checkpoint` for the folder."""
 
     def __init__(self, folder: Path):
         self.folder, self.manifest = open_checkpoint(folder)
@@ -68,30 +79,19 @@ class OwnCheckpoint:
         self._reader = PieceReader(self.folder, self.manifest)
 
     def read(self, name: str, kind: str) -> torch.Tensor:
-        """Read the full "weight", "exp_avg" or "exp_avg_sq" of a parameter, in fp32."""
         flat = torch.empty(math.prod(self.shapes[name]))
         self._reader.read_into(flat, name, kind, 0)
         self._reader.close()  # the pages that were read stay mapped until the file is closed
         return flat.view(self.shapes[name])
 
 
-class UniversalCheckpoint:
+class UniversalCheckpoint(WholeCheckpoint):
     """A DeepSpeed universal checkpoint, as `ds_to_universal.py` writes it.
-
-    `read` works as in OwnCheckpoint, but raises UserError for a missing or damaged file.
 
     Args:
         folder: the folder that contains `zero/`, or its parent with `latest_universal`.
-    Attributes:
-        folder, shapes, adam_step, kinds: as in OwnCheckpoint.
-        counters: of the manifest: those of a new run.
-        settings: {flag: value} of the flags whose values are known.
-    Raises:
-        UserError: the folder is no universal checkpoint, or a file in it is damaged.
     """
 
-    counters = NEW_RUN
-    settings: ClassVar[dict] = {}
     FILES: ClassVar = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 
     def __init__(self, folder: Path):
@@ -115,6 +115,7 @@ class UniversalCheckpoint:
         self.shapes = {name: tuple(self._load(name, "weight").shape) for name in trained or names}
         self.adam_step = self._step(trained[0]) if trained else 0
         self.kinds = ("weight", *(MOMENTS if trained else ()))
+        self.settings = {}
 
     def _load(self, name: str, kind: str) -> torch.Tensor:
         path = self.folder / "zero" / name / self.FILES[kind]
@@ -184,11 +185,13 @@ def load_tensors(path: Path):
 # ---------------------------------------------------------------------------------------- exporting
 
 
-def convert(source, to: str, target: Path, dtype: torch.dtype, file_bytes: str) -> Path:
+def convert(
+    source: WholeCheckpoint, to: str, target: Path, dtype: torch.dtype, file_bytes: str
+) -> Path:
     """Convert a checkpoint to another format, in a new folder.
 
     Args:
-        source: an OwnCheckpoint; for "checkpoint" what foreign.open_foreign yields.
+        source: an OwnCheckpoint; for "checkpoint" another WholeCheckpoint.
         to: "hf", "torch", "deepspeed-universal" or "checkpoint".
         dtype: of the weights, for "hf".
         file_bytes: largest size of one weight file, such as "5GB", for "hf".
@@ -326,7 +329,7 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
     write_text(path, json.dumps(config, indent=2) + "\n")
 
 
-def write_torch(source, folder: Path) -> None:
+def write_torch(source: WholeCheckpoint, folder: Path) -> None:
     """Write the weights to model.pt and, after the first update, Adam's states to optimizer.pt.
 
     model.pt contains {name: weight}. optimizer.pt contains {"step": number of updates, "exp_avg":
@@ -447,7 +450,7 @@ def write_checkpoint(source, folder: Path) -> None:
 # --------------------------------------------------------------------------------------- inspecting
 
 
-def inspect(source: OwnCheckpoint | UniversalCheckpoint) -> str:
+def inspect(source: OwnCheckpoint) -> str:
     """Describe a checkpoint in lines for the terminal; opening it has verified every file."""
     manifest = source.manifest
     counters, informational = manifest["counters"], manifest["identity"]["told"]

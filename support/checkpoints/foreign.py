@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from support.checkpoints.convert import UniversalCheckpoint, load_tensors
+from support.checkpoints.convert import UniversalCheckpoint, WholeCheckpoint, load_tensors
 from support.checkpoints.format import MOST_STEPS, NEW_RUN, is_inner_path
 from support.checkpoints.recognize import deepspeed_folder, fsdp_folders, newest_of_trainer
 from support.errors import UserError, first_line
@@ -41,7 +41,7 @@ INDEX_BYTES = 64 << 20  # size limit of the JSON files
 
 
 @contextlib.contextmanager
-def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[Any]:
+def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[WholeCheckpoint]:
     """Open a checkpoint of another program.
 
     Args:
@@ -49,8 +49,7 @@ def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[Any]:
         trusted: --trust_checkpoint, whether pickles may be loaded.
         scratch: a folder for a temporary copy of a DeepSpeed checkpoint.
     Yields:
-        An object with the attributes and the `read` of convert.UniversalCheckpoint. For a
-        DeepSpeed checkpoint, files of the object are removed at the end of the context.
+        The checkpoint. Files of a DeepSpeed checkpoint are removed at the end of the context.
     Raises:
         UserError: the folder is no checkpoint, or it is damaged, unsupported or not trusted.
     """
@@ -77,7 +76,7 @@ def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[Any]:
 # ------------------------------------------------------------------------------------------ Trainer
 
 
-class TrainerCheckpoint:
+class TrainerCheckpoint(WholeCheckpoint):
     """A checkpoint of Hugging Face's Trainer with AdamW, on one process or with DDP.
 
     optimizer.pt numbers the parameters by their position in the optimizer's groups, so their names
@@ -86,12 +85,6 @@ class TrainerCheckpoint:
     Args:
         folder: the folder with config.json, model.safetensors (or its shards), optimizer.pt and
             trainer_state.json. scheduler.pt is not read: the schedule follows from the step.
-    Attributes:
-        folder, shapes, adam_step, kinds: as in convert.OwnCheckpoint.
-        counters: of the manifest. The position in the data is unknown, so `samples` is 0.
-        settings: {flag: value} of the flags that Trainer's files record.
-    Raises:
-        UserError: a file is missing, damaged, or of another model or optimizer.
     """
 
     kinds = ("weight", *MOMENTS)
@@ -182,7 +175,6 @@ class TrainerCheckpoint:
         return [self.folder / "model.safetensors"]
 
     def read(self, name: str, kind: str) -> torch.Tensor | None:
-        """Read a tensor as convert.OwnCheckpoint does; None for moments that do not exist."""
         if kind != "weight":
             return self._states[name][kind].float() if name in self._states else None
         path, key = self._keys[name]
@@ -275,14 +267,11 @@ def _decay_rules(model: nn.Module) -> Iterator[set[str]]:
 class DeepSpeedCheckpoint(UniversalCheckpoint):
     """A checkpoint of DeepSpeed's stages 1 to 3, converted by DeepSpeed in a subprocess.
 
+    The step in its counters is Adam's, which does not count skipped updates.
+
     Args:
         folder: the folder with the `*_optim_states.pt` of each rank.
         universal: a new folder for the converted checkpoint.
-    Attributes:
-        folder, shapes, adam_step, kinds: as in UniversalCheckpoint.
-        counters: of the manifest; the step is Adam's, which does not count skipped updates.
-    Raises:
-        UserError: DeepSpeed cannot convert the checkpoint, with the last line of its error.
     """
 
     def __init__(self, folder: Path, universal: Path):
@@ -313,22 +302,16 @@ class DeepSpeedCheckpoint(UniversalCheckpoint):
 # --------------------------------------------------------------------------------------------- FSDP
 
 
-class FsdpCheckpoint:
+class FsdpCheckpoint(WholeCheckpoint):
     """Sharded state that FSDP saved with torch.distributed.checkpoint, of any number of ranks.
 
     The names are those of `get_model_state_dict` and `get_optimizer_state_dict`: "….NAME" and
-    "….state.NAME.exp_avg".
+    "….state.NAME.exp_avg". The step in its counters is Adam's, because the format has no other.
 
     Args:
         folders: one folder with all tensors, or one for the model and one for the optimizer.
-    Attributes:
-        folder, shapes, adam_step, kinds: as in convert.OwnCheckpoint.
-        counters: of the manifest; the step is Adam's, because the format has no other.
-    Raises:
-        UserError: a folder is damaged, or has no weights.
     """
 
-    settings: ClassVar[dict] = {}
     STATE = re.compile(r"(?:.*\.)?state\.(.+)\.(exp_avg|exp_avg_sq|step)")
 
     def __init__(self, folders: list[Path]):
@@ -357,6 +340,7 @@ class FsdpCheckpoint:
                     f"that of its {kind} is {tuple(size)}."
                 )
         self.kinds = ("weight", *(MOMENTS if trained else ()))
+        self.settings = {}
         steps = (self._load(entry) for (_, kind), entry in self._states.items() if kind == "step")
         self.adam_step = max((int(step) for step in steps), default=0)
         if trained and not self.adam_step:
@@ -395,7 +379,6 @@ class FsdpCheckpoint:
         return state[key]
 
     def read(self, name: str, kind: str) -> torch.Tensor | None:
-        """Read a tensor as convert.OwnCheckpoint does; None for moments that do not exist."""
         if kind == "weight":
             return self._load(self._weights[name])
         return self._load(self._states[name, kind]) if (name, kind) in self._states else None

@@ -97,13 +97,6 @@ class CheckpointManager:
             --resume_force, --no_save, --eval_only.
         folder: the run's output folder.
         identity: the run signature, see compatibility.run_signature.
-    Attributes:
-        model: as wrapped by the strategy.
-        may_save: whether this run can write checkpoints.
-        best_is_loaded: whether `load_best` left the best weights in the model.
-        seconds: for each save of this process, how long training waited for it.
-        state: the ShardedState of this rank; None with --eval_only.
-        before_save, after_save: functions that are called before and after each save.
     Raises:
         UserError: checkpoints are requested, but they do not support the optimizer.
     """
@@ -114,16 +107,18 @@ class CheckpointManager:
         self.args, self.ctx, self.folder = args, ctx, folder / "checkpoints"
         self.objects, self.identity, self.spec = objects, identity, spec
         self.model, self.module = objects.model, unwrapped(objects.model)
-        self.state: Any = None
+        self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not args.eval_only:
             self.state = ShardedState(self.module, objects.optimizer, ctx.device)
-        self.may_save = self._may_save()
+        self.may_save = self._may_save()  # whether this run can write checkpoints
         self._stop = DelayedFlag()
         self._saved_at: int | None = None
-        self.best_is_loaded = False
+        self.best_is_loaded = False  # whether `load_best` left the best weights in the model
         self._loaded_from: Path | None = None
         self._resumed_at = -1  # step of the checkpoint in `folder` that this run continues
+        # For each save of this process, how long training waited for it.
         self.seconds: list[float] = []
+        # Functions that are called before and after each save.
         self.before_save: list[Callable[[], None]] = []
         self.after_save: list[Callable[[], None]] = []
 

@@ -63,10 +63,10 @@ EXCLUDING = [(flag, other, why) for flag, others, why in _GROUPS for other in ot
 
 # A flag, one that it needs, and why.
 NEEDING = (
-    *(
-        (flag, "lora_r", "")
-        for flag in ("lora_alpha", "lora_dropout", "lora_targets", "merge_lora")
-    ),
+    ("lora_alpha", "lora_r", ""),
+    ("lora_dropout", "lora_r", ""),
+    ("lora_targets", "lora_r", ""),
+    ("merge_lora", "lora_r", ""),
     ("load_in_4bit", "lora_r", "weights in 4 bits are frozen, and only adapters are trained"),
     ("resume_force", "resume", ""),
     ("hub_model_id", "push_to_hub", ""),

@@ -58,8 +58,8 @@ from support.data.tokenize import (
 from support.errors import UserError
 from support.labels import IGNORED
 
-# Steps that are read ahead; `copy_ahead` has one more. A few are enough, because the slots refill in
-# different steps.
+# Steps that are read ahead, besides the one of `copy_ahead`. A few are enough, because the slots
+# refill in different steps.
 STEPS_AHEAD = 5
 # Increase it when a corpus is divided into other rows, which invalidates positions in checkpoints.
 ROWS_VERSION = 2
@@ -263,18 +263,12 @@ class RowEncoder:
 
 
 class Stream:
-    """The training sequences of --streaming, used like a TokenFile.
-
-    Attributes:
-        num_sequences: sequences of the whole run; there are no epochs.
-        place: position on this rank after the step in progress.
-        facts: facts about the corpus for results.json.
-    """
+    """The training sequences of --streaming, used like a TokenFile."""
 
     def __init__(self, args, ctx: DistContext, tokenizer, corpus: StreamCorpus):
         self.args, self.ctx, self.tokenizer, self.corpus = args, ctx, tokenizer, corpus
         self.end_of_text = tokenizer.eos_token_id if isolates_documents(args) else None
-        self.place = Place({}, [], 0, 0)
+        self.place = Place({}, [], 0, 0)  # position on this rank after the step in progress
         self.bad: dict[str, None] = {}  # an ordered set of lines about bad rows
         self.found: list[tuple[str, bool]] = []  # bad rows of the step that is being read
         self.shown = 0  # number of bad rows that were printed, or known before a resume
@@ -286,6 +280,7 @@ class Stream:
             documents, args.seq_length, lambda row: self._refuse(row, this_rank_only=True)
         )
         num_slots = global_batch(args, ctx.world_size)
+        # Sequences of the whole run; there are no epochs.
         self.num_sequences = args.max_steps * num_slots
         chunk = max(1, args.shuffle_buffer // num_slots)
         self.layout = slots_of_rank(args, ctx.rank, ctx.world_size)
@@ -298,6 +293,7 @@ class Stream:
             corpus.open_rows, documents.parts, self.slots, num_slots, args.seed, self._refuse
         )
         nulls = {"tokens": None, "blocks": None}
+        # Facts about the corpus for results.json.
         self.facts = {"name": corpus.name, "sha256": corpus.sha256, **nulls, "streaming": True}
         self._ahead = ReadAhead(self._read_steps(), STEPS_AHEAD)
         self._live: Iterator[StepBatch] | None = None

@@ -54,17 +54,12 @@ AFTER = {
 
 
 class MemoryByPhase:
-    """Memory of this process after each phase of a run, in bytes.
-
-    Attributes:
-        noted: memory by phase.
-        doing: what the run does at present, for messages.
-    """
+    """Memory of this process after each phase of a run, in bytes."""
 
     def __init__(self, device: torch.device):
         self.device, self.peak = device, DevicePeak(device)
-        self.noted: dict[str, dict[str, int | None]] = {}
-        self.doing = ""
+        self.noted: dict[str, dict[str, int | None]] = {}  # memory by phase
+        self.doing = ""  # what the run does at present, for messages
         self.note("libraries_imported")
 
     def note(self, phase: str, mark: bool = True) -> None:
@@ -117,12 +112,6 @@ class StepMemory:
         peak: of the training device, shared by the whole run.
         detailed: also record the phases of a step on a CPU.
         kept_by_loss: returns the bytes that the loss of the last micro-batch kept for backward.
-    Attributes:
-        live: result of `live_bytes`, with activations and logits after `end`; None before
-            `after_backward`.
-        phases: {"live": bytes, "peak": bytes} by phase after `end`; None if not recorded.
-        slows_down: the measurement slows down the step.
-        written: bytes that this process wrote to disks during the step.
     """
 
     def __init__(
@@ -135,10 +124,14 @@ class StepMemory:
     ):
         self.model, self.optimizer, self.kept_by_loss = model, optimizer, kept_by_loss
         self.device, self._peak = peak.device, peak
+        # Result of `live_bytes`, with activations and logits after `end`; None before
+        # `after_backward`.
         self.live: dict | None = None
+        # {"live": bytes, "peak": bytes} by phase after `end`; None if not recorded.
         self.phases: dict[str, dict[str, int]] | None = None
+        # The measurement slows down the step.
         self.slows_down = detailed and self.device.type == "cpu"
-        self.written = 0
+        self.written = 0  # bytes that this process wrote to disks during the step
         self._records = detailed or self.device.type == "cuda"
         self._profiler: torch.autograd.profiler.profile | None = None
         self._gathered, self._start, self._written_before = 0, 0, 0

@@ -51,10 +51,9 @@ class Target:
         named: the folder as the user wrote it.
         overwrite: replace whatever the folder contains at the end of the run.
         own: the folder contains an earlier export of the same run.
-    Attributes:
-        repository: the repository on the hub to which the export is pushed (rank 0), or None.
     """
 
+    # The repository on the hub to which the export is pushed (rank 0), or None.
     repository: str | None = None
 
     def __init__(self, named: Path, overwrite: bool, own: bool):
@@ -336,13 +335,8 @@ def check_room(args, ctx, target: Target, output_dir: Path, spec, saves: int) ->
 
 def _disk(folder: Path) -> Path:
     """Return the mount point of the disk that contains `folder`, or will contain it."""
-    parents = [folder.absolute(), *folder.absolute().parents]
-    existing = next(parent for parent in parents if parent.is_dir())
-    return next(
-        parent
-        for parent in (existing, *existing.parents)
-        if parent.is_mount() or parent == Path("/")
-    )
+    parents = (folder.absolute(), *folder.absolute().parents)
+    return next(parent for parent in parents if parent.is_mount())
 
 
 def describe(spec, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
@@ -363,8 +357,7 @@ def describe(spec, folder: Path, dtype: torch.dtype | None = None, whole: bool =
         return
     config = copy.deepcopy(spec.config)
     config.use_cache = True  # disabled for training only
-    for name, value in spec.own_settings.items():
-        setattr(config.get_text_config(), name, value)
+    config.get_text_config().update(spec.own_settings)
     config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     if dtype is not None:
         config.update(as_dtype(dtype))

@@ -19,8 +19,7 @@ def fuse_gelu(config) -> dict[str, str]:
     """
     text_config = config.get_text_config()
     replaced = {name: value for name, value in text_config.to_dict().items() if value == "gelu_new"}
-    for name in replaced:
-        setattr(text_config, name, "gelu_pytorch_tanh")
+    text_config.update(dict.fromkeys(replaced, "gelu_pytorch_tanh"))
     return replaced
 
 
@@ -31,13 +30,12 @@ def set_dropout(config, probability: float, ctx: DistContext) -> None:
     """
     text_config = config.get_text_config()
     names = [
-        n
-        for n, v in text_config.to_dict().items()
-        if "drop" in n and isinstance(v, float | int) and not isinstance(v, bool)
+        name
+        for name, value in text_config.to_dict().items()
+        if "drop" in name and type(value) in (float, int)
+        if not name.startswith(("summary", "classifier"))
     ]
-    names = [name for name in names if not name.startswith(("summary", "classifier"))]
-    for name in names:
-        setattr(text_config, name, probability)
+    text_config.update(dict.fromkeys(names, probability))
     if not names and probability:
         ctx.console.warn("--dropout: this architecture has no dropout.")
 

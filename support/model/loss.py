@@ -58,18 +58,13 @@ def returns_plain_logits(model: nn.Module) -> bool:
 
 
 class OutputLayer(nn.Linear):
-    """Output layer that returns the loss inside `loss_in_place_of_logits`, and logits otherwise.
+    """Output layer that returns the loss inside `loss_in_place_of_logits`, and logits otherwise."""
 
-    Attributes:
-        targets: [batch, length], the next token of each position, negative for those that do not
-            count; None: return logits.
-        divisor: scalar tensor that divides the summed loss.
-        kept_bytes: bytes of the gradients that the last loss keeps until backward.
-    """
-
+    # [batch, length], the next token of each position, negative for those that do not count; None:
+    # return logits.
     targets: torch.Tensor | None = None
-    divisor: torch.Tensor | None = None
-    kept_bytes: int = 0
+    divisor: torch.Tensor | None = None  # scalar tensor that divides the summed loss
+    kept_bytes: int = 0  # bytes of the gradients that the last loss keeps until backward
 
     @classmethod
     def replace_head(cls, model: nn.Module) -> None:
