@@ -90,9 +90,6 @@ def write_report(comparison: Comparison, folder: Path) -> None:
     """Print the report, and write the .txt, .json, .md and .png files.
 
     Without a completed run there is no figure, and an older one is removed.
-
-    Raises:
-        UserError: the folder cannot be written.
     """
     name = f"comparison_results_{comparison.name}"
     files = [folder / f"{name}{suffix}" for suffix in (".txt", ".json", ".md", ".png")]

@@ -74,8 +74,6 @@ def draw(found: Divergence, plot: Path | None) -> Path | None:
 
     Args:
         plot: --plot, or None for the default path in A's folder.
-    Raises:
-        UserError: --plot cannot be written.
     """
     from support.report.curves import draw_divergence  # importing matplotlib takes a second
 

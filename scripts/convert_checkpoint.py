@@ -64,11 +64,6 @@ def run(args) -> None:
     """Inspect or convert the checkpoint.
 
     The imports are here because torch takes seconds to import, and --help should not wait for it.
-
-    Raises:
-        UserError: the source is no such checkpoint or damaged, or the target exists.
-        TrainingError: a file of the source cannot be read.
-        OSError: the disk is full, or not writable.
     """
     from support.checkpoints import convert, foreign
     from support.model.weights import DTYPES

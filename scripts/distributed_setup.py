@@ -161,10 +161,6 @@ def check_output(args) -> None:
     """Refuse to replace a file that was edited, is not from this script, or is an input.
 
     With --force any regular file except an input may be replaced.
-
-    Raises:
-        UserError: --output is such a file, or no regular file.
-        OSError: the file cannot be read.
     """
     path = args.output
     for name in ("config", "hosts"):

@@ -58,11 +58,7 @@ def main() -> None:
 
 
 def forecast(args) -> str:
-    """Return the table: for each number of ranks the step time, and how much faster it is than one.
-
-    Raises:
-        UserError: the runs cannot be used.
-    """
+    """Return the table of step times, and of how much faster each number of ranks is than one."""
     from support.report.scaling import Network, read_step  # imports torch
 
     step = read_step(args.alone, args.together)

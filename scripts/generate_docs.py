@@ -166,11 +166,7 @@ SECTIONS: dict[str, Callable[[], list[str]]] = {
 
 
 def generated(text: str) -> str:
-    """Return a document with all of its generated sections renewed.
-
-    Raises:
-        KeyError: a section that is not in SECTIONS.
-    """
+    """Return a document with all of its generated sections renewed."""
     for name in re.findall(r"^<!-- generated: (\S+) -->$", text, re.MULTILINE):
         text = replace_section(text, name, SECTIONS[name]())
     return text

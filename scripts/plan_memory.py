@@ -134,11 +134,7 @@ def main() -> int:
 
 
 def read_workload(args: Arguments) -> tuple[Arguments, Workload, Limits]:
-    """Return the arguments with the default --seq_length, the workload and the limits of memory.
-
-    Raises:
-        UserError: the model is not supported, or flags do not fit together.
-    """
+    """Return the arguments with the default --seq_length, the workload and the limits of memory."""
     model = find_architecture(args.model)
     args = args.replace(
         model=name_on_hub(args.model), seq_length=choose_seq_length(args, model.limit)
@@ -184,11 +180,7 @@ def ranks_per_node(args: Arguments) -> int:
 
 
 def plan(args: Arguments, work: Workload, limits: Limits) -> int:
-    """Print the memory estimate of every strategy, and the command of the recommended one.
-
-    Returns:
-        The exit code.
-    """
+    """Print the memory estimate of every strategy, and a command; return the exit code."""
     needs = predict_all(work)
     chosen, changed = fit.recommend(work, limits)
     command = run_command(args, changed, chosen.strategy) if chosen else None
@@ -296,11 +288,7 @@ def title(args: Arguments, work: Workload) -> str:
 
 
 def cost_of_plan(args: Arguments, work: Workload, strategy: str) -> cost.Cost | None:
-    """Return the cost of the recommended run; None if no flag asks for it.
-
-    Raises:
-        UserError: the rate cannot be measured or read, or is that of another workload.
-    """
+    """Return the cost of the recommended run; None if no flag asks for it."""
     if not cost.is_planned(args):
         return None
     if args.device:
@@ -375,11 +363,7 @@ def as_dict(work: Workload, need: MemoryEstimate, limits: Limits) -> dict:
 
 
 def solve(args: Arguments, work: Workload, limits: Limits) -> int:
-    """Print the largest batch, the largest model or the fewest GPUs of each strategy.
-
-    Returns:
-        The exit code.
-    """
+    """Print the answer of each strategy to --solve; return the exit code."""
     found, key = SOLVED[args.solve]
     if not args.json:
         print(f"The {found} of each strategy for: {title(args, work)}\n")

@@ -166,8 +166,6 @@ def require_equal_on_all_ranks(values: list[Any], what: str) -> None:
 
     Args:
         values: one value per rank, in the order of the ranks.
-    Raises:
-        TrainingError: a rank has a different value than rank 0; it names the first one.
     """
     for rank, value in enumerate(values):
         if value != values[0]:

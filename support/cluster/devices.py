@@ -15,9 +15,6 @@ def choose_device(launch: Launch) -> torch.device:
     """Return this rank's GPU, and make it the current device; without GPUs the CPU.
 
     Sets the environment variables that tell DeepSpeed the same.
-
-    Raises:
-        UserError: this node has more ranks than visible GPUs.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -43,13 +40,7 @@ def unused_gpu() -> str | None:
 
 
 def check_visible_gpus(launch: Launch, visible: int) -> int:
-    """Choose this rank's GPU.
-
-    Returns:
-        The index of the GPU among the visible ones.
-    Raises:
-        UserError: this node has more ranks than visible GPUs.
-    """
+    """Return the index of this rank's GPU; on a node with fewer GPUs than ranks, fail."""
     if launch.launcher == "simulated":
         return 0
     if launch.launcher == "srun" and (visible == 1 or "SLURM_GPUS_PER_TASK" in os.environ):
@@ -64,11 +55,7 @@ def check_visible_gpus(launch: Launch, visible: int) -> int:
 
 
 def choose_precision(requested: str, device) -> str:
-    """Return the precision of --precision on this device: "fp32", "bf16" or "fp16".
-
-    Raises:
-        UserError: the device does not support the requested precision.
-    """
+    """Return the precision of --precision on this device: "fp32", "bf16" or "fp16"."""
     if device.type == "cuda":
         has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
         if requested == "bf16" and not has_bf16:

@@ -58,8 +58,6 @@ def detect_launch() -> Launch:
     single process. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are
     set to the resulting values.
 
-    Returns:
-        The place of this process in the run.
     Raises:
         UserError: a variable is missing, invalid or contradicts another one, or Slurm's node list
             cannot be expanded.
@@ -113,8 +111,6 @@ def simulated(launch: Launch, world_size: int) -> Launch:
     Args:
         launch: the real launch, of a single process.
         world_size: number of simulated ranks, all on one node.
-    Raises:
-        UserError: a launcher has started several processes.
     """
     if launch.world_size > 1:
         raise UserError(

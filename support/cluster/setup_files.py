@@ -35,11 +35,6 @@ def check_values(args) -> None:
     A line end in a value would end a comment, and the shell would execute the rest. Other control
     characters, line separators, characters that change the direction of text, and bytes that are
     not UTF-8 are rejected, too.
-
-    Args:
-        args: all values of type str or Path are checked.
-    Raises:
-        UserError: a value contains such a character; the message names the flag and the character.
     """
     for name, value in vars(args).items():
         for character in str(value) if isinstance(value, str | Path) else "":
@@ -58,11 +53,7 @@ def with_digest(text: str) -> str:
 
 
 def is_unedited(path: Path) -> bool:
-    """Return whether a file has a digest and is unchanged since this generator wrote it.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return whether a file has a digest and is unchanged since this generator wrote it."""
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:
@@ -78,11 +69,7 @@ def as_json(config: dict, made_by: str) -> str:
 
 
 def deepspeed_config(args, made_by: str) -> str:
-    """Return a DeepSpeed configuration; the training script replaces "auto" by its flags' values.
-
-    Raises:
-        UserError: flags contradict each other, or the model is unknown.
-    """
+    """Return a DeepSpeed configuration, in which the training script replaces "auto"."""
     _check_deepspeed_flags(args)
     sets_precision = args.bf16 or args.fp16
     config = {
@@ -249,12 +236,7 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
 
 
 def launch_script(args, made_by: str) -> str:
-    """Return a script to run on each machine, or with --hosts one that starts all over ssh.
-
-    Raises:
-        UserError: flags contradict each other or the file of hosts, or an address, a port or the
-            path of the run file is invalid.
-    """
+    """Return a script to run on each machine, or with --hosts one that starts all over ssh."""
     hosts, slots = read_hosts(args.hosts) if args.hosts else ([], None)
     if hosts and args.num_nodes not in (1, len(hosts)):
         raise UserError(
@@ -301,12 +283,7 @@ def launch_script(args, made_by: str) -> str:
 
 
 def slurm_job(args, made_by: str) -> str:
-    """Return a batch script.
-
-    Raises:
-        UserError: a value is invalid in an #SBATCH line, which has no quoting, or the run file does
-            not exist.
-    """
+    """Return a batch script for Slurm."""
     if not re.fullmatch(r"[0-9]{1,7}(-[0-9]{1,2})?(:[0-9]{1,4}){0,3}", args.time_limit):
         raise UserError(f"--time_limit {args.time_limit}: write it as HH:MM:SS or D-HH:MM:SS.")
     sbatch = []
@@ -350,9 +327,6 @@ def config_path(path: str) -> str:
     """Return the absolute path of the run file, quoted for a shell.
 
     The file must exist, so that a wrong path is reported now and not after the job was queued.
-
-    Raises:
-        UserError: the file does not exist.
     """
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file.")

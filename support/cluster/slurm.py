@@ -49,8 +49,6 @@ def fill(template: str, values: dict) -> str:
 
     Args:
         values: {NAME: value}; values are converted to text.
-    Raises:
-        KeyError: a placeholder has no value.
     """
     text = read_template(template)
     return re.sub(r"@([A-Z_]+)@", lambda found: str(values[found[1]]), text) + "\n"

@@ -35,8 +35,6 @@ def tune_process(args, launch: Launch) -> None:
 
     Args:
         args: --deterministic, --verbose, --quiet.
-    Raises:
-        UserError: the environment contradicts a flag.
     """
     env = os.environ
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true":  # accelerate launch --cpu
@@ -88,13 +86,7 @@ def prefer_own_ninja() -> None:
 
 
 def check_workspace(workspace: str) -> None:
-    """Check the cuBLAS workspace that --deterministic needs on a GPU; a CPU needs none.
-
-    Args:
-        workspace: value of CUBLAS_WORKSPACE_CONFIG.
-    Raises:
-        UserError: PyTorch does not accept this value, and the host has a GPU.
-    """
+    """Check the cuBLAS workspace that --deterministic needs on a GPU; a CPU needs none."""
     if has_nvidia_gpu() and workspace not in DETERMINISTIC_WORKSPACES:
         needed = " or ".join(DETERMINISTIC_WORKSPACES)
         raise UserError(

@@ -96,13 +96,7 @@ class Step(NamedTuple):
 
 
 def prove(args) -> int:
-    """Make the step in all ways, and print how they differ.
-
-    Returns:
-        The exit code: 0 if all are equal within the tolerances.
-    Raises:
-        UserError, TrainingError: a run failed, with its message.
-    """
+    """Make the step in all ways, print how they differ, and return the exit code."""
     StopSignal().install()  # a signal raises an exception, so that everything is cleaned up
     args = args.replace(max_grad_norm=args.max_grad_norm or 1.0)
     # Without a number the flag is True.
@@ -179,11 +173,7 @@ def ways_of(args, ranks: int) -> list[Way]:
 
 
 def run(way: Way, args, output: Path) -> None:
-    """Run a way as a child process, which writes to the folder `output`.
-
-    Raises:
-        UserError, TrainingError: the run failed, with its message.
-    """
+    """Run a way as a child process, which writes to the folder `output`."""
     kept = {name: value for name, value in vars(args).items() if name in KEPT}
     objects = {"fsdp": args.fsdp, "mixture": args.mixture}
     flags = {**kept, **objects, **SETTINGS, "max_grad_norm": args.max_grad_norm, **way.flags}
@@ -211,8 +201,6 @@ def compare(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], f
     Returns:
         The differences under the keys of TOLERANCES, the norm of the step's gradient, and the
         parameter whose gradient differs most.
-    Raises:
-        TrainingError: the steps have trained other parameters.
     """
     steps = (reference, step)
     first, second = (one.checkpoint for one in steps)

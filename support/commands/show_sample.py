@@ -15,12 +15,7 @@ from support.model import resolve as models
 def show_sample(args, ctx: DistContext) -> int:
     """Tokenize the dataset and print its first training sequence; all ranks must call it.
 
-    The model's weights are not loaded.
-
-    Returns:
-        The exit code.
-    Raises:
-        UserError: the tokenizer or the dataset cannot be used.
+    The model's weights are not loaded. Returns the exit code.
     """
     tokenizer, positions = models.find_tokenizer(args, ctx)
     args = args.replace(seq_length=choose_seq_length(args, positions))

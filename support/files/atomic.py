@@ -199,13 +199,7 @@ def depth(value) -> int:
 
 
 def set_aside(path: Path, name: str) -> Path:
-    """Rename a file or folder to `name`, or if that is in use to `name`.2, `name`.3 and so on.
-
-    Returns:
-        The new path.
-    Raises:
-        OSError: the folder is not writable.
-    """
+    """Rename a file or folder to `name`, or if that is in use to `name`.2, `name`.3 and so on."""
     new_path, number = path.with_name(name), 1
     while os.path.lexists(new_path):
         number += 1
@@ -279,8 +273,6 @@ class TemporaryFolder:
     Attributes:
         path: the folder.
         paths: the paths to remove at the end, for `TemporaryPaths`.
-    Raises:
-        OSError: `parent` is not writable.
     """
 
     def __init__(self, parent: Path, prefix: str, mode: int = 0o777):

@@ -127,7 +127,6 @@ def _read_meta(path: Path) -> tuple[dict, dict]:
 
     Raises:
         Damaged: the file is incomplete, or was changed.
-        OSError: the file does not exist, or cannot be read.
     """
     try:
         meta = read_json(path)
@@ -141,12 +140,7 @@ def _read_meta(path: Path) -> tuple[dict, dict]:
 
 
 def _verify(path: Path, size: int, sha256: str) -> None:
-    """Check the size and the digest of a file.
-
-    Raises:
-        Damaged: the file was changed since it was written.
-        OSError: the file does not exist, or cannot be read.
-    """
+    """Check the size and the digest of a file."""
     actual_size = path.stat().st_size
     if not path.is_file() or actual_size != size:
         raise Damaged(f"{path.name} has {actual_size:,} bytes instead of {size:,}")

@@ -47,8 +47,6 @@ def start_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
         tensors: the tensors by name; only their shapes and types are used.
     Returns:
         The offset in bytes of each tensor in the file.
-    Raises:
-        TypeError: the type of a tensor is not in NAMES.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -78,12 +76,7 @@ def write_at(file, offset: int, tensor: torch.Tensor) -> None:
 
 
 def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a file of tensors that are in memory.
-
-    Raises:
-        TypeError: the type of a tensor is not in NAMES.
-        OSError: the disk is full or not writable.
-    """
+    """Write a file of tensors that are in memory."""
     offsets = start_file(path, tensors)
     with open(path, "rb+") as file:
         for name, tensor in tensors.items():
@@ -98,10 +91,6 @@ class WeightFiles:
         buffers: further tensors, which `finish` writes in their own types.
         file_bytes: maximum size of one file, such as "5GB".
         stem: file name without the suffix, for instance "model" for model.safetensors.
-    Raises:
-        ValueError: `file_bytes` is not a size.
-        TypeError: a safetensors file cannot contain a tensor of this type.
-        OSError: the disk is full or not writable.
     """
 
     def __init__(
@@ -134,22 +123,13 @@ class WeightFiles:
             )
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a weight, converted to the type that it has in the file.
-
-        Raises:
-            KeyError: there is no tensor of this name, or it is written already.
-            OSError: the disk is full or not writable.
-        """
+        """Write a weight, converted to the type that it has in the file."""
         path, offset, dtype = self._missing.pop(name)
         with open(path, "rb+") as file:
             write_at(file, offset, tensor.to(dtype))
 
     def finish(self) -> None:
-        """Write the buffers, and check that all weights are written.
-
-        Raises:
-            ValueError: a weight is missing.
-        """
+        """Write the buffers, and check that all weights are written."""
         for name, buffer in self._buffers.items():
             self.write(name, buffer)
         if self._missing:

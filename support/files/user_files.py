@@ -93,11 +93,7 @@ class DuplicateKey(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> dict:
-    """Return a JSON object with these keys and values; for `object_pairs_hook` of a parser.
-
-    Raises:
-        DuplicateKey: a key is given twice.
-    """
+    """Return a JSON object with these keys and values; for `object_pairs_hook` of a parser."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         raise DuplicateKey(Counter(key for key, _ in pairs).most_common(1)[0][0])

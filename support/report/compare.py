@@ -149,11 +149,7 @@ def read_attempt(folder: Path) -> Attempt:
 
 
 def _check_values(attempt: Attempt) -> None:
-    """Check every number and text that the report shows: files may be edited or damaged.
-
-    Raises:
-        One of DAMAGE: a value is missing or impossible.
-    """
+    """Check every number and text that the report shows; raise one of DAMAGE."""
     row = Row(attempt.strategy, [attempt])
     _measure(row)
     for key, kind in {**SAME_WORK, **PROVENANCE}.items():

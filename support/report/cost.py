@@ -77,11 +77,7 @@ class Cost:
 
 
 def is_planned(args) -> bool:
-    """Return whether the flags of plan_memory.py ask for the cost.
-
-    Raises:
-        UserError: they contradict each other, or one is missing.
-    """
+    """Return whether the flags of plan_memory.py ask for the cost; raise if they do not fit."""
     flags = (*WORK, *RATE, "epochs", "mfu", "price", "watts")
     given = [flag for flag in flags if getattr(args, flag)]
     if given and args.solve:
@@ -107,8 +103,6 @@ def amount_of_work(args, global_batch: int, share: float = 1.0) -> tuple[str, in
         args: --max_steps, --tokens, or --dataset_tokens with --epochs; and the seq_length.
         global_batch: sequences per optimizer step; the last step of an epoch may have fewer.
         share: see `Rate`.
-    Raises:
-        UserError: the dataset is shorter than one sequence.
     """
     length = args.seq_length * share
     if args.max_steps:
@@ -164,11 +158,7 @@ def cost_of(args, work: Workload, rate: Rate) -> Cost:
 
 
 def assumed_rate(args, work: Workload) -> Rate:
-    """Return the rate of --device at --mfu.
-
-    Raises:
-        UserError: the device is not known, or does not compute in this precision.
-    """
+    """Return the rate of --device at --mfu."""
     peak, mfu, model = find_by_short_name(args.device), args.mfu or DEFAULT_MFU, work.model
     flops = peak.flops(work.precision)
     if flops is None:
@@ -192,8 +182,6 @@ def measured_rate(place: str, results: dict, work: Workload, model: str, strateg
     Args:
         place: the flag that gives the run, for messages.
         model, strategy: those of the plan.
-    Raises:
-        UserError: the run had another model, sequence length or precision.
     """
     must_match = {
         "parameters": sum(work.sizes),
@@ -270,11 +258,7 @@ def read_run(flag: str, path: str) -> tuple[str, dict]:
 
 
 def number(place: str, results: dict, key: str) -> float:
-    """Return the number at a dotted key of results.json.
-
-    Raises:
-        UserError: it is no number above 0.
-    """
+    """Return the number above 0 at a dotted key of results.json, or raise a UserError."""
     value = lookup(results, key)
     if type(value) not in (int, float) or not 0 < value < 1e30:
         raise UserError(

@@ -74,8 +74,6 @@ def read_run(path: Path) -> RecordedRun:
 
     Args:
         path: the folder, a file in it, or the folder of Trainer or of one of its checkpoints.
-    Raises:
-        UserError: there is no run.
     """
     if path.is_file() and path.name in ("results.json", "metrics.jsonl"):
         path = path.parent

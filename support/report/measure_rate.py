@@ -20,12 +20,6 @@ def measure(flags: list[str], work: Workload) -> tuple[str, dict]:
     """Train a few steps from random weights on generated text, in a temporary folder.
 
     It runs on as many GPUs as this machine has, at most as many as planned, or in one CPU process.
-
-    Returns:
-        As `read_run`.
-    Raises:
-        UserError: torch is missing.
-        TrainingError: the run failed.
     """
     try:
         import torch

@@ -77,11 +77,7 @@ class MetricsLogger:
         self._device_memory = ""  # after the last step that was logged
 
     def open(self) -> None:
-        """Start the profiler and the trackers of the flags.
-
-        Raises:
-            UserError: the trace's folder cannot be created, or wandb could not start.
-        """
+        """Start the profiler and the trackers of the flags."""
         self.trackers = start_trackers(self.args, self.ctx, self.folder, self.state.step)
         if self.args.profile:
             self.trace = Trace(self.args.profile, self.ctx)
@@ -95,9 +91,6 @@ class MetricsLogger:
         """Cut metrics.jsonl at the checkpoint, because the steps after it are run again.
 
         Call it before training. A damaged file is renamed, and its readable lines are kept.
-
-        Raises:
-            OSError: the file cannot be renamed or written.
         """
         if not self.ctx.is_main:
             return

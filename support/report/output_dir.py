@@ -38,9 +38,6 @@ def check_all_see(folder: Path, ctx: DistContext) -> None:
     """Check that every rank sees the output folder, because each writes its part of a checkpoint.
 
     All ranks call it at the start, so that the run does not fail hours later at its first save.
-
-    Raises:
-        UserError: some hosts do not see the folder; the message names them.
     """
     deadline = time.monotonic() + 10  # NFS shows a new folder with a delay
     while not (folder / ".lock").exists() and time.monotonic() < deadline:
@@ -58,8 +55,6 @@ def lock_folder(folder: Path):
 
     Returns:
         The open file that holds the lock; None on a file system without locks.
-    Raises:
-        UserError: another run holds the lock, or the lock file cannot be used.
     """
     try:
         return lock(folder / ".lock")

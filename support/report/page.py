@@ -111,11 +111,7 @@ def document(title: str, parts: list[str]) -> str:
 
 
 def page_of(folder: Path) -> str:
-    """Return the page about an output folder, or about a folder of compare_strategies.sh.
-
-    Raises:
-        UserError: the folder holds no run.
-    """
+    """Return the page about an output folder, or about a folder of compare_strategies.sh."""
     if any((folder / name).exists() for name in ("results.json", "metrics.jsonl")):
         return run_page(folder)
     comparison = read_comparison(folder)

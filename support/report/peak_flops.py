@@ -99,11 +99,7 @@ def find(name: str) -> Peak | None:
 
 
 def find_by_short_name(name: str) -> Peak:
-    """Return the entry of a device as a user writes it: "A100", "rtx 4090".
-
-    Raises:
-        UserError: no device has this name, or several have.
-    """
+    """Return the entry of a device as a user writes it: "A100", "rtx 4090"."""
     words = name.strip().replace("-", " ")
     # The memory does not change the peak: "A100 80GB".
     without_memory = re.sub(r" *\b\d+ ?GB\b", "", words, flags=re.IGNORECASE)

@@ -33,11 +33,7 @@ class Trace:
         )
 
     def start(self) -> None:
-        """Create the folder if it does not exist, and start the profiler.
-
-        Raises:
-            UserError: the folder cannot be created.
-        """
+        """Create the folder if it does not exist, and start the profiler."""
         folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -81,8 +77,6 @@ def record_memory(file: str, ctx: DistContext) -> Callable[[], None]:
         file: the argument of --memory_snapshot; its folder is created if it does not exist.
     Returns:
         A function that writes the file at the end of the run.
-    Raises:
-        UserError: the run has no GPU, or the folder cannot be created.
     """
     if ctx.device.type != "cuda":
         raise UserError(

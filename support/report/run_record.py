@@ -39,11 +39,7 @@ class RunRecord:
 
     @classmethod
     def open(cls, args, ctx: DistContext) -> RunRecord:
-        """Create and lock the output folder, write results.json, start to record memory.
-
-        Raises:
-            UserError: a folder cannot be created or used, or the repository of --push_to_hub.
-        """
+        """Create and lock the output folder, write results.json, start to record memory."""
         console_lines.say_setup(ctx)
         folder = output_dir.new_output_dir(args, ctx)
         results = reporting.open_results(args, ctx, folder)
@@ -114,12 +110,7 @@ class RunRecord:
     def start_training(
         self, args, objects: TrainingObjects, manager: CheckpointManager, state: TrainState
     ) -> MetricsLogger:
-        """Check the disks, then replace the files of an earlier run, and start the metrics.
-
-        Raises:
-            UserError: a disk has no room for the checkpoints and the exported model, or a tracker
-                cannot start.
-        """
+        """Check the disks, then replace the files of an earlier run, and start the metrics."""
         ctx, spec = self.ctx, manager.spec
         saves = saves_due(args, state.counters(), state.total_steps, state.num_sequences)
         export.check_room(args, ctx, self.target, self.folder, spec, saves)

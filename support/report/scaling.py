@@ -115,8 +115,6 @@ def read_step(alone: Path, together: Path) -> Step:
     Args:
         alone: the folder of a run on one rank, which shows the time of the computation.
         together: of the same run on several ranks on any network, which shows the collectives.
-    Raises:
-        UserError: a folder has no measurements of a completed run, or the runs do not fit together.
     """
     one, several = _results(alone), _results(together)
     if different := [key for key in SAME_WORK if one.get(key) != several.get(key)]:

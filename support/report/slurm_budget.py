@@ -93,8 +93,6 @@ def times_of(args) -> tuple[Times, str, str]:
 
     Returns:
         The durations, where that of a save is from, and how the plan differs from the measured run.
-    Raises:
-        UserError: a duration is missing or given twice, or --results cannot be used.
     """
     if bool(args.hours) == bool(args.max_steps):
         raise UserError("The budget of a run needs its length: either --hours or --max_steps.")
@@ -123,8 +121,6 @@ def _measured(place: str, results: dict, path: str) -> dict:
     Args:
         place: the flag and the file, for messages.
         path: its path, or that of its folder, which has metrics.jsonl.
-    Raises:
-        UserError: a value is no number above 0.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     records = [record for record in read_json_lines(folder / "metrics.jsonl") if "loss" in record]

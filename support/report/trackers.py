@@ -122,8 +122,6 @@ def wandb_run_of(folder: Path, step: int, project: str | None) -> tuple[str, str
         step: the optimizer step from which the run continues; 0 for a new run.
         project: --project. Without it a resumed run keeps its project, and a new one gets
             WANDB_PROJECT or DEFAULT_PROJECT.
-    Raises:
-        OSError: the file cannot be renamed or written.
     """
     path = folder / "wandb-run.txt"
     try:
@@ -149,8 +147,6 @@ def start_trackers(args, ctx: DistContext, folder: Path, step: int) -> Trackers:
 
     Args:
         step: the optimizer step from which the run continues; 0 for a new run.
-    Raises:
-        UserError: wandb could not start.
     """
     trackers: list[TensorBoard | WandB] = []
     if ctx.is_main:
