@@ -49,13 +49,13 @@ class Traffic:
 
     Attributes:
         number: of the collectives that this process has started, with barriers.
-        steps: for each closed step {"collective dtype": (calls, message bytes, bytes that this rank
-            sends)}.
+        steps: for each closed step {"collective dtype": [calls, message bytes, bytes that this rank
+            sends]}.
         aside: gather through buffers that PyTorch's allocator does not see (`_gather_aside`).
     """
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, tuple[int, int, float]]] = []
+        self.steps: list[dict[str, list[float]]] = []
         self.aside, self.number = False, 0
         self._last = ("none", 0, "")
         self._now: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
@@ -63,12 +63,8 @@ class Traffic:
 
     def start(self) -> None:
         """Count all collectives of this process from now on."""
-        self._library = patches.override_collectives(
-            {
-                operator: self._counting(operator, name, times)
-                for operator, (name, times) in COLLECTIVES.items()
-            }
-        )
+        counting = {name: self._counting(name, *entry) for name, entry in COLLECTIVES.items()}
+        self._library = patches.override_collectives(counting)
 
     def _counting(self, operator: str, name: str, times: int):
         overload = getattr(torch.ops.c10d, operator).default
@@ -76,9 +72,7 @@ class Traffic:
         def count(keyset, *args, **kwargs):
             # The whole tensor is the largest argument: the output of a gather, the input of a
             # scatter.
-            dtype, message = max(
-                (_dtype_and_bytes(arg) for arg in args), key=lambda found: found[1]
-            )
+            dtype, message = max(map(_dtype_and_bytes, args), key=lambda found: found[1])
             self.number += 1
             self._last = (name, message, dtype)
             if times:  # a barrier has no message
@@ -106,12 +100,7 @@ class Traffic:
 
     def end_step(self) -> None:
         """Record the counts since the last call as one optimizer step."""
-        self.steps.append(
-            {
-                name: (int(calls), int(message), sent)
-                for name, (calls, message, sent) in self._now.items()
-            }
-        )
+        self.steps.append(dict(self._now))
         self._now.clear()
 
     def per_step(self, excluded: int) -> dict[str, dict[str, float]]:
@@ -122,18 +111,12 @@ class Traffic:
         Returns:
             {name: {"calls", "message_bytes", "sent_bytes"}} of this rank.
         """
-        steps = self.steps[excluded:]
-        names = sorted({name for step in steps for name in step})
-        columns = {
-            name: zip(*(step.get(name, (0, 0, 0.0)) for step in steps), strict=True)
-            for name in names
-        }
-        return {
-            name: dict(
-                zip(("calls", "message_bytes", "sent_bytes"), map(median, column), strict=True)
-            )
-            for name, column in columns.items()
-        }
+        steps, medians = self.steps[excluded:], {}
+        for name in sorted({name for step in steps for name in step}):
+            columns = zip(*(step.get(name, (0, 0, 0.0)) for step in steps), strict=True)
+            keys = ("calls", "message_bytes", "sent_bytes")
+            medians[name] = dict(zip(keys, map(median, columns), strict=True))
+        return medians
 
 
 @torch.no_grad()
@@ -152,21 +135,14 @@ def _gather_aside(call, args, kwargs):
 
 
 def _copy_of_numpy(tensor: torch.Tensor) -> torch.Tensor:
-    copy = (
-        torch.from_numpy(numpy.empty(tensor.nbytes, numpy.uint8))
-        .view(tensor.dtype)
-        .view(tensor.shape)
-    )
-    return copy.copy_(tensor)
+    buffer = torch.from_numpy(numpy.empty(tensor.nbytes, numpy.uint8))
+    return buffer.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _dtype_and_bytes(arg) -> tuple[str, int]:
-    tensors = list(_tensors(arg))
-    return (
-        (str(tensors[0].dtype).removeprefix("torch."), sum(t.nbytes for t in tensors))
-        if tensors
-        else ("", 0)
-    )
+    if not (tensors := list(_tensors(arg))):
+        return "", 0
+    return str(tensors[0].dtype).removeprefix("torch."), sum(t.nbytes for t in tensors)
 
 
 def _tensors(arg) -> Iterator[torch.Tensor]:
@@ -178,8 +154,5 @@ def _tensors(arg) -> Iterator[torch.Tensor]:
 
 
 def _process_group(arg) -> dist.ProcessGroup | None:
-    return (
-        dist.ProcessGroup.unbox(arg)
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
-        else None
-    )
+    is_group = isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+    return dist.ProcessGroup.unbox(arg) if is_group else None

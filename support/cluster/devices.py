@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -75,15 +76,17 @@ def cpu_computes_bf16() -> bool:
 
     Without them, bf16 is emulated and slow.
     """
-    try:
-        flags = next(
-            line
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("flags")
-        ).split()
-    except (OSError, StopIteration):
-        return False
+    flags = cpu_fact("flags").split()
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def cpu_fact(name: str) -> str:
+    """Return an entry of /proc/cpuinfo, such as "model name"; "" if there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
+    return ""
 
 
 def identify_gpu(device: torch.device) -> str | None:

@@ -190,11 +190,11 @@ def _gpu(args, ctx: DistContext) -> Iterator[Line]:
     free, total = torch.cuda.mem_get_info(ctx.device)
     rocm = torch.version.hip
     platform = f"ROCm {rocm}" if rocm else f"CUDA {torch.version.cuda}"
+    drivers = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     text = (
         f"{properties.name}, {free / GB:.1f} of {total / GB:.1f} GB free, "
         f"compute capability {properties.major}.{properties.minor}, "
-        f"torch for {platform}, "
-        f"driver {_nvidia_smi('driver_version')}, {ctx.precision}"
+        f"torch for {platform}, driver {(drivers or 'unknown').splitlines()[0]}, {ctx.precision}"
     )
     remedy = "another process uses a part of it (nvidia-smi shows which)"
     yield _line(free >= 0.8 * total, "GPU", text, remedy)
@@ -204,44 +204,33 @@ def _gpu(args, ctx: DistContext) -> Iterator[Line]:
         yield Line(OK, "GPU links", f"{link} ({torch.cuda.device_count()} on this host)")
 
 
-def _nvidia_smi(field: str) -> str:
-    answer = _run("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader") or "unknown"
-    return answer.split("\n")[0]
-
-
 def _run(*command: str) -> str:
     """Return what a command prints, or "" if it fails or does not exist."""
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
-        ).stdout.strip()
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
+    return ended.stdout.strip()
 
 
 def _compiler(args, ctx: DistContext) -> Iterator[Line]:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     found = {
         "a C++ compiler (apt install build-essential, module load gcc)": compiler,
         "ninja (pip install ninja)": shutil.which("ninja"),
-        "Python's headers (apt install python3-dev)": (
-            Path(sysconfig.get_paths()["include"]) / "Python.h"
-        ).exists(),
+        "Python's headers (apt install python3-dev)": headers.exists(),
     }
     missing = [name for name, is_found in found.items() if not is_found]
     if not missing:
         release = _run(compiler, "--version").split("\n")[0]
         yield Line(OK, "compiler", f"{release}; ninja and Python's headers found")
-    elif _must_compile(args):
-        reason = f"{args.strategy} compiles parts of DeepSpeed"
-        yield Line(PROBLEM, "compiler", f"missing: {', '.join(missing)}", reason)
+        return
+    if args.ds_config_dict and ops.missing_ops(configured_strategy(args)):
+        status, reason = PROBLEM, f"{args.strategy} compiles parts of DeepSpeed"
     else:
-        reason = "DeepSpeed's strategies may need them"
-        yield Line(WARNING, "compiler", f"missing: {', '.join(missing)}", reason)
-
-
-def _must_compile(args) -> bool:
-    return bool(args.ds_config_dict and ops.missing_ops(configured_strategy(args)))
+        status, reason = WARNING, "DeepSpeed's strategies may need them"
+    yield Line(status, "compiler", f"missing: {', '.join(missing)}", reason)
 
 
 def _ops(args, ctx: DistContext) -> Iterator[Line]:
@@ -250,11 +239,10 @@ def _ops(args, ctx: DistContext) -> Iterator[Line]:
     states = []
     for strategy in ("offload", "infinity"):
         missing = ops.missing_ops(STRATEGIES[strategy])
-        states.append(
-            f"{strategy} will compile {', '.join(missing)}" if missing else f"{strategy} ready"
-        )
+        will_compile = f"{strategy} will compile {', '.join(missing)}"
+        states.append(will_compile if missing else f"{strategy} ready")
     try:
-        if "async_io" in ops.missing_ops(STRATEGIES["infinity"]):
+        if "async_io" in missing:  # of infinity
             requirements.check_libaio()
         yield Line(OK, "DeepSpeed ops", "; ".join(states))
     except UserError as error:
@@ -377,10 +365,8 @@ def _memory(args, ctx: DistContext) -> Iterator[Line]:
     if limits.hold(estimate):
         yield Line(OK, "memory", text)
     else:
-        flags = [way.flags for way in advise.remedies(work, args.strategy, limits)]
-        remedy = (
-            f"it would fit with {' or '.join(flags)}" if flags else "see scripts/plan_memory.py"
-        )
+        flags = " or ".join(way.flags for way in advise.remedies(work, args.strategy, limits))
+        remedy = f"it would fit with {flags}" if flags else "see scripts/plan_memory.py"
         yield Line(PROBLEM, "memory", text, remedy)
 
 
@@ -396,16 +382,13 @@ def _communication(ctx: DistContext) -> Line:
         return Line(OK, "communication", f"{ctx.backend}; a single process")
     latency = _seconds_of(dist.all_reduce, ctx, torch.ones(2, device=ctx.device))
     speeds, small = _bandwidth(ctx, 64 * MB), _bandwidth(ctx, MB)
-    hosts = sorted(set(ctx.all_gather(socket.gethostname())))
-    interface = os.environ.get(
-        "NCCL_SOCKET_IFNAME" if ctx.backend == "nccl" else "GLOO_SOCKET_IFNAME", "automatic"
-    )
+    hosts = ", ".join(sorted(set(ctx.all_gather(socket.gethostname()))))
+    interface = os.environ.get(f"{ctx.backend.upper()}_SOCKET_IFNAME", "automatic")
+    large = ", ".join(f"{kind} {speed / GB:.3g}" for kind, speed in speeds.items())
+    of_1_mib = ", ".join(f"{speed / GB:.3g}" for speed in small.values())
     text = (
-        f"{ctx.backend} over {ctx.world_size} ranks on {', '.join(hosts)}: "
-        + ", ".join(f"{kind} {speed / GB:.3g}" for kind, speed in speeds.items())
-        + f" GB/s, {1e6 * latency:.0f} µs; with 1 MiB "
-        + ", ".join(f"{speed / GB:.3g}" for speed in small.values())
-        + f" GB/s; network interface {interface}"
+        f"{ctx.backend} over {ctx.world_size} ranks on {hosts}: {large} GB/s, "
+        f"{1e6 * latency:.0f} µs; with 1 MiB {of_1_mib} GB/s; network interface {interface}"
     )
     is_fast = ctx.backend != "nccl" or speeds["all-reduce"] >= GB
     remedy = "slow for GPUs: NCCL_DEBUG=INFO shows the network in use; see docs/TROUBLESHOOTING.md"
@@ -476,9 +459,6 @@ def _cluster(ctx: DistContext) -> Iterator[Line]:
     elif shutil.which("squeue"):
         reason = "squeue --me --start shows when a pending job starts, and why it waits"
         yield Line(OK, "Slurm", f"installed; this is not a job ({reason})")
-    yield Line(
-        OK,
-        "rendezvous",
-        f"{launch.launcher}, master {launch.master_addr}:{launch.master_port}, "
-        f"{_count(ctx.nodes, 'node')}, {_count(launch.local_world_size, 'rank')} per node",
-    )
+    ranks = f"{_count(ctx.nodes, 'node')}, {_count(launch.local_world_size, 'rank')} per node"
+    store = f"{launch.launcher}, master {launch.master_addr}:{launch.master_port}"
+    yield Line(OK, "rendezvous", f"{store}, {ranks}")

@@ -1,4 +1,4 @@
-"""Select the files of a folder that are read.
+"""Create folders, and select the files of a folder that are read.
 
 These are all files that are not hidden or empty and, with --include, match one of its patterns.
 """
@@ -13,6 +13,14 @@ from pathlib import Path
 from support.errors import UserError
 
 SHOWN = 3  # notices about single files; the rest is counted
+
+
+def create(flag: str, folder: Path) -> None:
+    """Create a folder that a flag names, if it does not exist."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{flag} {folder} cannot be created: {error.strerror}.") from error
 
 
 def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from support.cluster.context import DistContext
 from support.errors import UserError
+from support.files import folders
 from support.files.atomic import lock
 
 
@@ -23,10 +24,7 @@ def new_output_dir(args, ctx: DistContext) -> Path:
     if ctx.is_main:
         while not args.output_dir and Path(name).exists():  # two runs started in the same second
             name += "x"
-        try:
-            Path(name).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--output_dir {name} cannot be created: {error.strerror}.") from error
+        folders.create("--output_dir", Path(name))
         ctx.lock = lock_folder(Path(name))
     folder = Path(ctx.broadcast_from_rank0(name))
     if ctx.nodes > 1 and not (args.no_save and args.no_export):

@@ -9,6 +9,7 @@ import torch
 
 from support.cluster.context import DistContext
 from support.errors import UserError
+from support.files import folders
 
 # Numbers of steps. The first steps are skipped because they differ from the later ones.
 SKIPPED, RECORDED = 2, 3
@@ -34,11 +35,7 @@ class Trace:
 
     def start(self) -> None:
         """Create the folder if it does not exist, and start the profiler."""
-        folder = self.path.parent
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--profile {folder} cannot be created: {error.strerror}.") from error
+        folders.create("--profile", self.path.parent)
         self._profiler.start()
 
     def _write(self, profiler) -> None:
@@ -85,12 +82,7 @@ def record_memory(file: str, ctx: DistContext) -> Callable[[], None]:
         )
     path = Path(file)
     path = path if ctx.world_size == 1 else path.with_stem(f"{path.stem}-rank{ctx.rank}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--memory_snapshot {file}: its folder cannot be created: {error.strerror}."
-        ) from error
+    folders.create("--memory_snapshot: the folder", path.parent)
     torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python")
 
     def write() -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from support.cli.arguments import global_batch
 from support.cli.run_file import settings_of
 from support.cluster.context import DistContext
+from support.cluster.devices import cpu_fact
 from support.cluster.tuning import available_cores
 from support.errors import UserError
 from support.files.atomic import (
@@ -231,20 +232,9 @@ def hardware(device: torch.device) -> dict:
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "host": platform.node(),
-        "cpu": cpu_name(),
+        "cpu": cpu_fact("model name") or platform.processor() or platform.machine(),
         "cores": available_cores(),
         "ram_bytes": psutil.virtual_memory().total,
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": gpu.total_memory if gpu else None,
     }
-
-
-def cpu_name() -> str:
-    """Return the processor's name from /proc/cpuinfo, or else from Python's platform module."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(
-            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-        )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
