@@ -139,15 +139,10 @@ def read_workload(args: Arguments) -> tuple[Arguments, Workload, Limits]:
     args = args.replace(
         model=name_on_hub(args.model), seq_length=choose_seq_length(args, model.limit)
     )
-    if args.gpus_per_node and args.gpus > 1 and args.gpus % ranks_per_node(args):
-        raise UserError(
-            f"--gpus {args.gpus} is not a multiple of --gpus_per_node {args.gpus_per_node}."
-        )
-    if args.gpus > 8 and not args.gpus_per_node and args.gpus % 8:
-        raise UserError(
-            f"--gpus {args.gpus} is not a multiple of 8, the default of --gpus_per_node: "
-            "set --gpus_per_node."
-        )
+    if args.gpus % ranks_per_node(args):
+        default = "8, the default of --gpus_per_node: set --gpus_per_node"
+        size = f"--gpus_per_node {args.gpus_per_node}" if args.gpus_per_node else default
+        raise UserError(f"--gpus {args.gpus} is not a multiple of {size}.")
     for flag in ("lora_targets", "load_in_4bit"):
         if getattr(args, flag) and not args.lora_r:
             raise UserError(f"--{flag} needs --lora_r.")
@@ -185,7 +180,6 @@ def plan(args: Arguments, work: Workload, limits: Limits) -> int:
     chosen, changed = fit.recommend(work, limits)
     command = run_command(args, changed, chosen.strategy) if chosen else None
     if args.json:
-        spent = cost_of_plan(args, changed, chosen.strategy) if chosen else None
         answer = {
             "model": args.model,
             "parameters": work.model.total,
@@ -195,7 +189,8 @@ def plan(args: Arguments, work: Workload, limits: Limits) -> int:
             "recommended": chosen.strategy if chosen else None,
             "command": command,
         }
-        answer |= {"cost": spent.as_dict()} if spent else {}
+        if chosen and (spent := cost_of_plan(args, changed, chosen.strategy)):
+            answer["cost"] = spent.as_dict()
         print(json.dumps(answer, indent=2))
         return EXIT_COMPLETED if chosen else EXIT_FAILED
     print(title(args, work) + "\n")
@@ -258,10 +253,10 @@ def table(needs: list[MemoryEstimate], limits: Limits, fits: dict[str, str]) -> 
     """
     rows = []
     for need in needs:
-        on_node = (need.host * limits.ranks_per_node, need.nvme * limits.ranks_per_node)
+        ranks = limits.ranks_per_node
         sent = f"{need.sent / needs[0].sent:.2f}" if needs[0].sent else "—"
         on_gpu = [in_gb(getattr(need, name)) for name in ON_GPU.values()]
-        elsewhere = map(in_gb, (*on_node, need.sent))
+        elsewhere = map(in_gb, (need.host * ranks, need.nvme * ranks, need.sent))
         rows.append([need.strategy, *on_gpu, fits[need.strategy], *elsewhere, sent])
     headers = ["\nstrategy", *ON_GPU, "\nfits"]
     headers += ["host\n/node", "NVMe\n/node", "sent\n/step", "sent\nvs dp"]
@@ -293,11 +288,10 @@ def cost_of_plan(args: Arguments, work: Workload, strategy: str) -> cost.Cost | 
         return None
     if args.device:
         return cost.cost_of(args, work, cost.assumed_rate(args, work))
-    run = (
-        measure(run_flags(args, work, strategy), work)
-        if args.measure
-        else cost.read_run("--results", args.results)
-    )
+    if args.measure:
+        run = measure(run_flags(args, work, strategy), work)
+    else:
+        run = cost.read_run("--results", args.results)
     return cost.cost_of(args, work, cost.measured_rate(*run, work, args.model, strategy))
 
 

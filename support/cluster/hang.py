@@ -259,20 +259,12 @@ def report(reason: str, states: dict[int, dict], writer: int) -> str:
     Args:
         states: by rank; "stacks" is missing in that of a rank that did not answer.
     """
-    rows = [
-        (
-            str(rank),
-            state["host"],
-            str(state["pid"]),
-            str(state["step"] or ""),
-            state["doing"],
-            f"{state['number']} {state['collective']}",
-            f"{state['seconds']} s ago",
-        )
-        for rank, state in sorted(states.items())
-    ]
+    rows = []
     ranks_with: dict[str, list[int]] = {}
     for rank, state in sorted(states.items()):
+        place = [str(rank), state["host"], str(state["pid"]), str(state["step"] or "")]
+        last = f"{state['number']} {state['collective']}"
+        rows.append([*place, state["doing"], last, f"{state['seconds']} s ago"])
         ranks_with.setdefault(state.get("stacks") or _unanswered(rank, state), []).append(rank)
     parts = [
         text if "stacks" not in states[ranks[0]] else f"{rank_names(ranks)}:\n{text}"

@@ -190,10 +190,9 @@ def _from_slurm(env) -> Launch:
     rank, world, local_rank = int(env["SLURM_PROCID"]), _tasks(env), int(env["SLURM_LOCALID"])
     node = int(env.get("SLURM_NODEID", 0))
     # The variable lists the tasks on each node of the step, for example "3,1" or "4(x2),1".
+    listed = env.get("SLURM_STEP_TASKS_PER_NODE", "")
     per_node: list[int] = []
-    for tasks, times in re.findall(
-        r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")
-    ):
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
         per_node += [int(tasks)] * min(int(times or 1), node + 1)
     local_world = per_node[node] if node < len(per_node) else world
     # Every rank must compute the same port. It depends on the job ID, so that jobs on the same node
@@ -216,9 +215,8 @@ def _first_slurm_host(env) -> str:
 
     Slurm's list is compressed ("gpu[07-08,11]"), so `scontrol` must expand it.
     """
-    nodes = (
-        env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    )
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((env[name] for name in names if env.get(name)), "")
     if not nodes:
         return "127.0.0.1"
     if not re.search(r"[\[,]", nodes):
@@ -258,10 +256,8 @@ def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) ->
         linger: seconds that rank 0 waits after its message, because it may host the store that the
             other ranks read.
     """
-    rank_text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    rank = (
-        int(rank_text) if re.fullmatch("[0-9]{1,9}", rank_text) else 0
-    )  # RANK may be the invalid value
+    text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0  # RANK may be the invalid value
     host, user_error = "", explain(error)
     if rank != 0:
         time.sleep(START_SKEW_SECONDS)

@@ -89,12 +89,11 @@ def connect(launch: Launch, timeout: float) -> dist.Store:
         TrainingError: the store's port accepts no connection within `timeout` seconds.
     """
     host, deadline = launch.is_main and not agent_hosts_store(), time.monotonic() + timeout
+    address = launch.master_addr, launch.master_port
     # Probe the port first: Python handles no signal while torch waits for a connection.
     while not host:
         try:
-            socket.create_connection(
-                (launch.master_addr, launch.master_port), CONNECT_SECONDS
-            ).close()
+            socket.create_connection(address, CONNECT_SECONDS).close()
             break
         except OSError as error:
             if time.monotonic() > deadline:
@@ -103,13 +102,9 @@ def connect(launch: Launch, timeout: float) -> dist.Store:
                     "Has it started, and is the port open between the hosts?"
                 ) from error
             time.sleep(0.1)
+    limit = timedelta(seconds=timeout)
     return dist.TCPStore(
-        launch.master_addr,
-        launch.master_port,
-        launch.world_size,
-        is_master=host,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
+        *address, launch.world_size, is_master=host, wait_for_workers=False, timeout=limit
     )
 
 
@@ -155,11 +150,8 @@ def _answer_announcements(
     attempt = ""
     while time.monotonic() < until + 5:  # rank 0 reports missing ranks at `until`
         try:
-            roll = (
-                json.loads(store.get(f"{place}/roll"))
-                if store.check([f"{place}/roll"])
-                else {"numbers": {}}
-            )
+            called = store.check([f"{place}/roll"])
+            roll = json.loads(store.get(f"{place}/roll")) if called else {"numbers": {}}
             if roll["numbers"].get(str(launch.rank)) == number:
                 attempt = roll["attempt"]
                 store.set(f"{attempt}/present/{launch.rank}", "")
@@ -213,15 +205,12 @@ def _describe_shared_gpus(seen: dict) -> str:
     for number, rank in sorted(seen.items()):
         if rank["gpu"]:
             ranks_of.setdefault((rank["host"], rank["gpu"]), []).append(str(number))
-    shared = [
-        f"ranks {', '.join(ranks)} on {host}"
-        for (host, _), ranks in ranks_of.items()
-        if len(ranks) > 1
-    ]
+    shared = [(host, ranks) for (host, _), ranks in ranks_of.items() if len(ranks) > 1]
     if not shared:
         return ""
+    places = "; ".join(f"ranks {', '.join(ranks)} on {host}" for host, ranks in shared)
     return (
-        f"More than one rank has the same GPU ({'; '.join(shared)}), and NCCL needs one for each: "
+        f"More than one rank has the same GPU ({places}), and NCCL needs one for each: "
         "start as many ranks on a node as it has GPUs, each with its own "
         "(srun --ntasks-per-node=N --gpus-per-node=N)."
     )
@@ -233,13 +222,8 @@ def open_store(launch: Launch, attempt: str, timeout: float = 60) -> dist.Store:
     Args:
         attempt: prefix of the keys, from `rendezvous`.
     """
-    store = dist.TCPStore(
-        launch.master_addr,
-        launch.master_port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
+    address, limit = (launch.master_addr, launch.master_port), timedelta(seconds=timeout)
+    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
     return dist.PrefixStore(attempt, store)
 
 

@@ -110,19 +110,16 @@ def _check_deepspeed_flags(args) -> None:
 
 def _zero_config(args, model: dict) -> dict:
     zero: dict = {"stage": args.zero_stage}
-    device = (
-        {"device": "nvme", "nvme_path": args.nvme_path} if args.nvme_path else {"device": "cpu"}
-    )
+    on_nvme = {"device": "nvme", "nvme_path": args.nvme_path}
+    device = on_nvme if args.nvme_path else {"device": "cpu"}
     for flag in ("offload_optimizer", "offload_param"):
         if getattr(args, flag):
             zero[flag] = {**device, "pin_memory": True}
     params_on_nvme = bool(args.nvme_path and args.offload_param)
     if params_on_nvme:
-        # A buffer must hold a rank's shard of any parameter. With one rank that is the whole
-        # parameter.
-        zero["offload_param"].update(
-            buffer_count=5, buffer_size=model["largest"] + 4096, max_in_cpu=0
-        )
+        # A buffer must hold a rank's shard of any parameter: with one rank, the whole parameter.
+        size = model["largest"] + 4096
+        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": size, "max_in_cpu": 0}
     sizes = bucket_sizes(model["width"], model["parameters"], model["tied"] and params_on_nvme)
     for key, size in sizes.items():
         stage3_only = key.startswith(("stage3_", "sub_group"))
@@ -160,10 +157,8 @@ def read_model(name: str) -> dict:
             layers = config.get("num_hidden_layers") or config["n_layer"]
             width, vocabulary = config.get("hidden_size") or config["n_embd"], config["vocab_size"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            names = ", ".join([EMBEDDED_MODEL, *GPT2_SHAPES])
-            raise UserError(
-                f"--model {name}: use {names}, or a folder with config.json."
-            ) from error
+            names = ", ".join([EMBEDDED_MODEL, *GPT2_SHAPES, "or a folder with config.json"])
+            raise UserError(f"--model {name}: use {names}.") from error
         if not all(type(number) is int and number > 0 for number in (layers, width, vocabulary)):
             raise UserError(
                 f"--model {name}: its config.json has sizes that are not positive whole numbers."
@@ -207,9 +202,8 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--hosts {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}."
-        ) from error
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise UserError(f"--hosts {path} cannot be read: {reason}.") from error
     hosts: list[str] = []
     slots: set[int] = set()
     for number, words in enumerate((line.split("#")[0].split() for line in lines), 1):
@@ -239,16 +233,12 @@ def launch_script(args, made_by: str) -> str:
     """Return a script to run on each machine, or with --hosts one that starts all over ssh."""
     hosts, slots = read_hosts(args.hosts) if args.hosts else ([], None)
     if hosts and args.num_nodes not in (1, len(hosts)):
-        raise UserError(
-            f"--num_nodes {args.num_nodes} contradicts --hosts {args.hosts}, "
-            f"which names {len(hosts)}."
-        )
-    if slots and args.num_gpus_per_node not in (None, slots):
-        raise UserError(
-            f"--num_gpus_per_node {args.num_gpus_per_node} contradicts "
-            f"slots={slots} in {args.hosts}."
-        )
-    nodes, ranks = len(hosts) or args.num_nodes, slots or args.num_gpus_per_node or 1
+        named = f"--hosts {args.hosts}, which names {len(hosts)}"
+        raise UserError(f"--num_nodes {args.num_nodes} contradicts {named}.")
+    gpus = args.num_gpus_per_node
+    if slots and gpus not in (None, slots):
+        raise UserError(f"--num_gpus_per_node {gpus} contradicts slots={slots} in {args.hosts}.")
+    nodes, ranks = len(hosts) or args.num_nodes, slots or gpus or 1
     if not 0 <= args.node_rank < nodes:
         raise UserError(f"--node_rank {args.node_rank} is not in 0 to {nodes - 1}.")
     if nodes > 1 and not hosts and args.master_addr == "127.0.0.1":

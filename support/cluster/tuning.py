@@ -43,9 +43,8 @@ def tune_process(args, launch: Launch) -> None:
     # very slow.
     if env.get("OMP_NUM_THREADS", "1") == "1":
         cores_per_task = env.get("SLURM_CPUS_PER_TASK") if launch.launcher == "srun" else None
-        env["OMP_NUM_THREADS"] = cores_per_task or str(
-            max(1, available_cores() // launch.local_world_size)
-        )
+        share = max(1, available_cores() // launch.local_world_size)
+        env["OMP_NUM_THREADS"] = cores_per_task or str(share)
     if has_nvidia_gpu():
         enable_expandable_segments()
     else:
@@ -67,10 +66,8 @@ def tune_process(args, launch: Launch) -> None:
             "DATASETS_VERBOSITY": "error",
         }
         if args.quiet or not (launch.is_main and sys.stderr.isatty()):
-            defaults |= {
-                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-                "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-            }
+            bars = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+            defaults |= dict.fromkeys(bars, "1")
     for name, value in defaults.items():
         env.setdefault(name, value)
 
