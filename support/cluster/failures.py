@@ -191,7 +191,10 @@ class FailureMonitor:
         The first rank to write its error into the store reports it. If the store has exited with
         rank 0, or does not answer, it is the rank that changes the status in results.json.
         """
-        if not self._may_report(str(shown)):
+        # The store accepts no large values.
+        text = str(shown)[:LONGEST_MESSAGE].encode(errors="replace").decode()
+        entry = f"{self.launch.rank} {threading.get_ident()}: {text}"
+        if self._first_entry(entry) != entry:
             return
         recorded = False
         # Starting a thread needs memory, and there may not be enough.
@@ -212,13 +215,6 @@ class FailureMonitor:
     def _record(self, shown: UserError) -> bool:
         """Call the functions in `on_failure`; return False if another rank has recorded one."""
         return all(in_time(partial(record, shown), DISK_SECONDS) for record in self.on_failure)
-
-    def _may_report(self, message: str) -> bool:
-        """Write the error into the store; return False if another rank or thread was first."""
-        # The store accepts no large values.
-        text = message[:LONGEST_MESSAGE].encode(errors="replace").decode()
-        entry = f"{self.launch.rank} {threading.get_ident()}: {text}"
-        return self._first_entry(entry) == entry
 
     def _first_entry(self, entry: str) -> str:
         """Write `entry` into the store if it is the first; return the first one."""

@@ -123,14 +123,9 @@ class HangMonitor:
         elif signaled:
             self._report("signal", "SIGUSR2 requested this report")
         elif silent >= self._seconds and self._reported != self.traffic.number and self.folder:
-            self._report_hang(silent)
-
-    def _report_hang(self, silent: float) -> None:
-        """Report if the collective that this rank started last waits for another rank."""
-        states = self._published()
-        slow = silent < SLOW_FACTOR * self._longest
-        if len(states) > 1 and (reason := diagnosis(states, slow)):
-            self._report("hang", reason)
+            states, slow = self._published(), silent < SLOW_FACTOR * self._longest
+            if len(states) > 1 and (reason := diagnosis(states, slow)):
+                self._report("hang", reason)
 
     # ------------------------------------------------------------------------- exchange of states
 

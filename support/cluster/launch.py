@@ -200,14 +200,10 @@ def _from_slurm(env) -> Launch:
     number = 101 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
     port = int(env.get("MASTER_PORT") or 20000 + number % 20000)
     address = env.get("MASTER_ADDR") or ""
-    several_nodes = local_world < world
-    if not address or re.search(r"[\[\],\s]", address) or (several_nodes and _is_loopback(address)):
+    is_loopback = address in ("localhost", "::1") or address.startswith("127.")
+    if not address or re.search(r"[\[\],\s]", address) or (is_loopback and local_world < world):
         address = _first_slurm_host(env)
     return Launch("srun", rank, local_rank, world, local_world, node, address, port)
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _first_slurm_host(env) -> str:

@@ -417,21 +417,15 @@ def _seconds_of(collective: Callable, ctx: DistContext, *tensors: torch.Tensor) 
     The median, because on a busy host a rank that waits for a core delays some calls.
     """
     seconds = []
+    on_gpu = ctx.device.type == "cuda"
     for _ in range(1 + (3 if tensors[0].nbytes > MB else 9)):
-        _wait_for(ctx)
+        torch.cuda.synchronize() if on_gpu else dist.barrier()
         start = time.perf_counter()
         collective(*tensors)
-        if ctx.device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:])
-
-
-def _wait_for(ctx: DistContext) -> None:
-    if ctx.device.type == "cuda":
-        torch.cuda.synchronize()
-    else:
-        dist.barrier()
 
 
 def _hub(args, ctx: DistContext) -> Iterator[Line]:

@@ -7,6 +7,7 @@ its `meta.json` is written again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -101,20 +102,15 @@ class Cache:
         try:
             os.rename(written, folder)
         except OSError:
-            if self._is_whole(folder):
-                return  # another run has written it meanwhile
+            with contextlib.suppress(Damaged):
+                if self._read(folder) is not None:
+                    return  # another run has written it meanwhile
             # The files of a damaged folder are replaced one by one: another run that uses the
             # folder can open every file at any time, and its memory maps stay valid.
             for file in sorted(written.iterdir(), key=lambda file: file.name == META):
                 os.replace(file, folder / file.name)
             sync(folder)
         sync(self.root)
-
-    def _is_whole(self, folder: Path) -> bool:
-        try:
-            return self._read(folder) is not None
-        except Damaged:
-            return False
 
     def _not_writable(self, error: OSError) -> UserError:
         return UserError(

@@ -111,10 +111,6 @@ class Results:
             self.damage = ""
         self._write()
 
-    def continue_complete_run(self) -> None:
-        """Take over the facts of the earlier run, which had completed."""
-        self.facts |= self.before or {}
-
     def update(self, **facts) -> None:
         """Add or replace facts; they are written with the next status."""
         self.facts.update(facts)

@@ -184,7 +184,7 @@ class RunRecord:
         """Finish a resumed run that was already complete: export and generate what is missing."""
         results = self.results
         self.ctx.console.print0("✅ The run was already complete.")
-        results.continue_complete_run()
+        results.update(**(results.before or {}))
         if args.load_best_at_end and results.facts.get("best_step"):
             manager.load_best(results.facts["best_step"], state.step)
         elif state.step < results.facts["steps"]:

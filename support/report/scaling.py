@@ -18,7 +18,7 @@ import numpy as np
 
 from support.cluster.comm_volume import COLLECTIVES
 from support.errors import UserError
-from support.files.atomic import read_json
+from support.report.cost import read_run
 from support.strategy import STRATEGIES
 
 MEASURED = ("all_reduce", "all_gather", "reduce_scatter")  # by --check, in this order
@@ -116,7 +116,7 @@ def read_step(alone: Path, together: Path) -> Step:
         alone: the folder of a run on one rank, which shows the time of the computation.
         together: of the same run on several ranks on any network, which shows the collectives.
     """
-    one, several = _results(alone), _results(together)
+    one, several = (read_run("The folder", str(folder))[1] for folder in (alone, together))
     if different := [key for key in SAME_WORK if one.get(key) != several.get(key)]:
         raise UserError(f"{alone} and {together} differ in {different[0]}: repeat one of them.")
     if one["world_size"] != 1 or several["world_size"] == 1:
@@ -124,16 +124,6 @@ def read_step(alone: Path, together: Path) -> Step:
     phases, micro_batches = one["step_phases_seconds"], one["gradient_accumulation_steps"]
     computing = phases["data"] + phases["forward"] + phases["backward"]
     return Step(computing / micro_batches, phases["update"], list(_collectives(several)))
-
-
-def _results(folder: Path) -> dict:
-    try:
-        results = read_json(folder / "results.json")
-        if results["status"] == "completed" and results["step_phases_seconds"]:
-            return results
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{folder} has no results.json of a run.") from error
-    raise UserError(f"{folder} has no measured steps: train 10 steps or more to the end.")
 
 
 def _collectives(results: dict) -> Iterator[Collectives]:

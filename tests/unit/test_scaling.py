@@ -14,6 +14,7 @@ RESULTS = {
     "strategy": "dp",
     "world_size": 1,
     "gradient_accumulation_steps": 1,
+    "tokens_per_second_per_gpu": 100.0,
     "step_phases_seconds": {"data": 0.0, "forward": 0.1, "backward": 0.2, "update": 0.1},
     "communication_per_step": {"all_reduce float32": {"calls": 3, "message_bytes": 100 * MB}},
 }
@@ -73,7 +74,8 @@ def test_sharded_parameters_are_gathered_in_each_micro_batch(tmp_path):
     [
         ({"strategy": "zero2"}, "differ in strategy"),
         ({"world_size": 1}, "on one rank first"),
-        ({"status": "failed"}, "no measured steps"),
+        ({"status": "failed"}, "name a completed run"),
+        ({"tokens_per_second_per_gpu": None}, "name a run that trained"),
     ],
 )
 def test_runs_that_do_not_fit_together_are_refused(tmp_path, changes, says):
