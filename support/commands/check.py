@@ -365,7 +365,7 @@ def _memory(args, ctx: DistContext) -> Iterator[Line]:
     if limits.hold(estimate):
         yield Line(OK, "memory", text)
     else:
-        flags = " or ".join(way.flags for way in advise.remedies(work, args.strategy, limits))
+        flags = " or ".join(advise.remedies(work, args.strategy, limits))
         remedy = f"it would fit with {flags}" if flags else "see scripts/plan_memory.py"
         yield Line(PROBLEM, "memory", text, remedy)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import psutil
 
@@ -92,41 +92,29 @@ def with_margin(limits: Limits) -> Limits:
     return replace(limits, gpu=None if limits.gpu is None else int(ADVISED_SHARE * limits.gpu))
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """A change of flags that would make a run fit, with the changed run's memory estimate."""
-
-    flags: str
-    need: MemoryEstimate
-
-
-def remedies(work: Workload, strategy: str, limits: Limits) -> list[Remedy]:
-    """Return the changes that make a run fit with a margin, the smallest change first.
+def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryEstimate]:
+    """Return the changes of flags that make a run fit with a margin, the smallest change first.
 
     The candidates are: another strategy with the same batch; a smaller micro-batch with more
     accumulation; gradient checkpointing; sequences of half the length.
+
+    Returns:
+        The changed run's memory estimate, by the flags.
     """
     limits, present = with_margin(limits), predict(work, strategy).total
-    candidates = [
-        Remedy(f"--strategy {other}", predict(work, other))
-        for other in PREFERENCE
-        if other in work.strategies
-    ]
-    candidates = [remedy for remedy in candidates if remedy.need.total < 0.98 * present]
-
-    def add(flags: str, changed: Workload) -> None:
-        candidates.append(Remedy(flags, predict(changed, strategy)))
-
+    others = {other: predict(work, other) for other in PREFERENCE if other in work.strategies}
+    needs = {f"--strategy {o}": need for o, need in others.items() if need.total < 0.98 * present}
     split = fitting_split(work, strategy, limits)
     if split and split.batch_size < work.batch_size:
         accumulation = f"--gradient_accumulation_steps {split.accumulation}"
-        add(f"--batch_size {split.batch_size} {accumulation}", split)
+        needs[f"--batch_size {split.batch_size} {accumulation}"] = predict(split, strategy)
     if not work.gradient_checkpointing:
-        add("--gradient_checkpointing", replace(work, gradient_checkpointing=True))
+        checkpointing = replace(work, gradient_checkpointing=True)
+        needs["--gradient_checkpointing"] = predict(checkpointing, strategy)
     if work.seq_length >= 64:
-        half = work.seq_length // 2
-        add(f"--seq_length {half}", replace(work, seq_length=half))
-    return [remedy for remedy in candidates if limits.hold(remedy.need)]
+        half = replace(work, seq_length=work.seq_length // 2)
+        needs[f"--seq_length {half.seq_length}"] = predict(half, strategy)
+    return {flags: need for flags, need in needs.items() if limits.hold(need)}
 
 
 def describe_remedies(work: Workload, strategy: str, limits: Limits) -> list[str]:
@@ -146,5 +134,5 @@ def describe_remedies(work: Workload, strategy: str, limits: Limits) -> list[str
         ]
     return [
         f"{estimate}. It would fit with one of:",
-        *(f"  {w.flags}: {w.need.total / GB:.1f}{capacity} GB" for w in fitting),
+        *(f"  {flags}: {n.total / GB:.1f}{capacity} GB" for flags, n in fitting.items()),
     ]

@@ -46,7 +46,7 @@ def test_advice_for_any_batch_is_there_at_once():
     work = Workload(find_architecture("gpt2"), world_size=1, batch_size=10**12, seq_length=512)
     ways = remedies(work, "dp", Limits(16 * GB))
     assert time.monotonic() - started < 2
-    assert any(way.flags.startswith("--batch_size ") for way in ways)
+    assert any(flags.startswith("--batch_size ") for flags in ways)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 12, 36, 97, 360])
