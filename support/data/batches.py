@@ -266,9 +266,10 @@ def stack_examples(rows: list, seq_length: int, fixed: bool, packed: bool = Fals
     return inputs, tensors[1], tensors[2] if packed else None
 
 
-def padded_length(longest: int, seq_length: int, fixed: bool) -> int:
-    """Return the length of a micro-batch whose longest sequence has `longest` tokens."""
-    return seq_length if fixed else min(seq_length, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
+def padded_length(longest, seq_length: int, fixed: bool):
+    """Return the length of micro-batches whose longest sequences have `longest` tokens."""
+    rounded_up = -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE
+    return seq_length if fixed else np.minimum(seq_length, rounded_up)
 
 
 def padding_share(file: ExampleFile | PackedFile, args) -> float:
@@ -278,13 +279,10 @@ def padding_share(file: ExampleFile | PackedFile, args) -> float:
         args: --seed and --batch_size, and see `one_length`.
     """
     lengths = file.lengths(epoch_order(file.num_sequences, args.seed, epoch=1))
-    size, seq_length = args.batch_size, args.seq_length
-    starts = np.arange(0, len(lengths), size)
+    starts = np.arange(0, len(lengths), args.batch_size)
     longest, sizes = np.maximum.reduceat(lengths, starts), np.diff(starts, append=len(lengths))
-    fixed = one_length(args)
-    padded_to = {length: padded_length(length, seq_length, fixed) for length in set(longest)}
-    padded = sum(padded_to[length] * rows for length, rows in zip(longest, sizes, strict=True))
-    return round(1 - int(lengths.sum()) / int(padded), 4)
+    padded = sizes * padded_length(longest, args.seq_length, one_length(args))
+    return round(1 - int(lengths.sum()) / int(padded.sum()), 4)
 
 
 # ------------------------------------------------------------------------------------------- splits
@@ -404,9 +402,8 @@ def open_split(prepared: dict, name: str, args) -> tuple[Sequences, dict]:
 
     Returns:
         (file, {"kind", "formats", "rows", "tokens", "sha256", "truncated", "skipped", "blocks"}),
-        where
-        "truncated", "skipped" and "blocks" count examples that are cut to --seq_length, rows that
-        are not used, and sequences.
+        where "truncated", "skipped" and "blocks" count examples that are cut to --seq_length, rows
+        that are not used, and sequences.
     Raises:
         UserError: the training split is empty or shorter than one sequence.
     """
