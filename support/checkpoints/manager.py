@@ -57,15 +57,7 @@ from support.checkpoints.recognize import format_of
 from support.checkpoints.tensors import PieceWriter, check_shapes, read_shards, write_shards
 from support.cluster.context import DistContext
 from support.errors import FirstError, OutOfMemory, Preempted, TrainingError, UserError, explain
-from support.files.atomic import (
-    PARTIAL,
-    remove,
-    remove_leftovers,
-    set_aside,
-    sync,
-    sync_tree,
-    write_text,
-)
+from support.files import atomic
 from support.files.safetensors_writer import save_file
 from support.files.user_files import shown
 from support.model import export
@@ -282,19 +274,20 @@ class CheckpointManager:
                 f"{self.folder} is not a folder, but checkpoints are saved there: rename it."
             )
         if self.ctx.lock:
-            remove_leftovers(self.folder)
+            atomic.remove_leftovers(self.folder)
         for path in list_checkpoints(self.folder):
             if step_of(path) > self._resumed_at:
-                set_aside(path, f"aside-{path.name}")
+                atomic.set_aside(path, f"aside-{path.name}")
         for mark in MARKS:
             if os.path.lexists(self.folder / mark) and not marked(self.folder, mark):
-                aside = set_aside(self.folder / mark, f"{mark}.damaged")
+                aside = atomic.set_aside(self.folder / mark, f"{mark}.damaged")
                 self.ctx.console.warn(
                     f"{self.folder / mark} does not name a checkpoint. It was renamed to "
                     f"{aside.name} and is not used."
                 )
         if best and self.args.load_best_at_end:
-            write_text(self.folder / "best", step_folder(self.folder, best["step"]).name + "\n")
+            name = step_folder(self.folder, best["step"]).name
+            atomic.write_text(self.folder / "best", f"{name}\n")
 
     def load_best(self, best: int, now: int) -> None:
         """Load the weights of the best evaluation; call it on every rank, at the end of training.
@@ -361,7 +354,7 @@ class CheckpointManager:
         self.save(state)
         if self.ctx.is_main:
             old, new = marked(self.folder, "best"), step_folder(self.folder, state.step).name
-            write_text(self.folder / "best", new + "\n")
+            atomic.write_text(self.folder / "best", new + "\n")
             # With regular saves --keep_last decides which checkpoints are removed.
             saves_regularly = self.args.save_every or self.args.save_epochs
             if old not in ("", new) and not saves_regularly:
@@ -410,7 +403,7 @@ class CheckpointManager:
     def _write(self, final: Path, manifest: dict) -> None:
         """Write a checkpoint to the folder `final`; every rank calls it."""
         ctx, errors = self.ctx, FirstError()
-        unfinished = self.folder / f"{PARTIAL}{final.name}"
+        unfinished = self.folder / f"{atomic.PARTIAL}{final.name}"
         if ctx.is_main:
             errors.attempt(_start_checkpoint, unfinished)
             ctx.temporary.append(str(unfinished))  # removed if this run fails during the save
@@ -449,9 +442,9 @@ class CheckpointManager:
             manifest["files"][WHOLE_STATES] = file_entry(unfinished / WHOLE_STATES)
         for path in sorted(path for path in model_folder.rglob("*") if path.is_file()):
             manifest["files"][path.relative_to(unfinished).as_posix()] = file_entry(path)
-        sync_tree(model_folder)
+        atomic.sync_tree(model_folder)
         write_manifest(unfinished, manifest)
-        sync(unfinished)
+        atomic.sync(unfinished)
         os.replace(unfinished, final)
 
     def _mark_latest(self, final: Path) -> None:
@@ -460,10 +453,10 @@ class CheckpointManager:
         `find` does not read `latest`, so the checkpoint can be resumed without it.
         """
         try:
-            sync(self.folder)
-            sync(self.folder.parent)
-            write_text(self.folder / "latest", final.name + "\n")
-            sync(self.folder)
+            atomic.sync(self.folder)
+            atomic.sync(self.folder.parent)
+            atomic.write_text(self.folder / "latest", final.name + "\n")
+            atomic.sync(self.folder)
             _remove_old(self.folder, self.args.keep_last)
         except OSError as error:
             self.ctx.console.warn(
@@ -529,7 +522,7 @@ def saves_due(args, before: dict, steps: int, blocks: int) -> int:
 
 
 def _start_checkpoint(unfinished: Path) -> None:
-    remove(unfinished)
+    atomic.remove(unfinished)
     unfinished.mkdir(parents=True)
 
 

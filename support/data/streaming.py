@@ -26,21 +26,7 @@ import torch
 from support.cli.arguments import global_batch, isolates_documents
 from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext
-from support.data.batches import (
-    TEXT_IS_PACKED,
-    MicroBatch,
-    ReadAhead,
-    Sequences,
-    StepBatch,
-    copy_ahead,
-    join_examples,
-    label_text,
-    nothing,
-    one_length,
-    open_split,
-    packed_validation,
-    stack_examples,
-)
+from support.data import batches, tokenize
 from support.data.chat import PLAIN_NOTICE, Encoder, use_plain_template
 from support.data.formats import BadRow
 from support.data.long_documents import DocumentTokenizer
@@ -48,13 +34,6 @@ from support.data.packing import pack
 from support.data.rows import has_rows
 from support.data.sources import SourceOptions
 from support.data.stream_reader import Item, Reader, StreamCorpus, files_to_read, open_corpus
-from support.data.tokenize import (
-    SHOWN_BAD_ROWS,
-    print_format,
-    print_splits,
-    refuse_bad_rows,
-    tokenize_corpus,
-)
 from support.errors import UserError
 from support.labels import IGNORED
 
@@ -123,7 +102,7 @@ class BatchSlot:
             if not self._is_text(reader):
                 read_chunk = self._packed_chunk if self.packing else self._example_chunk
             elif self.packing:
-                raise UserError(TEXT_IS_PACKED)
+                raise UserError(batches.TEXT_IS_PACKED)
             else:
                 read_chunk = self._text_chunk
             sequences = read_chunk(size, reader)
@@ -201,7 +180,7 @@ class BatchSlot:
         examples = [encoded for _, _, encoded in rows]
         members, ends = pack(np.array([len(ids) for ids, _ in examples]), self.seq_length)
         return [
-            join_examples([examples[member] for member in part])
+            batches.join_examples([examples[member] for member in part])
             for part in np.split(members, ends[:-1])
         ]
 
@@ -295,8 +274,8 @@ class Stream:
         nulls = {"tokens": None, "blocks": None}
         # Facts about the corpus for results.json.
         self.facts = {"name": corpus.name, "sha256": corpus.sha256, **nulls, "streaming": True}
-        self._ahead = ReadAhead(self._read_steps(), STEPS_AHEAD)
-        self._live: Iterator[StepBatch] | None = None
+        self._ahead = batches.ReadAhead(self._read_steps(), STEPS_AHEAD)
+        self._live: Iterator[batches.StepBatch] | None = None
 
     def progress(self) -> dict:
         """Return the state of all ranks for a checkpoint; every rank must call it.
@@ -370,10 +349,10 @@ class Stream:
         }
         self.place = Place(rank_slots, [], self.reader.row, self.reader.passes)
 
-    def step_batches(self, device) -> Iterator[StepBatch]:
+    def step_batches(self, device) -> Iterator[batches.StepBatch]:
         """Yield the step batches of this rank, from where the last caller stopped."""
         if self._live is None:
-            self._live = copy_ahead(self._ahead, device)
+            self._live = batches.copy_ahead(self._ahead, device)
         for step_batch in self._live:
             self._arrive(step_batch.state)
             yield step_batch
@@ -381,29 +360,29 @@ class Stream:
     def _arrive(self, place: Place) -> None:
         """Record the position after the step that is trained on next, and print its bad rows."""
         if place.kind and not self.place.kind:
-            print_format(self.ctx, list(place.formats), place.kind)
+            tokenize.print_format(self.ctx, list(place.formats), place.kind)
             if use_plain_template(self.tokenizer, place.kind):
                 self.ctx.console.warn(PLAIN_NOTICE)
         self.place = place
         for row, this_rank_only in place.bad:
             self.fresh.append(row)
             self.shown += 1
-            if self.shown <= SHOWN_BAD_ROWS and (this_rank_only or self.ctx.is_main):
+            if self.shown <= tokenize.SHOWN_BAD_ROWS and (this_rank_only or self.ctx.is_main):
                 self.ctx.console.print(f"ℹ️  Left out: {row}")
-            elif self.shown == SHOWN_BAD_ROWS + 1:
+            elif self.shown == tokenize.SHOWN_BAD_ROWS + 1:
                 self.ctx.console.warn(
                     "More rows are left out: results.json lists all of them under dataset.bad_rows."
                 )
 
-    def _read_steps(self) -> Iterator[StepBatch]:
+    def _read_steps(self) -> Iterator[batches.StepBatch]:
         while True:
-            batches = [
+            micro_batches = [
                 [self.slots[number].next_sequence(self.reader) for number in numbers]
                 for numbers in self.layout
             ]
             tokens = sum(
                 len(sequence if isinstance(sequence, np.ndarray) else sequence[0])
-                for batch in batches
+                for batch in micro_batches
                 for sequence in batch
             )
             slots = {str(number): slot.state() for number, slot in self.slots.items()}
@@ -416,14 +395,14 @@ class Stream:
                 self.reader.one_kind.kind,
                 tuple(self.reader.one_kind.formats),
             )
-            yield StepBatch([self._stack(batch) for batch in batches], tokens, place)
+            yield batches.StepBatch([self._stack(batch) for batch in micro_batches], tokens, place)
 
-    def _stack(self, sequences: list) -> MicroBatch:
+    def _stack(self, sequences: list) -> batches.MicroBatch:
         if isinstance(sequences[0], np.ndarray):
             inputs = torch.from_numpy(np.stack(sequences).astype(np.int64))
-            return label_text(inputs, self.end_of_text)
-        return stack_examples(
-            sequences, self.args.seq_length, one_length(self.args), self.args.packing
+            return batches.label_text(inputs, self.end_of_text)
+        return batches.stack_examples(
+            sequences, self.args.seq_length, batches.one_length(self.args), self.args.packing
         )
 
     def _refuse(self, row: BadRow, this_rank_only: bool = False) -> None:
@@ -437,7 +416,7 @@ class Stream:
         self.bad[str(row)] = None
         self.found.append((str(row), this_rank_only))
         if len(self.bad) > self.args.max_bad_rows:
-            refuse_bad_rows(list(self.bad), self.args.max_bad_rows, self.corpus.advice)
+            tokenize.refuse_bad_rows(list(self.bad), self.args.max_bad_rows, self.corpus.advice)
 
 
 def slots_of_rank(args, rank: int, world_size: int) -> list[list[int]]:
@@ -449,7 +428,7 @@ def slots_of_rank(args, rank: int, world_size: int) -> list[list[int]]:
     return [list(range(start, start + args.batch_size)) for start in starts]
 
 
-def open_stream(args, ctx: DistContext, tokenizer) -> tuple[Stream, Sequences, dict]:
+def open_stream(args, ctx: DistContext, tokenizer) -> tuple[Stream, batches.Sequences, dict]:
     """Open the training stream and --validation_file; every rank must call it.
 
     Returns:
@@ -460,16 +439,16 @@ def open_stream(args, ctx: DistContext, tokenizer) -> tuple[Stream, Sequences, d
     """
     options = SourceOptions.of(args, tokenizer)
     train = Stream(args, ctx, tokenizer, open_corpus(args, ctx, options.rows))
-    validation: Sequences = nothing(args)
+    validation: batches.Sequences = batches.nothing(args)
     if args.validation_file:
         options = replace(options, validation_file=None)
-        prepared = tokenize_corpus(args, ctx, tokenizer, args.validation_file, options)
-        validation, split_info = open_split(prepared, "train", args)
+        prepared = tokenize.tokenize_corpus(args, ctx, tokenizer, args.validation_file, options)
+        validation, split_info = batches.open_split(prepared, "train", args)
         if args.packing:
-            validation = packed_validation(validation)
+            validation = batches.packed_validation(validation)
             split_info["blocks"] = validation.num_sequences
         train.facts["validation"] = {**split_info, "bad_rows": prepared["bad_rows"]}
-        print_splits(ctx, args, {"validation": train.facts["validation"]}, tokenizer)
+        tokenize.print_splits(ctx, args, {"validation": train.facts["validation"]}, tokenizer)
     return train, validation, train.facts
 
 

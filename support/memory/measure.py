@@ -11,15 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from support.memory import system
 from support.memory.live import all_tensors, count, gathered_bytes, live_bytes, pinned_bytes
-from support.memory.system import (
-    allocator_bytes,
-    folder_bytes,
-    host_bytes,
-    memory_limit,
-    unseen_bytes,
-    written_bytes,
-)
 from support.units import GB
 
 
@@ -72,8 +65,8 @@ class MemoryByPhase:
         self.doing = AFTER.get(phase, self.doing)
         if mark:
             self.peak.mark()
-        resident, host_peak = host_bytes()
-        allocated, reserved = allocator_bytes(self.device)
+        resident, host_peak = system.host_bytes()
+        allocated, reserved = system.allocator_bytes(self.device)
         self.noted[phase] = {
             "device_allocated": allocated,
             "device_reserved": reserved,
@@ -84,7 +77,7 @@ class MemoryByPhase:
 
     def describe(self) -> list[str]:
         """Return lines on the memory in use, for a run that ran out of memory."""
-        used, limit = allocator_bytes(self.device)[0], memory_limit(self.device)
+        used, limit = system.allocator_bytes(self.device)[0], system.memory_limit(self.device)
         return [
             f"It happened in: {self.doing}. "
             f"This process used {used / GB:.2f} of {limit / GB:.1f} GB."
@@ -96,8 +89,8 @@ class MemoryByPhase:
         On a CPU the peak is that of the process's resident memory.
         """
         self.peak.mark()
-        allocated, reserved = allocator_bytes(self.device)
-        peak = self.peak.highest if self.device.type == "cuda" else host_bytes()[1]
+        allocated, reserved = system.allocator_bytes(self.device)
+        peak = self.peak.highest if self.device.type == "cuda" else system.host_bytes()[1]
         return {"allocated": allocated, "reserved": reserved, "peak": peak}
 
 
@@ -139,7 +132,7 @@ class StepMemory:
 
     def begin(self) -> None:
         """Start the measurement at the beginning of a step."""
-        self._written_before = written_bytes()
+        self._written_before = system.written_bytes()
         if not self._records:
             return
         if self.device.type == "cuda":
@@ -176,7 +169,7 @@ class StepMemory:
 
     def end(self) -> None:
         """Finish the measurement after the last mark of the step."""
-        self.written = written_bytes() - self._written_before
+        self.written = system.written_bytes() - self._written_before
         if not self._records:
             return
         if self._profiler is not None:
@@ -239,11 +232,11 @@ def of_this_rank(
     """Return this rank's measurements for `over_ranks`."""
     return {
         "device": memory_by_phase.device_bytes(),
-        "host_peak": host_bytes()[1],
+        "host_peak": system.host_bytes()[1],
         "pinned": pinned_bytes(),
-        "nvme": folder_bytes(nvme_folder) if is_node_leader else 0,
+        "nvme": system.folder_bytes(nvme_folder) if is_node_leader else 0,
         "nvme_written": step.written if nvme_folder else 0,
-        "unseen": unseen_bytes(memory_by_phase.device),
+        "unseen": system.unseen_bytes(memory_by_phase.device),
         "phases": memory_by_phase.noted,
         "step": step.phases,
         "live": step.live,

@@ -73,7 +73,7 @@ def test_checkpoint_is_kept_if_latest_cannot_be_written(manager, monkeypatch, ca
         assert path.name == "latest"
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(checkpoint, "write_text", full_disk)
+    monkeypatch.setattr(checkpoint.atomic, "write_text", full_disk)
     manager.save(counters(1))
     [notice] = [line for line in capsys.readouterr().out.splitlines() if "latest" in line]
     assert "complete" in notice and "No space left" in notice
