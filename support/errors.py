@@ -326,6 +326,7 @@ def look_up(error: BaseException) -> UserError | None:
     message_line = lines[0].strip() if lines else name
     for entry in TABLE:
         if re.search(entry.words, f"{name}: {text}", re.DOTALL):
+            operation = re.search(r"(\S+) does not have a deterministic", text)
             placeholders = {
                 "said": message_line.rstrip("."),
                 "where": getattr(error, "filename", None)
@@ -334,7 +335,7 @@ def look_up(error: BaseException) -> UserError | None:
                 "compiler": compiler_error(lines) or message_line,
                 "port": os.environ.get("MASTER_PORT", "29500"),
                 "open_files": open_files(),
-                "operation": name_before(" does not have a deterministic", text) or "an operation",
+                "operation": operation[1] if operation else "an operation",
             }
             return entry.kind(entry.advice.format(**placeholders))
     return None
@@ -348,12 +349,6 @@ def compiler_error(lines: list[str]) -> str | None:
     complaint = r"(fatal )?error:|cannot find|undefined reference|not found|No such file"
     matches = (line for line in lines if re.search(complaint, line))
     return next((line.strip() for line in matches if not line.startswith("Error building")), None)
-
-
-def name_before(words: str, text: str) -> str | None:
-    """Return the word directly in front of `words` in `text`, or None."""
-    match = re.search(rf"(\S+){re.escape(words)}", text)
-    return match[1] if match else None
 
 
 def full_disk() -> str | None:

@@ -217,8 +217,16 @@ def validate(manifest: dict) -> None:
     _check_groups(manifest["groups"], is_adam=manifest["optimizer"] in ("", "adamw"))
     _need(isinstance(manifest["lr_scheduler"], dict), "lr_scheduler")
     _need(isinstance(manifest["stream"], dict | None), "stream")
-    _check_files(manifest.get("files"))
-    _check_shapes(manifest.get("shapes"))
+    _need(isinstance(manifest.get("files"), dict), "files")
+    for name, entry in manifest["files"].items():
+        _need(is_inner_path(name), f"files: the name {shown(name)}")
+        _need(isinstance(entry, dict) and _count(entry.get("bytes")), f"files.{name}.bytes")
+        _need(isinstance(entry.get("sha256"), str), f"files.{name}.sha256")
+    _need(isinstance(manifest.get("shapes"), dict), "shapes")
+    for name, shape in manifest["shapes"].items():
+        _need(is_inner_path(name), f"shapes: the name {shown(name)}")
+        _need(isinstance(shape, list) and len(shape) <= 16, f"shapes.{name}")
+        _need(all(map(_count, shape)), f"shapes.{name}")
     _check_pieces(manifest)
 
 
@@ -264,22 +272,6 @@ def _check_groups(groups, is_adam: bool) -> None:
             betas = group.get("betas")
             _need(isinstance(betas, list) and len(betas) == 2, "groups")
             _need(all(_number(beta) and 0 <= beta < 1 for beta in betas), "groups")
-
-
-def _check_files(files) -> None:
-    _need(isinstance(files, dict), "files")
-    for name, entry in files.items():
-        _need(is_inner_path(name), f"files: the name {shown(name)}")
-        _need(isinstance(entry, dict) and _count(entry.get("bytes")), f"files.{name}.bytes")
-        _need(isinstance(entry.get("sha256"), str), f"files.{name}.sha256")
-
-
-def _check_shapes(shapes) -> None:
-    _need(isinstance(shapes, dict), "shapes")
-    for name, shape in shapes.items():
-        _need(is_inner_path(name), f"shapes: the name {shown(name)}")
-        _need(isinstance(shape, list) and len(shape) <= 16, f"shapes.{name}")
-        _need(all(map(_count, shape)), f"shapes.{name}")
 
 
 def _check_pieces(manifest: dict) -> None:

@@ -84,6 +84,7 @@ IGNORED = {
 _TOKENIZER = "the tokenizer is the one of --model"
 _SHAPE = "a new model has the architecture of --model: use --from_scratch --model NAME_OR_FOLDER"
 _TOKEN = "a token on a command line can be read by every user of the machine: set HF_TOKEN"
+_WEIGHTS = "trained weights are kept in fp32, and --precision chooses the type of the computation"
 _LOSS = "the loss is the plain mean over the valid tokens"
 _BEST = "the best evaluation is the one with the lowest loss"
 # Flag -> (values, in lower case and without spaces, that change nothing; the reason to refuse all
@@ -94,14 +95,8 @@ REFUSED = {
     "model_type": ((), _SHAPE),
     "tokenizer_name": ((), _TOKENIZER),
     "use_fast_tokenizer": (("true",), _TOKENIZER),
-    "torch_dtype": (
-        ("auto", "float32"),
-        "trained weights are kept in fp32, and --precision chooses the type of the computation",
-    ),
-    "dtype": (
-        ("auto", "float32"),
-        "trained weights are kept in fp32, and --precision chooses the type of the computation",
-    ),
+    "torch_dtype": (("auto", "float32"), _WEIGHTS),
+    "dtype": (("auto", "float32"), _WEIGHTS),
     "load_in_8bit": (("false",), "frozen weights have 16 bits, or 4 with --load_in_4bit"),
     "keep_linebreaks": (("true",), "the text is used as it is, with its line breaks"),
     "group_by_length": (("false",), "every strategy uses the same order, drawn from --seed"),

@@ -6,6 +6,7 @@ Their keys are those of FSDP1; each is converted, or a note says what FSDP2 does
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from support.errors import UserError
@@ -41,6 +42,11 @@ SWITCHES = {
     "fsdp_offload_params": "offload",
     "fsdp_forward_prefetch": "forward_prefetch",
 }
+# Keys whose values are converted by `_take`.
+CONVERTED = """
+    fsdp_sharding_strategy fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap
+    fsdp_mixed_precision fsdp_state_dict_type
+    """.split()
 
 
 @dataclass
@@ -75,9 +81,8 @@ def read_fsdp_config(path: str) -> FsdpOptions:
     config = read_json("--fsdp_config", path)
     options = FsdpOptions()
     for key, value in config.items():
-        if key.startswith("_"):  # used for comments
-            continue
-        _take(options, key, value, path)
+        if not key.startswith("_"):  # used for comments
+            _take(options, key, value, path)
     return options
 
 
@@ -100,64 +105,47 @@ def apply_fsdp_flag(options: FsdpOptions, flag: str | None) -> None:
 
 
 def _take(options: FsdpOptions, key: str, value, path: str) -> None:
+    """Set what a key of the file chooses, or add a note on what FSDP2 does instead."""
     name = key if key.startswith("fsdp_") else f"fsdp_{key}"
+    place = f"{path}: {key}"
     if name in ALWAYS:
         always, note = ALWAYS[name]
         if value != always:
             options.notes.append(f"{key} {json.dumps(value)}: {note}")
     elif name in SWITCHES:
         if not isinstance(value, bool):
-            raise UserError(f"{path}: {key} must be true or false, and is {json.dumps(value)}.")
+            raise UserError(f"{place} must be true or false, and is {json.dumps(value)}.")
         setattr(options, SWITCHES[name], value)
-    elif name in CONVERTERS:
-        CONVERTERS[name](options, value, f"{path}: {key}")
+    elif name == "fsdp_sharding_strategy":
+        if type(value) is int and 1 <= value <= len(SHARDING):
+            value = SHARDING[value - 1]
+        _check_choice(value, SHARDING, place)
+        options.reshard_after_forward = value != "SHARD_GRAD_OP"
+        options.hybrid, options.no_shard = value == "HYBRID_SHARD", value == "NO_SHARD"
+    elif name == "fsdp_auto_wrap_policy":
+        _check_choice(value, WRAPPING, place)
+        options.wrap_layers = value != "NO_WRAP"
+        if value == "SIZE_BASED_WRAP":
+            note = "each layer is a unit of its own, whatever its size"
+            options.notes.append(f"SIZE_BASED_WRAP: {note}")
+    elif name == "fsdp_transformer_layer_cls_to_wrap":
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"{place} must be the name of a layer class, or a list of them.")
+        options.layers = names
+    elif name == "fsdp_mixed_precision":
+        _check_choice(str(value).upper(), PRECISIONS, place)
+        options.precision = PRECISIONS[str(value).upper()]
+    elif name == "fsdp_state_dict_type":
+        options.notes.append(
+            f"{name} {value}: checkpoints have this project's own format (every rank writes its "
+            "part), and the trained model is exported as a whole"
+        )
     else:
-        guess = did_you_mean(name, [*ALWAYS, *SWITCHES, *CONVERTERS]) or "."
+        guess = did_you_mean(name, [*ALWAYS, *SWITCHES, *CONVERTED]) or "."
         raise UserError(f"{path}: unknown key {shown(key)}{guess}")
 
 
-def _one_of(value, known: tuple[str, ...], place: str) -> str:
+def _check_choice(value, known: Iterable[str], place: str) -> None:
     if value not in known:
         raise UserError(f"{place} {json.dumps(value)} is none of {', '.join(known)}.")
-    return value
-
-
-def _sharding(options: FsdpOptions, value, place: str) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= len(SHARDING):
-        value = SHARDING[value - 1]
-    _one_of(value, SHARDING, place)
-    options.reshard_after_forward = value != "SHARD_GRAD_OP"
-    options.hybrid, options.no_shard = value == "HYBRID_SHARD", value == "NO_SHARD"
-
-
-def _layers(options: FsdpOptions, value, place: str) -> None:
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{place} must be the name of a layer class, or a list of them.")
-    options.layers = names
-
-
-def _wrap(options: FsdpOptions, value, place: str) -> None:
-    options.wrap_layers = _one_of(value, WRAPPING, place) != "NO_WRAP"
-    if value == "SIZE_BASED_WRAP":
-        options.notes.append("SIZE_BASED_WRAP: each layer is a unit of its own, whatever its size")
-
-
-def _precision(options: FsdpOptions, value, place: str) -> None:
-    options.precision = PRECISIONS[_one_of(str(value).upper(), tuple(PRECISIONS), place)]
-
-
-def _state_dict(options: FsdpOptions, value, _place: str) -> None:
-    options.notes.append(
-        f"fsdp_state_dict_type {value}: checkpoints have this project's own format (every rank "
-        "writes its part), and the trained model is exported as a whole"
-    )
-
-
-CONVERTERS = {
-    "fsdp_sharding_strategy": _sharding,
-    "fsdp_auto_wrap_policy": _wrap,
-    "fsdp_transformer_layer_cls_to_wrap": _layers,
-    "fsdp_mixed_precision": _precision,
-    "fsdp_state_dict_type": _state_dict,
-}

@@ -55,7 +55,12 @@ def parse_arguments(argv: list[str]) -> Arguments:
         argv = [*_not_overridden(read_run_file(file, parser), parser, argv), *argv]
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        _refuse_launcher_flag(unknown[0])
+        flag = unknown[0].split("=")[0]
+        if flag.startswith("--") and flag[2:].replace("-", "_") in LAUNCHER_FLAGS:
+            raise UserError(
+                f"{shown(flag)} is a flag of the launcher: write it before real_model_example.py "
+                "(torchrun, deepspeed or accelerate launch … real_model_example.py …)."
+            )
         parser.refuse_unknown(unknown[0])
     args.given = _given_flags(parser, argv)
     args.resume = "" if args.resume is NEWEST else args.resume
@@ -95,15 +100,6 @@ def _refuse_two_spellings(parser: argparse.ArgumentParser, argv: list[str]) -> N
             same = parser._option_string_actions[other] is action
             verb = "are two names of one flag" if same else f"both set --{flag}"
             raise UserError(f"{other} and {option} {verb}: leave one out.")
-
-
-def _refuse_launcher_flag(argument: str) -> None:
-    flag = argument.split("=")[0]
-    if flag.startswith("--") and flag[2:].replace("-", "_") in LAUNCHER_FLAGS:
-        raise UserError(
-            f"{shown(flag)} is a flag of the launcher: write it before real_model_example.py "
-            "(torchrun, deepspeed or accelerate launch … real_model_example.py …)."
-        )
 
 
 def _given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:

@@ -321,7 +321,10 @@ def _open_hub(dataset: str, options: SourceOptions) -> Source:
         source, files = _load_hub(dataset, options)
         if memo:
             signatures = {str(file): _signature(file) for file in files}
-            _write_memo(memo, {**vars(source), "splits": list(source.splits), "files": signatures})
+            facts = {**vars(source), "splits": list(source.splits), "files": signatures}
+            with contextlib.suppress(OSError):  # writing the tokens to the same folder reports it
+                memo.parent.mkdir(parents=True, exist_ok=True)
+                write_text(memo, json.dumps(facts))
         return source
 
     def items(name: str) -> Iterator[Item]:
@@ -333,12 +336,6 @@ def _open_hub(dataset: str, options: SourceOptions) -> Source:
 
     splits = {name: partial(items, name) for name in known["splits"]}
     return Source(dataset, known["fingerprint"], splits)
-
-
-def _write_memo(memo: Path, facts: dict) -> None:
-    with contextlib.suppress(OSError):  # writing the tokens to the same folder reports it
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        write_text(memo, json.dumps(facts))
 
 
 def _read_memo(memo: Path | None, dataset: str, revision: str | None) -> dict | None:

@@ -122,19 +122,17 @@ def finish(trained: CheckpointManager, results, target: Target, args, state) -> 
     try:
         exported = export_model(trained, target, args, card)
     except ExportFailed as error:
-        checkpoint = trained.weights_kept(state)
-        location = _name_checkpoint(checkpoint) if checkpoint else _rescue(trained, args, card)
+        if checkpoint := trained.weights_kept(state):
+            location = (
+                f"The trained weights are in {checkpoint}: `python scripts/convert_checkpoint.py "
+                f"{checkpoint} --to hf FOLDER` exports them, and so does the same run with "
+                "--resume."
+            )
+        else:
+            location = _rescue(trained, args, card)
         raise TrainingError(f"{error} {location}") from error
     results.update(export=exported)
     return Path(exported["folder"])
-
-
-def _name_checkpoint(checkpoint: Path) -> str:
-    convert = f"python scripts/convert_checkpoint.py {checkpoint} --to hf FOLDER"
-    return (
-        f"The trained weights are in {checkpoint}: `{convert}` exports them, "
-        "and so does the same run with --resume."
-    )
 
 
 def _rescue(trained: CheckpointManager, args, card: str) -> str:
