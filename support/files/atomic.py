@@ -189,12 +189,8 @@ def depth(value) -> int:
     levels, level = 0, [value]
     while level:
         levels += 1
-        inner = [
-            item.values() if isinstance(item, dict) else item
-            for item in level
-            if isinstance(item, dict | list)
-        ]
-        level = [item for items in inner for item in items]
+        inner = [item for item in level if isinstance(item, dict | list)]
+        level = [i for item in inner for i in (item.values() if isinstance(item, dict) else item)]
     return levels
 
 
@@ -306,10 +302,8 @@ class TemporaryFolder:
 
 
 def _this_machine() -> dict:
-    return {
-        "host": platform.node(),
-        "boot": BOOT_ID.read_text().strip() if BOOT_ID.exists() else None,
-    }
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else None
+    return {"host": platform.node(), "boot": boot}
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:

@@ -46,16 +46,12 @@ def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:
     candidates = [file for file in _walk(path, name) if _has_data(file)]
     if not candidates:
         raise UserError(f"{name}: the folder has no files, or only empty ones.")
-    files = sorted(
-        file
-        for file in candidates
-        if include is None or is_included(file.relative_to(path), include)
-    )
+    files = [f for f in candidates if include is None or is_included(f.relative_to(path), include)]
     if not files:
         raise UserError(
             f"--include {include}: no file in {name} matches; there are {count_types(candidates)}."
         )
-    return files
+    return sorted(files)
 
 
 def _walk(folder: Path, name: str):
@@ -83,11 +79,9 @@ def is_included(file: Path, include: str) -> bool:
         include: patterns as in `fnmatch`, separated by commas. A pattern with a slash is compared
             with the path, any other with the name of the file.
     """
+    path = file.as_posix()
     patterns = [pattern.strip() for pattern in include.split(",")]
-    return any(
-        fnmatchcase(file.as_posix() if "/" in pattern else file.name, pattern)
-        for pattern in patterns
-    )
+    return any(fnmatchcase(path if "/" in pat else file.name, pat) for pat in patterns)
 
 
 def count_types(files: list[Path]) -> str:
@@ -110,10 +104,8 @@ def describe_twins(twins: dict[Path, Path], what: str) -> list[str]:
         twins: {file that is not used: the earlier file}.
         what: what is the same in both: "content" or "text".
     """
-    lines = [
-        f"{twin} has the same {what} as {first}: used once."
-        for twin, first in list(twins.items())[:SHOWN]
-    ]
+    pairs = list(twins.items())[:SHOWN]
+    lines = [f"{twin} has the same {what} as {first}: used once." for twin, first in pairs]
     if len(twins) > SHOWN:
         lines.append(
             f"{len(twins) - SHOWN:,} more files have the same {what} as others: each is used once."

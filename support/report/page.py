@@ -234,11 +234,10 @@ def _memory(run: Shown) -> str:
         on_gpu = run.get("device") == "cuda"
         kinds = ("device_allocated", "device_peak") if on_gpu else ("host_resident", "host_peak")
         names = [clean(PHASE_NAMES.get(name, name.replace("_", " "))) for name in phases]
+        captions = ("at the end of the phase", "highest up to then")
         bars = {
-            ("at the end of the phase", "highest up to then")[place]: [
-                max((size or 0) / MB for size in phase[kind]) for phase in phases.values()
-            ]
-            for place, kind in enumerate(kinds)
+            caption: [max((size or 0) / MB for size in phase[kind]) for phase in phases.values()]
+            for caption, kind in zip(captions, kinds, strict=True)
         }
         caption = f"{'GPU' if on_gpu else 'Process'} memory by phase (MB, the largest rank)"
         drawings[caption] = curves.svg_of(lambda axes: curves.draw_bars(axes, names, bars))
@@ -309,7 +308,7 @@ def _data(run: Shown) -> str:
 def _machine(run: Shown) -> str:
     hardware = {**(run.get("hardware") or {}), **(run.get("versions") or {})}
     sizes = {
-        f"{name.removesuffix('_bytes')}": human_bytes(hardware.pop(name))
+        name.removesuffix("_bytes"): human_bytes(hardware.pop(name))
         for name in ("ram_bytes", "gpu_memory_bytes")
         if hardware.get(name)
     }

@@ -85,10 +85,8 @@ def draw_memory(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
     _mark_planned(axes, comparison, rows, unit)
     if not comparison.on_gpu:  # above the number, because a GPU would not hold it
         gap = 0.07 * max(tops)
-        tops = [
-            top + gap * any(row.host_categories.values())
-            for top, row in zip(tops, rows, strict=True)
-        ]
+        for bar, row in enumerate(rows):
+            tops[bar] += gap * any(row.host_categories.values())
         for kind in ("gradients", "optimizer"):
             heights = [row.host_categories.get(kind, 0) / unit for row in rows]
             style = {"facecolor": "white", "edgecolor": KIND_COLORS[kind], "hatch": "///"}
@@ -99,11 +97,8 @@ def draw_memory(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
     _name_strategies(axes, rows)
     axes.set_ylabel(f"{unit_name} on the fullest rank")
     counted = "Model state and activations" if comparison.simulated else "Model state"
-    axes.set_title(
-        "GPU memory at its peak"
-        if comparison.on_gpu
-        else f"{counted} per rank (counted; a GPU would hold it)"
-    )
+    counted += " per rank (counted; a GPU would hold it)"
+    axes.set_title("GPU memory at its peak" if comparison.on_gpu else counted)
     axes.legend(fontsize=8, ncols=2, loc="upper right")
 
 
@@ -189,11 +184,9 @@ def draw_speed(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
     _label_bars(axes, tops, [human_rate(rate) for rate in rates], gap=4)
     _name_strategies(axes, rows)
     axes.set_ylabel("samples per second, all ranks")
-    axes.set_title(
-        "Throughput (bar: median; line: slowest to fastest repeat)"
-        if comparison.repeated
-        else "Throughput (bar: mean; line: 10th to 90th percentile of the steps)"
-    )
+    of_repeats = "bar: median; line: slowest to fastest repeat"
+    of_steps = "bar: mean; line: 10th to 90th percentile of the steps"
+    axes.set_title(f"Throughput ({of_repeats if comparison.repeated else of_steps})")
 
 
 def draw_losses(axes: Axes, rows: list[Row]) -> None:

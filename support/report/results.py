@@ -132,10 +132,8 @@ class Results:
         """
         if self.before is None or not self.was_complete or args.resume != "":
             return False
-        stops_early = (
-            bool(args.early_stopping_patience)
-            and self.before.get("stopped_early") == args.early_stopping_patience
-        )
+        patience = args.early_stopping_patience
+        stops_early = bool(patience) and self.before.get("stopped_early") == patience
         return stops_early or (args.load_best_at_end and self.before["steps"] >= steps)
 
     def preempted(self, counters: dict) -> None:

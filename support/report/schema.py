@@ -4,8 +4,8 @@ docs/OUTPUTS.md has tables of them (scripts/generate_docs.py), and tests/helpers
 compares them with the files that the runs of the tests write.
 
 A line of a table below is `name | type, unit | meaning`. A question mark after the name: the key
-may be missing. A type is int, number, text, bool, any, object, "list of TYPE", "map to TYPE" (an
-object with any keys), or "TYPE or null".
+may be missing. `owner.name` is a key of the object `owner`. A type is int, number, text, bool, any,
+object, "list of TYPE", "map to TYPE" (an object with any keys), or "TYPE or null".
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ def _keys(table: str, **nested: tuple[Key, ...]) -> tuple[Key, ...]:
     """Parse a table; a line that is indented continues the one before it.
 
     Args:
-        nested: the keys of objects, by the name of their key.
+        nested: the keys of objects that are not in the table, by the name of their key.
     """
-    keys = []
+    keys: dict[str, Key] = {}
     for line in table.replace("\n        ", " ").strip().splitlines():
         name, kind, meaning = (cell.strip() for cell in line.split("|"))
         kind, _, unit = kind.partition(", ")
+        owner, _, name = name.rpartition(".")
         optional, name = name.endswith("?"), name.rstrip("?")
-        keys.append(Key(name, kind, unit, meaning, optional, nested.get(name, ())))
-    return tuple(keys)
+        key = Key(name, kind, unit, meaning, optional, nested.get(name, ()))
+        if owner:
+            keys[owner] = replace(keys[owner], keys=(*keys[owner].keys, key))
+        else:
+            keys[name] = key
+    return tuple(keys.values())
 
 
 def _alike(names: str, kind: str, unit: str = "") -> tuple[Key, ...]:
@@ -45,23 +50,6 @@ def _alike(names: str, kind: str, unit: str = "") -> tuple[Key, ...]:
     return tuple(Key(name, kind, unit, "") for name in names.split())
 
 
-HARDWARE = _keys(
-    """
-    host | text | name of rank 0's machine
-    cpu | text | processor
-    cores | int | that the process may use
-    ram_bytes | int, bytes | host memory
-    gpu | text or null | name of the GPU
-    gpu_memory_bytes | int or null, bytes | memory of the GPU
-    """
-)
-SIGNATURE = _keys(
-    """
-    hard | map to any | must match
-    soft | map to any | should match, else `--resume_force` is needed
-    told | map to any | informational
-    """
-)
 _ONE_DATASET = _keys(
     """
     name | text | `--dataset`
@@ -93,20 +81,6 @@ DATASET = (
     *_ENTRY,
     Key("datasets", "list of object", "", "of several: one entry each", True, _ENTRY),
 )
-COLLECTIVE = _keys(
-    """
-    calls | number | in a step
-    message_bytes | number, bytes | of the whole tensors
-    sent_bytes | number, bytes | sent by the rank
-    """
-)
-QUANTILES = _keys(
-    """
-    median | number, s |
-    p10 | number, s | the tenth percentile
-    p90 | number, s | the ninetieth percentile
-    """
-)
 PHASES = _alike("data forward backward update", "number", "s")
 CATEGORIES = _keys(
     """
@@ -124,20 +98,7 @@ OF_PHASE = _alike(
     "list of (int or null)",
     "bytes",
 )
-DEVICE_USED = _keys(
-    """
-    used | int, bytes | by all processes
-    total | int, bytes | size of the GPU's memory
-    unseen | int, bytes | outside of PyTorch's allocator: CUDA context, NCCL
-    """
-)
 PLACEMENT = _alike("parameters gradients optimizer", "text")
-LIVE = _keys(
-    """
-    live | int, bytes | at the end of the phase
-    peak | int, bytes | within the phase
-    """
-)
 MEMORY = _keys(
     """
     allocated_bytes | list of int, bytes | by PyTorch's allocator at the end of the run; on a CPU,
@@ -150,6 +111,9 @@ MEMORY = _keys(
     nvme_bytes | int, bytes | infinity's files on all nodes
     nvme_written_bytes_per_step | int, bytes | in the measured step
     device_used | list of (object or null), bytes | according to the GPU's driver; null on a CPU
+    device_used.used | int, bytes | by all processes
+    device_used.total | int, bytes | size of the GPU's memory
+    device_used.unseen | int, bytes | outside of PyTorch's allocator: CUDA context, NCCL
     categories_bytes | object or null, bytes | live tensors of rank 0 at the end of backward of the
         measured step, without state on NVMe. `activations` and `logits` are what the last forward
         pass keeps for backward; null on a CPU without `--profile_memory`
@@ -163,16 +127,16 @@ MEMORY = _keys(
         since the phase before
     step_bytes_by_rank | list of (map to object or null), bytes | of the measured step, by phase:
         live tensors at its end, and their peak; null on a CPU without `--profile_memory`
+    step_bytes_by_rank.live | int, bytes | at the end of the phase
+    step_bytes_by_rank.peak | int, bytes | within the phase
     predicted_bytes | map to int or null, bytes | the memory estimate of this run; null if it does
         not support the architecture
     """,
-    device_used=DEVICE_USED,
     categories_bytes=CATEGORIES,
     categories_bytes_by_rank=CATEGORIES,
     device_categories_bytes_by_rank=CATEGORIES,
     placement=PLACEMENT,
     phases_bytes=OF_PHASE,
-    step_bytes_by_rank=LIVE,
 )
 
 # Keys of results.json, by the time at which a run knows them. A run that failed has those of the
@@ -189,6 +153,12 @@ AT_START = _keys(
     code_digest | text | first 12 digits of the SHA-256 of this project's code
     versions | map to text | Python, CUDA and the libraries that the numbers depend on
     hardware | object | of rank 0
+    hardware.host | text | name of rank 0's machine
+    hardware.cpu | text | processor
+    hardware.cores | int | that the process may use
+    hardware.ram_bytes | int, bytes | host memory
+    hardware.gpu | text or null | name of the GPU
+    hardware.gpu_memory_bytes | int or null, bytes | memory of the GPU
     strategy | text | `--strategy`
     model | text | `--model`
     world_size | int | number of ranks
@@ -202,8 +172,7 @@ AT_START = _keys(
     gradient_checkpointing | bool | whether backward computes the forward pass again
     global_batch_size | int, sequences | of all ranks in an optimizer step
     seed | int | `--seed`
-    """,
-    hardware=HARDWARE,
+    """
 )
 AFTER_LOADING = _keys(
     """
@@ -217,8 +186,10 @@ AFTER_LOADING = _keys(
 BEFORE_TRAINING = _keys(
     """
     run_signature | object | what `--resume` compares
-    """,
-    run_signature=SIGNATURE,
+    run_signature.hard | map to any | must match
+    run_signature.soft | map to any | should match, else `--resume_force` is needed
+    run_signature.told | map to any | informational
+    """
 )
 AFTER_TRAINING = _keys(
     """
@@ -244,7 +215,13 @@ AT_END = _keys(
         median over the steps, mean over the ranks
     communication_per_step | map to object or null | the same of rank 0, by collective and type
         ("all_reduce float32")
+    communication_per_step.calls | number | in a step
+    communication_per_step.message_bytes | number, bytes | of the whole tensors
+    communication_per_step.sent_bytes | number, bytes | sent by the rank
     step_seconds | object or null, s | duration of a step, from the end of an update to the next
+    step_seconds.median | number, s |
+    step_seconds.p10 | number, s | the tenth percentile
+    step_seconds.p90 | number, s | the ninetieth percentile
     step_phases_seconds | object or null, s | mean durations; `data` includes logging and the
         progress bar. DeepSpeed and DDP communicate in `backward`, FSDP and ZeRO-3 also in `forward`
     samples_per_second | number or null, sequences/s | of all ranks, without the first steps, saves
@@ -259,32 +236,20 @@ AT_END = _keys(
     checkpoint_seconds | list of number, s | that training waited for each save of this process;
         part of no step
     """,
-    communication_per_step=COLLECTIVE,
-    step_seconds=QUANTILES,
     step_phases_seconds=PHASES,
     memory=MEMORY,
-)
-EXPORT = _keys(
-    """
-    folder | text | where it is
-    seconds | number, s | duration of the export
-    host_peak_bytes | list of int, bytes | of each process after the export
-    """
-)
-PUSH = _keys(
-    """
-    repository | text | on the hub
-    commit | text | of the upload
-    """
 )
 IF_REQUESTED = _keys(
     """
     export? | object | the trained model; missing with `--no_export`
+    export.folder | text | where it is
+    export.seconds | number, s | duration of the export
+    export.host_peak_bytes | list of int, bytes | of each process after the export
     sample? | text | what `--generate` produced; of a chat model, the answer
     push? | object | where `--push_to_hub` put the model
-    """,
-    export=EXPORT,
-    push=PUSH,
+    push.repository | text | on the hub
+    push.commit | text | of the upload
+    """
 )
 BEFORE_END = AFTER_LOADING + BEFORE_TRAINING + AFTER_TRAINING
 RESULTS = AT_START + BEFORE_END + AT_END + IF_REQUESTED

@@ -95,10 +95,8 @@ def _row_as_dict(row: Row) -> dict:
 
 def _wrapped(sentences: list[str]) -> str:
     """Wrap each sentence to lines of at most 110 characters, the width of the table."""
-    return "\n".join(
-        textwrap.fill(line, 110, subsequent_indent="   ", break_on_hyphens=False)
-        for line in sentences
-    )
+    wrapper = textwrap.TextWrapper(110, subsequent_indent="   ", break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, sentences))
 
 
 def _markdown_list(lines: list[str]) -> str:
