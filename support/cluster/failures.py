@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -124,9 +124,7 @@ class FailureMonitor:
         try:
             if self.console.verbose:
                 print_traceback(error)
-            # Before anything is written: an incomplete checkpoint may fill the disk.
-            with contextlib.suppress(*IGNORED_WHILE_REPORTING):
-                in_time(self.temporary.clean_up, END_SECONDS / 2)
+            self._clean_up()  # an incomplete checkpoint may fill the disk
             self._report(user_error, error)
             # The other ranks must read the error in the store, which this process may host.
             if self.launch.is_main and self.launch.world_size > 1:
@@ -152,10 +150,8 @@ class FailureMonitor:
             # its connection to that rank, and must not end the process.
             self.restart.execute(None)
         request, entry = f"{REQUEST} of rank {self.launch.rank}", ""
-        on_device = isinstance(shown, OutOfMemory) and not (
-            shown.on_host and torch.cuda.is_available()
-        )
-        if on_device and self.restart.useful() and not self.stop.requested:
+        may_help = isinstance(shown, OutOfMemory) and not is_of_host(shown)
+        if may_help and self.restart.useful() and not self.stop.requested:
             free_variables(error)  # the activations
             entry = self._first_entry(request)
         elif (store := self.store) is not None:
@@ -171,9 +167,12 @@ class FailureMonitor:
                 f"--gradient_accumulation_steps {values['gradient_accumulation_steps']}."
                 f"{self._rank_label}"
             )
+        self._clean_up()
+        self.restart.execute(self.store)
+
+    def _clean_up(self) -> None:
         with contextlib.suppress(*IGNORED_WHILE_REPORTING):
             in_time(self.temporary.clean_up, END_SECONDS / 2)
-        self.restart.execute(self.store)
 
     @property
     def _rank_label(self) -> str:
@@ -205,7 +204,7 @@ class FailureMonitor:
         progress.write(f"❌ {shown}{self._rank_label}", sys.stderr)
         if isinstance(shown, OutOfMemory):
             self._ending.set()  # `_about_memory` may take longer than GRACE_SECONDS
-            for line in self._about_memory(shown):
+            for line in self._about_memory(is_of_host(shown)):
                 progress.write(f"   {line}", sys.stderr)
         if not recorded:
             free_variables(error)
@@ -225,18 +224,16 @@ class FailureMonitor:
         except Exception:  # the store has exited or does not answer
             return entry
 
-    def _about_memory(self, shown: OutOfMemory) -> Iterator[str]:
-        """Yield lines on what used the memory that ran out, and on what would fit."""
-        lines = [HOST_IS_FULL] if shown.on_host and torch.cuda.is_available() else []
+    def _about_memory(self, of_host: bool) -> list[str]:
+        """Return lines on what used the memory that ran out, and on what would fit."""
+        lines, remedies = [HOST_IS_FULL] if of_host else [], []
         for describe in self.memory_facts:
             with contextlib.suppress(Exception):  # there may be too little memory left
                 lines += describe()
-        remedies = []
-        if not (shown.on_host and torch.cuda.is_available()):
+        if not of_host:
             with contextlib.suppress(Exception):  # an architecture that the planner does not know
                 remedies = self.remedies()
-        yield from lines
-        yield from remedies or [LESS_MEMORY]
+        return lines + (remedies or [LESS_MEMORY])
 
     def end_together(self, engine: Any, code: int) -> NoReturn:
         """Exit with `code` at the same time as all other ranks, after everything is written.
@@ -261,6 +258,11 @@ class FailureMonitor:
         finally:
             self.temporary.clean_up()
             exit_now(code)
+
+
+def is_of_host(error: OutOfMemory) -> bool:
+    """Return whether the host has no memory left, and not the GPU."""
+    return error.on_host and torch.cuda.is_available()
 
 
 def free_variables(error: BaseException | None) -> None:

@@ -216,13 +216,13 @@ def _describe_shared_gpus(seen: dict) -> str:
     )
 
 
-def open_store(launch: Launch, attempt: str, timeout: float = 60) -> dist.Store:
+def open_store(launch: Launch, attempt: str) -> dist.Store:
     """Open another connection to the store that rank 0 or torchrun's agent hosts.
 
     Args:
         attempt: prefix of the keys, from `rendezvous`.
     """
-    address, limit = (launch.master_addr, launch.master_port), timedelta(seconds=timeout)
+    address, limit = (launch.master_addr, launch.master_port), timedelta(seconds=60)  # of each call
     store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
     return dist.PrefixStore(attempt, store)
 
