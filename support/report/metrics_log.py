@@ -23,7 +23,7 @@ from support.files.atomic import naming, only_finite, open_regular, set_aside, w
 from support.memory import measure as memory
 from support.report.profiling import Trace
 from support.report.step_timer import PHASES, StepTimer
-from support.report.trackers import Trackers, start_trackers
+from support.report.trackers import start_trackers
 from support.strategies import gradients
 from support.train_state import TrainState
 from support.units import human_bytes, perplexity_of
@@ -35,6 +35,8 @@ EARLY_MEASURED_STEP = 5  # its memory is measured if early stopping may end the 
 
 class MetricsLogger:
     """Measures training step by step, and keeps the numbers on the device until a line is logged.
+
+    It starts the profiler and the trackers of the flags.
 
     Args:
         folder: the folder in which rank 0 writes metrics.jsonl.
@@ -60,8 +62,8 @@ class MetricsLogger:
         self.measured_step = state.total_steps
         if state.patience:
             self.measured_step = min(state.total_steps, state.step + EARLY_MEASURED_STEP)
-        self.trace: Trace | None = None
-        self.trackers = Trackers([], ctx.console, active=False)
+        self.trackers = start_trackers(args, ctx, folder, state.step)
+        self.trace = Trace(args.profile, ctx) if args.profile else None
         self.at_end: list[Callable[[], None]] = []
         self.timer, self.traffic = StepTimer(ctx.device), ctx.hang.traffic
         self.losses: list[float] = []
@@ -75,13 +77,6 @@ class MetricsLogger:
         self._epoch_first_step = 0  # value of state.step when this process started the epoch
         self._rate: float | None = None  # tokens per second of the last step that was flushed
         self._device_memory = ""  # after the last step that was logged
-
-    def open(self) -> None:
-        """Start the profiler and the trackers of the flags."""
-        self.trackers = start_trackers(self.args, self.ctx, self.folder, self.state.step)
-        if self.args.profile:
-            self.trace = Trace(self.args.profile, self.ctx)
-            self.trace.start()
 
     @property
     def _path(self) -> Path:

@@ -21,7 +21,7 @@ class Trace:
     Each rank writes one file, which ui.perfetto.dev opens.
 
     Args:
-        folder: where the files are written.
+        folder: where the files are written; it is created if it does not exist.
     """
 
     def __init__(self, folder: str, ctx: DistContext):
@@ -32,9 +32,6 @@ class Trace:
         self._profiler = torch.profiler.profile(
             schedule=schedule, on_trace_ready=self._write, profile_memory=True
         )
-
-    def start(self) -> None:
-        """Create the folder if it does not exist, and start the profiler."""
         folders.create("--profile", self.path.parent)
         self._profiler.start()
 

@@ -117,7 +117,6 @@ class RunRecord:
         step_memory = step_memory_of(args, ctx, objects, spec, self.memory)
         metrics = MetricsLogger(args, ctx, self.folder, state, self.memory, step_memory)
         metrics.at_end += self.at_end
-        metrics.open()
         manager.before_save.append(metrics.flush)  # losses and times that are still on the device
         manager.after_save.append(metrics.restart_clock)  # a save is not part of the next step
         # All checks have passed: only now may files of an earlier run be changed.

@@ -39,15 +39,15 @@ def open_metrics(tmp_path, clock, bar=False, **flags) -> metering.MetricsLogger:
     """One of `STEPS` steps in an epoch, whose tracker takes `LOG` seconds for a record, and
     StepMemory `PAUSE`.
     """
-    args = SimpleNamespace(
-        batch_size=2, gradient_accumulation_steps=1, logging_steps=1, streaming=False, **flags
-    )
+    flags |= {"logging_steps": 1, "streaming": False, "report_to": [], "tags": [], "profile": None}
+    args = SimpleNamespace(batch_size=2, gradient_accumulation_steps=1, **flags)
     run = SimpleNamespace(
         device=torch.device("cpu"),
         is_main=True,
         simulated=False,
         precision="fp32",
         hang=SimpleNamespace(traffic=MagicMock()),
+        failures=SimpleNamespace(flushes=[]),
         world_size=1,
         all_gather=lambda value: [value],
         console=SimpleNamespace(
