@@ -75,7 +75,7 @@ def draw(found: Divergence, plot: Path | None) -> Path | None:
     Args:
         plot: --plot, or None for the default path in A's folder.
     """
-    from support.report.curves import draw_divergence  # importing matplotlib takes a second
+    from support.report.plots import draw_divergence  # importing matplotlib takes a second
 
     path = plot or found.a.folder / f"difference_from_{found.b.folder.resolve().name}.png"
     try:

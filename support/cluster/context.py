@@ -22,7 +22,7 @@ from support.cluster.launch import Launch
 from support.cluster.stop_signal import StopSignal
 from support.console import Console
 from support.errors import TrainingError
-from support.files.temporary import TemporaryPaths
+from support.files.atomic import TemporaryPaths
 
 
 @dataclass

@@ -25,7 +25,7 @@ from support.cluster.restart import REQUEST, Restart
 from support.cluster.stop_signal import StopSignal
 from support.console import Console
 from support.errors import EXIT_FAILED, LESS_MEMORY, OutOfMemory, TrainingError, UserError, explain
-from support.files.temporary import TemporaryPaths
+from support.files.atomic import TemporaryPaths
 from support.process import exit_now
 from support.redaction import print_traceback
 

@@ -249,6 +249,17 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+class TemporaryPaths(list[str]):
+    """Paths of temporary folders and files to remove, at the latest when the process exits."""
+
+    def clean_up(self, *paths: str) -> None:
+        """Remove the given folders and files; without arguments all of them."""
+        for path in [entry for entry in self if not paths or entry in paths]:
+            with contextlib.suppress(ValueError):  # two threads may clean up at the same time
+                self.remove(path)
+            remove(Path(path))
+
+
 # The lock files of this process's temporary folders: a lock lasts as long as its file is open.
 _locks: dict[Path, BinaryIO] = {}
 

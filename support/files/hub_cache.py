@@ -78,13 +78,11 @@ def missing_of_model(name: str, with_weights: bool, revision: str = "main") -> l
         return []  # the cache holds a commit without a branch; the libraries decide
     # exists(): an interrupted download leaves dangling links.
     files = {file.name for file in snapshot.glob("*") if file.exists()}
-    missing_files = [] if "config.json" in files else ["config.json"]
-    if not any(
-        re.fullmatch(r"tokenizer\.json|vocab.*|.*\.model|.*\.tiktoken", file) for file in files
-    ):
-        missing_files.append("tokenizer files")
-    if with_weights and not any(
-        re.fullmatch(r".*\.safetensors|pytorch_model.*\.bin", file) for file in files
-    ):
-        missing_files.append("weights")
-    return missing_files
+    kinds = {
+        "config.json": r"config\.json",
+        "tokenizer files": r"tokenizer\.json|vocab.*|.*\.model|.*\.tiktoken",
+        "weights": r".*\.safetensors|pytorch_model.*\.bin",
+    }
+    if not with_weights:
+        del kinds["weights"]
+    return [kind for kind, names in kinds.items() if not any(re.fullmatch(names, f) for f in files)]

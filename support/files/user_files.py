@@ -62,18 +62,15 @@ def read_text(flag: str, path: str, most: int = MOST_CHARACTERS) -> str:
     try:
         kind = place.stat().st_mode
         pipe = stat.S_ISFIFO(kind) and str(place).startswith(("/dev/fd/", "/proc/self/fd/"))
-        if not (
-            stat.S_ISREG(kind) or stat.S_ISDIR(kind) or pipe
-        ):  # a device or named pipe may never end
+        # A device or a named pipe may never end.
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind) or pipe):
             raise UserError(f"{flag} {shown(path)} is not an ordinary file.")
         with open(place, encoding="utf-8-sig") as file:
             text = file.read(most + 1)
-    except OSError as error:
-        raise UserError(f"{flag} {shown(path)} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{flag} {shown(path)} cannot be read: it is not UTF-8 text.") from error
-    except ValueError as error:  # a NUL character in the path
-        raise UserError(f"{flag} {shown(path)} cannot be read: {error}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path, or no UTF-8
+        not_text = isinstance(error, UnicodeDecodeError)
+        reason = "it is not UTF-8 text" if not_text else getattr(error, "strerror", error)
+        raise UserError(f"{flag} {shown(path)} cannot be read: {reason}.") from error
     if len(text) > most:
         raise UserError(
             f"{flag} {shown(path)} is longer than {most:,} characters: is it the right file?"

@@ -2,12 +2,11 @@
 
 divergence     why two runs differ: their losses step by step, and what else differs
 effects        the effect on the losses of what may differ between two runs
-curves         the figure of two runs, and the charts of a page
 page           one HTML page about a run or a comparison
 compare        reads the runs of a comparison, checks that they did the same work, and compares them
 verdict        the conclusions of a comparison in sentences
 tables         the report on a comparison as text, Markdown and JSON
-plots          the figure of a comparison
+plots          the figures of a comparison and of two runs, and the charts of a page
 scaling        forecast of the step time on more ranks
 run_record     the files of a run, from the output folder to the exported model
 metrics_log    measures a run step by step: time, losses, tokens and memory, into metrics.jsonl

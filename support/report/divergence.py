@@ -1,6 +1,6 @@
 """Why two runs differ: compare their losses step by step, and say what else differs.
 
-Imports nothing heavy. curves.py draws the figure.
+Imports nothing heavy. plots.py draws the figure.
 """
 
 from __future__ import annotations

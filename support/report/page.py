@@ -16,7 +16,7 @@ from support.checkpoints.format import list_checkpoints, marked
 from support.cli.ds_config import lookup
 from support.errors import UserError
 from support.redaction import redact
-from support.report import curves, tables
+from support.report import plots, tables
 from support.report.compare import (
     DAMAGE,
     PHASES,
@@ -221,7 +221,7 @@ def _curves(run: Shown) -> str:
         "Tokens per second": {"": speed},
     }
     drawn = {
-        caption: curves.svg_of(functools.partial(curves.draw_lines, lines=lines))
+        caption: plots.svg_of(functools.partial(plots.draw_lines, lines=lines))
         for caption, lines in drawings.items()
         if any(steps for steps, _ in lines.values())
     }
@@ -240,7 +240,7 @@ def _memory(run: Shown) -> str:
             for caption, kind in zip(captions, kinds, strict=True)
         }
         caption = f"{'GPU' if on_gpu else 'Process'} memory by phase (MB, the largest rank)"
-        drawings[caption] = curves.svg_of(lambda axes: curves.draw_bars(axes, names, bars))
+        drawings[caption] = plots.svg_of(lambda axes: plots.draw_bars(axes, names, bars))
     by_rank = [rank for rank in run.get("memory.categories_bytes_by_rank") or () if rank]
     by_rank = by_rank[:MOST_RANKS]
     if by_rank:
@@ -249,8 +249,8 @@ def _memory(run: Shown) -> str:
             redact(kind): [(rank[kind] or 0) / MB for rank in by_rank] for kind in parts_of_all
         }
         names = [f"rank {number}" for number in range(len(by_rank))]
-        drawings["Memory by category at the end of backward (MB)"] = curves.svg_of(
-            lambda axes: curves.draw_bars(axes, names, parts, stacked=True)
+        drawings["Memory by category at the end of backward (MB)"] = plots.svg_of(
+            lambda axes: plots.draw_bars(axes, names, parts, stacked=True)
         )
     return charts(drawings)
 
@@ -260,7 +260,7 @@ def _time(run: Shown) -> str:
     if not phases:
         return ""
     bars = {"": [1000 * phases[name] for name in PHASES]}
-    drawing = curves.svg_of(lambda axes: curves.draw_bars(axes, list(PHASES), bars))
+    drawing = plots.svg_of(lambda axes: plots.draw_bars(axes, list(PHASES), bars))
     durations = (run.get("step_seconds") or {}).items()
     step = {f"{name} of a step": f"{1000 * seconds:,.1f} ms" for name, seconds in durations}
     return charts({"Mean time of each phase of a step (ms)": drawing}) + pairs(step)
@@ -347,7 +347,8 @@ def comparison_page(comparison: Comparison) -> str:
         bullets(verdict(comparison)),
     ]
     if comparison.reference:
-        drawings = curves.comparison_drawings(comparison)
+        charts_of = plots.charts_of(comparison).items()
+        drawings = {caption: plots.svg_of(draw, (6.5, 4.2)) for caption, draw in charts_of}
         parts += ["<h2>Memory, speed and losses</h2>", charts(drawings, wide=True)]
     if comparison.trained:
         parts += ["<h2>Time of a step, and communication</h2>"]

@@ -93,7 +93,7 @@ def test_an_export_replaces_only_what_it_may(tmp_path, own, overwrite, names):
 
 def test_what_cannot_be_removed_hides_no_error(tmp_path):
     """A disk that became read-only also refuses to remove a lock file. The message comes after it."""
-    from support.files.temporary import TemporaryPaths
+    from support.files.atomic import TemporaryPaths
 
     (tmp_path / "file").write_text("x")
     unusual = tmp_path / "file" / "x.lock"  # unlink raises NotADirectoryError, also for root
