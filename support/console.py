@@ -9,17 +9,11 @@ from support import progress
 
 @dataclass(frozen=True)
 class Console:
-    """What one rank prints.
+    """What one rank prints."""
 
-    Args:
-        is_main: whether this is rank 0.
-        quiet: print only notices and errors (--quiet).
-        verbose: also print tracebacks and the libraries' own lines (--verbose).
-    """
-
-    is_main: bool
-    quiet: bool = False
-    verbose: bool = False
+    is_main: bool  # whether this is rank 0
+    quiet: bool = False  # print only notices and errors (--quiet)
+    verbose: bool = False  # also print tracebacks and the libraries' own lines (--verbose)
 
     def print0(self, text: str) -> None:
         """Print on rank 0 only, unless --quiet is set."""

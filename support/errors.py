@@ -117,10 +117,6 @@ def refused_as(problem: str, longest: int | None = None) -> Iterator[None]:
 
     For libraries that raise a dozen classes: the clients of the hub, and those that read a model's
     files, whose values transformers passes to constructors unchecked.
-
-    Args:
-        problem: the beginning of the message.
-        longest: see `first_line`.
     """
     try:
         yield
@@ -133,8 +129,6 @@ def refused_as(problem: str, longest: int | None = None) -> Iterator[None]:
 def explain(error: BaseException) -> UserError:
     """Convert any exception into the `UserError` that is shown to the user.
 
-    Args:
-        error: an exception of this project or of a library.
     Returns:
         `error` itself if it is a `UserError`. Otherwise an error with the advice of `TABLE`, or
         with the first line of the library's message. Credentials in the text

@@ -167,15 +167,12 @@ def check_model_path(args) -> None:
     folder = Path(args.model)
     if not folder.is_dir():
         raise UserError(f"--model {args.model}: no such folder.")
-    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"--model {args.model}: the folder holds adapters only. Export the whole model with "
-            "--merge_lora, or continue the run that trained them (--resume, with its --model and "
-            "--lora_r)."
-        )
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"--model {args.model}: the folder has no config.json, "
-            "so it holds no Hugging Face model."
-        )
+        problem = "the folder has no config.json, so it holds no Hugging Face model."
+        if (folder / "adapter_config.json").is_file():
+            problem = (
+                "the folder holds adapters only. Export the whole model with --merge_lora, or "
+                "continue the run that trained them (--resume, with its --model and --lora_r)."
+            )
+        raise UserError(f"--model {args.model}: {problem}")
     architectures.check_config(str(folder / "config.json"))

@@ -266,8 +266,6 @@ def _without_code(content: bytes) -> bytes:
 def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes: str) -> None:
     """Write a folder for `from_pretrained`; for LoRA adapters, a folder for peft.
 
-    Args:
-        file_bytes: largest size of one weight file, such as "5GB".
     Raises:
         UserError: the checkpoint has no configuration, two of its tensors would get the same name,
             or `file_bytes` is no size.

@@ -271,7 +271,6 @@ class DeepSpeedCheckpoint(UniversalCheckpoint):
 
     Args:
         folder: the folder with the `*_optim_states.pt` of each rank.
-        universal: a new folder for the converted checkpoint.
     """
 
     def __init__(self, folder: Path, universal: Path):

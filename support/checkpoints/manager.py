@@ -261,8 +261,6 @@ class CheckpointManager:
         Call it when all checks have passed, because it changes files of earlier runs. Checkpoints
         after the resumed one are renamed: they are damaged, or of a run that this one replaces.
 
-        Args:
-            best: the best evaluation so far, from the checkpoint's counters.
         Raises:
             UserError: the folder's path exists but is no folder.
             OSError: the folder is not writable.
@@ -509,8 +507,6 @@ def saves_due(args, before: dict, steps: int, blocks: int) -> int:
     """Return how many checkpoints a run will save until its end, if no signal stops it.
 
     Args:
-        args: --save_every, --save_epochs, --load_best_at_end, --epochs, --no_save, --eval_only.
-        before: the counters that the run starts from.
         steps: optimizer steps of the whole run.
         blocks: sequences in an epoch.
     """
@@ -545,14 +541,14 @@ def find(wanted: str, folder: Path, ctx: DistContext) -> tuple[Path, dict] | Non
     Raises:
         UserError: no checkpoint is complete and undamaged, or `wanted` does not exist.
     """
-    candidates = None
+    candidates = program = None
     if ctx.is_main:  # rank 0 decides: other nodes may see new names in a shared folder later
         candidates = candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
-    candidates = ctx.broadcast_from_rank0(candidates)
+        program = format_of(Path(wanted)) if wanted and not candidates else None
+    candidates, program = ctx.broadcast_from_rank0((candidates, program))
     if candidates is None:
         raise UserError(f"{wanted}: no such folder.")
-    program = format_of(Path(wanted)) if wanted and ctx.is_main and not candidates else None
-    if program := ctx.broadcast_from_rank0(program):
+    if program:
         raise UserError(
             f"--resume {wanted} is a checkpoint of {program}. Convert it first: "
             f"python scripts/convert_checkpoint.py {wanted} --to checkpoint NEW_FOLDER"

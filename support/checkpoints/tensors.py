@@ -24,8 +24,6 @@ PIECE_FILE_BYTES = 256 << 20
 class PieceWriter:
     """Writer of the pieces of one rank, in files of at most PIECE_FILE_BYTES.
 
-    Args:
-        rank: it is part of the names of the files.
     Attributes:
         pieces, files: entries of the manifest; complete after `flush`.
     """
@@ -162,12 +160,7 @@ def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
 
 
 def read_shards(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
-    """Load this rank's masters, moments and working copies of the weights from a checkpoint.
-
-    Args:
-        checkpoint: the checkpoint's folder; its shapes were checked by `check_shapes`.
-        state: the masters and moments of this rank, which are overwritten.
-    """
+    """Load this rank's masters, moments and working copies of the weights from a checkpoint."""
     reader = PieceReader(checkpoint, manifest)
     for shard in state.shards:
         with state.open(shard, write=True) as tensors:

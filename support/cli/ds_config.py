@@ -436,7 +436,6 @@ def complete_ds_config(
     Args:
         config: the reconciled configuration; changed in place.
         world_size: number of ranks; each keeps 1 / world_size of a parameter.
-        nvme_folder: this job's own folder, for infinity.
     Returns:
         `config`, without any "auto".
     Raises:

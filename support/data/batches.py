@@ -273,11 +273,7 @@ def padded_length(longest, seq_length: int, fixed: bool):
 
 
 def padding_share(file: ExampleFile | PackedFile, args) -> float:
-    """Return the share of padding in the micro-batches of the first epoch.
-
-    Args:
-        args: --seed and --batch_size, and see `one_length`.
-    """
+    """Return the share of padding in the micro-batches of the first epoch."""
     lengths = file.lengths(epoch_order(file.num_sequences, args.seed, epoch=1))
     starts = np.arange(0, len(lengths), args.batch_size)
     longest, sizes = np.maximum.reduceat(lengths, starts), np.diff(starts, append=len(lengths))
@@ -465,7 +461,6 @@ def total_steps(args, world_size: int, num_sequences: int, step: int = 0, sample
     Args:
         args: --epochs, --max_steps (one epoch if neither is given), and the flags that determine
             the global batch size.
-        num_sequences: sequences in an epoch.
         step, samples: optimizer steps made before the resume, and the sequences used in them.
     """
     if args.epochs is None and args.max_steps:
@@ -507,7 +502,6 @@ def step_batches(
         order: sequence numbers in the order of this epoch.
         batch_size, accumulation: sequences in a micro-batch of one rank, and micro-batches in a
             step.
-        rank, world_size: this rank, and the number of ranks.
     """
     all_ranks_batch = batch_size * world_size
     for start in range(0, len(order), all_ranks_batch * accumulation):

@@ -87,16 +87,16 @@ class Encoder:
 
     def _if_learned(self, example: Example, row: tuple | BadRow) -> tuple | BadRow:
         """Return the row, or a BadRow if it has no valid token other than an end of turn."""
-        answers = [example.messages[number]["content"].strip() for number in example.answers]
-        has_target = (
-            example.completion.strip()
-            if example.kind == "pair"
-            else self.marks_itself or any(answers)
-        )
-        if isinstance(row, BadRow) or (row[1][1:].any() and has_target):
+        if isinstance(row, BadRow):
             return row
+        has_target = row[1][1:].any()
         if example.kind == "pair":
+            if has_target and example.completion.strip():
+                return row
             return BadRow(f"{example.where}: the completion is empty.")
+        answers = [example.messages[number]["content"].strip() for number in example.answers]
+        if has_target and (self.marks_itself or any(answers)):
+            return row
         roles = ", ".join(sorted({message["role"] for message in example.messages}))
         return BadRow(
             f"{example.where}: it has no token to train on, because the assistant says nothing "
@@ -126,7 +126,7 @@ class Encoder:
     def _by_template(self, example: Example) -> tuple | BadRow:
         try:
             # Render once under the limits; tokenizing below may take more than they allow.
-            text = self._text_of(example.messages)
+            text = _rendered(self.tokenizer, example.messages)
             encoded = self.tokenizer.apply_chat_template(
                 example.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
@@ -167,8 +167,8 @@ class Encoder:
             answers.append(example.messages[number]["content"])
             marked[number] = _marked(example.messages[number], number)
         try:
-            text = self._text_of(example.messages)
-            around = re.split("\ue000\\d+\ue001", self._text_of(marked))
+            text = _rendered(self.tokenizer, example.messages)
+            around = re.split("\ue000\\d+\ue001", _rendered(self.tokenizer, marked))
             self._check_all_are_rendered(text, example)
         except Exception as error:
             return _refused(example, error)
@@ -192,14 +192,8 @@ class Encoder:
             # It is missing, or the template changes it.
             marked = list(example.messages)
             marked[number] = _marked(message, number)
-            if MARK.format(number) not in self._text_of(marked):
+            if MARK.format(number) not in _rendered(self.tokenizer, marked):
                 raise ValueError(f"it leaves out the message of the role {message['role']!r}")
-
-    def _text_of(self, messages: list[dict]) -> str:
-        with templates.limits():
-            return templates.check_length(
-                self.tokenizer.apply_chat_template(messages, tokenize=False), messages
-            )
 
     def _ranges(self, around: list[str], texts: list[str]) -> list[tuple[int, int]]:
         ranges, position = [], 0
@@ -214,6 +208,13 @@ class Encoder:
             position = start + len(text)
             ranges.append((start, position + end_of_turn))
         return ranges
+
+
+def _rendered(tokenizer, messages: list[dict], **options) -> str:
+    """Render a conversation with the chat template, within its limits."""
+    with templates.limits():
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return templates.check_length(text, messages)
 
 
 def _marked(message: dict, number: int) -> dict:
@@ -282,11 +283,7 @@ def prompt_of(text: str, tokenizer, as_chat: bool) -> Prompt:
     if is_chat:
         messages = [{"role": "user", "content": text}]
         try:
-            with templates.limits():
-                rendered = tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True
-                )
-                templates.check_length(rendered, messages)
+            rendered = _rendered(tokenizer, messages, add_generation_prompt=True)
         except Exception as error:
             raise UserError(
                 f"--generate: the chat template refuses it ({first_line(error, 200)}): use another "

@@ -254,7 +254,6 @@ def read_row(row, where: str, options: RowOptions) -> Document | Example | BadRo
 
     Args:
         row: a text, or an object with the keys of a format.
-        where: its file and line.
     """
     if isinstance(row, str):
         row = {dict(options.columns).get("text", "text"): row}

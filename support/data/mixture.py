@@ -69,11 +69,7 @@ class Mixture:
         return np.cumsum([0, *(part.num_sequences for part in self.parts)])
 
     def epoch_order(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the numbers of an epoch's sequences in their order, the same on every rank.
-
-        Args:
-            epoch: number of the epoch, from 1.
-        """
+        """Return the numbers of an epoch's sequences in their order, the same on every rank."""
         chosen = []
         for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
             first, size = (epoch - 1) * count, part.num_sequences
@@ -130,7 +126,6 @@ def mixture_facts(name: str, entries: list[dict], train: Mixture, validation) ->
     """Return the entry of several datasets in results.json.
 
     Args:
-        name: --dataset, with the weights.
         entries: the entry of each dataset, with "weight" and "blocks_per_epoch".
     """
     kinds = {entry["kind"] for entry in entries}

@@ -15,7 +15,6 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
     Args:
         lengths: tokens of each example, from 1 to `capacity`.
-        capacity: tokens of a sequence.
     Returns:
         (members, ends): the examples sequence after sequence, and where each sequence ends in
         `members`. The sequences are in the order of their first example, and so are the examples of

@@ -105,13 +105,13 @@ def open_source(dataset: str, options: SourceOptions) -> Source:
         return source
     validation = _open_files(options.validation_file, options)
     digest = hashlib.sha256(f"{source.fingerprint}\0{validation.fingerprint}".encode())
-    return Source(
-        source.name,
-        digest.hexdigest(),
-        {**source.splits, "validation": validation.splits["train"]},
-        source.files + validation.files,
-        source.notices + validation.notices,
-        source.advice or validation.advice,
+    return replace(
+        source,
+        fingerprint=digest.hexdigest(),
+        splits={**source.splits, "validation": validation.splits["train"]},
+        files=source.files + validation.files,
+        notices=source.notices + validation.notices,
+        advice=source.advice or validation.advice,
     )
 
 

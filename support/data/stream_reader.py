@@ -61,8 +61,6 @@ class StreamCorpus:
 def open_corpus(args, ctx: DistContext, options: RowOptions) -> StreamCorpus:
     """Open --dataset and print which files it has; every rank must call it.
 
-    Args:
-        args: --dataset and the flags of a hub dataset, --include.
     Raises:
         UserError: the corpus does not exist or cannot be read, or its columns do not match any kind
             of row.

@@ -53,7 +53,6 @@ class BatchSlot:
 
     Args:
         chunk: number of sequences that are shuffled together.
-        encode: see `RowEncoder.encode`.
     """
 
     def __init__(self, number: int, slots: int, chunk: int, args, encode: Callable):

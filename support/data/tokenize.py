@@ -106,12 +106,7 @@ def print_splits(ctx: DistContext, args, facts: dict[str, dict], tokenizer) -> N
 
 
 def print_format(ctx: DistContext, formats: list[str], kind: str | None) -> None:
-    """Print the formats that were recognized, and what is made of them.
-
-    Args:
-        formats: names of formats; a name may occur several times.
-        kind: the kind of the rows, "text", "chat" or "pair".
-    """
+    """Print the formats that were recognized, and what is made of them."""
     if formats:
         result = {
             "chat": "conversations in the chat template, the assistant's messages are trained",

@@ -45,8 +45,6 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
     weights, if any, and Adam's moments. "buffers" contains the model's own and the communication
     buffers.
 
-    Args:
-        optimizer: PyTorch's optimizer, or DeepSpeed's wrapper around one.
     Returns:
         {"categories": bytes by category, on any device, "on_device": bytes on the training device,
         "moments": bytes of Adam's moments alone (part of "optimizer"),

@@ -59,7 +59,6 @@ class MemoryByPhase:
         """Record device memory, its peak since the last phase, and current and peak host memory.
 
         Args:
-            phase: name of the phase that has ended.
             mark: mark the device's peak; False if the caller has just done so.
         """
         self.doing = AFTER.get(phase, self.doing)
@@ -101,7 +100,6 @@ class StepMemory:
     allocation. That slows down the step, so it is done only if `detailed`.
 
     Args:
-        optimizer: PyTorch's optimizer, or DeepSpeed's wrapper around one.
         peak: of the training device, shared by the whole run.
         detailed: also record the phases of a step on a CPU.
         kept_by_loss: returns the bytes that the loss of the last micro-batch kept for backward.
@@ -244,11 +242,7 @@ def of_this_rank(
 
 
 def over_ranks(ranks: list[dict]) -> dict:
-    """Return the "memory" entry of results.json; support/report/schema.py explains each key.
-
-    Args:
-        ranks: result of `of_this_rank` for each rank.
-    """
+    """Return the "memory" entry of results.json; support/report/schema.py explains each key."""
     live = [rank["live"] or {} for rank in ranks]
     return {
         **{

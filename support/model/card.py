@@ -28,7 +28,7 @@ def model_card(facts: dict, identity: dict) -> str:
     Args:
         facts: the available keys of results.json; "merged", whether adapters were added to the
             model.
-        identity: the run signature, see `checkpoint.run_signature`.
+        identity: the run signature, see compatibility.run_signature.
     """
     base, dataset = facts["model"], (facts.get("dataset") or {}).get("name")
     scratch = identity["told"].get("from_scratch") or base == EMBEDDED_MODEL

@@ -83,7 +83,6 @@ def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
     It is the folder named by --export_hf, by default `hf` in the run's own folder.
 
     Args:
-        args: --export_hf, --overwrite.
         earlier: results.json of the run that --resume continues.
     """
     exported = (earlier or {}).get("export")
@@ -99,8 +98,6 @@ def finish(trained: CheckpointManager, results, target: Target, args, state) -> 
     Every rank calls this function.
 
     Args:
-        results: the run's Results, which get the `export` entry.
-        args: --no_export, --eval_only, --export_hf, --export_dtype, --merge_lora.
         state: the run's TrainState; None for a run that was complete before it was resumed.
     Returns:
         The folder with the exported model; None if the flags exclude it.
@@ -293,9 +290,6 @@ def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Pa
 def check_room(args, ctx, target: Target, output_dir: Path, spec, saves: int) -> None:
     """Check before training that the disks have room for the files that the run will write.
 
-    Args:
-        args: --no_export, --eval_only, --export_dtype, --merge_lora, --keep_last, --optim.
-        target, output_dir: destinations of the export and of the checkpoints.
     Raises:
         UserError: the export, or one checkpoint together with the export, does not fit on its disk.
     """

@@ -18,7 +18,6 @@ def open_repository(args, folder: Path, ctx: DistContext) -> str | None:
 
     Args:
         folder: the run's folder, whose name is the default of --hub_model_id.
-        ctx: the ranks; rank 0 creates the repository.
     Returns:
         OWNER/NAME on rank 0; None on the other ranks and without --push_to_hub.
     Raises:
@@ -55,8 +54,6 @@ def push(repository: str | None, folder: Path, ctx: DistContext) -> dict | None:
 
     Every rank calls this function.
 
-    Args:
-        repository: of `open_repository`.
     Returns:
         The `push` entry of results.json on the ranks of rank 0's node; None on the others.
     Raises:

@@ -393,8 +393,6 @@ def gpt2_config(
 
     Args:
         shape: transformer blocks, attention heads, hidden size.
-        dropout: probability of every dropout layer.
-        end_of_text: token id that begins and ends a text.
     """
     layers, heads, width = shape
     return GPT2Config(

@@ -15,9 +15,6 @@ def sharding_options(args, ctx: DistContext) -> dict[str, Any]:
 
     In bf16 the model computes in bf16, but the shards are kept and the gradients are reduced in
     fp32. fp16 is left to autocast (support/strategies/contexts.py).
-
-    Args:
-        ctx: the ranks, their device, and the precision.
     """
     dtype = torch.bfloat16 if ctx.precision == "bf16" else None
     on_cpu = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")

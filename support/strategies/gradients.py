@@ -126,11 +126,7 @@ def not_finite(loss: float, step: int | None = None) -> TrainingError:
 
 
 def loss_scaler(ctx: DistContext, enabled: bool) -> torch.amp.GradScaler:
-    """Return the GradScaler of dp and fsdp, with the same settings as DeepSpeed's loss scaling.
-
-    Args:
-        enabled: whether it scales; otherwise it does nothing.
-    """
+    """Return the GradScaler of dp and fsdp, with the same settings as DeepSpeed's loss scaling."""
     # In a simulated run scaled gradients would overflow and their updates would be skipped.
     scale = 1.0 if ctx.simulated else 2.0**INITIAL_SCALE_POWER
     return torch.amp.GradScaler(
@@ -143,12 +139,7 @@ DEEPSPEED_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hy
 
 
 def scaler_state(scaler: torch.amp.GradScaler, optimizer) -> dict:
-    """Return the state of PyTorch's or DeepSpeed's loss scaler; {} for all but fp16.
-
-    Args:
-        scaler: as `loss_scaler` returned it.
-        optimizer: PyTorch's, or DeepSpeed's wrapper around one, which has its own scaler.
-    """
+    """Return the state of PyTorch's or DeepSpeed's loss scaler; {} for all but fp16."""
     if scaler.is_enabled():
         return scaler.state_dict()
     ds_scaler = _deepspeed_scaler(optimizer)
@@ -160,7 +151,6 @@ def load_scaler_state(saved: dict, scaler: torch.amp.GradScaler, optimizer) -> N
 
     Args:
         saved: as `scaler_state` returned it, of PyTorch's or of DeepSpeed's scaler.
-        scaler, optimizer: see `scaler_state`.
     """
     scale = saved.get("scale", saved.get("cur_scale"))
     if scale is None:

@@ -60,7 +60,6 @@ class ShardedState:
     """All masters of this rank, for reading and writing.
 
     Args:
-        optimizer: PyTorch's optimizer, or DeepSpeed's wrapper around one.
         device: of the tensors that ranks exchange.
     """
 
@@ -213,8 +212,6 @@ class ShardedState:
 
         Other optimizers are unchanged.
 
-        Args:
-            saved: as `whole_states` returned them.
         Raises:
             ValueError: a tensor has another shape than this parameter's state.
         """

@@ -89,7 +89,6 @@ def make_nvme_folder(
     The folders of killed jobs are removed first.
 
     Args:
-        parameters: number of parameters of the whole model.
         world_size: all ranks; this node stores local_world_size / world_size of the model.
     Returns:
         A new folder, which the caller removes at the end.
