@@ -26,6 +26,7 @@ from support.process import exit_now
 from support.versions import code_digest, versions
 
 CONNECT_SECONDS = 5  # time limit of one connection attempt
+RESOLVE_SECONDS = 30  # for the name of rank 0's host, which the DNS of a starting pod may not know
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 
 
@@ -86,17 +87,28 @@ def connect(launch: Launch, timeout: float) -> dist.Store:
     Args:
         timeout: time limit of the connection and of each call to the store, in seconds.
     Raises:
-        TrainingError: the store's port accepts no connection within `timeout` seconds.
+        TrainingError: the name of rank 0's host has no address for RESOLVE_SECONDS, or the store's
+            port accepts no connection within `timeout` seconds.
     """
-    host, deadline = launch.is_main and not agent_hosts_store(), time.monotonic() + timeout
+    host, start = launch.is_main and not agent_hosts_store(), time.monotonic()
     address = launch.master_addr, launch.master_port
-    # Probe the port first: Python handles no signal while torch waits for a connection.
-    while not host:
+    # Probe the address first: Python handles no signal while torch waits for a connection.
+    while True:
         try:
-            socket.create_connection(address, CONNECT_SECONDS).close()
+            if host:  # torch connects to the name here, too
+                socket.getaddrinfo(*address)
+            else:
+                socket.create_connection(address, CONNECT_SECONDS).close()
             break
         except OSError as error:
-            if time.monotonic() > deadline:
+            seconds = time.monotonic() - start
+            if isinstance(error, socket.gaierror) and seconds > min(timeout, RESOLVE_SECONDS):
+                raise TrainingError(
+                    f"{launch.master_addr}, the name of rank 0's host, has no address here: add it "
+                    "to /etc/hosts or to the DNS, or give an address instead "
+                    "(torchrun --local_addr=ADDRESS, or MASTER_ADDR)."
+                ) from error
+            if seconds > timeout:
                 raise TrainingError(
                     f"Rank 0 does not answer at {launch.master_addr}:{launch.master_port}. "
                     "Has it started, and is the port open between the hosts?"

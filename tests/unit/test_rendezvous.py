@@ -1,7 +1,11 @@
 """The ranks agree on versions and code before they wait for each other."""
 
+import pytest
+
+from support.cluster import rendezvous
 from support.cluster.launch import Launch
 from support.cluster.rendezvous import _describe_differing_rank, _describe_missing_ranks
+from support.errors import TrainingError
 
 
 def test_a_library_that_a_rank_lacks_is_named():
@@ -27,3 +31,12 @@ def test_missing_ranks_are_named_without_a_guess_of_their_node():
     assert "a:29500" in message and "node" not in message
     message = _describe_missing_ranks(list(range(1, 12)), {0: {"host": "a"}}, launch)
     assert "(ranks 1, 2, 3, 4, 5, 6, 7, 8, …)" in message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_without_an_address_ends_the_run(monkeypatch, rank):
+    """Also of the rank that hosts the store: torch would wait for the name until its timeout."""
+    monkeypatch.setattr(rendezvous, "RESOLVE_SECONDS", 0)
+    launch = Launch("python", rank, rank, 2, 2, 0, "no-such-host.invalid", 29500)
+    with pytest.raises(TrainingError, match=r"no-such-host\.invalid, .* has no address here"):
+        rendezvous.connect(launch, timeout=300)
