@@ -1,9 +1,4 @@
-# An image with every strategy, for NVIDIA GPUs and for CPUs. The commands of the documents run in it
-# unchanged:
-#
-#   docker build -t distributed-training .
-#   docker run --rm --gpus all --shm-size=8g -v training:/project/runs distributed-training \
-#       torchrun --nproc_per_node=2 real_model_example.py --strategy zero3
+# An image with every strategy, for NVIDIA GPUs and for CPUs; docs/INSTALLATION.md has the commands.
 #
 # The base image is Debian's official one, https://hub.docker.com/_/debian. It has no CUDA: torch's
 # build on PyPI contains the CUDA libraries, and the NVIDIA Container Toolkit adds the host's driver.
@@ -32,9 +27,11 @@ RUN python3 -m venv /opt/venv \
         -r requirements/report.txt -c constraints.txt
 
 COPY . .
-# The folder is the user's, because comparisons write into it; the code stays root's.
-RUN pip install --no-cache-dir --no-deps -e . && mkdir runs && chown 10001 . runs
+# The code stays root's. The user writes results, comparisons, and what a volume keeps in .cache:
+# downloads and DeepSpeed's ops, which are compiled at their first use, for the container's CPU.
+RUN pip install --no-cache-dir --no-deps -e . \
+    && install -d -o 10001 -g 10001 runs /home/trainer/.cache \
+    && chown 10001:10001 .
 
-# DeepSpeed's ops are compiled at their first use, for the CPU on which the container runs.
 USER 10001
 CMD ["distributed-training", "--help"]

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import PurePosixPath
 
 import pytest
 import yaml
@@ -137,6 +138,13 @@ def test_the_image_has_all_files():
 def test_the_image_does_not_run_as_root():
     users = re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)
     assert users and int(users[-1]) > 0 and f"--uid {users[-1]} " in DOCKERFILE
+    # Docker gives a new volume the owner of the folder in the image.
+    owner, folders = re.search(
+        r"install -d -o (\d+) -g \1 (.*) \\$", DOCKERFILE, re.MULTILINE
+    ).groups()
+    volumes = re.findall(r" -v \w+:(\S+)", (PROJECT / "docs/INSTALLATION.md").read_text())
+    written = [str(PurePosixPath("/project", folder)) for folder in folders.split()]
+    assert owner == users[-1] and volumes == written
 
 
 @pytest.mark.parametrize("name", ["post", "runscript", "test"])
