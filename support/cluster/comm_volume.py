@@ -46,17 +46,14 @@ class Traffic:
 
     `start()` starts counting, `end_step()` closes a step, and `per_step()` returns the median over
     steps. Counting costs one Python call per collective and does not synchronize with the GPU.
-
-    Attributes:
-        number: of the collectives that this process has started, with barriers.
-        steps: for each closed step {"collective dtype": [calls, message bytes, bytes that this rank
-            sends]}.
-        aside: gather through buffers that PyTorch's allocator does not see (`_gather_aside`).
     """
 
     def __init__(self) -> None:
+        # Of each closed step: {"collective dtype": [calls, message bytes, bytes that this rank
+        # sends]}.
         self.steps: list[dict[str, list[float]]] = []
-        self.aside, self.number = False, 0
+        self.number = 0  # of the collectives that this process has started, with barriers
+        self.aside = False  # gather through buffers that PyTorch does not see (`_gather_aside`)
         self._last = ("none", 0, "")
         self._now: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
         self._library = None

@@ -21,9 +21,20 @@ def choose_device(launch: Launch) -> torch.device:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return torch.device("cpu")
     os.environ.setdefault("DS_ACCELERATOR", "cuda")
-    device = torch.device("cuda", check_visible_gpus(launch, torch.cuda.device_count()))
+    visible, index = torch.cuda.device_count(), launch.local_rank
+    # Slurm may show each task its own GPUs (--gpus-per-task, --gpu-bind).
+    own_gpus = launch.launcher == "srun" and (visible == 1 or "SLURM_GPUS_PER_TASK" in os.environ)
+    if own_gpus or launch.launcher == "simulated":
+        index = 0
+    elif launch.local_world_size > visible:
+        raise UserError(
+            f"{launch.local_world_size} ranks were started on this node, but only {visible} "
+            f"GPU(s) are visible: start {visible} (--nproc_per_node, --num_gpus), "
+            "or check CUDA_VISIBLE_DEVICES."
+        )
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed uses it as the GPU's index
+    os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed uses it as the GPU's index
     return device
 
 
@@ -38,21 +49,6 @@ def unused_gpu() -> str | None:
     if torch.backends.mps.is_available():
         return "Apple GPUs (MPS)"
     return "Intel GPUs (XPU)" if torch.xpu.is_available() else None
-
-
-def check_visible_gpus(launch: Launch, visible: int) -> int:
-    """Return the index of this rank's GPU; on a node with fewer GPUs than ranks, fail."""
-    if launch.launcher == "simulated":
-        return 0
-    if launch.launcher == "srun" and (visible == 1 or "SLURM_GPUS_PER_TASK" in os.environ):
-        return 0  # Slurm shows each task its own GPUs (--gpus-per-task, --gpu-bind)
-    if launch.local_world_size > visible:
-        raise UserError(
-            f"{launch.local_world_size} ranks were started on this node, but only {visible} "
-            f"GPU(s) are visible: start {visible} (--nproc_per_node, --num_gpus), "
-            "or check CUDA_VISIBLE_DEVICES."
-        )
-    return launch.local_rank
 
 
 def choose_precision(requested: str, device) -> str:

@@ -48,27 +48,20 @@ class FailureMonitor:
 
     Args:
         stop: handler of the stop signals, which are ignored while the process exits.
-    Attributes:
-        temporary: folders and files to remove, at the latest when this process exits.
-        on_failure: functions that record an error; each returns False if another rank has already
-            recorded one.
-        memory_facts: functions whose lines are printed when memory runs out.
-        remedies: returns lines on what would fit into the memory.
-        flushes: functions that write files of this run that other programs read.
-        store: where the first rank that fails writes its error; None with a single process.
-        restart: how to start again after memory ran out (--auto_micro_batch), or None.
     """
 
     def __init__(self, launch: Launch, console: Console, stop: StopSignal):
         self.launch, self.console, self.stop = launch, console, stop
         self.temporary = TemporaryPaths()
+        # Functions that record an error; each returns False if another rank has recorded one.
         self.on_failure: list[Callable[[UserError], bool]] = []
+        # Lines for a user whose memory ran out: on what used it, and on what would fit.
         self.memory_facts: list[Callable[[], list[str]]] = []
         self.remedies: Callable[[], list[str]] = list
-        self.flushes: list[Callable[[], None]] = []
-        self.store: dist.Store | None = None
+        self.flushes: list[Callable[[], None]] = []  # write files that other programs read
+        self.store: dist.Store | None = None  # has the first error; None with a single process
         self.hang = HangMonitor(launch, console)
-        self.restart: Restart | None = None
+        self.restart: Restart | None = None  # after memory ran out (--auto_micro_batch)
         self._ending = threading.Event()  # this process is exiting
         # Address space that is released to report that no memory is left (a thread, a file, lines).
         # Nothing is written to it, so it uses no pages.
@@ -78,7 +71,6 @@ class FailureMonitor:
         """Start the threads that end this process when another rank has failed.
 
         Args:
-            store: where the first rank that fails writes its error.
             peers: detects ranks that have failed; it needs a connection of its own to the store.
         """
         self.store = store
@@ -140,8 +132,7 @@ class FailureMonitor:
         """Start again if memory ran out and that may help, or if another rank has decided so.
 
         Args:
-            shown: the error of this rank, or None.
-            error: its exception.
+            shown, error: the error of this rank as the user sees it, and its exception.
         """
         if self.restart is None:
             return

@@ -45,22 +45,14 @@ HEADERS = ("rank", "host", "pid", "step", "doing", "last collective", "started")
 
 
 class HangMonitor:
-    """Monitor of one rank that writes a hang report, or contributes to another rank's.
-
-    Attributes:
-        traffic: counts the collectives of this process.
-        folder: where the report is written; None: to stderr, and only after SIGUSR2.
-        state: the counters of the training; None before and after it.
-        doing: returns the phase of the run.
-        lost: set by another thread to the line that reports a rank that does not answer.
-    """
+    """Monitor of one rank that writes a hang report, or contributes to another rank's."""
 
     def __init__(self, launch: Launch, console: Console):
         self.traffic = Traffic()
-        self.folder: Path | None = None
-        self.state: TrainState | None = None
-        self.doing: Callable[[], str] = str
-        self.lost = ""
+        self.folder: Path | None = None  # of the report; None: to stderr, and only after SIGUSR2
+        self.state: TrainState | None = None  # None before and after the training
+        self.doing: Callable[[], str] = str  # returns the phase of the run
+        self.lost = ""  # set by another thread: the line about a rank that does not answer
         self._launch, self._console = launch, console
         self._store: dist.Store | None = None
         self._seconds = 0

@@ -55,13 +55,10 @@ class PeerMonitor:
     that. So each rank increments a counter of its own in the store, and reads that of its neighbor,
     the next rank. If rank 0 is stopped while it hosts the store, calls to the store block without a
     limit. So one thread makes the calls (`ask`), and another one only reads their results and the
-    clock (`look`).
+    clock (`look`). `lost` is True after a call to the store has failed.
 
-    Attributes:
-        lost: True after a call to the store has failed.
     Args:
         store: a connection that no other thread uses, because its calls may block.
-        rank, world_size: place of this process in the run.
         clock: returns the present time in seconds; tests pass their own.
     """
 

@@ -41,13 +41,11 @@ class Restart:
         values: the flags that change, by name.
         useful: returns whether the micro-batch may be the cause of an out-of-memory error now.
         stop: a stop signal that arrives meanwhile is left to the new program.
-    Attributes:
-        started: whether a thread has called `execute`.
     """
 
     def __init__(self, launch: Launch, values: dict, useful: Callable[[], bool], stop: StopSignal):
         self.launch, self.values, self.useful, self.stop = launch, values, useful, stop
-        self._once, self.started = threading.Lock(), False
+        self._once, self.started = threading.Lock(), False  # whether a thread called `execute`
 
     def execute(self, store: dist.Store | None) -> NoReturn:
         """Replace this program, when all ranks are about to do so.

@@ -21,10 +21,7 @@ class StopSignal:
     Before training there is nothing to save, and a signal ends the run like an error. After
     `defer()` a signal is only recorded, and the ranks agree on it between two steps. Launchers send
     several signals for one request: those within SAME_REQUEST_SECONDS of the first are ignored. A
-    later Ctrl-C (SIGINT) interrupts the run at once.
-
-    Attributes:
-        requested: True after the first signal.
+    later Ctrl-C (SIGINT) interrupts the run at once. `requested` is True after the first signal.
     """
 
     def __init__(self):
