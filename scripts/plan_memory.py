@@ -308,14 +308,13 @@ def run_command(args: Arguments, work: Workload, strategy: str) -> str | None:
     if random:
         flags.insert(2, "--from_scratch")
     per_node = ranks_per_node(args)
-    if args.gpus == 1:
-        launcher = ["python"]
-    elif args.gpus == per_node:
-        launcher = ["torchrun", f"--nproc_per_node={args.gpus}"]
-    else:
-        launcher = ["srun", f"--nodes={args.gpus // per_node}", f"--ntasks-per-node={per_node}"]
-        launcher += [f"--gpus-per-node={per_node}", "--kill-on-bad-exit=1", "python"]
-    return shlex.join([*launcher, "real_model_example.py", *flags])
+    launcher = "python" if args.gpus == 1 else f"torchrun --nproc_per_node={args.gpus}"
+    if args.gpus > per_node:
+        launcher = (
+            f"srun --nodes={args.gpus // per_node} --ntasks-per-node={per_node} "
+            f"--gpus-per-node={per_node} --kill-on-bad-exit=1 python"
+        )
+    return f"{launcher} real_model_example.py {shlex.join(flags)}"
 
 
 def model_folder(args: Arguments) -> Path | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.cli.paths import EVENT_FILES
 from support.cluster.context import DistContext
 from support.console import Console
-from support.errors import UserError, explain
+from support.errors import UserError, explain, first_line
 from support.files.atomic import open_regular, set_aside, write_text
 from support.redaction import redact_value
 from support.units import GB
@@ -31,7 +31,6 @@ class TensorBoard:
     """Event files in a folder; a resumed run continues the curves at its checkpoint.
 
     Args:
-        step: the optimizer step from which the run continues; 0 for a new run.
         arguments: flag -> value, logged as a table.
     """
 
@@ -68,7 +67,6 @@ class WandB:
     A resumed run continues the same wandb run.
 
     Args:
-        step: the optimizer step from which the run continues; 0 for a new run.
         arguments: flag -> value, shown as the run's configuration.
         labels: further arguments of `wandb.init`: name, tags, and project, or None (see
             `wandb_run_of`).
@@ -90,9 +88,8 @@ class WandB:
                 settings=wandb.Settings(silent=True, console="off", login_timeout=30),
             )
         except Exception as error:  # many types, all about the account or the network
-            message = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise UserError(
-                f"--report_to wandb: {message}. "
+                f"--report_to wandb: {first_line(error).rstrip('.')}. "
                 "Log in with `wandb login`, or set WANDB_MODE=offline."
             ) from error
 
@@ -119,7 +116,6 @@ def wandb_run_of(folder: Path, step: int, project: str | None) -> tuple[str, str
     0), and if that file is missing or damaged.
 
     Args:
-        step: the optimizer step from which the run continues; 0 for a new run.
         project: --project. Without it a resumed run keeps its project, and a new one gets
             WANDB_PROJECT or DEFAULT_PROJECT.
     """

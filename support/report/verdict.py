@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from support.report.compare import Comparison, Row, volumes
 from support.units import human_bytes, human_rate
@@ -27,17 +28,17 @@ def verdict(comparison: Comparison) -> list[str]:
             _smallest(comparison, reference, rows),
             *_limits(comparison, rows),
         ]
-    return sentences + _incomplete(comparison)
+    return [*sentences, *_incomplete(comparison)]
 
 
-def _simulated(comparison: Comparison) -> list[str]:
+def _simulated(comparison: Comparison) -> Iterator[str]:
     """Explain memory simulations, and compare the memory estimate with them."""
     ranks = comparison.work["simulated_world_size"]
-    sentences = [
+    yield (
         f"This is a memory simulation: one process allocated what rank 0 of {ranks} ranks would. "
         "Nothing was trained, so there are no losses and no speeds. "
         "The sizes in the table are in MB (2^20 bytes)."
-    ]
+    )
     errors = [
         (abs(row.planned_bytes / row.memory_bytes - 1), row.strategy)
         for row in comparison.rows
@@ -46,11 +47,10 @@ def _simulated(comparison: Comparison) -> list[str]:
     if errors:
         error, worst = max(errors, key=lambda pair: pair[0])
         quantity = "peaks" if comparison.on_gpu else "model states"
-        sentences.append(
+        yield (
             f"The planned {quantity} differ from the simulated ones by at most "
             f"{100 * error:.1f}% ({worst})."
         )
-    return sentences
 
 
 def _tolerance_text(comparison: Comparison) -> str:
@@ -61,13 +61,12 @@ def _median_text(comparison: Comparison) -> str:
     return f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
 
 
-def _departing(comparison: Comparison, reference: Row) -> list[str]:
+def _departing(comparison: Comparison, reference: Row) -> Iterator[str]:
     """Name the reference if it is not dp, and the strategies that train another model."""
-    sentences = []
     if reference.strategy != "dp":
         dp = next((row for row in comparison.rows if row.strategy == "dp"), None)
         reason = f"did not complete ({dp.status})" if dp else "was left out"
-        sentences.append(
+        yield (
             f"ℹ️  dp, the plain reference, {reason}: the others are compared with "
             f"{reference.strategy}."
         )
@@ -76,64 +75,62 @@ def _departing(comparison: Comparison, reference: Row) -> list[str]:
     advice = "" if comparison.work["precision"] == "fp32" else advice
     for row in comparison.departing:
         if row is reference:
-            sentences.append(
+            yield (
                 f"❌ {row.strategy}'s own repeats differ by {row.difference:.1e}{medians} at "
                 f"step {row.difference_step}; {tolerance}. The same command must give the "
                 "same losses: find out what changed between the repeats."
             )
         else:
             expected = reference.completed[0].losses[row.departs_at - 1]
-            sentences.append(
+            yield (
                 f"❌ {row.strategy} does not train the same model: its loss first differs by more "
                 f"than the tolerance at step {row.departs_at} (loss {row.departing_loss:.6f}, "
                 f"{reference.strategy} {expected:.6f}). The largest relative difference is "
                 f"{row.difference:.1e}{medians}, at step {row.difference_step}; "
                 f"{tolerance}.{advice}"
             )
-    return sentences
 
 
-def _same_model(comparison: Comparison, reference: Row) -> list[str]:
+def _same_model(comparison: Comparison, reference: Row) -> Iterator[str]:
     """Name the strategies that train what the reference trains."""
-    sentences = []
     rows = [row for row in comparison.compared if row.departs_at is None]
     if rows:
         worst = max(rows, key=lambda row: row.difference)
-        sentences.append(
+        yield (
             f"✅ Same model: the losses of {_names(rows)} agree with those of "
             f"{reference.strategy}. Over {comparison.work['steps']} steps the largest relative "
             f"difference is {worst.difference:.1e}{_median_text(comparison)} "
             f"({worst.strategy}, step {worst.difference_step}); {_tolerance_text(comparison)}."
         )
     elif not comparison.departing:
-        sentences.append(f"ℹ️  Only {reference.strategy} completed, so no losses could be compared.")
+        yield f"ℹ️  Only {reference.strategy} completed, so no losses could be compared."
     if reference.difference and reference not in comparison.departing:
-        sentences.append(
+        yield (
             f"ℹ️  {reference.strategy}'s own repeats differ from its first run by up to "
             f"{reference.difference:.1e}."
         )
-    return sentences
 
 
-def _control(comparison: Comparison, reference: Row) -> list[str]:
+def _control(comparison: Comparison, reference: Row) -> Iterator[str]:
     """Say whether the losses would show a strategy that trains slightly differently."""
     control = comparison.control
     if control is None or not comparison.compared:
-        return []
+        return
     lr, usual_lr = (row.completed[0].steps[0]["lr"] for row in (control, reference))
     text = (
         f"Control: with a {100 * (lr / usual_lr - 1):.0f}% higher learning rate the losses of "
         f"{reference.strategy} differ by up to {control.difference:.1e}"
     )
     if control.departs_at:
-        return [
+        yield (
             f"{text}, and exceed the tolerance at step {control.departs_at}. The comparison "
             "detects a fault of this size."
-        ]
-    return [
-        f"ℹ️  {text}, which is within the tolerance. The comparison does not detect a fault of "
-        "this size: use --precision fp32 or more steps."
-    ]
+        )
+    else:
+        yield (
+            f"ℹ️  {text}, which is within the tolerance. The comparison does not detect a fault of "
+            "this size: use --precision fp32 or more steps."
+        )
 
 
 def _fastest(comparison: Comparison, rows: list[Row]) -> str:
@@ -173,30 +170,27 @@ def _smallest(comparison: Comparison, reference: Row, rows: list[Row]) -> str:
     return f"{text}."
 
 
-def _limits(comparison: Comparison, rows: list[Row]) -> list[str]:
+def _limits(comparison: Comparison, rows: list[Row]) -> Iterator[str]:
     """Say what this comparison cannot show: on one rank, and on a CPU."""
-    sentences = []
     if comparison.work["world_size"] == 1:
         kinds = {row.strategy: row.definition for row in rows}
         sharded = [name for name, kind in kinds.items() if kind.sharded and not kind.offloads]
         names = f" ({', '.join(sharded)}: sharding over one rank saves nothing)" if sharded else ""
-        sentences.append(
+        yield (
             f"ℹ️  One {'GPU' if comparison.on_gpu else 'process'} cannot show what sharding saves "
             f"or what communication costs{names}. Compare on two or more."
         )
     if not comparison.on_gpu:
-        sentences.append(
+        yield (
             "ℹ️  On a CPU the memory column counts the parameters, gradients and optimizer "
             "states that a GPU would hold at the end of backward, without temporary memory: "
             "activations, gathered layers, buckets. Host peak is that of the whole process, "
             "including the libraries."
         )
-    return sentences
 
 
-def _incomplete(comparison: Comparison) -> list[str]:
+def _incomplete(comparison: Comparison) -> Iterator[str]:
     """Give status, reason and log of each strategy that did not complete."""
-    sentences = []
     for row in comparison.rows:
         if row.status == "completed":
             continue
@@ -209,8 +203,7 @@ def _incomplete(comparison: Comparison) -> list[str]:
             text += f" {row.incomplete.reason}"
             if row.status != "interrupted":
                 text += f" Log: {row.incomplete.folder / 'log.txt'}"
-        sentences.append(text)
-    return sentences
+        yield text
 
 
 def explain_traffic(comparison: Comparison) -> list[str]:
