@@ -28,8 +28,8 @@ RENAMED = {
     "seq_length": ("block_size", "max_seq_length", "max_length"),
     "num_samples": ("max_train_samples", "data_size"),
     "eval_samples": ("max_eval_samples",),
-    "batch_size": ("per_device_train_batch_size",),
-    "eval_batch_size": ("per_device_eval_batch_size",),
+    "batch_size": ("per_device_train_batch_size", "per_gpu_train_batch_size"),
+    "eval_batch_size": ("per_device_eval_batch_size", "per_gpu_eval_batch_size"),
     "epochs": ("num_train_epochs", "num_epochs"),
     "lr": ("learning_rate",),
     "lr_scheduler": ("lr_scheduler_type",),
@@ -46,11 +46,15 @@ RENAMED = {
     "save_every": ("save_steps",),
     "keep_last": ("save_total_limit",),
     "resume": ("resume_from_checkpoint",),
+    "gradient_checkpointing": ("activation_checkpointing",),
+    "hub_model_id": ("push_to_hub_model_id",),
 }
 
 _ALL_CORES = "the text is tokenized on all cores"
 _READ_AHEAD = "a thread reads the next batches"
 _SILENT = "--quiet and --verbose choose what is printed"
+_LOSS_ONLY = "an evaluation computes the loss only"
+_LOSS_SCALING = "fp16 is PyTorch's or DeepSpeed's mixed precision"
 IGNORED = {
     "preprocessing_num_workers": _ALL_CORES,
     "dataset_num_proc": _ALL_CORES,
@@ -59,6 +63,9 @@ IGNORED = {
     "dataloader_pin_memory": _READ_AHEAD,
     "dataloader_persistent_workers": _READ_AHEAD,
     "dataloader_prefetch_factor": _READ_AHEAD,
+    "dataloader_in_order": _READ_AHEAD,
+    "dataloader_multiprocessing_context": _READ_AHEAD,
+    "dispatch_batches": _READ_AHEAD,
     "remove_unused_columns": "only the columns of the text are read",
     "trust_remote_code": "code from a model's repository is never executed",
     "attn_implementation": "attention is PyTorch's scaled_dot_product_attention",
@@ -70,60 +77,111 @@ IGNORED = {
     "include_num_input_tokens_seen": "metrics.jsonl always counts tokens",
     "include_tokens_per_second": "metrics.jsonl always counts tokens",
     "skip_memory_metrics": "memory is always measured",
-    "prediction_loss_only": "an evaluation computes the loss only",
-    "eval_accumulation_steps": "an evaluation computes the loss only",
+    "log_on_each_node": "rank 0 prints for all nodes",
+    "logging_nan_inf_filter": "a loss that is not finite stops the run",
+    "prediction_loss_only": _LOSS_ONLY,
+    "eval_accumulation_steps": _LOSS_ONLY,
+    "eval_do_concat_batches": _LOSS_ONLY,
+    "eval_use_gather_object": _LOSS_ONLY,
+    "batch_eval_metrics": _LOSS_ONLY,
+    "include_for_metrics": _LOSS_ONLY,
+    "include_inputs_for_metrics": _LOSS_ONLY,
+    "use_legacy_prediction_loop": _LOSS_ONLY,
+    "past_index": _LOSS_ONLY,
+    "jit_mode_eval": "an evaluation runs the model as training does",
+    "label_names": "the labels are the tokens",
+    "length_column_name": "lengths are counted, not read",
     "bf16_full_eval": "an evaluation computes in --precision",
     "fp16_full_eval": "an evaluation computes in --precision",
-    "fp16_opt_level": "fp16 is PyTorch's or DeepSpeed's mixed precision",
-    "half_precision_backend": "fp16 is PyTorch's or DeepSpeed's mixed precision",
+    "fp16_opt_level": _LOSS_SCALING,
+    "fp16_backend": _LOSS_SCALING,
+    "half_precision_backend": _LOSS_SCALING,
     "ddp_backend": "GPUs use NCCL, and CPU processes gloo",
     "ddp_bucket_cap_mb": "DDP's buckets have PyTorch's default size",
+    "ddp_broadcast_buffers": "training changes no buffer",
+    "ddp_static_graph": "DDP needs no hint",
     "use_liger_kernel": "the loss is always computed in chunks of the logits",
+    "liger_kernel_config": "the loss is always computed in chunks of the logits",
+    "use_cache": "training uses no cache of keys and values",
+    "torch_empty_cache_steps": "PyTorch keeps the memory that it has allocated",
+    "enable_jit_checkpoint": "a stop signal always saves a checkpoint",
+    "restore_callback_states_from_checkpoint": "there are no callbacks",
+    "ray_scope": "there is no search of hyperparameters",
 }
 
-_TOKENIZER = "the tokenizer is the one of --model"
+_TOKENIZER = "the tokenizer is that of --model: save another one to a copy of the model's folder"
 _SHAPE = "a new model has the architecture of --model: use --from_scratch --model NAME_OR_FOLDER"
 _TOKEN = "a token on a command line can be read by every user of the machine: set HF_TOKEN"
 _WEIGHTS = "trained weights are kept in fp32, and --precision chooses the type of the computation"
 _LOSS = "the loss is the plain mean over the valid tokens"
 _BEST = "the best evaluation is the one with the lowest loss"
+_RECOMPUTED = "checkpointing is the variant without reentrant backward, in every layer"
+_MICRO_BATCH = "--batch_size is the micro-batch of each rank"
+_DATA_PARALLEL = "the ranks share the data, not a layer: --strategy zero3 shards the parameters"
+_CPU = "GPUs are used if there are any: CUDA_VISIBLE_DEVICES= hides them"
+_HARDWARE = "training uses NVIDIA or AMD GPUs, else the CPU"
+_TRACKIO = "the trackers are tensorboard and wandb (--report_to)"
+_SHARDED = "every transformer block is sharded: --fsdp_config FILE chooses other layers"
 # Flag -> (values, in lower case and without spaces, that change nothing; the reason to refuse all
-# others).
+# others). A value such as "--seed" means the same value as that flag's.
 REFUSED = {
-    "config_name": ((), _SHAPE),
+    "config_name": (("--model",), _SHAPE),
     "config_overrides": ((), _SHAPE),
     "model_type": ((), _SHAPE),
-    "tokenizer_name": ((), _TOKENIZER),
+    "tokenizer_name": (("--model",), _TOKENIZER),
     "use_fast_tokenizer": (("true",), _TOKENIZER),
     "torch_dtype": (("auto", "float32"), _WEIGHTS),
     "dtype": (("auto", "float32"), _WEIGHTS),
     "load_in_8bit": (("false",), "frozen weights have 16 bits, or 4 with --load_in_4bit"),
     "keep_linebreaks": (("true",), "the text is used as it is, with its line breaks"),
-    "group_by_length": (("false",), "every strategy uses the same order, drawn from --seed"),
+    "group_by_length": (
+        ("false",),
+        "the order is drawn from --seed; --packing avoids the padding of examples",
+    ),
     "train_sampling_strategy": (("random",), "the order of the data is drawn from --seed"),
-    "data_seed": ((), "--seed draws the order of the data, too"),
+    "data_seed": (("--seed",), "--seed draws the order of the data, too"),
+    "split_batches": (("false",), _MICRO_BATCH),
+    "accelerator_config": ((), _MICRO_BATCH),
+    "parallelism_config": ((), _DATA_PARALLEL),
+    "tp_size": (("0", "1"), _DATA_PARALLEL),
+    "mp_parameters": ((), _DATA_PARALLEL),
+    "sharded_ddp": (("false",), "use --strategy zero2 or fsdp"),
+    "fsdp_min_num_params": (("0",), _SHARDED),
+    "fsdp_transformer_layer_cls_to_wrap": ((), _SHARDED),
     "dataloader_drop_last": (("false",), "every sequence of an epoch is used"),
     "label_smoothing_factor": (("0", "0.0"), _LOSS),
     "average_tokens_across_devices": (("true",), _LOSS),
-    "neftune_noise_alpha": ((), "the embeddings get no noise"),
+    "neftune_noise_alpha": (("0", "0.0"), "the embeddings get no noise"),
+    "adafactor": (("false",), "use --optim adafactor"),
+    "optim_target_modules": ((), "every layer has the optimizer --optim; see --lora_targets"),
     "optim_args": ((), "the optimizer's settings are flags of their own: --help lists them"),
     "lr_scheduler_kwargs": ((), "the schedules have no other settings than --warmup_steps"),
     "auto_find_batch_size": (
         ("false",),
         "another batch size would train another model: --auto_micro_batch keeps the global batch",
     ),
-    "gradient_checkpointing_kwargs": (
-        ('{"use_reentrant":false}',),
-        "checkpointing is the variant without reentrant backward",
-    ),
+    "gradient_checkpointing_kwargs": (('{"use_reentrant":false}',), _RECOMPUTED),
+    "activation_checkpointing_kwargs": (('{"use_reentrant":false}',), _RECOMPUTED),
     "torch_compile_backend": (("inductor",), "--compile uses inductor in its default mode"),
     "torch_compile_mode": (("default",), "--compile uses inductor in its default mode"),
     "tf32": (("true",), "fp32 multiplies matrices in TF32 where the GPU has it"),
-    "use_cpu": (("false",), "GPUs are used if there are any: CUDA_VISIBLE_DEVICES= hides them"),
-    "no_cuda": (("false",), "GPUs are used if there are any: CUDA_VISIBLE_DEVICES= hides them"),
+    "torchdynamo": ((), "use --compile"),
+    "use_cpu": (("false",), _CPU),
+    "no_cuda": (("false",), _CPU),
+    "use_ipex": (("false",), _HARDWARE),
+    "use_mps_device": (("false",), _HARDWARE),
+    "xpu_backend": ((), _HARDWARE),
+    "tpu_num_cores": ((), _HARDWARE),
+    "tpu_metrics_debug": (("false",), _HARDWARE),
+    "debug": ((), "a loss that is not finite stops the run; --verbose prints tracebacks"),
     "ddp_find_unused_parameters": (("false",), "every parameter takes part in every step"),
     "logging_strategy": (("steps",), "lines are printed every --logging_steps steps"),
     "eval_delay": (("0", "0.0"), "evaluations begin with the first epoch, or after --eval_every"),
+    "with_tracking": (("false",), "use --report_to tensorboard or wandb"),
+    "trackio_space_id": ((), _TRACKIO),
+    "trackio_bucket_id": ((), _TRACKIO),
+    "trackio_static_space_id": ((), _TRACKIO),
+    "checkpointing_steps": ((), "use --save_every N, or --save_epochs"),
     "metric_for_best_model": (("loss", "eval_loss"), _BEST),
     "greater_is_better": (("false",), _BEST),
     "save_only_model": (("false",), "a checkpoint has all that --resume needs; see --no_save"),
@@ -133,10 +191,21 @@ REFUSED = {
     "do_predict": (("false",), "--eval_only evaluates, and --generate continues a text"),
     "hub_strategy": (("end",), "the model is pushed once, at the end"),
     "hub_always_push": (("true", "false"), "the model is pushed once, at the end"),
+    "hub_revision": (("main",), "the model is pushed to the branch main"),
+    "push_to_hub_organization": ((), "use --hub_model_id ORGANIZATION/NAME"),
+    "push_to_hub_token": ((), _TOKEN),
     "hub_token": ((), _TOKEN),
     "token": ((), _TOKEN),
     "use_auth_token": ((), _TOKEN),
 }
+
+# Flags of the tables above that are on by default there, and have a --no_… for that reason.
+ON_BY_DEFAULT = (
+    *("dataloader_pin_memory", "dataloader_in_order", "remove_unused_columns", "log_on_each_node"),
+    *("logging_nan_inf_filter", "eval_do_concat_batches", "skip_memory_metrics"),
+    *("average_tokens_across_devices", "save_safetensors", "keep_linebreaks"),
+    "use_fast_tokenizer",
+)
 
 # Trainer's default of --save_steps, --eval_steps and --logging_steps.
 TRAINER_STEPS = 500
@@ -193,7 +262,10 @@ CONVERTED = (
         "evaluation at the end",
     ),
     flag(
-        "--save_strategy", _WHEN, "epoch: --save_epochs. steps: --save_every 500. no: as by default"
+        "--save_strategy",
+        (*_WHEN, "best"),
+        "epoch: --save_epochs. steps: --save_every 500. no: as by default. best: as by "
+        "--load_best_at_end, which it needs",
     ),
     flag(
         "--validation_split_percentage N",
@@ -228,8 +300,13 @@ def names_of(option: str) -> list[str]:
 
 def hidden_rows() -> list[tuple[str, dict]]:
     """Return the rows of flags that --help does not list."""
-    hidden = {"nargs": "?", "const": "true", "default": argparse.SUPPRESS}
-    return [(f"--{name}", {**hidden, "help": argparse.SUPPRESS}) for name in (*IGNORED, *REFUSED)]
+    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    value = {**hidden, "nargs": "?", "const": "true"}
+    off = {**hidden, "action": "store_const", "const": "false"}
+    return [
+        *((f"--{name}", value) for name in (*IGNORED, *REFUSED)),
+        *((f"--no_{name}", {**off, "dest": name}) for name in ON_BY_DEFAULT),
+    ]
 
 
 def apply_converted(args) -> None:
@@ -240,20 +317,30 @@ def apply_converted(args) -> None:
     Args:
         args: the parsed flags, with `given`; changed in place.
     """
-    for name in args.given & {*IGNORED, *REFUSED}:
-        accepted, reason = REFUSED.get(name, ((), ""))
-        if name in REFUSED and "".join(str(getattr(args, name)).lower().split()) not in accepted:
-            values = f" {' or '.join(accepted)}" if accepted else ""
-            raise UserError(
-                f"--{name} cannot be used here: {reason}"
-                + (f" (--{name}{values} is accepted)." if values else ".")
-            )
+    for name in sorted(args.given & {*IGNORED, *REFUSED}):
+        if name in REFUSED:
+            _check_changes_nothing(args, name)
         delattr(args, name)
     _check_use_peft(args)
     _apply_tasks(args)
     _apply_strategies(args)
     for name in ("use_peft", "do_train", "do_eval", "eval_strategy", "save_strategy"):
         delattr(args, name)
+
+
+def _check_changes_nothing(args, name: str) -> None:
+    """Raise a UserError unless a flag of REFUSED has a value that changes nothing."""
+    accepted, reason = REFUSED[name]
+    value = "".join(str(getattr(args, name)).lower().split())
+    ours = [str(getattr(args, flag[2:])).lower() for flag in accepted if flag.startswith("--")]
+    if value not in (*accepted, *ours):
+        values = " or ".join(
+            f"the value of {flag}" if flag.startswith("--") else flag for flag in accepted
+        )
+        raise UserError(
+            f"--{name} cannot be used here: {reason}"
+            + (f" (--{name} {values} is accepted)." if accepted else ".")
+        )
 
 
 def _check_use_peft(args) -> None:
@@ -292,11 +379,16 @@ def _apply_strategies(args) -> None:
     """Set when to evaluate and when to save, by --eval_strategy and --save_strategy."""
     for what in ("eval", "save"):
         strategy, steps = getattr(args, f"{what}_strategy"), getattr(args, f"{what}_every")
-        if strategy in ("no", "epoch") and steps:
+        if strategy in ("no", "epoch", "best") and steps:
             raise UserError(
                 f"--{what}_strategy {strategy} and --{what}_steps {steps} cannot both hold: leave "
                 "one out."
             )
+    if args.save_strategy == "best" and not args.load_best_at_end:
+        raise UserError(
+            "--save_strategy best needs --load_best_at_end, which saves the weights of the best "
+            "evaluation, and ends with them."
+        )
     if args.save_strategy == "epoch":
         args.save_epochs = True
     elif args.save_strategy == "steps":

@@ -78,7 +78,7 @@ sequences = whole(1, 10**12)  # of a corpus
 tokens = whole(1, 10**15)
 batch = whole(1, 2**20)
 MOST_STEPS = 99_999_999  # eight digits, as in the names of checkpoint folders
-steps = whole(1, MOST_STEPS)
+steps = whole(1, MOST_STEPS, ", and shares of all steps are not used")
 max_steps = whole(1, MOST_STEPS, " (leave it out for no limit)")
 warmup_steps = whole(0, MOST_STEPS, " (--warmup_ratio takes a share of all steps)")
 _epochs = whole(1, MOST_STEPS, " (--max_steps can stop within an epoch)")
@@ -309,11 +309,20 @@ class Parser(argparse.ArgumentParser):
         return flags.freeze()
 
     def refuse_unknown(self, argument: str) -> None:
-        """Report an argument that no flag takes.
+        """Report an argument that is no flag, or the value of none.
 
         Raises:
             UserError: always; with the most similar flag, if one is similar enough.
         """
+        if not argument.startswith("-"):
+            self.error(f"{shown(argument)} is the value of no flag{self._advice_on(argument)}")
         flag = argument.split("=")[0]
         flags = [option for action in self._actions for option in action.option_strings]
         self.error(f"unknown argument {shown(argument)}{did_you_mean(flag, flags)}")
+
+    def _advice_on(self, argument: str) -> str:
+        """Return what to write instead of an argument that is the value of no flag, if known."""
+        is_run_file = argument.endswith((".json", ".yaml", ".yml"))
+        if is_run_file and "--config" in self._option_string_actions:
+            return f": did you mean --config {shown(argument)}?"
+        return ": write several with commas between" if argument in REPORTERS else ""

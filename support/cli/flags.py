@@ -274,7 +274,7 @@ TRAINING = (
     ),
     flag(
         "--early_stopping_patience K",
-        kinds.steps,
+        kinds.positive_int,
         "stop after K evaluations in a row that were no better than the best (default: never)",
     ),
     switch(
@@ -325,7 +325,7 @@ OUTPUT = (
     ),
     flag("--save_every N", kinds.steps, "save a checkpoint every N steps (default: never)"),
     switch("--save_epochs", "write a checkpoint at the end of each epoch"),
-    flag("--keep_last K", kinds.steps, "keep the newest K checkpoints only (default: all)"),
+    flag("--keep_last K", kinds.positive_int, "keep the newest K checkpoints only (default: all)"),
     switch("--no_save", "write no checkpoint, not even when a signal stops the run"),
     flag(
         "--resume PATH",

@@ -11,7 +11,7 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from support.cli.aliases import REFUSED
+from support.cli.aliases import IGNORED, REFUSED
 from support.cli.argument_types import boolean
 from support.errors import UserError
 from support.files.user_files import did_you_mean, read_yaml, shown
@@ -165,7 +165,7 @@ def _as_arguments(name: str, value, action: argparse.Action, path: str) -> list[
         return [option, *value]
     if name in LISTS and isinstance(value, list):
         value = LISTS[name].join(map(str, value))
-    if name in REFUSED and isinstance(value, dict):  # such as gradient_checkpointing_kwargs
+    if name in (*IGNORED, *REFUSED) and isinstance(value, dict | list):  # such as label_names
         value = json.dumps(value)
     if isinstance(value, bool | dict | list):
         raise _wrong(path, name, value)

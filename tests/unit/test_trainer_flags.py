@@ -1,5 +1,8 @@
 """Flags that Hugging Face's Trainer has, and what they do to the optimizer and the schedule."""
 
+import ast
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +25,75 @@ def test_tables_name_existing_flags_once():
     assert {*aliases.RENAMED, *aliases.DEFAULTS} <= ours
     assert not {*aliases.IGNORED, *aliases.REFUSED} & ours
     assert not {*aliases.IGNORED} & {*aliases.REFUSED}
+
+
+# The flags of run_clm.py, next to those of Trainer.
+RUN_CLM = """
+    model_name_or_path model_type config_overrides config_name tokenizer_name cache_dir
+    use_fast_tokenizer model_revision token trust_remote_code dtype torch_dtype low_cpu_mem_usage
+    dataset_name dataset_config_name train_file validation_file max_train_samples max_eval_samples
+    streaming block_size overwrite_cache validation_split_percentage preprocessing_num_workers
+    keep_linebreaks
+""".split()
+
+
+def flags_of_trainer() -> dict[str, bool]:
+    """The fields of TrainingArguments, and whether they are true by default; read, not imported."""
+    folder = Path(importlib.util.find_spec("transformers").origin).parent
+    tree = ast.parse((folder / "training_args.py").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    fields = [n for n in classes["TrainingArguments"].body if isinstance(n, ast.AnnAssign)]
+    return {
+        field.target.id: "default=True" in ast.unparse(field)
+        for field in fields
+        if not field.target.id.startswith(("_", "framework"))
+    }
+
+
+def test_every_flag_of_trainer_and_run_clm_is_known():
+    """Used, ignored or refused with a reason: none is reported as a typing error."""
+    known = {*build_parser()._option_string_actions}
+    fields = flags_of_trainer()
+    assert {"learning_rate", "data_seed", "hub_token"} <= {*fields}
+    off = {f"no_{name}" for name, on in fields.items() if on}
+    assert "no_dataloader_pin_memory" in off
+    assert not {f"--{name}" for name in {*fields, *off, *RUN_CLM}} - known
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--no_keep_linebreaks"], "--keep_linebreaks cannot be used here: .*true is accepted"),
+        (["--data_seed", "7"], "--data_seed the value of --seed is accepted"),
+        (["--model", "gpt2", "--tokenizer_name", "opt"], "the value of --model is accepted"),
+        (["--adafactor"], "use --optim adafactor"),
+        (["--save_strategy", "best"], "needs --load_best_at_end"),
+        (["--eval_steps", "0.1"], "--eval_steps: 0.1 .* shares of all steps are not used"),
+        (["run.json"], "run.json is the value of no flag: did you mean --config run.json"),
+        (["--report_to", "tensorboard", "wandb"], "wandb .*: write several with commas between"),
+    ],
+)
+def test_what_to_use_instead_of_a_flag(flags, message):
+    with pytest.raises(UserError, match=message):
+        parse_arguments(flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--no_dataloader_pin_memory", "--no_remove_unused_columns"],
+        ["--seed", "7", "--data_seed", "7"],
+        ["--model", "gpt2", "--tokenizer_name", "gpt2", "--config_name", "gpt2"],
+        ["--save_strategy", "best", "--load_best_model_at_end"],
+        [
+            "--activation_checkpointing",
+            "--activation_checkpointing_kwargs",
+            '{"use_reentrant": false}',
+        ],
+    ],
+)
+def test_flags_that_change_nothing(flags):
+    parse_arguments(flags)
 
 
 def test_help_lists_the_other_names():
