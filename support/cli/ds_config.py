@@ -67,6 +67,8 @@ FLAG_OF_KEY = {
     "zero_optimization.offload_optimizer.nvme_path": "nvme_path",
     "zero_optimization.offload_param.nvme_path": "nvme_path",
 }
+# Schedulers that Hugging Face's files have with "auto" values, and the same --lr_scheduler.
+AUTO_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 
 
 def read_ds_config(path: str) -> dict:
@@ -233,7 +235,7 @@ def reconcile(args, config: dict, file: str) -> dict:
         _put(config, key, getattr(args, flag))
     _reconcile_total_batch(args, config, accumulation_is_open, file)
     _reconcile_precision(args, config, file)
-    _check_scheduler(args, config, file)
+    _reconcile_scheduler(args, config, file)
     return config
 
 
@@ -375,14 +377,32 @@ def _reconcile_precision(args, config: dict, file: str) -> None:
         args.precision = "fp32"
 
 
-def _check_scheduler(args, config: dict, file: str) -> None:
+def _reconcile_scheduler(args, config: dict, file: str) -> None:
+    """Replace a scheduler of "auto" values by --lr_scheduler; check that flags leave others alone.
+
+    Raises:
+        UserError: a flag contradicts the scheduler, or only some of its values are "auto".
+    """
     scheduler = config.get("scheduler")
     if scheduler is None:
         return
+    kind, params = lookup(scheduler, "type"), lookup(scheduler, "params") or {}
+    same = AUTO_SCHEDULERS.get(kind)
+    ours = {"warmup_min_lr": 0, "warmup_type": "linear"}
+    if (
+        same
+        and AUTO in params.values()
+        and all(value in (AUTO, ours.get(key, AUTO)) for key, value in params.items())
+    ):
+        if "lr_scheduler" in args.given and args.lr_scheduler != same:
+            raise _contradiction(f"lr_scheduler {args.lr_scheduler}", f"the scheduler {kind}", file)
+        args.lr_scheduler = same
+        del config["scheduler"]
+        return
     for flag in ("lr_scheduler", "warmup_steps", "warmup_ratio", "lr"):
         if flag in args.given:
-            raise _contradiction(flag, f"the scheduler {lookup(scheduler, 'type')}", file)
-    if AUTO in (lookup(scheduler, "params") or {}).values():
+            raise _contradiction(flag, f"the scheduler {kind}", file)
+    if AUTO in params.values():
         raise UserError(
             f'{file}: replace "auto" in the scheduler by numbers, '
             "or remove the scheduler and use --lr_scheduler."

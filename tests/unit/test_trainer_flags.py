@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -128,6 +129,35 @@ def test_adam_settings_of_a_deepspeed_file(tmp_path):
         UserError, match=r"adam_beta2 0\.95 contradicts optimizer\.params\.betas 0\.9"
     ):
         parse_arguments(["--ds_config", str(file), "--adam_beta2", "0.95"])
+
+
+@pytest.mark.parametrize(
+    "kind, params, flags, schedule",
+    [
+        ("WarmupLR", {"warmup_max_lr": "auto"}, [], "constant"),
+        ("WarmupDecayLR", {"total_num_steps": "auto"}, ["--warmup_steps", "9"], "linear"),
+        (
+            "WarmupDecayLR",
+            {"warmup_min_lr": 0, "warmup_num_steps": "auto"},
+            ["--lr", "1"],
+            "linear",
+        ),
+        ("WarmupLR", {"warmup_num_steps": "auto"}, ["--lr_scheduler", "cosine"], None),
+        ("WarmupLR", {"warmup_num_steps": 5, "warmup_max_lr": "auto"}, [], None),
+        ("OneCycle", {"cycle_max_lr": "auto"}, [], None),
+    ],
+)
+def test_a_scheduler_of_auto_values_is_ours(tmp_path, kind, params, flags, schedule):
+    """As in the examples of Trainer's documentation."""
+    file = tmp_path / "ds.json"
+    scheduler = {"type": kind, "params": params}
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "scheduler": scheduler}))
+    if schedule is None:
+        with pytest.raises(UserError, match="scheduler"):
+            parse_arguments(["--deepspeed", str(file), *flags])
+    else:
+        args = parse_arguments(["--deepspeed", str(file), *flags])
+        assert args.lr_scheduler == schedule and "scheduler" not in args.ds_config_dict
 
 
 def test_warmup_ratio_is_a_share_of_all_steps():
