@@ -145,8 +145,21 @@ def _read_jsonl(file: Path, options: RowOptions) -> Iterator[Row]:
                 yield row if isinstance(row, BadRow) else (row, place)
 
 
+def _has_a_row_per_line(file: Path) -> bool:
+    """Return whether a .json file is one of JSON lines, as `datasets` reads and writes them."""
+    with open(file, encoding="utf-8-sig", errors="surrogateescape") as stream:
+        first = stream.readline(LONGEST_ROW)
+        if not first.startswith("{") or not any(line.strip() for line in stream):
+            return False
+    return not isinstance(_parse_json(first, file), BadRow)
+
+
 def _read_json(file: Path, options: RowOptions) -> Iterator[Row]:
     import psutil
+
+    if _has_a_row_per_line(file):
+        yield from _read_jsonl(file, options)
+        return
 
     too_large = BadRow(
         f"{file} is read as a whole, and does not fit into this host's free memory: make it a "

@@ -19,6 +19,7 @@ from support.data.formats import (
     columns_of_table,
     read_row,
 )
+from support.data.rows import contents_of_file
 from support.data.sources import SourceOptions, open_source
 from support.data.tokenize import tokenize_once
 from support.errors import UserError
@@ -116,6 +117,28 @@ def test_rows_that_become_a_prompt_and_a_completion(row, columns, pair):
     """Alpaca's rows do for a model without a chat template."""
     found = read_row(row, "line 1", RowOptions(tuple(columns.items()), chat_template=False))
     assert (found.messages, found.prompt, found.completion) == (None, *pair)
+
+
+@pytest.mark.parametrize(
+    "content, texts",
+    [
+        ('{"text": "a"}\n\n{"text": "b"}\n', ["a", "b"]),  # a row on each line
+        ('{"text": "a"}\n', ["a"]),
+        ('{"data": [{"text": "a"}, {"text": "b"}]}\n\n', ["a", "b"]),
+        ('{\n"text": "a"\n}', ["a"]),
+        ('[{"text": "a"},\n{"text": "b"}]', ["a", "b"]),
+    ],
+)
+def test_rows_of_a_json_file(tmp_path, content, texts):
+    (tmp_path / "rows.json").write_text(content)
+    rows = list(contents_of_file(tmp_path / "rows.json", RowOptions()))
+    assert [row.pieces for row in rows] == [[text] for text in texts]
+
+
+def test_a_bad_line_of_a_json_file_is_named(tmp_path):
+    (tmp_path / "rows.json").write_text('{"text": "a"}\n{"text"\n')
+    _, flaw = contents_of_file(tmp_path / "rows.json", RowOptions())
+    assert isinstance(flaw, BadRow) and "rows.json, line 2, column" in str(flaw)
 
 
 def test_a_named_column_decides():
