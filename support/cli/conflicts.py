@@ -99,8 +99,6 @@ def refuse_conflicts(args) -> None:
         )
     if args.packing and "isolate_documents" in args.given and not args.isolate_documents:
         raise UserError("--packing always isolates examples: leave --no_isolate_documents out.")
-    if args.logging_dir and "tensorboard" not in args.report_to:
-        raise UserError("--logging_dir is TensorBoard's: add --report_to tensorboard.")
     if args.streaming and args.early_stopping_patience and not args.eval_every:
         raise UserError(
             "--early_stopping_patience needs --eval_every with --streaming, which has no epochs "

@@ -207,4 +207,6 @@ def ignored_flags(args) -> list[str]:
         for flag in ("run_name", "project", "tags")
         if flag in args.given and not args.report_to
     ]
+    if args.logging_dir and "tensorboard" not in args.report_to:
+        lines.append("--logging_dir is used by --report_to tensorboard only: ignored")
     return lines + lines_for_user(args)

@@ -178,7 +178,7 @@ def check_logging_dir(args) -> None:
     Raises:
         UserError: it is not writable, or has curves and neither --resume nor --overwrite is given.
     """
-    if args.logging_dir is None:
+    if args.logging_dir is None or "tensorboard" not in args.report_to:
         return
     check_place("--logging_dir", Path(args.logging_dir))
     if args.overwrite or args.resume is not None:

@@ -183,11 +183,6 @@ def with_tensorboard(path: str) -> list[str]:
     ),
     Attack("--prefetch and --check", args=("--prefetch", "--check"), says="cannot both"),
     Attack(
-        "--logging_dir without TensorBoard",
-        args=("--logging_dir", "x"),
-        says="--report_to tensorboard",
-    ),
-    Attack(
         "--logging_dir of another run",
         args=("--report_to", "tensorboard"),
         says="curves of another run",

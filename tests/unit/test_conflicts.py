@@ -43,7 +43,6 @@ def test_flags_that_need_another(flag, other):
     "flags, message",
     [
         (["--resume"], "needs --output_dir"),
-        (["--logging_dir", "x"], "--report_to tensorboard"),
         (["--streaming", "--max_steps", "2"], "pydocs"),
         (
             ["--streaming", "--max_steps", "2", "--dataset", "x", "--early_stopping_patience", "2"],

@@ -198,6 +198,10 @@ def test_ignored_flags_and_other_defaults_are_reported():
     assert "--seq_length 512 (there" in line and "batch" not in line and "precision" not in line
     assert "--epochs" not in lines and not hasattr(args, "log_level")
     assert ignored_flags(parse_arguments([])) == []
+    without = ["--logging_dir", "x", "--report_to", "none"]  # a usual pair in old command lines
+    assert ignored_flags(parse_arguments(without)) == [
+        "--logging_dir is used by --report_to tensorboard only: ignored"
+    ]
 
 
 class Sequences:
