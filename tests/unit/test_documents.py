@@ -21,7 +21,12 @@ THEIR_FLAGS = {
     *("--kill-on-bad-exit", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task", "--nodes"),
     *("--ntasks", "--ntasks-per-node", "--gres", "--signal", "--time", "--eos_token"),
 }
-THEIR_FILES = {"run_clm.py", "scripts/run_training.sh", "scripts/slurm_job.sh"}
+THEIR_FILES = {
+    "run_clm.py",
+    "run_clm_no_trainer.py",
+    "scripts/run_training.sh",
+    "scripts/slurm_job.sh",
+}
 THEIR_NAMES = {"use_multi_rank_bucket_allreduce", "dp_fp16"}
 THEIR_VARIABLES = (
     *("CUDA_", "GLOO_", "HF_", "NCCL_", "OMP_", "PET_", "PIP_", "PYTORCH_", "SLURM_", "TORCH_"),
