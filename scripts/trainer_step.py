@@ -35,7 +35,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from support.checkpoints.convert import write_checkpoint
-from support.checkpoints.format import NEW_RUN, step_folder
+from support.checkpoints.format import step_folder
 from support.cli.arguments import choose_seq_length
 from support.cluster.context import DistContext
 from support.console import Console
@@ -44,6 +44,7 @@ from support.labels import IGNORED
 from support.model import layers
 from support.model import resolve as models
 from support.strategies.optimizer_shards import MOMENTS
+from support.train_state import NEW_RUN
 
 # Flags that have the same name and meaning in TrainingArguments.
 SAME = (

@@ -29,10 +29,8 @@ class Optimizer:
 
     def problem(self, strategy: Strategy) -> str | None:
         """Return why a strategy does not support the optimizer, or None if it does."""
-        for part in (strategy.engine, strategy.optimizer_on):
-            if part in self.unsupported:
-                return self.unsupported[part]
-        return None
+        of_place = self.unsupported.get(strategy.optimizer_on)
+        return self.unsupported.get(strategy.engine, of_place)
 
 
 CPU_ADAM = "the states are updated on the CPU, where DeepSpeed has its own AdamW"

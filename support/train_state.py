@@ -5,8 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# What a checkpoint saves: the keys of checkpoints.format.NEW_RUN.
-COUNTERS = ("step", "samples", "tokens", "best", "training_seconds", "first_loss", "last_loss")
+# The counters that a checkpoint saves, with their values in a new run.
+NEW_RUN = {
+    "step": 0,
+    "samples": 0,
+    "tokens": 0,
+    "best": None,
+    "training_seconds": 0.0,
+    "first_loss": None,
+    "last_loss": None,
+}
 
 
 @dataclass
@@ -39,8 +47,8 @@ class TrainState:
     first_step: int = 0  # value of `step` when this process started
 
     def counters(self) -> dict:
-        """Return what a checkpoint saves, with the keys of checkpoints.format.NEW_RUN."""
-        return {name: getattr(self, name) for name in COUNTERS}
+        """Return what a checkpoint saves, with the keys of NEW_RUN."""
+        return {name: getattr(self, name) for name in NEW_RUN}
 
     @property
     def epoch(self) -> int:

@@ -25,13 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from support.checkpoints.format import (
-    BUFFERS,
-    NEW_RUN,
-    open_checkpoint,
-    open_listed,
-    write_manifest,
-)
+from support.checkpoints.format import BUFFERS, open_checkpoint, open_listed, write_manifest
 from support.checkpoints.recognize import folder_named_in
 from support.checkpoints.tensors import PieceReader, PieceWriter
 from support.errors import UserError, first_line
@@ -42,6 +36,7 @@ from support.model.card import model_card
 from support.model.export import finish_folder, start_folder
 from support.model.lora import peft_name
 from support.strategies.optimizer_shards import MOMENTS
+from support.train_state import NEW_RUN
 
 
 class WholeCheckpoint:

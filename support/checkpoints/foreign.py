@@ -27,13 +27,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from support.checkpoints.convert import UniversalCheckpoint, WholeCheckpoint, load_tensors
-from support.checkpoints.format import MOST_STEPS, NEW_RUN, is_inner_path
+from support.checkpoints.format import MOST_STEPS, is_inner_path
 from support.checkpoints.recognize import deepspeed_folder, fsdp_folders, newest_of_trainer
 from support.errors import UserError, first_line
 from support.files.atomic import read_json
 from support.files.user_files import shown
 from support.model.weights import NO_REMOTE_CODE, from_config
 from support.strategies.optimizer_shards import MOMENTS
+from support.train_state import NEW_RUN
 
 ADAM_STATES = {"step", *MOMENTS}
 DEEPSPEED_FILES = "*_optim_states.pt"  # stage 0 has none

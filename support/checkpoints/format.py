@@ -30,17 +30,9 @@ from support.files.atomic import (
     write_text,
 )
 from support.files.user_files import shown
+from support.train_state import NEW_RUN
 
 FORMAT_VERSION = 1
-NEW_RUN = {
-    "step": 0,
-    "samples": 0,
-    "tokens": 0,
-    "training_seconds": 0.0,
-    "first_loss": None,
-    "last_loss": None,
-    "best": None,
-}
 STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which also matches digits of other scripts
 MOST_STEPS = 10**8 - 1  # the name of a checkpoint has eight digits
 # Largest count of sequences, tokens, bytes or elements: integers up to 2^53 are exact in JSON.

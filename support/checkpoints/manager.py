@@ -41,7 +41,6 @@ from support.checkpoints.compatibility import check_same_run
 from support.checkpoints.format import (
     BUFFERS,
     MARKS,
-    NEW_RUN,
     WHOLE_STATES,
     candidates_in,
     file_entry,
@@ -64,7 +63,7 @@ from support.model import export
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
 from support.strategies.optimizer_shards import ShardedState, free_gathered_weights
-from support.train_state import TrainState
+from support.train_state import NEW_RUN, TrainState
 from support.unwrap import unwrapped
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each group of AdamW

@@ -211,8 +211,8 @@ ON_BY_DEFAULT = (
 TRAINER_STEPS = 500
 AT_THE_END = kinds.MOST_STEPS  # as --eval_every: at the end of training only
 # Flags with which --do_eval alone is probably a mistake.
-FLAGS_OF_TRAINING = (
-    *("epochs", "max_steps", "lr", "eval_strategy", "eval_every", "save_strategy", "save_every"),
+FLAGS_OF_TRAINING = frozenset(
+    "epochs max_steps lr eval_strategy eval_every save_strategy save_every".split()
 )
 # Our flag -> (run_clm.py's default, flags that replace it), where the defaults differ.
 DEFAULTS: dict[str, tuple[object, tuple[str, ...]]] = {
@@ -363,7 +363,7 @@ def _apply_tasks(args) -> None:
         raise UserError(
             "--do_train false leaves nothing to do: add --do_eval to evaluate, or leave it out."
         )
-    of_training = sorted(args.given & {*FLAGS_OF_TRAINING})
+    of_training = sorted(args.given & FLAGS_OF_TRAINING)
     if args.do_eval and args.do_train is None and not args.eval_only and of_training:
         raise UserError(
             f"--do_eval without --do_train evaluates only, and --{of_training[0]} needs training: "

@@ -21,10 +21,9 @@ from support.files.user_files import did_you_mean, shown
 
 REPORTERS = ("tensorboard", "wandb")
 # Words in the value of --fsdp.
-FSDP_OPTIONS = (
-    *("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"),
-    *("auto_wrap", "offload"),
-)
+FSDP_OPTIONS = """
+    full_shard shard_grad_op no_shard hybrid_shard hybrid_shard_zero2 auto_wrap offload
+    """.split()
 # --resume without a path. Not a string, so that `--resume "$UNSET"`, an empty path, is an error.
 NEWEST = True
 

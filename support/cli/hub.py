@@ -138,11 +138,10 @@ def is_set_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
-PREFETCH_FLAGS = (
-    *("dataset_config", "text_column", "validation_file", "chat_template", "cache_dir"),
-    *("max_bad_rows", "include", "prompt_column", "completion_column", "model_revision"),
-    *("dataset_revision", "train_split", "eval_split"),
-)
+PREFETCH_FLAGS = """
+    dataset_config text_column validation_file chat_template cache_dir max_bad_rows include
+    prompt_column completion_column model_revision dataset_revision train_split eval_split
+    """.split()
 
 
 def prefetch_command(args) -> str:

@@ -28,7 +28,7 @@ from support.data.packing import pack
 from support.data.sources import SourceOptions
 from support.errors import UserError
 from support.labels import IGNORED
-from support.train_state import COUNTERS, TrainState
+from support.train_state import NEW_RUN, TrainState
 
 ROW_MULTIPLE = 8  # examples are padded to a multiple of this length, which suits matrix units
 
@@ -517,11 +517,7 @@ def step_batches(
 
 
 def train_state(counters: dict, train, args, world_size: int) -> TrainState:
-    """Return the state of training from the counters of a checkpoint or of a new run.
-
-    Args:
-        counters: the keys of checkpoints.format.NEW_RUN.
-    """
+    """Return the state of training from the counters of a checkpoint, or from NEW_RUN."""
     sequences = train.num_sequences
     steps = total_steps(args, world_size, sequences, counters["step"], counters["samples"])
     state = TrainState(
@@ -532,7 +528,7 @@ def train_state(counters: dict, train, args, world_size: int) -> TrainState:
         eval_every=args.eval_every,
         patience=args.early_stopping_patience,
         first_step=counters["step"],
-        **{name: counters[name] for name in COUNTERS},
+        **{name: counters[name] for name in NEW_RUN},
     )
     if state.tokens is None:  # checkpoints of the first versions did not count tokens
         state.tokens = state.samples * args.seq_length
