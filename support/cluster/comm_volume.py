@@ -103,8 +103,6 @@ class Traffic:
     def per_step(self, excluded: int) -> dict[str, dict[str, float]]:
         """Return the median over steps for each collective and dtype, such as "all_reduce float32".
 
-        Args:
-            excluded: number of first steps to leave out.
         Returns:
             {name: {"calls", "message_bytes", "sent_bytes"}} of this rank.
         """

@@ -107,10 +107,6 @@ def simulated(launch: Launch, world_size: int) -> Launch:
     """Return rank 0 of a simulated run of `world_size` ranks in this process (--simulate_gpus).
 
     Sets WORLD_SIZE and LOCAL_WORLD_SIZE in the environment.
-
-    Args:
-        launch: the real launch, of a single process.
-        world_size: number of simulated ranks, all on one node.
     """
     if launch.world_size > 1:
         raise UserError(
@@ -248,7 +244,6 @@ def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) ->
     of its own.
 
     Args:
-        verbose: print the traceback, too.
         linger: seconds that rank 0 waits after its message, because it may host the store that the
             other ranks read.
     """

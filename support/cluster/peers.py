@@ -30,9 +30,6 @@ class Silence:
     A suspended process (SIGSTOP, a scheduler's suspend, a closed laptop) does not observe the value
     in that time, and on a host that swaps it does so rarely. So a period counts as COUNTED_SECONDS
     at most, regardless of its real length.
-
-    Args:
-        clock: returns the present time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -146,7 +143,6 @@ def in_time(call: Callable[[], Any], seconds: float) -> Any:
 
     Args:
         call: called without arguments in a daemon thread.
-        seconds: time limit.
     Raises:
         TimeoutError: the call took longer than `seconds`; its thread continues to run.
         BaseException: whatever `call` raised.

@@ -27,9 +27,6 @@ def group_options(args, ctx: DistContext) -> dict[str, Any]:
     another one. torch 2.6.1 to 2.7.0 may hang then (pytorch issue 153960), and with a single rank
     there is nothing to split.
 
-    Args:
-        args: --strategy, and the settings of FSDP or DeepSpeed.
-        ctx: backend and device of this rank, and the number of ranks.
     Returns:
         Keyword arguments of `dist.init_process_group`: `backend`, and in some cases `device_id`.
     """
@@ -54,7 +51,6 @@ def connect_ranks(ctx: DistContext, seconds: float, hang_seconds: int) -> dist.S
 
     Args:
         ctx: this process; among real ranks its `attempt` is set.
-        seconds: time to wait for the last rank.
         hang_seconds: for which a collective may wait before the hang report is written.
     Returns:
         The store for `dist.init_process_group`.

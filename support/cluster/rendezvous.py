@@ -41,9 +41,7 @@ def rendezvous(
     attempt name, until all ranks have confirmed an attempt that includes their number.
 
     Args:
-        backend: backend of the process group that is created afterwards.
         timeout: time to wait for the last rank, in seconds.
-        gpu: identity of this rank's GPU from `identify_gpu`.
     Returns:
         The store for `dist.init_process_group`, and the attempt's name, the prefix of keys.
     Raises:

@@ -45,11 +45,7 @@ def read_template(name: str) -> str:
 
 
 def fill(template: str, values: dict) -> str:
-    """Return a template with every @NAME@ replaced by its value; a value is not searched for more.
-
-    Args:
-        values: {NAME: value}; values are converted to text.
-    """
+    """Return a template with every @NAME@ replaced by its value; a value is not searched for more."""
     text = read_template(template)
     return re.sub(r"@([A-Z_]+)@", lambda found: str(values[found[1]]), text) + "\n"
 
@@ -100,9 +96,6 @@ def output_dir(argv: list[str]) -> str:
     """Return --output_dir from a job's arguments or from the run file that they name, otherwise "".
 
     Invalid arguments also give "": the training script reports the error itself.
-
-    Args:
-        argv: arguments of the training script.
     """
     from support.cli.flags import build_parser
     from support.cli.run_file import read_run_file

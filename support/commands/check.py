@@ -74,8 +74,6 @@ def check(args, ctx: DistContext) -> int:
     Rank 0 prints all of its own results, and of the other ranks those that are not ok or differ,
     with their hosts.
 
-    Args:
-        ctx: this process, with an initialized process group if there are several ranks.
     Returns:
         The exit code: 0 if the chosen strategy can run on every rank.
     """

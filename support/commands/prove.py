@@ -146,12 +146,7 @@ def sequences_for(ranks: int) -> int:
 
 
 def ways_of(args, ranks: int) -> list[Way]:
-    """Return the ways to make the step, the reference first.
-
-    Args:
-        args: --strategy, for the way with several ranks.
-        ranks: their number.
-    """
+    """Return the ways to make the step, the reference first."""
     count = sequences_for(ranks)
     size = count // (2 * ranks)
     work = {"num_samples": count}

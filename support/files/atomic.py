@@ -273,12 +273,10 @@ class TemporaryFolder:
     other machines, so a lock file that another machine wrote counts as locked.
 
     Args:
-        parent: an existing folder.
         prefix: prefix of the new folder's name. Folders in `parent` with this prefix are removed
             first if their processes have ended.
         mode: permissions of the new folder, less the umask.
     Attributes:
-        path: the folder.
         paths: the paths to remove at the end, for `TemporaryPaths`.
     """
 

@@ -66,15 +66,13 @@ class Cache:
             for name, expected in files.items():
                 _verify(folder / name, **expected)
         except PermissionError as error:
-            raise UserError(
-                f"This user may not read the cache {error.filename}: use --cache_dir."
-            ) from error
+            problem = f"This user may not read the cache {error.filename}: use --cache_dir."
+            raise UserError(problem) from error
         except OSError as error:
             if not os.path.lexists(folder):
                 return None  # if it cannot exist (a file in its path), writing raises the error
-            raise Damaged(
-                f"{Path(error.filename or folder).name}: {error.strerror or error}"
-            ) from error
+            name = Path(error.filename or folder).name
+            raise Damaged(f"{name}: {error.strerror or error}") from error
         return facts
 
     def _write(self, folder: Path, write: Callable[[Path], dict]) -> dict:

@@ -62,7 +62,6 @@ def missing_of_model(name: str, with_weights: bool, revision: str = "main") -> l
     Other programs cache parts of a model, for example the weights only.
 
     Args:
-        with_weights: the run needs the weights.
         revision: a branch, a tag or a commit.
     Returns:
         Descriptions for a message, such as "tokenizer files"; empty also if the cache does not know

@@ -69,10 +69,9 @@ def start_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 def write_at(file, offset: int, tensor: torch.Tensor) -> None:
     """Write the bytes of a tensor to an open file at `offset` (in bytes)."""
+    content = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
     file.seek(offset)
-    file.write(
-        memoryview(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy())
-    )
+    file.write(memoryview(content.numpy()))
 
 
 def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -118,9 +117,8 @@ class WeightFiles:
                 self._missing[name] = folder / file, offsets[name], tensors[name].dtype
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-            write_text(
-                folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n"
-            )
+            path = folder / f"{stem}.safetensors.index.json"
+            write_text(path, json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a weight, converted to the type that it has in the file."""
@@ -132,7 +130,5 @@ class WeightFiles:
         """Write the buffers, and check that all weights are written."""
         for name, buffer in self._buffers.items():
             self.write(name, buffer)
-        if self._missing:
-            raise ValueError(
-                f"{len(self._missing)} weights are missing, {next(iter(self._missing))} among them."
-            )
+        if missing := list(self._missing):
+            raise ValueError(f"{len(missing)} weights are missing, {missing[0]} among them.")

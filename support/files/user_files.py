@@ -53,7 +53,6 @@ def read_text(flag: str, path: str, most: int = MOST_CHARACTERS) -> str:
     Args:
         flag: the flag that names the file, for messages ("--config").
         path: path of the file, or of a pipe from the shell, `<(...)`.
-        most: maximum number of characters.
     Raises:
         UserError: the file cannot be read, is not UTF-8, is longer than `most`, or is a device or
             another pipe.
@@ -198,10 +197,8 @@ class _YamlReader:
         if level > DEEPEST_JSON:
             raise _too_deep(self.path)
         if self.nodes > MOST_NODES:
-            raise UserError(
-                f"{shown(self.path)}: its aliases (*name) expand to more than {MOST_NODES:,} "
-                "values."
-            )
+            expanded = f"its aliases (*name) expand to more than {MOST_NODES:,} values"
+            raise UserError(f"{shown(self.path)}: {expanded}.")
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind == "seq":
             return [self.value_of(item, level + 1) for item in node.value]
@@ -219,16 +216,13 @@ class _YamlReader:
         mapping = {}
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
-                raise self._refuse(
-                    key, f"the key {shown(str(key.value))} is not text, as the name of a flag is"
-                )
+                problem = f"the key {shown(str(key.value))} is not text, as the name of a flag is"
+                raise self._refuse(key, problem)
             if key.value in mapping:
                 raise self._refuse(key, f"{shown(key.value)} is given twice, leave one out")
             mapping[key.value] = self.value_of(value, level + 1)
         return mapping
 
     def _refuse(self, node, problem: str) -> UserError:
-        mark = node.start_mark
-        return UserError(
-            f"{shown(self.path)}, line {mark.line + 1}, column {mark.column + 1}: {problem}."
-        )
+        line, column = node.start_mark.line + 1, node.start_mark.column + 1
+        return UserError(f"{shown(self.path)}, line {line}, column {column}: {problem}.")

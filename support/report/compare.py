@@ -187,7 +187,6 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
 
     Args:
         folder: holds outcome.txt ("exit N", "timeout N" or "interrupted") and log.txt.
-        results: results.json, or {}.
         steps: number of optimizer steps in metrics.jsonl.
     """
     outcome, _, number = _read_text(folder / "outcome.txt").strip().partition(" ")
@@ -535,8 +534,6 @@ def volumes(collectives: dict, parameters: int) -> dict[str, float]:
     The volume is the number of elements of any type, counted twice for an all-reduce, as in the
     ZeRO paper.
 
-    Args:
-        parameters: P, the number of parameters.
     Returns:
         {"all_gather": …, "all_reduce": …, …}
     """

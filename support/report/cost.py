@@ -122,11 +122,7 @@ def amount_of_work(args, global_batch: int, share: float = 1.0) -> tuple[str, in
 
 
 def cost_of(args, work: Workload, rate: Rate) -> Cost:
-    """Return the cost of a run.
-
-    Args:
-        args: the amount of work, --price and --watts.
-    """
+    """Return the cost of a run."""
     global_batch = work.batch_size * work.accumulation * work.world_size
     words, tokens, steps = amount_of_work(args, global_batch, rate.share)
     gpu_hours = tokens / rate.tokens_per_second / 3600
@@ -177,12 +173,7 @@ def assumed_rate(args, work: Workload) -> Rate:
 
 
 def measured_rate(place: str, results: dict, work: Workload, model: str, strategy: str) -> Rate:
-    """Return the rate of a run, for a plan with the same model, sequence length and precision.
-
-    Args:
-        place: the flag that gives the run, for messages.
-        model, strategy: those of the plan.
-    """
+    """Return the rate of a run, for a plan with the same model, sequence length and precision."""
     must_match = {
         "parameters": sum(work.sizes),
         "trainable_parameters": sum(work.trained),

@@ -83,10 +83,8 @@ def read_run(path: Path) -> RecordedRun:
         state = newest_of_trainer(path) / TRAINER_STATE
         if state.is_file():
             return _read_trainer(state)
-        raise UserError(
-            f"{shown(path)} is no run: name an output folder with results.json and metrics.jsonl, "
-            f"or a {TRAINER_STATE}."
-        )
+        known = f"an output folder with results.json and metrics.jsonl, or a {TRAINER_STATE}"
+        raise UserError(f"{shown(path)} is no run: name {known}.")
     run = RecordedRun(path, results=read_json(path / "results.json"))
     _add_records(run, read_json_lines(path / "metrics.jsonl"), "lr", each_step=True)
     run.facts = _facts_of(run.results)

@@ -39,13 +39,9 @@ class MetricsLogger:
     It starts the profiler and the trackers of the flags.
 
     Args:
-        folder: the folder in which rank 0 writes metrics.jsonl.
         memory_by_phase: records the phases of the first step.
         step_memory: measures one step: the last one; with early stopping, where the last one is not
             known in advance, an early one.
-    Attributes:
-        at_end: functions that `close` calls, to finish files for other tools.
-        losses: loss of each step since this process started; see `flush`.
     """
 
     def __init__(
@@ -64,11 +60,11 @@ class MetricsLogger:
             self.measured_step = min(state.total_steps, state.step + EARLY_MEASURED_STEP)
         self.trackers = start_trackers(args, ctx, folder, state.step)
         self.trace = Trace(args.profile, ctx) if args.profile else None
-        self.at_end: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[], None]] = []  # finish files for other tools, see `close`
         self.timer, self.traffic = StepTimer(ctx.device), ctx.hang.traffic
-        self.losses: list[float] = []
+        self.losses: list[float] = []  # of each step since this process started, see `flush`
         self.first_step_at: float | None = None
-        self._samples: list[int] = []  # of each step since this process started
+        self._samples: list[int] = []
         self._samples_before = state.samples
         self._tokens: list[int] = []
         self._pending: list[dict] = []  # steps whose numbers are still on the device
@@ -303,9 +299,6 @@ class MetricsLogger:
         """Finish the files for other tools: trace, memory snapshot, curves and sample text.
 
         An error here becomes a warning, because training itself has completed.
-
-        Args:
-            sample: the text that --generate produced.
         """
         self._bar.close()
         finishers = [self.trace.stop] if self.trace else []

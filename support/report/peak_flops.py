@@ -40,7 +40,6 @@ class Peak:
         """Return the peak rate in FLOP/s; None if the matrix units lack the precision.
 
         Args:
-            precision: "fp32", "bf16" or "fp16".
             tf32: multiply fp32 in TF32 if the device has it, as real_model_example.py does.
         """
         if precision == "fp32":
@@ -137,13 +136,10 @@ def flops_per_token(
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the device's peak rate for matrix multiplications in this precision.
+    """Return the device's peak FLOP/s for matrix multiplications; None if it is not known.
 
-    Args:
-        precision: "fp32", "bf16" or "fp16". In fp32 PyTorch multiplies in TF32 if the device has it
-            and torch.set_float32_matmul_precision allows it.
-    Returns:
-        FLOP/s; None if the rate is not known.
+    In fp32 PyTorch multiplies in TF32 if the device has it and torch.set_float32_matmul_precision
+    allows it.
     """
     import torch
 

@@ -61,10 +61,8 @@ class RunRecord:
         print0(f"🚀 {verb} {args.model} ({human_count(base)} parameters)")
         print0(f"📋 Strategy: {args.strategy.upper()}")
         if spec.own_settings:
-            print0(
-                "🔧 gelu_new is computed as gelu_pytorch_tanh, the same function in one kernel "
-                "(--no_fused_gelu keeps it)"
-            )
+            same = "the same function in one kernel (--no_fused_gelu keeps it)"
+            print0(f"🔧 gelu_new is computed as gelu_pytorch_tanh, {same}")
         if not spec.chunked_loss:
             print0(
                 "🔧 All logits of a batch are computed at once: this model changes them, or has "
@@ -83,10 +81,8 @@ class RunRecord:
         print0 = self.ctx.console.print0
         print0(f"✅ Model loaded: {spec.parameters:,} parameters ({spec.parameters / 1e6:.1f}M)")
         if spec.lora:
-            print0(
-                f"🔧 LoRA: {spec.trainable:,} of {spec.parameters:,} parameters are trained "
-                f"({spec.trainable / spec.parameters:.2%})"
-            )
+            trained = f"{spec.trainable:,} of {spec.parameters:,} parameters are trained"
+            print0(f"🔧 LoRA: {trained} ({spec.trainable / spec.parameters:.2%})")
             if spec.random and not (args.merge_lora or args.no_export):
                 self.ctx.console.warn(
                     "The frozen weights are random, and the adapters cannot be used without them: "

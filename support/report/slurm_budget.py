@@ -119,7 +119,6 @@ def _measured(place: str, results: dict, path: str) -> dict:
     """Return the fields of `Times` that a run measured.
 
     Args:
-        place: the flag and the file, for messages.
         path: its path, or that of its folder, which has metrics.jsonl.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent

@@ -120,10 +120,9 @@ def title(comparison: Comparison) -> str:
         batch += f" × {micro_steps} micro-batches"
     capped = " (the comparison's default cap)" if comparison.step_cap == work["steps"] else ""
     repeated = f", {repeats} repeats" if repeats > 1 else ""
-    return (
-        f"{work['model']} ({work['parameters'] / 1e6:.1f}M parameters) on {ranks}, "
-        f"{work['precision']}, {batch}, {work['steps']} steps{capped}{repeated}"
-    )
+    model = f"{work['model']} ({work['parameters'] / 1e6:.1f}M parameters)"
+    steps = f"{work['steps']} steps{capped}{repeated}"
+    return f"{model} on {ranks}, {work['precision']}, {batch}, {steps}"
 
 
 def provenance(comparison: Comparison) -> list[str]:
