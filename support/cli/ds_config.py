@@ -67,6 +67,8 @@ FLAG_OF_KEY = {
     "zero_optimization.offload_optimizer.nvme_path": "nvme_path",
     "zero_optimization.offload_param.nvme_path": "nvme_path",
 }
+# Parameters of an optimizer for which DeepSpeed's AdamW and PyTorch's are the same.
+PARAMS_OF_ADAM = ("lr", "weight_decay", "betas", "eps")
 # Schedulers that Hugging Face's files have with "auto" values, and the same --lr_scheduler.
 AUTO_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 
@@ -305,11 +307,13 @@ def _set_optimizer(args, config: dict, file: str) -> None:
         return
     offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
     if "optimizer" not in config:
-        params = {"lr": AUTO, "weight_decay": AUTO, "betas": AUTO, "eps": AUTO}
-        if offloads_to in (None, "none"):
-            params |= {"torch_adam": True, "fused": True}
-        config["optimizer"] = {"type": "AdamW", "params": params}
+        config["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(PARAMS_OF_ADAM, AUTO)}
     params = config["optimizer"].get("params", {})
+    is_adam = str(config["optimizer"].get("type")).lower() in ("adam", "adamw")
+    if is_adam and offloads_to in (None, "none") and {*params} <= {*PARAMS_OF_ADAM}:
+        # The same updates as DeepSpeed's FusedAdam, which compiles an op.
+        params |= {"torch_adam": True, "fused": True}
+        config["optimizer"]["params"] = params
     betas = params.get("betas", AUTO)
     betas = betas if isinstance(betas, list) and len(betas) == 2 else [AUTO, AUTO]
     values = {"adam_beta1": betas[0], "adam_beta2": betas[1], "adam_epsilon": params.get("eps")}

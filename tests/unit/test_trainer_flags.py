@@ -160,6 +160,24 @@ def test_a_scheduler_of_auto_values_is_ours(tmp_path, kind, params, flags, sched
         assert args.lr_scheduler == schedule and "scheduler" not in args.ds_config_dict
 
 
+@pytest.mark.parametrize(
+    "params, zero, needs_no_op",
+    [
+        ({"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}, {}, True),
+        ({}, {}, True),
+        ({"adam_w_mode": False}, {}, False),
+        ({"lr": 1e-3}, {"offload_optimizer": {"device": "cpu"}}, False),
+    ],
+)
+def test_adam_of_a_deepspeed_file_is_pytorchs(tmp_path, params, zero, needs_no_op):
+    """DeepSpeed's own is compiled, on a GPU by an nvcc that fits torch."""
+    file = tmp_path / "ds.json"
+    optimizer = {"type": "Adam", "params": params}
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, **zero}, "optimizer": optimizer}))
+    read = parse_arguments(["--deepspeed", str(file)]).ds_config_dict["optimizer"]["params"]
+    assert read.get("torch_adam", False) is needs_no_op
+
+
 def test_warmup_ratio_is_a_share_of_all_steps():
     rates = {
         name: [learning_rate(step, 25, parse_arguments([*flags])) for step in range(25)]
