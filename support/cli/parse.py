@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 
 from support import PROJECT
 from support.cli.aliases import apply_converted, lines_for_user
@@ -64,14 +65,27 @@ def parse_arguments(argv: list[str]) -> Arguments:
         parser.refuse_unknown(unknown[0])
     args.given = _given_flags(parser, argv)
     args.resume = "" if args.resume is NEWEST else args.resume
-    apply_converted(args)
-    _set_datasets(args)
-    refuse_conflicts(args)
-    _set_defaults(args)
-    _resolve_strategy(args)
-    _check_strategy_supports(args)
+    try:
+        apply_converted(args)
+        _set_datasets(args)
+        refuse_conflicts(args)
+        _set_defaults(args)
+        _resolve_strategy(args)
+        _check_strategy_supports(args)
+    except UserError as error:
+        error.args = (_as_typed(str(error), parser, argv),)
+        raise
     args.hub_offline, args.hub_problem = False, None
     return args.freeze()
+
+
+def _as_typed(message: str, parser: argparse.ArgumentParser, argv: list[str]) -> str:
+    """Return a message with the flags under the names that the user gave them."""
+    for option in {argument.partition("=")[0] for argument in argv}:
+        action = parser._option_string_actions.get(option)
+        if action and action.option_strings[0] != option:
+            message = re.sub(rf"{action.option_strings[0]}(?!\w)", option, message)
+    return message
 
 
 def _not_overridden(

@@ -68,6 +68,8 @@ def test_every_flag_of_trainer_and_run_clm_is_known():
         (["--data_seed", "7"], "--data_seed the value of --seed is accepted"),
         (["--model", "gpt2", "--tokenizer_name", "opt"], "the value of --model is accepted"),
         (["--adafactor"], "use --optim adafactor"),
+        (["--streaming", "--max_train_samples", "9"], "^--streaming and --max_train_samples can"),
+        (["--no_save", "--save_steps", "9"], "^--no_save and --save_steps cannot"),
         (["--save_strategy", "best"], "needs --load_best_at_end"),
         (["--eval_steps", "0.1"], "--eval_steps: 0.1 .* shares of all steps are not used"),
         (["run.json"], "run.json is the value of no flag: did you mean --config run.json"),
