@@ -57,7 +57,7 @@ def main() -> None:
     try:
         run(args)
     except Exception as error:
-        raise explain(error) from error
+        raise explain(error) from None
 
 
 def run(args) -> None:

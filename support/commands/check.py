@@ -417,7 +417,10 @@ def _seconds_of(collective: Callable, ctx: DistContext, *tensors: torch.Tensor) 
     seconds = []
     on_gpu = ctx.device.type == "cuda"
     for _ in range(1 + (3 if tensors[0].nbytes > MB else 9)):
-        torch.cuda.synchronize() if on_gpu else dist.barrier()
+        if on_gpu:
+            torch.cuda.synchronize()
+        else:
+            dist.barrier()
         start = time.perf_counter()
         collective(*tensors)
         if on_gpu:
