@@ -142,15 +142,14 @@ def check_export_folder(args) -> None:
     description = f"--export_hf {args.export_hf}" if args.export_hf else f"The export, {folder},"
     if not folder.is_file():
         check_place("--export_hf" if args.export_hf else "The export,", folder)
-    needed = {
-        "the current folder": ".",
-        "--output_dir": args.output_dir,
-        "--resume": args.resume,
-        "--model": args.model if is_local_model(args.model) else None,
-    }
-    folders = list(needed.items())
-    folders += [("--dataset", name) for name, _ in datasets_of(args) if is_local_dataset(name)]
-    for name, path in folders:
+    needed = [
+        ("the current folder", "."),
+        ("--output_dir", args.output_dir),
+        ("--resume", args.resume),
+        ("--model", args.model if is_local_model(args.model) else None),
+        *(("--dataset", name) for name, _ in datasets_of(args) if is_local_dataset(name)),
+    ]
+    for name, path in needed:
         if path and folder.resolve() in (needed_path := Path(path).resolve(), *needed_path.parents):
             raise UserError(
                 f"{description} would replace {name}: name another folder with --export_hf."

@@ -309,10 +309,9 @@ def _messages(row: dict, name: str) -> list[dict]:
 
 def _message(message) -> dict:
     """Return a message with `role` and `content` (ShareGPT: `from` and `value`)."""
-    if not isinstance(message, dict):
-        raise ValueError("a message is not an object with 'role' and 'content'")
-    sharegpt = message.get("role") is None and "from" in message
-    role = message.get("from" if sharegpt else "role")
+    is_object = isinstance(message, dict)
+    sharegpt = is_object and message.get("role") is None and "from" in message
+    role = message.get("from" if sharegpt else "role") if is_object else None
     if not isinstance(role, str):
         raise ValueError("a message is not an object with 'role' and 'content'")
     _refuse_unsupported(message, UNSUPPORTED_IN_MESSAGE, "a message has ")
