@@ -543,7 +543,7 @@ def find(wanted: str, folder: Path, ctx: DistContext) -> tuple[Path, dict] | Non
     candidates = program = None
     if ctx.is_main:  # rank 0 decides: other nodes may see new names in a shared folder later
         candidates = candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
-        program = format_of(Path(wanted)) if wanted and not candidates else None
+        program = format_of(Path(wanted)) if wanted and candidates == [] else None
     candidates, program = ctx.broadcast_from_rank0((candidates, program))
     if candidates is None:
         raise UserError(f"{wanted}: no such folder.")
