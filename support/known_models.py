@@ -12,17 +12,19 @@ GPT2_SHAPES = {
     "gpt2-large": (36, 20, 1280),
     "gpt2-xl": (48, 25, 1600),
 }
-# Short names, names on the hub, and the parts of their config.json that determine memory.
+# The parts of a config.json that determine memory.
 _KEYS = """
     model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads vocab_size max_position_embeddings
     """.split()
+# Short name, name on the hub, and the values of these keys.
 _ROWS = (
     ("Llama-2-7B", "meta-llama/Llama-2-7b-hf", "llama", 4096, 11008, 32, 32, 32, 32000, 4096),
     ("Llama-3-8B", "meta-llama/Meta-Llama-3-8B", "llama", 4096, 14336, 32, 32, 8, 128256, 8192),
     ("Qwen2.5-7B", "Qwen/Qwen2.5-7B", "qwen2", 3584, 18944, 28, 28, 4, 152064, 131072),
     ("Mistral-7B", "mistralai/Mistral-7B-v0.1", "mistral", 4096, 14336, 32, 32, 8, 32000, 32768),
 )
+# Name on the hub -> short name, and these parts of its config.json.
 LARGE_MODELS = {
     name: (short, dict(zip(_KEYS, config, strict=True))) for short, name, *config in _ROWS
 }
