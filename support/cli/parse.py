@@ -73,14 +73,15 @@ def parse_arguments(argv: list[str]) -> Arguments:
         _resolve_strategy(args)
         _check_strategy_supports(args)
     except UserError as error:
-        error.args = (_as_typed(str(error), parser, argv),)
+        error.args = (as_typed(str(error), argv),)
         raise
     args.hub_offline, args.hub_problem = False, None
     return args.freeze()
 
 
-def _as_typed(message: str, parser: argparse.ArgumentParser, argv: list[str]) -> str:
+def as_typed(message: str, argv: list[str]) -> str:
     """Return a message with the flags under the names that the user gave them."""
+    parser = build_parser()
     for option in {argument.partition("=")[0] for argument in argv}:
         action = parser._option_string_actions.get(option)
         if action and action.option_strings[0] != option:

@@ -33,7 +33,7 @@ def prefetch(args, launch: Launch) -> NoReturn:
     ctx = DistContext.create(launch, torch.device("cpu"), "fake", console)
     ctx.stop.install()
     try:
-        ctx.console.print0(f"⏳ Downloading {args.model}, where it is not in the cache")
+        ctx.console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
         tokenizer = models.download_model(args, ctx)
         if args.streaming:
             if not is_local_dataset(args.dataset):

@@ -159,7 +159,7 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
     """
     _be_quiet(args)
     if not args.hub_offline:
-        ctx.console.print0(f"⏳ Downloading {args.model}, where it is not in the cache")
+        ctx.console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
     prepared = ctx.once_per_node("model", lambda: _prepare_folders(args, ctx))
     config = _read_config(prepared["weights"], args.model)
     tokenizer = _read_tokenizer(prepared["tokenizer"], args)
