@@ -204,7 +204,7 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise UserError(f"--hosts {path} cannot be read: {reason}.") from error
-    hosts: list[str] = []
+    hosts: dict[str, None] = {}  # an ordered set: the file may name very many
     slots: set[int] = set()
     for number, words in enumerate((line.split("#")[0].split() for line in lines), 1):
         if not words:
@@ -218,7 +218,7 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
             raise UserError(f"{place}: after the host name only slots=N can follow.")
         if host in hosts:
             raise UserError(f"{place}: {host} is listed twice: remove one line.")
-        hosts.append(host)
+        hosts[host] = None
         slots |= {int(slots_match[1])} if slots_match else set()
     if not hosts:
         raise UserError(
@@ -226,7 +226,7 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
         )
     if len(slots) > 1:
         raise UserError(f"--hosts {path}: every host must have the same number of slots.")
-    return hosts, slots.pop() if slots else None
+    return list(hosts), slots.pop() if slots else None
 
 
 def launch_script(args, made_by: str) -> str:
