@@ -47,7 +47,7 @@ def memory_limit(device: torch.device) -> int:
     if soft != resource.RLIM_INFINITY:  # it limits virtual memory, most of which is not resident
         usage = psutil.Process().memory_info()
         limits.append(soft - (usage.vms - usage.rss))
-    return min(*limits, *control_group_limits())
+    return min([*limits, *control_group_limits()])
 
 
 def control_group_limits() -> list[int]:

@@ -2,10 +2,13 @@
 
 import ast
 import re
+import resource
 import subprocess
 import sys
 
+import psutil
 import pytest
+import torch
 from conftest import PROJECT
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -13,6 +16,7 @@ from syntax import nodes_of
 
 from support.cluster import devices
 from support.errors import MissingRequirement
+from support.memory import system
 from support.strategies import requirements as requirements_of_strategy
 from support.strategy import STRATEGIES
 
@@ -131,3 +135,11 @@ def test_a_gpu_that_is_not_supported_is_named(monkeypatch, available, named):
         monkeypatch.setattr(f"torch.{kind}.is_available", lambda kind=kind: kind in available)
     gpu = devices.unused_gpu()
     assert gpu is None if named is None else named in gpu
+
+
+def test_memory_of_a_host_without_limits(monkeypatch):
+    """Its control groups set no limit, or /sys is not mounted; ulimit -v sets none either."""
+    monkeypatch.setattr(system, "control_group_limits", list)
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: unlimited)
+    assert system.memory_limit(torch.device("cpu")) == psutil.virtual_memory().total
