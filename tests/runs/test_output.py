@@ -5,8 +5,6 @@ import time
 
 import pytest
 
-from support.report.schema import REQUIRED
-
 
 @pytest.fixture(scope="module")
 def run(script):
