@@ -4,6 +4,7 @@ import re
 import time
 
 import pytest
+from schema_check import REQUIRED
 
 
 @pytest.fixture(scope="module")
