@@ -5,8 +5,11 @@
 
 FOLDER has GPT-2's configuration and tokenizer. Both programs begin with the same random weights and
 read the same sequences in the same order, with AdamW, bf16 autocast, no dropout, clipping to 1 and
-a constant learning rate. Trainer has its own loss, GELU and loop. With --write the figure goes to
-docs/real_model.png.
+a constant learning rate. Trainer has its own loss, GELU and loop. A program whose folder in DIR
+has a metrics.jsonl is not run again. With --write the figure goes to docs/real_model.png.
+
+Trainer counts the first token of each sequence, which has no loss, so its losses are multiplied by
+256 / 255. Clipping and AdamW cancel this factor in the update.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import subprocess
 import sys
 import time
+from math import exp
 from pathlib import Path
 from statistics import mean, median
 
@@ -61,7 +65,6 @@ def train_with_trainer(flags: list[str]) -> None:
             return {"input_ids": inputs, "labels": inputs}
 
     order = batches.epoch_order(train.num_sequences, args.seed, epoch=1)
-    order = order[: len(order) // args.batch_size * args.batch_size]
     folder = Path(args.output_dir)
     settings = TrainingArguments(
         str(folder),
@@ -86,16 +89,14 @@ def train_with_trainer(flags: list[str]) -> None:
     trainer = Trainer(spec.load(ctx), settings, train_dataset=Dataset(train, order))
     trainer.train()
     results = trainer.evaluate(Dataset(validation, range(args.eval_samples)))
-    lines = [{"step": log["step"], "loss": log["loss"]} for log in logs_of(trainer)]
-    lines.append({"step": trainer.state.global_step, "eval_loss": results["eval_loss"]})
+    counted = args.seq_length / (args.seq_length - 1)  # see the docstring of this file
+    logged = [log for log in trainer.state.log_history if "loss" in log]
+    lines = [{"step": log["step"], "loss": log["loss"] * counted} for log in logged]
+    evaluation = results["eval_loss"] * counted
+    lines.append({"step": trainer.state.global_step, "eval_loss": evaluation})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ctx.temporary.clean_up()
-
-
-def logs_of(trainer) -> list[dict]:
-    """Return what Trainer logged for each step."""
-    return [log for log in trainer.state.log_history if "loss" in log]
 
 
 def losses(folder: Path) -> tuple[list[float], float]:
@@ -146,14 +147,15 @@ def main() -> None:
     }
     found = {}
     for (name, command), folder in zip(ways.items(), ("ours", "trainer"), strict=True):
-        start = time.perf_counter()
-        subprocess.run(command, check=True, cwd=PROJECT)
-        minutes = (time.perf_counter() - start) / 60
+        if not (args.out / folder / "metrics.jsonl").exists():
+            start = time.perf_counter()
+            subprocess.run(command, check=True, cwd=PROJECT)
+            print(f"{name}: {(time.perf_counter() - start) / 60:.1f} minutes", flush=True)
         found[name], evaluation = losses(args.out / folder)
         print(
-            f"{name}: {len(found[name])} steps, {minutes:.1f} minutes, loss {found[name][0]:.4f} "
-            f"to {mean(found[name][-SMOOTHED:]):.4f} (mean of {SMOOTHED} steps), "
-            f"validation loss {evaluation:.4f}",
+            f"{name}: {len(found[name])} steps, loss {found[name][0]:.4f} to "
+            f"{mean(found[name][-SMOOTHED:]):.4f} (mean of {SMOOTHED} steps), validation loss "
+            f"{evaluation:.4f}, perplexity {exp(evaluation):.1f}",
             flush=True,
         )
     ours, theirs = found.values()

@@ -6,8 +6,9 @@ counted like those in live.py. They are derived from the allocator's statistics.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -171,8 +172,11 @@ class StepMemory:
         if not self._records:
             return
         if self._profiler is not None:
+            addresses: set[int] = set()
+            count(all_tensors(), addresses)
             self._profiler.__exit__(None, None, None)
-            self._marks, self._profiler = marks_of_profile(self._profiler, self._start), None
+            self._marks = marks_of_profile(self._profiler, self._start, addresses)
+            self._profiler = None
         self.phases, previous, in_forward = {}, self._start, None
         for phase, live, peak in self._marks:
             phase_bytes = self.phases.setdefault(phase, {"live": 0, "peak": 0})
@@ -192,33 +196,81 @@ class StepMemory:
 MARK = "memory after "
 
 
-def marks_of_profile(profiler, start: int) -> list[tuple[str, int, int]]:
+def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, int, int]]:
     """Return (phase, live bytes at its end, peak bytes within it) for each mark in a profile.
 
-    The profile does not record what gloo's threads release: where one of them drops the last
-    reference to the input of a collective (zero3, infinity, fsdp), the bytes after it are too high
-    by that input, in some runs and not in others.
+    The profile does not record what a thread of gloo releases, and in some runs one of them has the
+    last reference to the input of a collective. Such an allocation counts until the next one, or
+    until its phase ends.
 
     Args:
         profiler: torch.autograd.profiler.profile with profile_memory.
         start: live bytes at the start of the profile. The profile does not record the
             release of tensors that existed before.
+        at_end: addresses of the tensors that are live at the end of the profile.
     """
-    events = [
-        (event.start_ns(), event.name(), event.nbytes())
-        for event in profiler.kineto_results.events()
-        if event.name() == "[memory]" or event.name().startswith(MARK)
-    ]
-    live = peak = start
-    phases = []
-    for _, name, size in sorted(events, key=lambda event: event[0]):
-        if name.startswith(MARK):
-            phases.append((name.removeprefix(MARK), live, peak))
-            peak = live
-        else:
-            live += size
+    phases = _by_phase(profiler)
+    lost = _released_elsewhere(phases, at_end)
+    live, marks = start, []
+    for phase, allocations in phases:
+        peak, lost_bytes = live, 0
+        for allocation in allocations:
+            if allocation in lost:
+                live -= lost_bytes
+                lost_bytes = allocation.size
+            live += allocation.size
             peak = max(peak, live)
+        live -= lost_bytes
+        marks.append((phase, live, peak))
+    return marks
+
+
+class Allocation(NamedTuple):
+    """An allocation in a profile, or with a negative size a release."""
+
+    time: int
+    address: int
+    size: int
+
+
+def _by_phase(profiler) -> list[tuple[str, list[Allocation]]]:
+    """Return (phase, its allocations and releases) for each mark in a profile."""
+
+    def walk(tree) -> Iterator:
+        for event in tree:
+            yield event
+            yield from walk(event.children)
+
+    phases, allocations = [], []
+    events = walk(profiler.kineto_results.experimental_event_tree())
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        if event.name.startswith(MARK):
+            phases.append((event.name.removeprefix(MARK), allocations))
+            allocations = []
+        elif event.name == "[memory]":
+            fields = event.typed[1]
+            allocations.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
     return phases
+
+
+def _released_elsewhere(
+    phases: list[tuple[str, list[Allocation]]], at_end: set[int]
+) -> set[Allocation]:
+    """Return the allocations whose release was not recorded.
+
+    Their address was allocated again, or belongs to no tensor at the end. Those of a forward pass
+    are left out: DDP keeps the buckets that it allocates in its second one.
+    """
+    lost: set[Allocation] = set()
+    newest: dict[int, Allocation] = {}  # by address
+    for phase, allocations in phases:
+        for allocation in allocations:
+            previous = newest.pop(allocation.address, None)
+            if allocation.size > 0 and previous is not None:
+                lost.add(previous)
+            if allocation.size > 0 and phase != "forward":
+                newest[allocation.address] = allocation
+    return lost | {newest[address] for address in newest.keys() - at_end}
 
 
 # ------------------------------------------------------------------------------------- results.json

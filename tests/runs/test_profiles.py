@@ -31,12 +31,10 @@ def test_profile_memory_shows_phases_kinds_and_ranks(script):
     assert all(word in run.out for word in words), run.out
     memory = run.results["memory"]
     assert len(memory["step_bytes_by_rank"]) == 2 and memory["nvme_written_bytes_per_step"] > 0
-    # After the forward pass a step holds its activations, after the backward pass gradients instead.
-    # Inputs of reductions that a thread of gloo released are still counted (`marks_of_profile`).
+    # After the forward pass a step holds its activations, after the backward pass no more.
     step, held = memory["step_bytes_by_rank"][0], memory["categories_bytes_by_rank"][0]
     assert step["forward"]["live"] - step["data"]["live"] >= held["activations"] + held["logits"]
-    after_backward = step["backward"]["live"] - held["gradients"]
-    assert after_backward < step["forward"]["live"] <= step["forward"]["peak"]
+    assert step["backward"]["live"] < step["forward"]["live"] <= step["forward"]["peak"]
     assert_as_predicted(memory, "infinity", run.results["precision"])
 
 
