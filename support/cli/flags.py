@@ -208,9 +208,9 @@ DATA = (
     ),
 )
 TRAINING = (
-    flag("--batch_size", kinds.batch, "sequences per GPU in a micro-batch", default=4),
+    flag("--batch_size N", kinds.batch, "sequences per GPU in a micro-batch", default=4),
     flag(
-        "--eval_batch_size",
+        "--eval_batch_size N",
         kinds.batch,
         "sequences per GPU in a batch of an evaluation (default: --batch_size)",
     ),
