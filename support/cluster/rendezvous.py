@@ -26,7 +26,7 @@ from support.process import exit_now
 from support.versions import code_digest, versions
 
 CONNECT_SECONDS = 5  # time limit of one connection attempt
-RESOLVE_SECONDS = 30  # for the name of rank 0's host, which the DNS of a starting pod may not know
+RESOLVE_SECONDS = 120  # for the name of rank 0's host, which the DNS of a starting pod may not know
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 
 
