@@ -140,7 +140,7 @@ def test_flag(attack, tmp_path):
     flag("--do_train", "--do_eval", "False", eval=False, eval_only=False),
     flag("--do_eval", eval_only=True),
     flag("--do_train", "False", says="leaves nothing to do"),
-    flag("--do_eval", "--num_train_epochs", "3", says="--epochs needs training: add --do_train"),
+    flag("--do_eval", "--num_train_epochs", "3", says="--num_train_epochs needs training: add --do_train"),
     flag("--do_eval", "--eval_strategy", "steps", says="add --do_train"),
     flag("--do_eval", "--do_train", "false", "--lr", "1e-3", eval_only=True),
     flag("--overwrite_output_dir", "--load_best_model_at_end", overwrite=True),
