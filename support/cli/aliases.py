@@ -200,6 +200,7 @@ REFUSED = {
 }
 
 # Flags of the tables above that are on by default there, and have a --no_… for that reason.
+LISTS = ("include_for_metrics", "label_names")  # flags of Trainer with several values
 ON_BY_DEFAULT = (
     *("dataloader_pin_memory", "dataloader_in_order", "remove_unused_columns", "log_on_each_node"),
     *("logging_nan_inf_filter", "eval_do_concat_batches", "skip_memory_metrics"),
@@ -302,9 +303,10 @@ def hidden_rows() -> list[tuple[str, dict]]:
     """Return the rows of flags that --help does not list."""
     hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     value = {**hidden, "nargs": "?", "const": "true"}
+    values = {**hidden, "nargs": "*"}
     off = {**hidden, "action": "store_const", "const": "false"}
     return [
-        *((f"--{name}", value) for name in (*IGNORED, *REFUSED)),
+        *((f"--{name}", values if name in LISTS else value) for name in (*IGNORED, *REFUSED)),
         *((f"--no_{name}", {**off, "dest": name}) for name in ON_BY_DEFAULT),
     ]
 
@@ -331,9 +333,9 @@ def apply_converted(args) -> None:
 def _check_changes_nothing(args, name: str) -> None:
     """Raise a UserError unless a flag of REFUSED has a value that changes nothing."""
     accepted, reason = REFUSED[name]
-    value = "".join(str(getattr(args, name)).lower().split())
-    ours = [str(getattr(args, flag[2:])).lower() for flag in accepted if flag.startswith("--")]
-    if value not in (*accepted, *ours):
+    value = str(getattr(args, name))
+    ours = [str(getattr(args, flag[2:])) for flag in accepted if flag.startswith("--")]
+    if value not in ours and "".join(value.lower().split()) not in accepted:
         values = " or ".join(
             f"the value of {flag}" if flag.startswith("--") else flag for flag in accepted
         )

@@ -391,7 +391,7 @@ def _reconcile_scheduler(args, config: dict, file: str) -> None:
     if scheduler is None:
         return
     kind, params = lookup(scheduler, "type"), lookup(scheduler, "params") or {}
-    same = AUTO_SCHEDULERS.get(kind)
+    same = AUTO_SCHEDULERS.get(str(kind))
     ours = {"warmup_min_lr": 0, "warmup_type": "linear"}
     if (
         same

@@ -88,7 +88,8 @@ def connect(launch: Launch, timeout: float) -> dist.Store:
         TrainingError: the name of rank 0's host has no address for RESOLVE_SECONDS, or the store's
             port accepts no connection within `timeout` seconds.
     """
-    host, start = launch.is_main and not agent_hosts_store(), time.monotonic()
+    host = launch.is_main and not agent_hosts_store()
+    start = had_address = time.monotonic()
     address = launch.master_addr, launch.master_port
     # Probe the address first: Python handles no signal while torch waits for a connection.
     while True:
@@ -99,14 +100,16 @@ def connect(launch: Launch, timeout: float) -> dist.Store:
                 socket.create_connection(address, CONNECT_SECONDS).close()
             break
         except OSError as error:
-            seconds = time.monotonic() - start
-            if isinstance(error, socket.gaierror) and seconds > min(timeout, RESOLVE_SECONDS):
+            now = time.monotonic()
+            if not isinstance(error, socket.gaierror):
+                had_address = now
+            elif now - had_address > min(timeout, RESOLVE_SECONDS):
                 raise TrainingError(
                     f"{launch.master_addr}, the name of rank 0's host, has no address here: add it "
                     "to /etc/hosts or to the DNS, or give an address instead "
                     "(torchrun --local_addr=ADDRESS, or MASTER_ADDR)."
                 ) from error
-            if seconds > timeout:
+            if now - start > timeout:
                 raise TrainingError(
                     f"Rank 0 does not answer at {launch.master_addr}:{launch.master_port}. "
                     "Has it started, and is the port open between the hosts?"

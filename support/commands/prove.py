@@ -172,6 +172,8 @@ def run(way: Way, args, output: Path) -> None:
     kept = {name: value for name, value in vars(args).items() if name in KEPT}
     objects = {"fsdp": args.fsdp, "mixture": args.mixture}
     flags = {**kept, **objects, **SETTINGS, "max_grad_norm": args.max_grad_norm, **way.flags}
+    if flags.get("ds_config"):  # its scheduler of "auto" values has the same rate in the first step
+        del flags["lr_scheduler"]
     run_file = output.with_suffix(".yaml")
     settings = Arguments(**flags, output_dir=str(output))
     run_file.write_text(as_yaml(settings), encoding="utf-8")

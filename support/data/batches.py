@@ -170,7 +170,7 @@ class PackedFile:
     """Examples on disk, several in a sequence; no token attends to another example."""
 
     file: ExampleFile
-    members: np.ndarray
+    members: np.ndarray  # of the sequences, one after the other; see `packing.pack`
     ends: np.ndarray
 
     @classmethod

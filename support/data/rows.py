@@ -149,7 +149,10 @@ def _has_a_row_per_line(file: Path) -> bool:
     """Return whether a .json file is one of JSON lines, as `datasets` reads and writes them."""
     with open(file, encoding="utf-8-sig", errors="surrogateescape") as stream:
         first = stream.readline(LONGEST_ROW)
-        if not first.startswith("{") or not any(line.strip() for line in stream):
+        if not (first.startswith("{") and first.endswith("\n")):
+            return False
+        # In parts, because the rest of the file may be one line that does not fit into memory.
+        if not any(part.strip() for part in iter(lambda: stream.read(1 << 16), "")):
             return False
     return not isinstance(_parse_json(first, file), BadRow)
 

@@ -211,10 +211,13 @@ def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
 
 
 def last_error(log: str) -> str:
-    """Return the script's own error line in a log, or else the last line with a letter or digit."""
+    """Return the script's first error line in a log, or else the last line with a letter or digit.
+
+    Later error lines are of ranks that the launcher stops after the first failure.
+    """
     lines = [line.strip() for line in log.splitlines() if any(map(str.isalnum, line))]
     marked = [line.removeprefix("❌ ") for line in lines if line.startswith("❌")]
-    return (marked or lines or [""])[-1]
+    return marked[0] if marked else (lines or [""])[-1]
 
 
 def _read_text(path: Path) -> str:

@@ -121,6 +121,8 @@ def read_step(alone: Path, together: Path) -> Step:
         raise UserError(f"{alone} and {together} differ in {different[0]}: repeat one of them.")
     if one["world_size"] != 1 or several["world_size"] == 1:
         raise UserError("Name a run on one rank first, and then one on several ranks.")
+    if not (one.get("step_phases_seconds") and several.get("step_phases_seconds")):
+        raise UserError(f"{alone} or {together} has no measured steps: train 10 steps or more.")
     phases, micro_batches = one["step_phases_seconds"], one["gradient_accumulation_steps"]
     computing = phases["data"] + phases["forward"] + phases["backward"]
     return Step(computing / micro_batches, phases["update"], list(_collectives(several)))

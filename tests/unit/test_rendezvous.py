@@ -1,5 +1,7 @@
 """The ranks agree on versions and code before they wait for each other."""
 
+import socket
+
 import pytest
 
 from support.cluster import rendezvous
@@ -31,6 +33,24 @@ def test_missing_ranks_are_named_without_a_guess_of_their_node():
     assert "a:29500" in message and "node" not in message
     message = _describe_missing_ranks(list(range(1, 12)), {0: {"host": "a"}}, launch)
     assert "(ranks 1, 2, 3, 4, 5, 6, 7, 8, …)" in message
+
+
+def test_a_name_that_had_an_address_is_looked_up_again(monkeypatch):
+    """While rank 0 starts, it refuses connections, and a look-up may fail once."""
+    now = iter(range(0, 10_000, 50))
+    errors = iter([ConnectionRefusedError(), ConnectionRefusedError(), socket.gaierror()])
+
+    def connect(*_):
+        if error := next(errors, None):
+            raise error
+        return socket.socket()
+
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda _: None)
+    monkeypatch.setattr(rendezvous.socket, "create_connection", connect)
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", lambda *args, **options: args)
+    launch = Launch("python", 1, 1, 2, 2, 0, "a", 29500)
+    assert rendezvous.connect(launch, timeout=1000) == ("a", 29500, 2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
