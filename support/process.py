@@ -145,7 +145,7 @@ def run_program(command: list[str], env: dict[str, str] | None = None) -> tuple[
         except BaseException:
             program.terminate()
             try:
-                program.wait(END_SECONDS)
+                program.communicate(timeout=END_SECONDS)  # a full pipe would block it
             except subprocess.TimeoutExpired:
                 program.kill()
             raise

@@ -199,8 +199,9 @@ REFUSED = {
     "use_auth_token": ((), _TOKEN),
 }
 
+# Flags of the tables above with several values.
+LISTS = ("include_for_metrics", "label_names")
 # Flags of the tables above that are on by default there, and have a --no_… for that reason.
-LISTS = ("include_for_metrics", "label_names")  # flags of Trainer with several values
 ON_BY_DEFAULT = (
     *("dataloader_pin_memory", "dataloader_in_order", "remove_unused_columns", "log_on_each_node"),
     *("logging_nan_inf_filter", "eval_do_concat_batches", "skip_memory_metrics"),

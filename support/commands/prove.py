@@ -38,10 +38,10 @@ SEQUENCES = 8  # at least
 # Of the user's flags, those that determine the step.
 KEPT = {name.removeprefix("--") for name, _ in (*MODEL, *DATA, *STRATEGY)}
 KEPT |= {"lr", "weight_decay", "adam_beta1", "adam_beta2", "seed", "deterministic", "verbose"}
-SETTINGS = {
+SETTINGS = {  # any --lr_scheduler begins with --lr, so one step needs no setting for it
     **{"max_steps": 1, "save_every": 1},
     **{"eval": False, "no_export": True, "merge_lora": False, "quiet": True},
-    **{"precision": "fp32", "dropout": 0.0, "lora_dropout": 0.0, "lr_scheduler": "constant"},
+    **{"precision": "fp32", "dropout": 0.0, "lora_dropout": 0.0},
     # Adam divides its first update by |gradient| + epsilon. With 1e-8 an element whose gradient is
     # 0 but for rounding (the bias of keys) would move by up to the learning rate, in any direction.
     "adam_epsilon": 1e-4,
@@ -172,8 +172,6 @@ def run(way: Way, args, output: Path) -> None:
     kept = {name: value for name, value in vars(args).items() if name in KEPT}
     objects = {"fsdp": args.fsdp, "mixture": args.mixture}
     flags = {**kept, **objects, **SETTINGS, "max_grad_norm": args.max_grad_norm, **way.flags}
-    if flags.get("ds_config"):  # its scheduler of "auto" values has the same rate in the first step
-        del flags["lr_scheduler"]
     run_file = output.with_suffix(".yaml")
     settings = Arguments(**flags, output_dir=str(output))
     run_file.write_text(as_yaml(settings), encoding="utf-8")
