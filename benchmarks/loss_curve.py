@@ -3,9 +3,9 @@
 
     python -m benchmarks.loss_curve --out runs/loss_curve
 
-GPT-2 124M is trained twice in fp32, from the same random weights on the same sequences: once with
-the chunked loss, the fused GELU and PyTorch's attention, and once with transformers' own GELU and
-eager attention, and with torch's cross entropy of all logits. The result is a table in Markdown.
+GPT-2 124M is trained from the same random weights on the same sequences: in fp32 and in bf16 with
+the chunked loss, the fused GELU and PyTorch's attention, and in fp32 with transformers' own GELU
+and eager attention, and torch's cross entropy of all logits. The result is a table in Markdown.
 """
 
 from __future__ import annotations
@@ -47,27 +47,31 @@ def losses(command: list[str], flags: list[str], folder: Path) -> list[float]:
 
 
 def main() -> None:
-    """Train twice and print the table."""
+    """Train three times and print the table."""
     parser = argparse.ArgumentParser(description="Losses next to those of plain transformers.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch_size", default="1")
     parser.add_argument("--seq_length", default="128")
     parser.add_argument("--max_steps", default="100")
     args = parser.parse_args()
-    flags = "--model gpt2 --from_scratch --dataset pydocs --precision fp32 --dropout 0 --lr 5e-5"
+    flags = "--model gpt2 --from_scratch --dataset pydocs --dropout 0 --lr 5e-5"
     flags += " --warmup_steps 10 --no_eval --no_export --logging_steps 1"
     work = [*flags.split(), "--batch_size", args.batch_size, "--seq_length", args.seq_length]
     work += ["--max_steps", args.max_steps]
     program = "import sys; from benchmarks import loss_curve; del sys.argv[0]"
     plain = [sys.executable, "-c", f"{program}; loss_curve.run_plain()"]
-    fast = losses([sys.executable], work, args.out / "fast")
-    slow = losses(plain, [*work, "--no_fused_gelu"], args.out / "plain")
-    print("| step | this project | plain transformers | relative difference |\n|---|---|---|---|")
-    pairs = [*zip(fast, slow, strict=True)]
-    for step, (ours, theirs) in enumerate(pairs, 1):
+    fp32 = losses([sys.executable], [*work, "--precision", "fp32"], args.out / "fp32")
+    bf16 = losses([sys.executable], [*work, "--precision", "bf16"], args.out / "bf16")
+    slow = losses(plain, [*work, "--precision", "fp32", "--no_fused_gelu"], args.out / "plain")
+    print("| step | plain transformers, fp32 | ours, fp32 | difference | ours, bf16 | difference |")
+    print("|---|---|---|---|---|---|")
+    for step, (theirs, *ours) in enumerate(zip(slow, fp32, bf16, strict=True), 1):
         if step == 1 or step % SHOWN == 0:
-            print(f"| {step} | {ours:.6f} | {theirs:.6f} | {abs(ours / theirs - 1):.1e} |")
-    print(f"\nLargest relative difference: {max(abs(a / b - 1) for a, b in pairs):.1e}")
+            cells = [f"{loss:.6f} | {loss / theirs - 1:.1e}" for loss in ours]
+            print(f"| {step} | {theirs:.6f} | {' | '.join(cells)} |")
+    for name, curve in (("fp32", fp32), ("bf16", bf16)):
+        largest = max(abs(a / b - 1) for a, b in zip(curve, slow, strict=True))
+        print(f"\nLargest relative difference in {name}: {largest:.1e}")
 
 
 if __name__ == "__main__":
