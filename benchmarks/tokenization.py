@@ -89,13 +89,15 @@ def library(function: str, file: Path, tokenizer) -> float:
 
 def ours(file: Path, tokenizer) -> float:
     """Return the seconds until the token cache of a corpus is written."""
-    from support.data.sources import SourceOptions, open_source
+    from support.cli.parse import parse_arguments
+    from support.data.formats import RowOptions
+    from support.data.sources import open_source
     from support.data.tokenize import tokenize_once
     from support.files.cache import Cache
 
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        source = open_source(str(file), SourceOptions())
+        source = open_source(str(file), parse_arguments([]), RowOptions())
         tokenize_once(source, tokenizer, Cache(Path(folder), [], print), lambda n: None, 0)
         return time.perf_counter() - started
 

@@ -13,7 +13,6 @@ from support.cluster.context import DistContext
 from support.cluster.launch import Launch
 from support.console import Console
 from support.data import tokenize as tokens
-from support.data.sources import SourceOptions
 from support.errors import EXIT_COMPLETED
 from support.files.hub_cache import huggingface_home
 from support.model import resolve as models
@@ -43,9 +42,8 @@ def prefetch(args, launch: Launch) -> NoReturn:
                 )
         else:
             ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
-            options = SourceOptions.of(args, tokenizer)
             for name, _ in datasets_of(args):
-                tokens.tokenize_corpus(args, ctx, tokenizer, name, options)
+                tokens.tokenize_corpus(args, ctx, tokenizer, name)
         ctx.temporary.clean_up()
         ctx.console.print0(
             f"✅ Prefetched into {huggingface_home()}: "

@@ -25,7 +25,6 @@ from support.cluster.context import DistContext
 from support.data import tokenize
 from support.data.mixture import Mixture, mixture_facts
 from support.data.packing import pack
-from support.data.sources import SourceOptions
 from support.errors import UserError
 from support.labels import IGNORED
 from support.train_state import NEW_RUN, TrainState
@@ -299,8 +298,7 @@ def open_tokenized(args, ctx: DistContext, tokenizer) -> tuple[Sequences, Sequen
 
 def _open_dataset(args, ctx: DistContext, tokenizer, name: str) -> tuple[Any, Any, dict]:
     """Do what `open_tokenized` does for one dataset."""
-    options = SourceOptions.of(args, tokenizer)
-    tokens = tokenize.tokenize_corpus(args, ctx, tokenizer, name, options)
+    tokens = tokenize.tokenize_corpus(args, ctx, tokenizer, name)
     train, validation, facts = split_sequences(tokens, args)
     tokenize.print_splits(ctx, args, facts, tokenizer)
     entry = {"name": name, **facts["train"], "validation": facts["validation"]}

@@ -15,7 +15,6 @@ from typing import Any
 
 from support import progress
 from support.cli.paths import is_local_dataset
-from support.data.chat import has_own_template
 from support.data.formats import BadRow, Document, Example, RowOptions, columns_of_table, read_row
 from support.data.rows import contents_of_file, has_rows, reading
 from support.errors import UserError, refused_as
@@ -53,44 +52,13 @@ class Source:
     advice: str = ""  # text to add to the message about a bad row
 
 
-@dataclass(frozen=True)
-class SourceOptions:
-    """How a corpus is opened."""
-
-    rows: RowOptions = field(default_factory=RowOptions)
-    # A file or folder that replaces the validation split of the corpus.
-    validation_file: str | None = None
-    include: str | None = None  # which files of a folder are read, see `folders.files_of`
-    # Configuration name of a hub dataset, and its branch, tag or commit.
-    config: str | None = None
-    revision: str | None = None
-    # Splits of a hub dataset or parts of them, in the syntax of `datasets`; None: "train", and
-    # "validation" if there is one that is not trained on.
-    train_split: str | None = None
-    eval_split: str | None = None
-    # A folder for what is known about datasets of the hub from earlier runs.
-    cache: Path | None = None
-
-    @classmethod
-    def of(cls, args, tokenizer) -> SourceOptions:
-        """Return the options that the flags set, for a tokenizer with or without a template."""
-        return cls(
-            RowOptions.of(args, has_own_template(tokenizer)),
-            args.validation_file,
-            args.include,
-            args.dataset_config,
-            args.dataset_revision,
-            args.train_split,
-            args.eval_split,
-            cache_folder(args.cache_dir),
-        )
-
-
-def open_source(dataset: str, options: SourceOptions) -> Source:
+def open_source(dataset: str, args, rows: RowOptions) -> Source:
     """Open a corpus, and the text of --validation_file.
 
     Args:
         dataset: "pydocs", "wikitext", a file, a folder, or a dataset on the hub.
+        args: --validation_file, --include; for the hub --dataset_config, --dataset_revision,
+            --train_split, --eval_split, --cache_dir.
     Raises:
         UserError: the corpus does not exist or cannot be read, or has no training split or no known
             column.
@@ -98,12 +66,12 @@ def open_source(dataset: str, options: SourceOptions) -> Source:
     if dataset == "pydocs":
         source = _open_pydocs()
     elif is_local_dataset(dataset):
-        source = _open_files(dataset, options)
+        source = _open_files(dataset, args.include, rows)
     else:
-        source = _open_hub(dataset, options)
-    if options.validation_file is None:
+        source = _open_hub(dataset, args, rows)
+    if args.validation_file is None:
         return source
-    validation = _open_files(options.validation_file, options)
+    validation = _open_files(args.validation_file, args.include, rows)
     digest = hashlib.sha256(f"{source.fingerprint}\0{validation.fingerprint}".encode())
     return replace(
         source,
@@ -137,11 +105,11 @@ def _signature(file: Path) -> tuple:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _open_files(name: str, options: SourceOptions) -> Source:
+def _open_files(name: str, include: str | None, rows: RowOptions) -> Source:
     path = Path(name)
-    digest = hashlib.sha256(repr(options.rows).encode())
+    digest = hashlib.sha256(repr(rows).encode())
     signatures, first_with, twins = {}, {}, {}
-    for file in (files := files_of(path, name, options.include)):
+    for file in (files := files_of(path, name, include)):
         signature = _signature(file)
         with reading(file):
             content = sha256_of(file)
@@ -150,7 +118,7 @@ def _open_files(name: str, options: SourceOptions) -> Source:
             continue
         first_with[content], signatures[file] = file, signature
         digest.update(file.suffix.encode() + bytes.fromhex(content))
-    opened = {"train": partial(_items_of_files, signatures, options.rows)}
+    opened = {"train": partial(_items_of_files, signatures, rows)}
     counts = [f"{name}: {count_types(files)}"] if path.is_dir() else []
     return Source(
         name,
@@ -253,7 +221,7 @@ def _builder_of(dataset: str, config: str | None, revision: str | None):
     return datasets.load_dataset_builder(dataset, config, revision=revision)
 
 
-def load_from_hub(dataset: str, options: SourceOptions) -> dict[str, Any]:
+def load_from_hub(dataset: str, args) -> dict[str, Any]:
     """Download a dataset of the hub, unless it is in the cache.
 
     Returns:
@@ -262,29 +230,30 @@ def load_from_hub(dataset: str, options: SourceOptions) -> dict[str, Any]:
         UserError: the dataset cannot be loaded, or has no such split.
     """
     with _loading(dataset):
-        builder = _builder_of(dataset, options.config, options.revision)
+        builder = _builder_of(dataset, args.dataset_config, args.dataset_revision)
         builder.download_and_prepare()
-        wanted = {"train": options.train_split or "train"}
+        wanted = {"train": args.train_split or "train"}
         # A split that is trained on is not evaluated on, unless it is named.
         unused = not re.search(r"\bvalidation\b", wanted["train"])
-        if options.eval_split or ("validation" in builder.info.splits and unused):
-            wanted["validation"] = options.eval_split or "validation"
+        if args.eval_split or ("validation" in builder.info.splits and unused):
+            wanted["validation"] = args.eval_split or "validation"
         for flag, name in zip(("train_split", "eval_split"), wanted.values(), strict=False):
             for part in name.split("+"):
                 _check_split(dataset, flag, part.partition("[")[0], builder.info.splits)
         return {role: builder.as_dataset(split=name) for role, name in wanted.items()}
 
 
-def stream_from_hub(dataset: str, config: str | None, revision: str | None, split: str | None):
-    """Return a split of a dataset of the hub as a datasets.IterableDataset.
+def stream_from_hub(args, commit: str | None):
+    """Return --train_split of the dataset on the hub as a datasets.IterableDataset.
 
     Raises:
         UserError: the dataset cannot be loaded, or has no such split.
     """
-    with _loading(dataset):
-        splits = _builder_of(dataset, config, revision).as_streaming_dataset()
-        _check_split(dataset, "train_split", split or "train", splits)
-        return splits[split or "train"]
+    split = args.train_split or "train"
+    with _loading(args.dataset):
+        splits = _builder_of(args.dataset, args.dataset_config, commit).as_streaming_dataset()
+        _check_split(args.dataset, "train_split", split, splits)
+        return splits[split]
 
 
 def _check_split(dataset: str, flag: str, split: str, known: Iterable[str]) -> None:
@@ -307,28 +276,26 @@ def commit_on_hub(dataset: str, revision: str | None) -> str | None:
         return None
 
 
-def _open_hub(dataset: str, options: SourceOptions) -> Source:
+def _open_hub(dataset: str, args, rows: RowOptions) -> Source:
     """Open a dataset of the hub; without the library `datasets` if an earlier run has opened it.
 
     The import of the library and its requests take seconds, and a run whose tokens are in the cache
     does not need them.
     """
-    # The cache's folder is not part of the key: it may be reached through another path.
-    settings = replace(options, validation_file=None, include=None, cache=None)
-    key = hashlib.sha256(repr((dataset, settings)).encode()).hexdigest()[:32]
-    memo = None if options.cache is None else options.cache / f"hub_{key}.json"
-    if (known := _read_memo(memo, dataset, options.revision)) is None:
-        source, files = _load_hub(dataset, options)
-        if memo:
-            signatures = {str(file): _signature(file) for file in files}
-            facts = {**vars(source), "splits": list(source.splits), "files": signatures}
-            with contextlib.suppress(OSError):  # writing the tokens to the same folder reports it
-                memo.parent.mkdir(parents=True, exist_ok=True)
-                write_text(memo, json.dumps(facts))
+    selected = (args.dataset_config, args.dataset_revision, args.train_split, args.eval_split)
+    key = hashlib.sha256(repr((dataset, rows, *selected)).encode()).hexdigest()[:32]
+    memo = cache_folder(args.cache_dir) / f"hub_{key}.json"
+    if (known := _read_memo(memo, dataset, args.dataset_revision)) is None:
+        source, files = _load_hub(dataset, args, rows)
+        signatures = {str(file): _signature(file) for file in files}
+        facts = {**vars(source), "splits": list(source.splits), "files": signatures}
+        with contextlib.suppress(OSError):  # writing the tokens to the same folder reports it
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            write_text(memo, json.dumps(facts))
         return source
 
     def items(name: str) -> Iterator[Item]:
-        source, _ = _load_hub(dataset, options)
+        source, _ = _load_hub(dataset, args, rows)
         if source.fingerprint != known["fingerprint"]:
             memo.unlink(missing_ok=True)
             raise UserError(f"--dataset {dataset} has changed since the run started: start again.")
@@ -338,10 +305,10 @@ def _open_hub(dataset: str, options: SourceOptions) -> Source:
     return Source(dataset, known["fingerprint"], splits)
 
 
-def _read_memo(memo: Path | None, dataset: str, revision: str | None) -> dict | None:
+def _read_memo(memo: Path, dataset: str, revision: str | None) -> dict | None:
     """Return what `_open_hub` wrote in an earlier run; None if the text may have changed since."""
     try:
-        known = read_json(memo) if memo else None
+        known = read_json(memo)
         files = [Path(file) for file in known["files"]]
         unchanged = all([*_signature(file)] == known["files"][str(file)] for file in files)
         offline = os.environ.get("HF_HUB_OFFLINE") == "1"
@@ -372,30 +339,28 @@ def _check_revision(dataset: str, revision: str, files: list[Path]) -> None:
         )
 
 
-def _load_hub(dataset: str, options: SourceOptions) -> tuple[Source, list[Path]]:
+def _load_hub(dataset: str, args, rows: RowOptions) -> tuple[Source, list[Path]]:
     """Load a dataset of the hub; return it and the local files with its splits."""
     flag = f"--dataset {dataset}"
-    splits = load_from_hub(dataset, options)
-    columns = columns_of_table(splits["train"].column_names, options.rows, flag)
-    parts = (options.train_split, options.eval_split)
-    settings = (columns, options.config, options.rows, *parts, dataset == "wikitext")
+    splits = load_from_hub(dataset, args)
+    columns = columns_of_table(splits["train"].column_names, rows, flag)
+    parts = (args.train_split, args.eval_split)
+    settings = (columns, args.dataset_config, rows, *parts, dataset == "wikitext")
     digest = hashlib.sha256(repr(settings).encode())
     files = [
         Path(file)
         for split in splits.values()
         for file in sorted(entry["filename"] for entry in split.cache_files)
     ]
-    if options.revision:
-        _check_revision(dataset, options.revision, files)
+    if args.dataset_revision:
+        _check_revision(dataset, args.dataset_revision, files)
     for file in files:
         with reading(file):
             digest.update(bytes.fromhex(sha256_of(file)))
 
     def items(name: str) -> Iterator[Item]:
-        rows = enumerate(splits[name].select_columns(columns), 1)
-        contents = (
-            read_row(row, f"{flag}, {name}, row {number}", options.rows) for number, row in rows
-        )
+        table = enumerate(splits[name].select_columns(columns), 1)
+        contents = (read_row(row, f"{flag}, {name}, row {n}", rows) for n, row in table)
         with reading(flag):
             yield from join_articles(contents) if dataset == "wikitext" else contents
 

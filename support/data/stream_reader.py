@@ -142,7 +142,7 @@ def _generate_rows(files: list[str], options: RowOptions) -> Iterator[dict]:
 
 def _rows_on_hub(args, commit: str | None, options: RowOptions) -> Callable:
     """Return the `StreamCorpus.open_rows` of a dataset on the hub."""
-    split = stream_from_hub(args.dataset, args.dataset_config, commit, args.train_split)
+    split = stream_from_hub(args, commit)
     flag = f"--dataset {args.dataset}"
     columns = list(next(iter(split.take(1)), {}))
     columns_of_table(columns, options, flag)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,12 +27,11 @@ from support.cli.arguments import global_batch, isolates_documents
 from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext
 from support.data import batches, tokenize
-from support.data.chat import PLAIN_NOTICE, Encoder, use_plain_template
-from support.data.formats import BadRow
+from support.data.chat import PLAIN_NOTICE, Encoder, has_own_template, use_plain_template
+from support.data.formats import BadRow, RowOptions
 from support.data.long_documents import DocumentTokenizer
 from support.data.packing import pack
 from support.data.rows import has_rows
-from support.data.sources import SourceOptions
 from support.data.stream_reader import Item, Reader, StreamCorpus, files_to_read, open_corpus
 from support.errors import UserError
 from support.labels import IGNORED
@@ -436,12 +435,12 @@ def open_stream(args, ctx: DistContext, tokenizer) -> tuple[Stream, batches.Sequ
         UserError: see `stream_reader.open_corpus`; or --validation_file cannot be read.
         TrainingError: the corpus differs between the nodes.
     """
-    options = SourceOptions.of(args, tokenizer)
-    train = Stream(args, ctx, tokenizer, open_corpus(args, ctx, options.rows))
+    rows = RowOptions.of(args, has_own_template(tokenizer))
+    train = Stream(args, ctx, tokenizer, open_corpus(args, ctx, rows))
     validation: batches.Sequences = batches.nothing(args)
     if args.validation_file:
-        options = replace(options, validation_file=None)
-        prepared = tokenize.tokenize_corpus(args, ctx, tokenizer, args.validation_file, options)
+        alone = args.replace(validation_file=None)
+        prepared = tokenize.tokenize_corpus(alone, ctx, tokenizer, args.validation_file)
         validation, split_info = batches.open_split(prepared, "train", args)
         if args.packing:
             validation = batches.packed_validation(validation)

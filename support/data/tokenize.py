@@ -19,10 +19,17 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from support.cluster.context import DistContext, require_equal_on_all_ranks
-from support.data.chat import PLAIN_NOTICE, PLAIN_TEMPLATE, Encoder, template_of, use_plain_template
-from support.data.formats import BadRow, Document, Example, OneKind
+from support.data.chat import (
+    PLAIN_NOTICE,
+    PLAIN_TEMPLATE,
+    Encoder,
+    has_own_template,
+    template_of,
+    use_plain_template,
+)
+from support.data.formats import BadRow, Document, Example, OneKind, RowOptions
 from support.data.long_documents import DocumentTokenizer
-from support.data.sources import Item, Notice, Source, SourceOptions, open_source
+from support.data.sources import Item, Notice, Source, open_source
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
@@ -34,7 +41,7 @@ BAD_ROWS = "bad_rows.json"  # file in a folder of the cache
 SHOWN_BAD_ROWS = 10
 
 
-def tokenize_corpus(args, ctx: DistContext, tokenizer, name: str, options: SourceOptions) -> dict:
+def tokenize_corpus(args, ctx: DistContext, tokenizer, name: str) -> dict:
     """Read and tokenize a corpus once per node, unless the cache has it from an earlier run.
 
     The first rank of each node does the work; every rank must call this function.
@@ -48,7 +55,7 @@ def tokenize_corpus(args, ctx: DistContext, tokenizer, name: str, options: Sourc
     """
 
     def tokenize() -> dict:
-        source = open_source(name, options)
+        source = open_source(name, args, RowOptions.of(args, has_own_template(tokenizer)))
         print_files(source.files, source.notices, ctx)
         cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
         with ctx.console.bar("Tokenizing", unit="characters") as bar:

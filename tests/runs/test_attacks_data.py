@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 from conftest import PROJECT
 
+from support.cli.parse import parse_arguments
 from support.data import rows as corpus
 from support.data import templates
 from support.data.chat import Encoder
 from support.data.formats import BadRow, Document, Example, RowOptions
-from support.data.sources import Notice, SourceOptions, open_source
+from support.data.sources import Notice, open_source
 from support.data.tokenize import bad_rows_in, tokenize_once
 from support.errors import UserError
 from support.files.cache import META, Cache
@@ -40,17 +41,22 @@ def tokenizer(tiny_tokenizer):
     return AutoTokenizer.from_pretrained(tiny_tokenizer)
 
 
+def flags_of(include):
+    """The values of the flags, with this --include."""
+    return parse_arguments(["--include", include] if include else [])
+
+
 def tokenized(tokenizer, dataset, root, bad=0, include=None, said=None, text_column=None):
     """Tokenize a file or folder: what `tokenize_once` returns."""
     cache = Cache(root, [], (said if said is not None else []).append)
     columns = (("text", text_column),) if text_column else ()
-    options = SourceOptions(RowOptions(columns), include=include)
-    return tokenize_once(open_source(str(dataset), options), tokenizer, cache, lambda n: None, bad)
+    source = open_source(str(dataset), flags_of(include), RowOptions(columns))
+    return tokenize_once(source, tokenizer, cache, lambda n: None, bad)
 
 
 def items(path, include=None):
     """What a file or folder holds, in three lists: texts, bad rows, notices."""
-    source = open_source(str(path), SourceOptions(include=include))
+    source = open_source(str(path), flags_of(include), RowOptions())
     found = [
         ["".join(item.pieces) if isinstance(item, Document) else item, item]
         for item in source.splits["train"]()
@@ -460,8 +466,8 @@ def test_a_json_file_of_a_gigabyte(tmp_path):
             file.write(",\n" + row)
         file.write("]")
     code = (
-        "import resource; from support.data.formats import Document; from support.data.sources import SourceOptions, open_source; import sys\n"
-        "rows = sum(isinstance(i, Document) for i in open_source(sys.argv[1], SourceOptions()).splits['train']())\n"
+        "import resource; import sys; from support.cli.parse import parse_arguments; from support.data.formats import Document, RowOptions; from support.data.sources import open_source\n"
+        "rows = sum(isinstance(i, Document) for i in open_source(sys.argv[1], parse_arguments([]), RowOptions()).splits['train']())\n"
         "print(rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
     )
     begin = time.monotonic()
@@ -483,7 +489,7 @@ def test_an_error_while_reading_names_the_file_that_is_read(
 ):
     """And not the cache. The first time it is read, for its digest, nothing is wrong yet."""
     write_table(tmp_path / name, ["fine"])
-    source = open_source(str(tmp_path / name), SourceOptions())
+    source = open_source(str(tmp_path / name), parse_arguments([]), RowOptions())
 
     def fail(*args, **_kwargs):
         raise OSError(error, os.strerror(error), str(args[0]))
@@ -625,7 +631,7 @@ def test_what_is_neither_a_file_nor_a_folder(tmp_path, make):
 def test_a_file_that_changes_while_it_is_read(tokenizer, tmp_path, name, change):
     write_table(tmp_path / "a.txt", ["first"])
     path = write_table(tmp_path / name, ["second"])
-    found = open_source(str(tmp_path), SourceOptions()).splits["train"]()
+    found = open_source(str(tmp_path), parse_arguments([]), RowOptions()).splits["train"]()
     next(found)
     if change == "grow":
         path.write_text(path.read_text() * 2)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from tokenizer_zoo import random_text, tokenizer_of
 
+from support.cli.parse import parse_arguments
+from support.data.formats import RowOptions
 from support.data.long_documents import DocumentTokenizer
-from support.data.sources import SourceOptions, open_source
+from support.data.sources import open_source
 from support.data.tokenize import tokenize_once
 from support.errors import UserError
 from support.files.cache import Cache
@@ -49,7 +51,7 @@ def test_seams_in_a_short_and_in_a_long_overlap(kind):
 def test_many_short_documents_are_in_their_order(tmp_path):
     tokenizer, lines = tokenizer_of("gpt2"), "\n".join(TEXTS).splitlines()[:9000]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    source = open_source(str(tmp_path / "a.jsonl"), SourceOptions())
+    source = open_source(str(tmp_path / "a.jsonl"), parse_arguments([]), RowOptions())
     advanced = []
     prepared = tokenize_once(source, tokenizer, Cache(tmp_path, [], print), advanced.append, 0)
     found = np.fromfile(f"{prepared['folder']}/train.bin", dtype=prepared["dtype"]).tolist()
@@ -77,7 +79,7 @@ def test_a_vocabulary_with_a_gap_has_ids_that_fit(tmp_path):
             return {"a": 70_000}
 
     (tmp_path / "a.txt").write_text("aa")
-    source = open_source(str(tmp_path / "a.txt"), SourceOptions())
+    source = open_source(str(tmp_path / "a.txt"), parse_arguments([]), RowOptions())
     prepared = tokenize_once(source, Gap(), Cache(tmp_path, [], print), lambda n: None, 0)
     found = np.fromfile(f"{prepared['folder']}/train.bin", dtype=prepared["dtype"])
     assert found.tolist() == [70_000, 70_000]

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from tokenizer_zoo import tokenizer_of
 
+from support.cli.parse import parse_arguments
 from support.data.batches import IGNORED, open_split
-from support.data.formats import BadRow
-from support.data.sources import SourceOptions, open_source
+from support.data.formats import BadRow, RowOptions
+from support.data.sources import open_source
 from support.data.stream_reader import StreamCorpus
 from support.data.streaming import Place, Stream
 from support.data.tokenize import tokenize_once
@@ -77,7 +78,7 @@ def tokenized(tokenizer, folder, conversations):
         for turns in conversations
     ]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = open_source(str(folder / "chat.jsonl"), SourceOptions())
+    source = open_source(str(folder / "chat.jsonl"), parse_arguments([]), RowOptions())
     return tokenize_once(source, tokenizer, Cache(folder, [], print), lambda n: None, 0)
 
 
@@ -168,7 +169,6 @@ def test_include_that_fits_nothing_says_what_there_is(tmp_path):
 @pytest.mark.parametrize("line", ["include: '*.txt,*.md'", "include: ['*.txt', '*.md']"])
 def test_include_in_a_run_file(tmp_path, line):
     from support.cli.flags import build_parser
-    from support.cli.parse import parse_arguments
     from support.cli.run_file import as_yaml
 
     (tmp_path / "run.yaml").write_text(line)

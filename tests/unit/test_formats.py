@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizer_zoo import tokenizer_of
 
+from support.cli.parse import parse_arguments
 from support.data.chat import Encoder
 from support.data.formats import (
     BadRow,
@@ -20,7 +21,7 @@ from support.data.formats import (
     read_row,
 )
 from support.data.rows import contents_of_file
-from support.data.sources import SourceOptions, open_source
+from support.data.sources import open_source
 from support.data.tokenize import tokenize_once
 from support.errors import UserError
 from support.files.cache import Cache
@@ -253,7 +254,7 @@ def test_the_cache_knows_what_changes_the_tokens(tmp_path):
 
     def tokens(name, tokenizer, **columns):
         options = RowOptions(tuple(columns.items()), tokenizer is chat)
-        source = open_source(str(tmp_path / name), SourceOptions(options))
+        source = open_source(str(tmp_path / name), parse_arguments([]), options)
         cache = Cache(tmp_path / "cache", [], print)
         done = tokenize_once(source, tokenizer, cache, lambda n: None, 0)
         ids = np.fromfile(f"{done['folder']}/train.bin", done["dtype"])

@@ -11,8 +11,9 @@ from tokenizer_zoo import tokenizer_of
 
 from support.cli.parse import parse_arguments
 from support.data.batches import open_split, split_sequences
+from support.data.formats import RowOptions
 from support.data.packing import pack
-from support.data.sources import SourceOptions, open_source
+from support.data.sources import open_source
 from support.data.tokenize import tokenize_once
 from support.errors import UserError
 from support.files.cache import Cache
@@ -72,7 +73,7 @@ def examples_of(inputs, labels, positions) -> list[tuple[list, list]]:
 
 
 def test_packed_sequences_have_the_same_examples(pairs, tmp_path):
-    source = open_source(str(pairs), SourceOptions())
+    source = open_source(str(pairs), parse_arguments([]), RowOptions())
     prepared = tokenize_once(source, tokenizer_of("gpt2"), Cache(tmp_path, [], print), id, 0)
     (plain, held_out, facts), (packed, held_out_packed, packed_facts) = (
         split_sequences(prepared, arguments(packing)) for packing in (False, True)
@@ -130,7 +131,7 @@ def test_a_packed_stream_has_each_example_once_in_a_pass(pairs):
 def test_packing_is_refused_for_text(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "word " * 200}) + "\n")
     tokenizer = tokenizer_of("gpt2")
-    source = open_source(str(tmp_path / "rows.jsonl"), SourceOptions())
+    source = open_source(str(tmp_path / "rows.jsonl"), parse_arguments([]), RowOptions())
     prepared = tokenize_once(source, tokenizer, Cache(tmp_path, [], print), id, 0)
     with pytest.raises(UserError, match="use --isolate_documents"):
         open_split(prepared, "train", arguments(packing=True))
@@ -146,8 +147,8 @@ def test_a_percentage_is_held_out_only_without_a_validation_split(pairs, tmp_pat
     args.validation_split_percentage = 25
     cache, tokenizer = Cache(tmp_path, [], print), tokenizer_of("gpt2")
     counts = []
-    for file in (None, str(pairs)):
-        source = open_source(str(pairs), SourceOptions(validation_file=file))
+    for flags in ([], ["--validation_file", str(pairs)]):
+        source = open_source(str(pairs), parse_arguments(flags), RowOptions())
         train, validation, _ = split_sequences(tokenize_once(source, tokenizer, cache, id, 0), args)
         counts.append((train.num_sequences, validation.num_sequences))
     assert counts == [(30, 10), (40, 40)]
