@@ -50,7 +50,7 @@ DEEPSPEED_FLAGS = (
     flag("--zero_stage", int, "what is sharded", choices=(1, 2, 3), default=2),
     switch("--offload_optimizer", "optimizer states in host memory (with --nvme_path on NVMe)"),
     switch("--offload_param", "parameters in host memory, stage 3 (with --nvme_path on NVMe)"),
-    flag("--nvme_path", str, "offload to this disk instead; stage 3", metavar="DIR"),
+    flag("--nvme_path DIR", str, "offload to this disk instead; stage 3"),
     switch("--bf16", "train in bf16"),
     switch("--fp16", "train in fp16 with a dynamic loss scale"),
     flag("--batch_size", COUNT, "sequences per GPU in a micro-batch (default: that of the run)"),
@@ -67,14 +67,13 @@ FSDP_FLAGS = (
     flag("--mixed_precision", PRECISIONS, "", default="BFLOAT16"),
     switch("--offload_params", "parameters, gradients and optimizer states in host memory"),
     flag(
-        "--layer_class",
+        "--layer_class NAME",
         str,
         "class of the layers that are sharded one by one (default: the model's blocks)",
-        metavar="NAME",
     ),
 )
 SCRIPT_FLAGS = (
-    flag("--config", str, "the run file (YAML) to use", required=True, metavar="FILE"),
+    flag("--config FILE", str, "the run file (YAML) to use", required=True),
     flag("--num_nodes", COUNT, "nodes", default=1),
     flag("--num_gpus_per_node", COUNT, "ranks per node (default: 1, or the slots in --hosts)"),
     switch("--use_deepspeed", "start with DeepSpeed's launcher, on a single node only"),
@@ -85,38 +84,31 @@ LAUNCHER_FLAGS = (
     flag("--master_port", COUNT, "", default=29500),
     flag("--node_rank", int, "index of this node (default: %(default)s; or NODE_RANK)", default=0),
     flag(
-        "--hosts",
+        "--hosts FILE",
         str,
         "start all nodes over ssh: one host name per line, the first is the master",
-        metavar="FILE",
     ),
 )
 SLURM_FLAGS = (
     *SCRIPT_FLAGS,
-    flag("--time_limit", str, "", default="02:00:00", metavar="HH:MM:SS"),
+    flag("--time_limit HH:MM:SS", str, "", default="02:00:00"),
     flag("--partition", str, "partition of the job"),
     flag("--account", str, "account that the job is charged to"),
-    flag("--modules", str, "modules to load, separated by spaces or commas", metavar="NAMES"),
-    flag("--venv", str, "environment (default: that active at sbatch, else .venv)", metavar="DIR"),
+    flag("--modules NAMES", str, "modules to load, separated by spaces or commas"),
+    flag("--venv DIR", str, "environment (default: that active at sbatch, else .venv)"),
     switch("--requeue", "save before the time limit or on preemption, requeue the job, and resume"),
     flag(
-        "--signal_seconds",
+        "--signal_seconds S",
         kinds.whole(1, 65535),  # Slurm's limit
         "send the signal to save S seconds before the limit (default: 120; needs --requeue)",
-        metavar="S",
     ),
     # Of the budget that is printed, see support/report/slurm_budget.py.
-    flag("--results", kinds.name, "print the jobs of the run, from a short one", metavar="RUN"),
-    flag("--hours", kinds.positive_float, "length of the run: hours of training", metavar="H"),
-    flag("--max_steps", kinds.max_steps, "length of the run: optimizer steps", metavar="N"),
-    flag("--save_seconds", kinds.positive_float, "time of a save, if not measured", metavar="S"),
-    flag("--step_seconds", kinds.positive_float, "time of a step, if not measured", metavar="S"),
-    flag(
-        "--mtbf",
-        kinds.positive_float,
-        "hours between failures of a GPU (default: 50000)",
-        metavar="H",
-    ),
+    flag("--results RUN", kinds.name, "print the jobs of the run, from a short one"),
+    flag("--hours H", kinds.positive_float, "length of the run: hours of training"),
+    flag("--max_steps N", kinds.max_steps, "length of the run: optimizer steps"),
+    flag("--save_seconds S", kinds.positive_float, "time of a save, if not measured"),
+    flag("--step_seconds S", kinds.positive_float, "time of a step, if not measured"),
+    flag("--mtbf H", kinds.positive_float, "hours between failures of a GPU (default: 50000)"),
 )
 # Name of a subcommand: what it writes, the default of --output, its flags, and its function.
 COMMANDS = {
