@@ -45,7 +45,7 @@ from support.memory import fit
 from support.memory.architectures import find_architecture
 from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, MemoryEstimate, predict_all
 from support.memory.fit import PREFERENCE, Limits
-from support.memory.workload import Workload, adapters
+from support.memory.workload import Workload, workload_of
 from support.optimizers import OPTIMIZERS
 from support.report import cost
 from support.report.measure_rate import measure
@@ -147,20 +147,7 @@ def read_workload(args: Arguments) -> tuple[Arguments, Workload, Limits]:
         if getattr(args, flag) and not args.lora_r:
             raise UserError(f"--{flag} needs --lora_r.")
     cost.is_planned(args)  # raises if its flags do not fit together
-    work = Workload(
-        model,
-        args.gpus,
-        args.batch_size,
-        args.seq_length,
-        args.precision,
-        args.gradient_checkpointing,
-        args.gradient_accumulation_steps,
-        lora=adapters(model, args.lora_r, args.lora_targets),
-        fused_gelu=args.fused_gelu,
-        attention_mask=args.isolate_documents,
-        optimizer=args.optim,
-        load_in_4bit=args.load_in_4bit,
-    )
+    work = workload_of(args, model, args.gpus, args.precision, args.isolate_documents)
     memory = (args.gpu_memory, args.host_memory, args.nvme_free)
     gpu, host, nvme = (None if size is None else int(size * GB) for size in memory)
     return args, work, Limits(gpu, host, nvme, ranks_per_node(args))

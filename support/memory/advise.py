@@ -13,7 +13,7 @@ from support.memory.architectures import Architecture, read_architecture
 from support.memory.estimate import MemoryEstimate, predict
 from support.memory.fit import PREFERENCE, Limits, fitting_split
 from support.memory.system import memory_limit
-from support.memory.workload import Workload, adapters
+from support.memory.workload import Workload, workload_of
 from support.strategy import STRATEGIES
 from support.units import GB
 
@@ -32,22 +32,9 @@ def planned_work(args, ctx, model: Architecture) -> Workload:
             "The memory estimate supports training with this project's DeepSpeed files and FSDP's "
             "defaults only."
         )
-    return Workload(
-        model,
-        ctx.world_size,
-        args.batch_size,
-        args.seq_length,
-        ctx.precision,
-        args.gradient_checkpointing,
-        args.gradient_accumulation_steps,
-        ctx.device.type,
-        0 if ctx.simulated else None,
-        adapters(model, args.lora_r, args.lora_targets),
-        args.fused_gelu,
-        isolates_documents(args),
-        args.optim,
-        args.load_in_4bit,
-    )
+    isolates = isolates_documents(args)
+    work = workload_of(args, model, ctx.world_size, ctx.precision, isolates)
+    return replace(work, device=ctx.device.type, rank=0 if ctx.simulated else None)
 
 
 def memory_limits(ctx) -> Limits:

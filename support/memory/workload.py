@@ -189,3 +189,27 @@ class Workload:
         """
         own_linear = STRATEGIES[strategy].stage == 3 and self.model.family != "gpt2"
         return self.lora is None or layer in self.lora.layers or own_linear
+
+
+def workload_of(
+    args, model: Architecture, world_size: int, precision: str, attention_mask: bool
+) -> Workload:
+    """Return the workload that the flags of a run or of plan_memory.py describe, on GPUs.
+
+    Raises:
+        UserError: --lora_targets names a layer that the model does not have.
+    """
+    return Workload(
+        model,
+        world_size,
+        args.batch_size,
+        args.seq_length,
+        precision,
+        args.gradient_checkpointing,
+        args.gradient_accumulation_steps,
+        lora=adapters(model, args.lora_r, args.lora_targets),
+        fused_gelu=args.fused_gelu,
+        attention_mask=attention_mask,
+        optimizer=args.optim,
+        load_in_4bit=args.load_in_4bit,
+    )
