@@ -86,7 +86,7 @@ def read_run(path: Path) -> RecordedRun:
         known = f"an output folder with results.json and metrics.jsonl, or a {TRAINER_STATE}"
         raise UserError(f"{shown(path)} is no run: name {known}.")
     run = RecordedRun(path, results=read_json(path / "results.json"))
-    _add_records(run, read_json_lines(path / "metrics.jsonl"), "lr", each_step=True)
+    _add_records(run, read_json_lines(path / "metrics.jsonl"))
     run.facts = _facts_of(run.results)
     return run
 
@@ -98,7 +98,7 @@ def _read_trainer(path: Path) -> RecordedRun:
         raise UserError(f"{shown(path)} has no log_history: is it the file of a Trainer?")
     run = RecordedRun(path)
     records = [record for record in history if isinstance(record, dict)]
-    _add_records(run, records, "learning_rate", each_step=False)
+    _add_records(run, records)
     losses = [span.loss for span in run.spans]
     if all(round(loss, TRAINER_DECIMALS) == loss for loss in losses if math.isfinite(loss)):
         run.slack = 0.5 * 10**-TRAINER_DECIMALS
@@ -108,15 +108,13 @@ def _read_trainer(path: Path) -> RecordedRun:
     return run
 
 
-def _add_records(run: RecordedRun, records: list[dict], lr: str, each_step: bool) -> None:
+def _add_records(run: RecordedRun, records: list[dict]) -> None:
     """Add the losses of metrics.jsonl or of a log_history.
 
     A resumed run may repeat steps: the later record counts.
-
-    Args:
-        lr: key of the learning rate.
-        each_step: whether a loss is that of one step, and not the mean since the last record.
     """
+    of_trainer = run.of_trainer
+    rate_key = "learning_rate" if of_trainer else "lr"
     for record in records:
         step = record.get("step")
         if type(step) is not int:
@@ -127,12 +125,14 @@ def _add_records(run: RecordedRun, records: list[dict], lr: str, each_step: bool
             continue
         while run.spans and run.spans[-1].end >= step:
             run.spans.pop()
-        last = run.spans[-1].end if run.spans else 0
+        start = step - 1
+        if of_trainer:  # its loss is the mean since the last record
+            start = run.spans[-1].end if run.spans else 0
         # null: NaN and infinity have no other form in JSON.
         loss = record["loss"] if _is_number(record["loss"]) else math.nan
-        run.spans.append(Span(step - 1 if each_step else last, step, loss))
-        if _is_number(record.get(lr)):
-            run.lrs[step] = record[lr]
+        run.spans.append(Span(start, step, loss))
+        if _is_number(record.get(rate_key)):
+            run.lrs[step] = record[rate_key]
 
 
 def _is_number(value) -> bool:
