@@ -5,6 +5,7 @@ Imports nothing heavy, because torch reads some of them on import.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -132,11 +133,10 @@ def keep_freed_memory(device) -> None:
         _mallopt(mmap_threshold=8 << 20, trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
 
 
-def _mallopt(**settings: int) -> bool:
-    """Call glibc's mallopt(3); return False if the C library lacks it or rejects a setting."""
+def _mallopt(**settings: int) -> None:
+    """Call glibc's mallopt(3); other C libraries keep their defaults."""
     numbers = {"trim_threshold": -1, "top_pad": -2, "mmap_threshold": -3}  # from <malloc.h>
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    return all(mallopt(numbers[name], value) for name, value in settings.items())
+        for name, value in settings.items():
+            mallopt(numbers[name], value)

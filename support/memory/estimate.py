@@ -161,8 +161,8 @@ def _stages12(work: Workload, stage: int, offload: bool) -> _States:
     """Estimate zero1, zero2 and offload: a flat working copy, this rank's masters and moments."""
     m, c = work.model, work.item
     total, trained = sum(work.sizes), sum(work.trained)
-    largest, share = max(work.trained), sum(_share(group, work) for group in _groups(work))
     shares = [_share(group, work) for group in _groups(work)]
+    largest, share = max(work.trained), sum(shares)
     # fp32 masters and the optimizer's states (K bytes per parameter in ZeRO's terms).
     optimizer = 0 if offload else 4 * share + work.optimizer_states(shares)
     parameters = c * trained + work.frozen_bytes

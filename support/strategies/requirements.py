@@ -48,9 +48,7 @@ def check_cpu_support(strategy: Strategy) -> None:
     advice = "pip install --upgrade torch, or use zero3"
     if strategy.engine == "fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
         needed = f"fsdp on a CPU needs a newer torch than {torch.__version__}"
-    elif "nvme" in (strategy.optimizer_on, strategy.parameters_on) and (
-        Version(version("deepspeed")) < OLDEST_INFINITY_ON_CPU
-    ):
+    elif strategy.uses_nvme and Version(version("deepspeed")) < OLDEST_INFINITY_ON_CPU:
         needed = f"infinity on a CPU needs DeepSpeed {OLDEST_INFINITY_ON_CPU} or newer"
         advice = "pip install --upgrade 'deepspeed<0.20', or use offload"
     else:
