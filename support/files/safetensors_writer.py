@@ -8,36 +8,25 @@ alive.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from support.files.atomic import write_text
 
 FILE_BYTES = "5GB"  # maximum size of one file of weights, as in transformers
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    """Return the name of a type in the header of a file, as the library writes it."""
+    file = safetensors.torch.save({"empty": torch.empty(0, dtype=dtype)})
+    return json.loads(file[8:])["empty"]["dtype"]
 
 
 def start_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -47,18 +36,19 @@ def start_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
         tensors: the tensors by name; only their shapes and types are used.
     Returns:
         The offset in bytes of each tensor in the file.
+    Raises:
+        TypeError: the library has no name for the type of a tensor.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in NAMES:
-            raise TypeError(f"{name}: a safetensors file cannot contain {tensor.dtype}.")
+        try:
+            dtype = _name_of(tensor.dtype)
+        except KeyError as error:
+            problem = f"{name}: a safetensors file cannot contain {tensor.dtype}."
+            raise TypeError(problem) from error
         begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:

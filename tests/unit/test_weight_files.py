@@ -3,16 +3,16 @@
 import pytest
 import safetensors.torch
 import torch
-from conftest import skip
 from safetensors.torch import load_file, save_file
 
 from support.files import safetensors_writer as writer
 
+# PyTorch does not convert to types of 4 bits.
+TYPES = [dtype for dtype in safetensors.torch._SIZE if "float4" not in str(dtype)]
 
-@pytest.mark.parametrize("dtype", writer.NAMES, ids=str)
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_type_is_written_as_the_library_writes_it(tmp_path, dtype):
-    if dtype not in safetensors.torch._SIZE:
-        skip(f"safetensors {safetensors.__version__} does not know {dtype}")
     tensor = (torch.arange(6) % 2).to(torch.float32).view(2, 3).to(dtype)
     writer.save_file({"x": tensor}, tmp_path / "ours.safetensors")
     save_file({"x": tensor}, tmp_path / "library.safetensors")
