@@ -56,17 +56,12 @@ SAME = (
 def main(args, launch) -> None:
     """Load model and data as real_model_example.py does, and make the step."""
     startup.end_of_imports()
-    ctx = DistContext.create(launch, torch.device("cpu"), "fake", Console(True, args.quiet))
-    ctx.stop.install()
-    try:
+    with DistContext.alone(launch, Console(True, args.quiet)) as ctx:
         spec = models.find_model(args, ctx)
         spec.chunked_loss = False
         length = choose_seq_length(args, layers.max_positions(spec.config))
         train, _, _ = batches.open_tokenized(args.replace(seq_length=length), ctx, spec.tokenizer)
         make_step(args, spec.load(ctx), train)
-        ctx.temporary.clean_up()
-    except BaseException as error:
-        ctx.failures.end_failed(error)
 
 
 def make_step(args, model: nn.Module, train) -> None:

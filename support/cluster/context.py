@@ -6,9 +6,10 @@ TCPStore, hosted by rank 0 or by torchrun's agent).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,21 @@ class DistContext:
         """Return a context whose process group is not initialized yet."""
         failures = FailureMonitor(launch, console, StopSignal())
         return cls(launch, device, backend, console, failures)
+
+    @classmethod
+    @contextlib.contextmanager
+    def alone(cls, launch: Launch, console: Console) -> Iterator[DistContext]:
+        """Yield the context of a single process on the CPU, without a process group.
+
+        An exception or a signal ends the process with its message and exit code.
+        """
+        ctx = cls.create(launch, torch.device("cpu"), "fake", console)
+        ctx.stop.install()
+        try:
+            yield ctx
+            ctx.temporary.clean_up()
+        except BaseException as error:
+            ctx.failures.end_failed(error)
 
     @property
     def stop(self) -> StopSignal:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-import torch
-
 from support.cli.datasets import datasets_of
 from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext
@@ -28,10 +26,7 @@ def prefetch(args, launch: Launch) -> NoReturn:
         SystemExit: the downloads are complete. `FailureMonitor.end_failed` ends it after an error.
     """
     console = Console(launch.is_main, args.quiet, args.verbose)
-    # The backend of simulations: this process is the only one.
-    ctx = DistContext.create(launch, torch.device("cpu"), "fake", console)
-    ctx.stop.install()
-    try:
+    with DistContext.alone(launch, console) as ctx:
         ctx.console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
         tokenizer = models.download_model(args, ctx)
         if args.streaming:
@@ -44,11 +39,8 @@ def prefetch(args, launch: Launch) -> NoReturn:
             ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
             for name, _ in datasets_of(args):
                 tokens.tokenize_corpus(args, ctx, tokenizer, name)
-        ctx.temporary.clean_up()
         ctx.console.print0(
             f"✅ Prefetched into {huggingface_home()}: "
             "with HF_HUB_OFFLINE=1 a run with these flags needs no network."
         )
-    except BaseException as error:
-        ctx.failures.end_failed(error)
     sys.exit(EXIT_COMPLETED)
