@@ -40,7 +40,6 @@ Item = Document | Example | BadRow | Notice
 class Source:
     """A corpus before tokenization."""
 
-    name: str  # the name that the user gave
     # A hex digest that changes whenever the text may have changed; cheap to compute.
     fingerprint: str
     # "train", and "validation" if the corpus has it: functions that open a stream of items.
@@ -90,9 +89,7 @@ def _open_pydocs() -> Source:
     names = sorted(topics)
     digest = hashlib.sha256("\0".join(topics[name] for name in names).encode()).hexdigest()
     return Source(
-        "pydocs",
-        digest,
-        {"train": lambda: (Document(f"pydocs, {name}", [topics[name]]) for name in names)},
+        digest, {"train": lambda: (Document(f"pydocs, {name}", [topics[name]]) for name in names)}
     )
 
 
@@ -121,12 +118,7 @@ def _open_files(name: str, include: str | None, rows: RowOptions) -> Source:
     opened = {"train": partial(_items_of_files, signatures, rows)}
     counts = [f"{name}: {count_types(files)}"] if path.is_dir() else []
     return Source(
-        name,
-        digest.hexdigest(),
-        opened,
-        counts,
-        describe_twins(twins, "content"),
-        advise_include(files),
+        digest.hexdigest(), opened, counts, describe_twins(twins, "content"), advise_include(files)
     )
 
 
@@ -302,7 +294,7 @@ def _open_hub(dataset: str, args, rows: RowOptions) -> Source:
         yield from source.splits[name]()
 
     splits = {name: partial(items, name) for name in known["splits"]}
-    return Source(dataset, known["fingerprint"], splits)
+    return Source(known["fingerprint"], splits)
 
 
 def _read_memo(memo: Path, dataset: str, revision: str | None) -> dict | None:
@@ -365,7 +357,7 @@ def _load_hub(dataset: str, args, rows: RowOptions) -> tuple[Source, list[Path]]
             yield from join_articles(contents) if dataset == "wikitext" else contents
 
     opened = {name: partial(items, name) for name in splits}
-    return Source(dataset, digest.hexdigest(), opened), files
+    return Source(digest.hexdigest(), opened), files
 
 
 def begins_article(line: str) -> bool:

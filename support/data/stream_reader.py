@@ -47,7 +47,6 @@ COMPARED_BYTES = 1 << 16  # read at the beginning and at the end of a file to co
 class StreamCorpus:
     """A corpus that is read during training."""
 
-    name: str  # --dataset
     # Digest that the ranks and a resumed run compare. It covers the flags that select the text and,
     # because the text is never read completely, only the names, sizes, beginnings and ends of the
     # files, or the name and commit on the hub.
@@ -89,7 +88,7 @@ def open_corpus(args, ctx: DistContext, options: RowOptions) -> StreamCorpus:
         open_rows = _rows_on_hub(args, commit, options)
     sha256 = digest.hexdigest()
     require_equal_on_all_ranks(ctx.all_gather(sha256), "The corpus")
-    return StreamCorpus(args.dataset, sha256, open_rows, advise_include(files))
+    return StreamCorpus(sha256, open_rows, advise_include(files))
 
 
 def files_to_read(args) -> tuple[list[Path], dict[Path, Path]]:

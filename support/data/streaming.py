@@ -271,7 +271,7 @@ class Stream:
         )
         nulls = {"tokens": None, "blocks": None}
         # Facts about the corpus for results.json.
-        self.facts = {"name": corpus.name, "sha256": corpus.sha256, **nulls, "streaming": True}
+        self.facts = {"name": args.dataset, "sha256": corpus.sha256, **nulls, "streaming": True}
         self._ahead = batches.ReadAhead(self._read_steps(), STEPS_AHEAD)
         self._live: Iterator[batches.StepBatch] | None = None
 

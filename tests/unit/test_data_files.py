@@ -38,6 +38,7 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
         console=SimpleNamespace(print=lines.append, warn=lines.append),
     )
     args = SimpleNamespace(
+        dataset="x",
         max_bad_rows=200_000,
         seq_length=16,
         batch_size=1,
@@ -48,7 +49,7 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
         isolate_documents=False,
         packing=False,
     )
-    corpus = StreamCorpus("x", "", open_rows=list)
+    corpus = StreamCorpus("", open_rows=list)
     stream = Stream(args, run, tokenizer_of("gpt2"), corpus)
 
     def arrive():
