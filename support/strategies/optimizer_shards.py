@@ -72,6 +72,7 @@ class ShardedState:
             name: full_shape(p) for name, p in model.named_parameters() if p.requires_grad
         }
         self.stage3 = hasattr(self.wrapper, "fp32_partitioned_groups_flat")
+        self.optimizer_family = ShardedState.family(optimizer)
         self.is_8bit = type(self.base).__name__ == "AdamW8bit"
         sharded = next((p for p in model.parameters() if is_dtensor(p)), None)
         self.replicated = self.wrapper is None and sharded is None
@@ -173,7 +174,7 @@ class ShardedState:
 
         Those of 8-bit AdamW are fp32 copies. Other optimizers have no moments.
         """
-        if ShardedState.family(self.base) != "adamw":
+        if self.optimizer_family != "adamw":
             return {}
         if create and self.is_8bit:
             if not self.base.state.get(shard.key):
@@ -198,7 +199,7 @@ class ShardedState:
 
     def whole_states(self) -> dict[str, torch.Tensor]:
         """Return Adafactor's states by "<parameter>/<state>"; {} for other optimizers."""
-        if ShardedState.family(self.base) != "adafactor":
+        if self.optimizer_family != "adafactor":
             return {}
         return {
             f"{shard.names[0]}/{kind}": value
@@ -215,7 +216,7 @@ class ShardedState:
         Raises:
             ValueError: a tensor has another shape than this parameter's state.
         """
-        for shard in self.shards if ShardedState.family(self.base) == "adafactor" else ():
+        for shard in self.shards if self.optimizer_family == "adafactor" else ():
             name, shape = shard.names[0], self.shapes[shard.names[0]]
             shapes = {"exp_avg_sq": shape}
             if len(shape) >= 2:
@@ -257,15 +258,14 @@ class ShardedState:
 
     def set_adam_step(self, step: int) -> None:
         """Set the number of updates for every master whose optimizer counts them."""
-        family = ShardedState.family(self.base)
-        if family == "sgd":
+        if self.optimizer_family == "sgd":
             return
         on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
         own = hasattr(self.base, "ds_opt_adam")
         # DeepSpeed's CPU Adam, bitsandbytes and Adafactor store an int.
-        as_int = own or self.is_8bit or family == "adafactor"
+        as_int = own or self.is_8bit or self.optimizer_family == "adafactor"
         for shard in self.shards:
-            if family == "adafactor" and not self.base.state.get(shard.key):
+            if self.optimizer_family == "adafactor" and not self.base.state.get(shard.key):
                 continue  # it creates all states together
             device = local_part(shard.key).device if on_device else "cpu"
             self.base.state[shard.key]["step"] = (
