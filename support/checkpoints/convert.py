@@ -29,11 +29,10 @@ from support.checkpoints.format import BUFFERS, open_checkpoint, open_listed, wr
 from support.checkpoints.recognize import folder_named_in
 from support.checkpoints.tensors import PieceReader, PieceWriter
 from support.errors import UserError, first_line
-from support.files.atomic import read_json, write_text
+from support.files.atomic import finish_folder, read_json, start_folder, write_text
 from support.files.safetensors_writer import WeightFiles, write_at
 from support.files.user_files import shown
 from support.model.card import model_card
-from support.model.export import finish_folder, start_folder
 from support.model.lora import peft_name
 from support.strategies.optimizer_shards import MOMENTS
 from support.train_state import NEW_RUN

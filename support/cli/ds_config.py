@@ -221,6 +221,7 @@ def reconcile(args, config: dict, file: str) -> dict:
     """
     _check_strategy(args.strategy, config, file)
     _set_optimizer(args, config, file)
+    # Before the loop, which replaces "auto" by the flag's value.
     accumulation_is_open = "gradient_accumulation_steps" not in args.given and config.get(
         "gradient_accumulation_steps"
     ) in (None, AUTO)
@@ -286,34 +287,43 @@ def _set_optimizer(args, config: dict, file: str) -> None:
     The other optimizers of --optim are created by us (strategies/optimizer.py), and DeepSpeed must
     allow them.
     """
-    users_type = str(lookup(config, "optimizer.type") or "") if args.ds_config else ""
-    if users_type:
-        # DeepSpeed's Adam is AdamW unless the file says otherwise.
-        is_adamw = users_type.lower() in ("adam", "adamw")
-        if "optim" in args.given and not (is_adamw and args.optim == "adamw"):
-            raise UserError(
-                f"{file} has the optimizer {users_type}, and --optim is {args.optim}: remove the "
-                "section optimizer from the file, or leave --optim out."
-            )
-        flags = sorted({"adam_beta1", "adam_beta2", "adam_epsilon"} & args.given)
-        if flags and "adam" not in users_type.lower():
-            raise UserError(
-                f"{file} has the optimizer {users_type}, and --{flags[0]} is for Adam: "
-                "leave the flag out."
-            )
+    if args.ds_config and (users_type := lookup(config, "optimizer.type")):
+        _check_optimizer_flags(args, str(users_type), file)
     if args.optim != "adamw":
         config.pop("optimizer", None)
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
         return
-    offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
     if "optimizer" not in config:
         config["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(PARAMS_OF_ADAM, AUTO)}
     params = config["optimizer"].get("params", {})
+    offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
     is_adam = str(config["optimizer"].get("type")).lower() in ("adam", "adamw")
     if is_adam and offloads_to in (None, "none") and {*params} <= {*PARAMS_OF_ADAM}:
         # The same updates as DeepSpeed's FusedAdam, which compiles an op.
         params |= {"torch_adam": True, "fused": True}
         config["optimizer"]["params"] = params
+    _reconcile_adam(args, config, params, file)
+
+
+def _check_optimizer_flags(args, users_type: str, file: str) -> None:
+    """Check the flags next to an optimizer of the file."""
+    # DeepSpeed's Adam is AdamW unless the file says otherwise.
+    is_adamw = users_type.lower() in ("adam", "adamw")
+    if "optim" in args.given and not (is_adamw and args.optim == "adamw"):
+        raise UserError(
+            f"{file} has the optimizer {users_type}, and --optim is {args.optim}: remove the "
+            "section optimizer from the file, or leave --optim out."
+        )
+    flags = sorted({"adam_beta1", "adam_beta2", "adam_epsilon"} & args.given)
+    if flags and "adam" not in users_type.lower():
+        raise UserError(
+            f"{file} has the optimizer {users_type}, and --{flags[0]} is for Adam: "
+            "leave the flag out."
+        )
+
+
+def _reconcile_adam(args, config: dict, params: dict, file: str) -> None:
+    """Reconcile the betas and epsilon of `params`, the optimizer's section, with the flags."""
     betas = params.get("betas", AUTO)
     betas = betas if isinstance(betas, list) and len(betas) == 2 else [AUTO, AUTO]
     values = {"adam_beta1": betas[0], "adam_beta2": betas[1], "adam_epsilon": params.get("eps")}

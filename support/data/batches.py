@@ -198,6 +198,7 @@ class PackedFile:
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens of each of these sequences, without padding."""
         of_examples = self.file.lengths(self.members[: self.ends[-1]])
+        # reduceat adds up from each begin to the next one; a sequence begins where another ends.
         return np.add.reduceat(of_examples, np.append(0, self.ends[:-1]))[indices]
 
     def tokens(self, indices: np.ndarray) -> int:

@@ -310,6 +310,50 @@ class TemporaryFolder:
             file.close()
 
 
+def start_folder(folder: Path) -> TemporaryFolder:
+    """Create a temporary folder next to `folder`, with an empty `new` in it for `finish_folder`."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # A name has at most 255 bytes, and a character up to four.
+    temporary = TemporaryFolder(folder.parent, f".{folder.name[:40]}.partial-")
+    (temporary.path / "new").mkdir()
+    return temporary
+
+
+def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Path:
+    """Flush a new folder to disk and rename it to `folder`.
+
+    If that name is taken, the new name is `folder`-2, `folder`-3 …
+
+    Renaming a folder to the name of a non-empty folder fails. Two processes that finish at the same
+    time therefore cannot replace each other's result.
+
+    Args:
+        temporary: returned by `start_folder`; the caller removes it.
+        replace: move an existing folder of this name into `temporary`, which removes it.
+    Returns:
+        The final path.
+    Raises:
+        OSError: the disk is full or not writable. An existing folder keeps its name.
+    """
+    new, old = temporary.path / "new", temporary.path / "old"
+    sync_tree(new)
+    if replace and os.path.lexists(folder):
+        os.rename(folder, old)
+    for number in range(1, 1000):
+        final = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            os.rename(new, final)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                continue
+            if old.exists():
+                os.rename(old, folder)
+            raise
+        sync(folder.parent)
+        return final
+    raise FileExistsError(errno.EEXIST, "exists, and so do 1,000 numbered ones", str(folder))
+
+
 def _this_machine() -> dict:
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else None
     return {"host": platform.node(), "boot": boot}

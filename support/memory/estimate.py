@@ -235,7 +235,8 @@ def _stage3(work: Workload, swaps: bool) -> _States:
     shards, trained = _parts(sizes, n), _parts(work.trained, n)
     buckets = bucket_sizes(work.model.hidden, total, False)
     bucket, sub_group = buckets["reduce_bucket_size"], min(trained, buckets["sub_group_size"])
-    persistent = [n for n in sizes if n <= buckets["stage3_param_persistence_threshold"]]
+    threshold = buckets["stage3_param_persistence_threshold"]
+    persistent = [size for size in sizes if size <= threshold]
     # Infinity keeps only the persistent parameters on the GPU, which every rank has whole. A single
     # rank has them once, as its shard.
     parameters = c * (_parts(persistent, n) if swaps else shards) + (

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
-import os
 import shutil
 import tempfile
 import time
@@ -26,7 +24,7 @@ import torch
 import transformers
 
 from support.errors import FirstError, TrainingError, UserError
-from support.files.atomic import TemporaryFolder, sync, sync_tree, write_text
+from support.files.atomic import finish_folder, start_folder, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
 from support.model import lora
@@ -241,50 +239,6 @@ def _write_merged(
 
     if folder:
         errors.attempt(write)
-
-
-def start_folder(folder: Path) -> TemporaryFolder:
-    """Create a temporary folder next to `folder`, with an empty `new` in it for `finish_folder`."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # A name has at most 255 bytes, and a character up to four.
-    temporary = TemporaryFolder(folder.parent, f".{folder.name[:40]}.partial-")
-    (temporary.path / "new").mkdir()
-    return temporary
-
-
-def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Path:
-    """Flush a new folder to disk and rename it to `folder`.
-
-    If that name is taken, the new name is `folder`-2, `folder`-3 …
-
-    Renaming a folder to the name of a non-empty folder fails. Two processes that finish at the same
-    time therefore cannot replace each other's result.
-
-    Args:
-        temporary: returned by `start_folder`; the caller removes it.
-        replace: move an existing folder of this name into `temporary`, which removes it.
-    Returns:
-        The final path.
-    Raises:
-        OSError: the disk is full or not writable. An existing folder keeps its name.
-    """
-    new, old = temporary.path / "new", temporary.path / "old"
-    sync_tree(new)
-    if replace and os.path.lexists(folder):
-        os.rename(folder, old)
-    for number in range(1, 1000):
-        final = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        try:
-            os.rename(new, final)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                continue
-            if old.exists():
-                os.rename(old, folder)
-            raise
-        sync(folder.parent)
-        return final
-    raise FileExistsError(errno.EEXIST, "exists, and so do 1,000 numbered ones", str(folder))
 
 
 def check_room(args, ctx, target: Target, output_dir: Path, spec, saves: int) -> None:

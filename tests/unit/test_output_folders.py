@@ -36,7 +36,7 @@ def test_files_of_another_program_are_data(tmp_path, content):
 
 @pytest.mark.parametrize("letter", ["x", "é", "文", "😀"])
 def test_an_export_with_a_long_name(tmp_path, letter):
-    from support.model.export import finish_folder, start_folder
+    from support.files.atomic import finish_folder, start_folder
 
     folder = tmp_path / (letter * (250 // len(letter.encode())))
     temporary = start_folder(folder)
@@ -47,7 +47,8 @@ def test_an_export_with_a_long_name(tmp_path, letter):
 
 def test_two_exports_at_the_same_instant(tmp_path):
     """Both are kept, whichever is first, and neither writes into the other's unfinished folder."""
-    from support.model.export import Target, finish_folder, start_folder
+    from support.files.atomic import finish_folder, start_folder
+    from support.model.export import Target
 
     targets = [Target(tmp_path / "model", overwrite=False, own=True) for _ in range(2)]
     writing = [start_folder(target.folder) for target in targets]
@@ -75,7 +76,8 @@ def test_two_exports_at_the_same_instant(tmp_path):
 )
 def test_an_export_replaces_only_what_it_may(tmp_path, own, overwrite, names):
     """This run's earlier export, or with --overwrite whatever is there."""
-    from support.model.export import Target, finish_folder, start_folder
+    from support.files.atomic import finish_folder, start_folder
+    from support.model.export import Target
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "earlier").write_text("x")
