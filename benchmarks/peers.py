@@ -251,7 +251,8 @@ class Measurer:
     Attributes:
         out: folder of logs, data and runs.
         steps: optimizer steps of a run.
-        facts: hardware, versions and date of the last run of this project; see also `LOGGING`.
+        facts: hardware, versions and date of the last run of this project; the commands of this
+            call and those whose measurements it keeps; see also `LOGGING`.
     """
 
     out: Path
@@ -473,8 +474,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     unknown += [name for name in args.only if name not in PROGRAMS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
-    if args.cases:
-        args.command += f' BENCH="--cases {args.cases}"'
+    if options := [word for word in argv if word not in ("--gpu", "--write")]:
+        args.command += f' BENCH="{" ".join(options)}"'
     args.cases = {name: args.all_cases[name] for name in names}
     args.steps = args.steps or (40 if args.gpu else 5)
     args.skip = (10 if args.gpu else 2) if args.skip is None else args.skip
@@ -494,6 +495,8 @@ def main(argv: list[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"measurements{'-gpu' if args.gpu else ''}.json"
     runs, facts = load_runs(file) if args.keep else ([], {})
+    if args.rounds:
+        facts["commands"] = [*facts.get("commands", []), args.command]
     measurer, failures = Measurer(out, args.steps, facts), 0
     for _ in range(args.rounds):
         for setting, program in schedule(list(args.cases.values()), args.only):
@@ -538,12 +541,14 @@ def report(tables: list[tuple[Case, list[Row]]], facts: dict, args: argparse.Nam
     if args.write:
         name = "bench GPU=1" if args.gpu else "bench"
         figure = FIGURE.with_stem(f"{FIGURE.stem}_gpu") if args.gpu else FIGURE
-        source = provenance(facts, args.command, args.steps, args.skip)
+        commands = "`, `".join(facts.get("commands", [args.command]))
+        source = provenance(facts, commands, args.steps, args.skip)
         source += f" Other programs took at most {facts['other_load']:.0%} of the CPU."
         text = RESULTS.read_text(encoding="utf-8")
         text = replace_section(text, name, [source, "", *lines], by="make bench")
         RESULTS.write_text(text, encoding="utf-8")
-        draw(tables, figure, source.replace("`", ""))
+        in_bf16 = [(case, rows) for case, rows in tables if case.setting.precision == "bf16"]
+        draw(in_bf16 or tables, figure, source.replace("`", ""))
 
 
 def describe(run: Run) -> str:
