@@ -163,7 +163,7 @@ def main() -> None:
     PEERS[args.peer](args, model, Sequences(args.data))
     if torch.cuda.is_available():
         print(f"peak_gpu_bytes {torch.cuda.max_memory_allocated()}", flush=True)
-    # Nothing is measured after the last step, and gloo's process group has hung at its end.
+    # Nothing is measured after the last step, and the destruction of gloo's process group has hung.
     sys.stdout.flush()
     os._exit(0)
 

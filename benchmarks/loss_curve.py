@@ -67,7 +67,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for step, (theirs, *ours) in enumerate(zip(slow, fp32, bf16, strict=True), 1):
         if step == 1 or step % SHOWN == 0:
-            cells = [f"{loss:.6f} | {loss / theirs - 1:.1e}" for loss in ours]
+            cells = [f"{loss:.6f} | {abs(loss / theirs - 1):.1e}" for loss in ours]
             print(f"| {step} | {theirs:.6f} | {' | '.join(cells)} |")
     for name, curve in (("fp32", fp32), ("bf16", bf16)):
         largest = max(abs(a / b - 1) for a, b in zip(curve, slow, strict=True))

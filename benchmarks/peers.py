@@ -251,8 +251,8 @@ class Measurer:
     Attributes:
         out: folder of logs, data and runs.
         steps: optimizer steps of a run.
-        facts: hardware, versions and date of the last run of this project; the commands of this
-            call and those whose measurements it keeps; see also `LOGGING`.
+        facts: hardware, versions and date of the last run of this project; the command of this
+            call, and those of the measurements that it keeps; see also `LOGGING`.
     """
 
     out: Path
@@ -496,13 +496,14 @@ def main(argv: list[str]) -> int:
     file = out / f"measurements{'-gpu' if args.gpu else ''}.json"
     runs, facts = load_runs(file) if args.keep else ([], {})
     if args.rounds:
-        facts["commands"] = [*facts.get("commands", []), args.command]
+        unknown = ["earlier commands, unknown"] if runs else []
+        facts["commands"] = [*facts.get("commands", unknown), args.command]
     measurer, failures = Measurer(out, args.steps, facts), 0
-    for _ in range(args.rounds):
+    earlier = max((run.round for run in runs), default=0)
+    for number in range(earlier + 1, earlier + 1 + args.rounds):
         for setting, program in schedule(list(args.cases.values()), args.only):
-            same = [run.round for run in runs if (run.setting, run.program) == (setting, program)]
             try:
-                run = measurer.measure(setting, program, max(same, default=0) + 1)
+                run = measurer.measure(setting, program, number)
             except RuntimeError as error:
                 failures += 1
                 print(f"❌ {error}", flush=True)

@@ -38,7 +38,9 @@ class Spread:
         return cls(statistics.median(values), values[0], values[-1]) if values else None
 
     def text(self, form: str) -> str:
-        """Format the three numbers, for instance with ".2f"."""
+        """Format the three numbers, for instance with ".2f"; a single measurement has no range."""
+        if self.low == self.high:
+            return f"{self.median:{form}}"
         return f"{self.median:{form}} ({self.low:{form}}–{self.high:{form}})"
 
 
@@ -152,7 +154,9 @@ def table(case: Case, rows: list[Row]) -> list[str]:
     heads = ["", "tokens/s", relative, *(["MFU"] if on_gpu else [])]
     heads += [memory, relative, "first step after, s", relative]
     each = " per process" if work.ranks > 1 else ""
-    rounds = max(row.rounds for row in rows)
+    rounds = str(max(row.rounds for row in rows))
+    fewer = [f"{row.program} {row.rounds}" for row in rows if str(row.rounds) != rounds]
+    rounds += f" ({', '.join(fewer)})" if fewer else ""
     lines = [f"Each step has {work.batch_size} × {work.seq_length} tokens{each}. Rounds: {rounds}."]
     lines += [""]
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

@@ -95,9 +95,10 @@ def ours(file: Path, tokenizer) -> float:
     from support.data.tokenize import tokenize_once
     from support.files.cache import Cache
 
+    flags = parse_arguments([])
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        source = open_source(str(file), parse_arguments([]), RowOptions())
+        source = open_source(str(file), flags, RowOptions())
         tokenize_once(source, tokenizer, Cache(Path(folder), [], print), lambda n: None, 0)
         return time.perf_counter() - started
 

@@ -1,7 +1,7 @@
 """The folders in which the Hugging Face libraries and this project cache files.
 
-huggingface_hub is imported when a folder is needed, and not before: it reads HF_HUB_OFFLINE at its
-import, which `cli.hub.reach_hub` may set.
+huggingface_hub is imported when a folder is needed, and not before: at import it reads
+HF_HUB_OFFLINE, which `cli.hub.reach_hub` may still set.
 """
 
 from __future__ import annotations

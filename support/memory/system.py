@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import resource
 import sys
@@ -100,4 +101,8 @@ def folder_bytes(folder: str | None) -> int:
     """Return the bytes of all files in a folder and its subfolders; 0 for None."""
     if folder is None:
         return 0
-    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    return sum(
+        os.path.getsize(os.path.join(parent, name))
+        for parent, _, names in os.walk(folder)
+        for name in names
+    )

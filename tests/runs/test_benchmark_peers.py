@@ -9,8 +9,8 @@ from benchmarks import peers
     "cases, programs",
     [
         ("one", ["ours", "Trainer"]),
-        pytest.param("fsdp", ["ours", "accelerate FSDP"], marks=pytest.mark.soak),
-        pytest.param("ddp", ["ours", "Trainer", "accelerate DDP"], marks=pytest.mark.soak),
+        pytest.param("fsdp", ["ours fsdp", "accelerate FSDP"], marks=pytest.mark.soak),
+        pytest.param("ddp", ["ours", "Trainer", "accelerate"], marks=pytest.mark.soak),
     ],
 )
 def test_every_driver_is_measured(tmp_path, capsys, cases, programs):

@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 
 from support.files import safetensors_writer as writer
 
-# PyTorch does not convert to types of 4 bits.
-TYPES = [dtype for dtype in safetensors.torch._SIZE if "float4" not in str(dtype)]
+# The library has an entry None for a type that this version of PyTorch lacks.
+TYPES = [d for d in safetensors.torch._SIZE if d is not None and "float4" not in str(d)]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
