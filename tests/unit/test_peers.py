@@ -62,13 +62,13 @@ def test_a_program_without_rounds_in_common_has_no_ratio():
     [row] = peers_report.rows_of(CASE, [run_of("ours", 1, [1])], skip=2)
     line = peers_report.table(CASE, [row])[-1]
     assert row.speed_ratio is None
-    assert line == "| ours | 1024 (1024–1024) | — | 2.00 | — | 5.0 | — |"
+    assert line == "| ours | 1024 | — | 2.00 | — | 5.0 | — |"
 
 
 def test_mfu_of_all_programs_is_in_proportion_to_their_speed():
     runs = [run_of("ours", 1, [1], mfu_per_rate=1e-4, peak_gpu=GB), run_of("Trainer", 1, [2])]
     lines = peers_report.table(CASE, peers_report.rows_of(CASE, runs, skip=2))
-    assert "| ours | 1024 (1024–1024) | 2.00 (2.00–2.00) | 10.2% | 1.00 |" in lines[4]
+    assert "| ours | 1024 | 2.00 | 10.2% | 1.00 |" in lines[4]
     assert "| 5.1% |" in lines[5] and "peak GPU memory" in lines[2]
 
 
@@ -122,6 +122,7 @@ def test_report_is_written_only_if_it_is_asked_for(tmp_path, monkeypatch, capsys
     assert peers.main([*command, "--write"]) == 0
     text = results.read_text()
     assert "| ours | 512 (256–1024) |" in text and "CPU cores: 2, a CPU; 24 GB" in text
+    assert "Rounds: 3 (Trainer 2)." in text
     assert "20.0 (10.0–40.0) ms" in text and "1.00% of the 2.0 s" in text
     assert text.startswith("a\n") and text.endswith("\nb\n") and (tmp_path / "figure.png").exists()
 
@@ -142,6 +143,28 @@ def test_failed_run_is_reported(tmp_path, monkeypatch, capsys):
     command = "--cases one --only Trainer --rounds 1 --out".split()
     assert peers.main([*command, str(tmp_path)]) == 1
     assert re.search("❌ Trainer: .*broken", capsys.readouterr().out, re.DOTALL)
+
+
+def test_a_program_that_failed_joins_the_next_round(tmp_path, monkeypatch):
+    """The ratio of its second run is formed with the other program's second run."""
+
+    def measure(self, setting, program, number):
+        self.facts |= {"hardware": {}, "versions": {}, "started_at": ""}
+        if (program, number) == ("Trainer", 1):
+            raise RuntimeError("broken")
+        return run_of(program, number, [1])
+
+    monkeypatch.setattr(peers.Measurer, "measure", measure)
+    monkeypatch.setattr(peers, "report", lambda *_: None)
+    command = ["--cases", "one", "--rounds", "1", "--out", str(tmp_path)]
+    assert (peers.main(command), peers.main([*command, "--keep"])) == (1, 0)
+    runs, facts = peers.load_runs(tmp_path / "measurements.json")
+    assert [(r.program, r.round) for r in runs] == [("ours", 1), ("ours", 2), ("Trainer", 2)]
+    options = " ".join(command)
+    assert facts["commands"] == [
+        f'make bench BENCH="{options}"',
+        f'make bench BENCH="{options} --keep"',
+    ]
 
 
 def test_program_is_ended_with_the_runner(tmp_path, monkeypatch):
