@@ -11,8 +11,7 @@ from support.cli.datasets import datasets_of
 from support.cli.paths import is_local_dataset, is_local_model
 from support.errors import UserError, first_line
 from support.files.hub_cache import (
-    has_dataset,
-    has_model,
+    cached_repository,
     huggingface_home,
     login_command,
     missing_of_model,
@@ -80,8 +79,8 @@ def reach_hub(args, is_main: bool, is_node_leader: bool) -> bool:
             "a machine with a network: hf upload OWNER/NAME FOLDER."
         )
     needed_model = None if scratch_without_hub(args) else model
-    missing_model = needed_model if needed_model and not has_model(needed_model) else None
-    missing = [name for name in datasets if not has_dataset(name)]
+    missing_model = None if cached_repository("models", needed_model) else needed_model
+    missing = [name for name in datasets if not cached_repository("datasets", name)]
     if missing_model or missing:
         raise UserError(f"{reason}, and {_remedies(args, missing_model, ', '.join(missing))}")
     with_weights = not (args.from_scratch or args.show_sample)

@@ -1,8 +1,4 @@
-"""The folders in which the Hugging Face libraries and this project cache files.
-
-huggingface_hub is imported when a folder is needed, and not before: at import it reads
-HF_HUB_OFFLINE, which `cli.hub.reach_hub` may still set.
-"""
+"""The folders in which the Hugging Face libraries and this project cache files."""
 
 from __future__ import annotations
 
@@ -24,9 +20,8 @@ def login_command() -> str:
 
 def huggingface_home() -> Path:
     """Return the folder with the caches of the Hugging Face libraries (HF_HOME)."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HOME)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -36,22 +31,29 @@ def cache_folder(cache_dir: str | None) -> Path:
     return huggingface_home() / "distributed_training"
 
 
-def has_model(name: str) -> bool:
-    """Return whether the hub's cache holds files of a model."""
-    return any(_model_folder(name).glob("snapshots/*/*"))
+def cached_repository(kind: str, name: str | None) -> bool:
+    """Return whether the cache holds a repository; True also for no repository.
 
-
-def has_dataset(name: str) -> bool:
-    """Return whether the cache holds a dataset of the hub."""
+    Args:
+        kind: "models" or "datasets".
+        name: of the repository, or None.
+    """
+    if name is None:
+        return True
+    if kind == "models":
+        return any(cached_model(name).glob("snapshots/*/*"))
     prepared = os.environ.get("HF_DATASETS_CACHE") or huggingface_home() / "datasets"
     folder = name.replace("/", "___")  # of the Arrow files, which are loaded offline
     return any((Path(prepared).expanduser() / part).is_dir() for part in (folder.lower(), folder))
 
 
-def _model_folder(name: str) -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+def cached_model(name: str) -> Path:
+    """Return the folder of a model in the hub's cache, whether or not it exists."""
+    env = os.environ
+    hub = Path(
+        env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or huggingface_home() / "hub"
+    ).expanduser()
+    return hub / f"models--{name.replace('/', '--')}"
 
 
 def missing_of_model(name: str, with_weights: bool, revision: str = "main") -> list[str]:
@@ -65,7 +67,7 @@ def missing_of_model(name: str, with_weights: bool, revision: str = "main") -> l
         Descriptions for a message, such as "tokenizer files"; empty also if the cache does not know
         the revision.
     """
-    folder = _model_folder(name)
+    folder = cached_model(name)
     try:
         commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
     except OSError:
