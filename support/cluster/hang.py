@@ -60,6 +60,8 @@ class HangMonitor:
         self._reported = -1  # number of the last collective that was reported as waiting
         self._request = ""  # the last one that this rank has answered
         self._signals_seen = 0
+        self._not_written = 0  # number of signals that faulthandler's handler did not record
+        self._bytes_before = 0  # size of its file when the Python handler last ran
         self._reported_lost = False
 
     def start(self, store: dist.Store | None, seconds: int) -> None:
@@ -76,17 +78,26 @@ class HangMonitor:
         threading.Thread(target=self._run, daemon=True).start()
 
     def handle_signal(self) -> None:
-        """Install the handler of SIGUSR2; `_signal_bytes` grows with each signal.
+        """Install the handlers of SIGUSR2; `_signal_bytes` grows with each signal.
 
-        A Python handler would run only when the main thread returns from C++. faulthandler's is
-        in C, and writes to a file.
+        A Python handler runs only when the main thread returns from C++. faulthandler's is in C,
+        and writes to a file, unless the kernel delivers the signal to a thread of C++, for example
+        right after SIGCONT. Such a signal is counted by the Python handler, which is called, too.
         """
         self._signal_file = tempfile.TemporaryFile()  # noqa: SIM115 (it stays open)
+
+        def count(*_) -> None:
+            size = os.fstat(self._signal_file.fileno()).st_size
+            self._not_written += size == self._bytes_before
+            self._bytes_before = size
+
+        faulthandler.unregister(signal.SIGUSR2)  # or the handler of an earlier call would stay
+        signal.signal(signal.SIGUSR2, count)
         # all_threads: reading the frames of other threads that run could crash the process.
-        faulthandler.register(signal.SIGUSR2, self._signal_file, all_threads=False)
+        faulthandler.register(signal.SIGUSR2, self._signal_file, all_threads=False, chain=True)
 
     def _signal_bytes(self) -> int:
-        return os.fstat(self._signal_file.fileno()).st_size
+        return os.fstat(self._signal_file.fileno()).st_size + self._not_written
 
     def _run(self) -> None:
         failures = 0

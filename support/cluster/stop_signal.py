@@ -49,8 +49,10 @@ class StopSignal:
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, process.STOP_SIGNALS)
         with contextlib.suppress(BlockingIOError):
-            if self._numbers is not None and (numbers := os.read(self._numbers, 1)):
-                signal.pthread_kill(threading.get_ident(), numbers[0])
+            if self._numbers is not None:
+                arrived = {*process.STOP_SIGNALS} & {*os.read(self._numbers, 512)}  # also SIGUSR2
+                for number in arrived:
+                    signal.pthread_kill(threading.get_ident(), number)
 
     def defer(self) -> None:
         """Record further signals instead of ending the run; called when training starts.

@@ -155,6 +155,17 @@ def test_the_signal_is_seen_without_the_main_thread(ranks):
     assert monitor._signal_bytes() > before
 
 
+def test_a_signal_to_a_thread_without_a_python_stack_is_seen(ranks):
+    """faulthandler writes nothing then; the Python handler runs in any case."""
+    monitor = ranks.monitors[0]
+    monitor.handle_signal()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    before = monitor._signal_bytes()
+    assert monitor._signal_bytes() == before and monitor._not_written == 0  # seen once
+    signal.getsignal(signal.SIGUSR2)(signal.SIGUSR2, None)
+    assert monitor._signal_bytes() == before + 1
+
+
 def test_a_rank_that_has_not_seen_a_request_does_not_start_another(ranks, tmp_path):
     ranks.store.set(hang.REQUEST, "1 hang 0")
     ranks.monitors[1]._report("hang", "late")
