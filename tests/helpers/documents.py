@@ -279,7 +279,7 @@ def tracked() -> frozenset[str]:
 
 
 def is_missing(word: str) -> bool:
-    """Return whether a word of a document names a file of this project that does not exist."""
+    """Return whether a word is the name of a project file that does not exist."""
     name = re.sub(r"(:\d+|::\S+|[,;:.])+$", "", word).removeprefix("./").rstrip("/")
     if not re.fullmatch(r"[\w.*/-]+", name) or ".." in name:
         return False
