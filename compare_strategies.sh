@@ -16,7 +16,7 @@
 #   TIMEOUT=1800            seconds for one run, and for the first compilation of DeepSpeed's ops (default: 1800)
 #   CONTROL=0               leave out the control: dp with a 10% higher learning rate, which shows whether the
 #                           comparison would detect a strategy that trains slightly differently (default: 1)
-#   RESUME=1                keep the completed runs of the same comparison, run only what is missing
+#   RESUME=1                keep the completed runs of the same comparison, run only what is missing, and the control
 #   PYTHON=python3.12       interpreter (default: the active environment's, else .venv in this folder)
 #
 # Runs are kept under comparison_runs/<MODEL>/<strategy>/<repeat>/ (log.txt, results.json, metrics.jsonl); the report is
@@ -227,7 +227,7 @@ run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments f
 
 report() { undisturbed "$python" "$project/scripts/compare_report.py" "$@"; }
 
-number=0
+number=0 new=0 # new: whether a run was not kept
 run_and_say() { # as run_once; a completed run is kept under RESUME=1
     local folder=$runs/$1/$2 begun=$SECONDS line code=0
     [[ $interrupted == 0 ]] || return 0
@@ -235,12 +235,14 @@ run_and_say() { # as run_once; a completed run is kept under RESUME=1
     say '[%d/%d] %-9s' "$number" "$total" "$1"
     if [[ ${RESUME-0} == 1 && -d $folder ]]; then
         line=$(report --status "$folder") || code=$?
-        if [[ $code == 0 ]]; then
+        if [[ $code == 0 && ($1 != control || $new == 0) ]]; then # the control shows a change of load since then
             say '%s (kept)\n' "$line"
+            : > "$folder/kept.txt"
             return 0
         fi
-        [[ $code == 3 ]] || return 0 # 3: it is not completed
+        [[ $code == 0 || $code == 3 ]] || return 0 # 3: it is not completed
     fi
+    new=1
     run_once "$@"
     say '%s (%d s)\n' "$(report --status "$folder" || true)" $((SECONDS - begun))
 }

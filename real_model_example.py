@@ -44,6 +44,7 @@ if __name__ == "__main__":
     ARGS, LAUNCH = startup.start(sys.argv[1:])
 
 import itertools
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -54,8 +55,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from support.checkpoints.compatibility import run_signature
+from support.checkpoints.find import find_checkpoint
 from support.checkpoints.manager import CheckpointManager, TrainingObjects
 from support.cli.arguments import Arguments, choose_seq_length
+from support.cli.ds_config import check_with_deepspeed, write_ds_config
 from support.cluster.context import DistContext
 from support.cluster.devices import choose_device, choose_precision, unused_gpu
 from support.cluster.launch import Launch, exit_before_start
@@ -71,14 +74,14 @@ from support.memory.advise import ways_to_fit
 from support.model import layers, weights
 from support.model import resolve as models
 from support.model.loss import next_token_loss
-from support.report.metrics_log import MetricsLogger
-from support.report.run_record import RunRecord
+from support.report.run import Run
 from support.strategies import optimizer as optim
 from support.strategies.contexts import autocast, gradient_sync
 from support.strategies.deepspeed import configure_deepspeed, partition_parameters, quiet
 from support.strategies.gradients import gradient_norm, loss_scaler, skip_update_if_not_finite
 from support.strategies.requirements import check_requirements
 from support.strategy import STRATEGIES, Engine
+from support.train_state import TrainState
 
 
 def main(args: Arguments, launch: Launch) -> None:
@@ -92,6 +95,7 @@ def main(args: Arguments, launch: Launch) -> None:
     except BaseException as error:
         exit_before_start(error, args.verbose, linger=2)
     try:
+        check_with_deepspeed(args)  # the keys and values of --ds_config
         ctx.precision = choose_precision(args.precision, ctx.device)
         if command := command_of(args):  # --check, --show_sample
             ctx.failures.end_together(None, command(args, ctx))  # does not return
@@ -113,52 +117,63 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
         TrainingError: the run failed.
         Preempted: a rank received a stop signal, and the checkpoint is complete.
     """
-    record = RunRecord.open(args, ctx)  # the output folder, results.json, memory after each phase
+    run = Run.open(args, ctx)  # the output folder, results.json, memory after each phase
+    found = find_checkpoint(args, ctx, run.folder)  # of --resume, before anything is loaded
     check_requirements(args)
 
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
+    models.configure_transformers(args)
     spec = models.find_model(args, ctx)
     args = args.replace(seq_length=choose_seq_length(args, layers.max_positions(spec.config)))
-    record.announce_model(args, spec)
+    run.announce_model(args, spec)
     ctx.failures.remedies = lambda: ways_to_fit(args, ctx, spec)  # printed if memory runs out
     train_data, validation, dataset = prepare_dataset(args, ctx, spec.tokenizer)
     if args.ds_config_dict:
         args = args.replace(ds_config_dict=configure_deepspeed(args, ctx, spec))
+        if ctx.is_main:
+            write_ds_config(args, run.folder)  # runs as it is with --ds_config
     model, _tokenizer = load_model_and_tokenizer(args, ctx, spec)
-    record.model_loaded(args, spec, dataset, train_data)
+    run.model_loaded(args, spec, dataset, train_data)
     objects = wrap(model, train_data, args, ctx)
-    record.memory.note("wrapped")
+    run.memory.note("wrapped")
     keep_freed_memory(ctx.device)  # for the next step; see support/cluster/tuning.py
 
     signature = run_signature(args, ctx, spec, dataset, objects.model)
-    manager = CheckpointManager(args, ctx, record.folder, objects, signature, spec)
-    counters = manager.resume()  # of the checkpoint, or zeros
+    manager = CheckpointManager(args, ctx, run.folder, objects, signature, spec)
+    counters = manager.resume(found)  # of the checkpoint, or zeros
     state = data.train_state(counters, train_data, args, ctx.world_size)
-    if record.was_complete_before(args, state):
-        record.finish_completed_run(args, manager, state, autocast(objects.model, ctx))
+    if run.was_complete_before(args, state):
+        run.finish_completed_run(args, manager, state, autocast(objects.model, ctx))
         return objects.model
-    metrics = record.start_training(args, objects, manager, state)
+    run.start_training(args, objects, manager, state)
     try:
-        eval_loss = train_and_evaluate(objects, train_data, validation, metrics, manager)
+        eval_loss = train_and_evaluate(objects, (train_data, validation), state, run, args, ctx)
     except Preempted:
-        record.preempted(metrics)
+        run.preempted(state)
         raise
-    record.finish(args, manager, metrics, eval_loss, autocast(objects.model, ctx))
+    run.finish(args, state, eval_loss, autocast(objects.model, ctx))
     return objects.model
 
 
 def train_and_evaluate(
-    objects: TrainingObjects, train_data, validation, metrics: MetricsLogger, manager
+    objects: TrainingObjects,
+    datasets: tuple[Any, Any],
+    state: TrainState,
+    run: Run,
+    args: Arguments,
+    ctx: DistContext,
 ) -> float | None:
     """Train all epochs, or until early stopping, and evaluate whenever an evaluation is due.
 
+    Args:
+        datasets: the training sequences and the validation sequences.
     Returns:
         The loss of the last evaluation, or None if there was none.
     Raises:
         Preempted: a rank received a stop signal, and the checkpoint is complete.
         TrainingError: the loss is not finite, or a checkpoint cannot be written.
     """
-    args, ctx, state = metrics.args, metrics.ctx, metrics.state
+    (train_data, validation), metrics, manager = datasets, run.metrics, run.manager
     train_epoch = ENGINES[STRATEGIES[args.strategy].engine].train_epoch
     # A checkpoint is saved before an evaluation of the same step, so a resume may begin with it.
     due = args.eval_only or (state.evaluation_is_due if state.step else args.eval_first)
@@ -177,16 +192,21 @@ def train_and_evaluate(
         if state.finished:  # with --eval_only there is no step to train
             return eval_loss
         step_batches = data.rest_of_epoch(train_data, state, args, ctx)
-        train_epoch(objects, step_batches, metrics, manager)
+        train_epoch(objects, step_batches, state, run, args, ctx)
         due = state.evaluation_is_due
 
 
 # ========================================================================= the two training loops
 def train_epoch_ddp(
-    objects: TrainingObjects, step_batches, metrics: MetricsLogger, manager: CheckpointManager
+    objects: TrainingObjects,
+    step_batches: Iterable[data.StepBatch],
+    state: TrainState,
+    run: Run,
+    args: Arguments,
+    ctx: DistContext,
 ) -> None:
     """Train the rest of an epoch in plain PyTorch (dp, fsdp), or until an evaluation is due."""
-    args, ctx, state = metrics.args, metrics.ctx, metrics.state
+    metrics, manager = run.metrics, run.manager
     model, optimizer, scaler = objects.model, objects.optimizer, objects.scaler
     model.train()
     # True after the first non-finite loss (or gradient norm, unless in fp16): this and all later
@@ -239,10 +259,15 @@ def train_epoch_ddp(
 
 
 def train_epoch_deepspeed(
-    objects: TrainingObjects, step_batches, metrics: MetricsLogger, manager: CheckpointManager
+    objects: TrainingObjects,
+    step_batches: Iterable[data.StepBatch],
+    state: TrainState,
+    run: Run,
+    args: Arguments,
+    ctx: DistContext,
 ) -> None:
     """Train the rest of an epoch with DeepSpeed, or until an evaluation is due."""
-    args, ctx, state = metrics.args, metrics.ctx, metrics.state
+    metrics, manager = run.metrics, run.manager
     engine, optimizer = objects.model, objects.optimizer  # the engine scales the loss in fp16
     engine.train()
     # As in train_epoch_ddp, for losses only: DeepSpeed computes the norm inside its update.
@@ -491,6 +516,7 @@ def setup_distributed(args: Arguments, launch: Launch) -> DistContext:
     torch.set_float32_matmul_precision("high")  # use TF32 tensor cores for fp32 where available
     # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
     torch.use_deterministic_algorithms(args.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
     return ctx
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 import psutil
 
 from support import PROJECT
-from support.report.compare import TOLERANCES, read_json, read_json_lines
 from support.units import GB
 
 SCRIPT = PROJECT / "real_model_example.py"
@@ -30,6 +29,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 RUN_SECONDS = 240
 GRACE_SECONDS = 5  # from SIGTERM to SIGKILL
 LIBAIO = Path("/usr/include/libaio.h")
+# Relative tolerance of fp32 losses on a CPU, and on a GPU, which multiplies fp32 matrices in TF32.
+FP32, TF32 = 1e-4, 1e-3
 
 
 # --------------------------------------------------------------------------------------------- runs
@@ -37,24 +38,18 @@ LIBAIO = Path("/usr/include/libaio.h")
 
 @dataclass
 class Done:
-    """A command that has ended.
+    """A command that has ended."""
 
-    Attributes:
-        code: its exit code; None if it was stopped at its time limit.
-        seconds: its run time.
-        log: its standard output and error.
-        folder: its --output_dir.
-    """
-
-    code: int | None
-    seconds: float
-    log: str
-    folder: Path
+    code: int | None  # its exit code; None if it was stopped at its time limit
+    seconds: float  # its run time
+    log: str  # its standard output and error
+    folder: Path  # its --output_dir
 
     @property
     def results(self) -> dict:
         """results.json; empty if there is none."""
-        return read_json(self.folder / "results.json")
+        file = self.folder / "results.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     @property
     def steps(self) -> list[int]:
@@ -67,7 +62,9 @@ class Done:
         return {record["step"]: record["loss"] for record in self._records()}
 
     def _records(self) -> list[dict]:
-        records = read_json_lines(self.folder / "metrics.jsonl")
+        file, records = self.folder / "metrics.jsonl", []
+        with contextlib.suppress(OSError, json.JSONDecodeError):  # the last line may be incomplete
+            records += map(json.loads, file.read_text(encoding="utf-8").splitlines())
         return [record for record in records if "loss" in record]
 
     def problem(self, code: int = 0, status: str = "completed") -> str:
@@ -138,17 +135,11 @@ def end_family(process: subprocess.Popen) -> None:
 
 @dataclass
 class Machine:
-    """The machine that the checks run on.
+    """The machine that the checks run on."""
 
-    Attributes:
-        gpus: number of GPUs.
-        gpu_memory: bytes of the first GPU; None without one.
-        facts: GPU names and versions, for the report.
-    """
-
-    gpus: int
-    gpu_memory: int | None
-    facts: list[str]
+    gpus: int  # number of GPUs
+    gpu_memory: int | None  # bytes of the first GPU; None without one
+    facts: list[str]  # GPU names and versions, for the report
 
 
 ABOUT_TORCH = """
@@ -185,26 +176,17 @@ def _version(package: str) -> str:
 
 @dataclass
 class Bench:
-    """The runner of the checks: runs commands, prints a line per check, and writes the report.
-
-    Attributes:
-        out: folder of logs and runs.
-        file: path of the report.
-        strategies: strategies to check, in this order.
-        command: command line of the whole check, for the report.
-        lines: (verdict, name, text) of each check so far.
-        tables: title -> lines of a Markdown table.
-        ends_at: time.monotonic() at which the current part must end.
-    """
+    """The runner of the checks: runs commands, prints a line per check, and writes the report."""
 
     machine: Machine
-    out: Path
-    file: Path
-    strategies: list[str]
-    command: str
+    out: Path  # folder of logs and runs
+    file: Path  # path of the report
+    strategies: list[str]  # to check, in this order
+    command: str  # of the whole check, for the report
+    # (verdict, name, text) of each check so far.
     lines: list[tuple[str, str, str]] = field(default_factory=list)
-    tables: dict[str, list[str]] = field(default_factory=dict)
-    ends_at: float = math.inf
+    tables: dict[str, list[str]] = field(default_factory=dict)  # title -> lines of a Markdown table
+    ends_at: float = math.inf  # time.monotonic() at which the current part must end
 
     @property
     def on_gpu(self) -> bool:
@@ -213,8 +195,8 @@ class Bench:
 
     @property
     def tolerance(self) -> float:
-        """Relative tolerance of fp32 losses; a GPU multiplies fp32 matrices in TF32."""
-        return TOLERANCES["tf32" if self.on_gpu else "fp32"]
+        """Relative tolerance of fp32 losses."""
+        return TF32 if self.on_gpu else FP32
 
     def run(self, name: str, command: list, env: dict | None = None, meanwhile=None) -> Done:
         """Run a command until it ends or reaches its time limit.
@@ -240,10 +222,6 @@ class Bench:
     def execute(self, command: list, file, ends_at: float, env: dict, meanwhile, folder: Path):
         """Run a command in a new session and end it, with all its descendants, at `ends_at`.
 
-        Args:
-            file: open file for its standard output and error.
-            ends_at: a time of time.monotonic().
-            env, meanwhile, folder: see `run`.
         Returns:
             Its exit code; None if it was ended at the time limit.
         """

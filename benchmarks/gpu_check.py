@@ -13,6 +13,8 @@ Parts, each of which ends within --part_seconds (570): what it had no time for i
     4  memory: predicted and measured on 8 simulated GPUs, and of gpt2-medium on 4
     5  speed: gpt2 at 1,024 tokens, eager and compiled, next to transformers.Trainer
     6  all GPUs (without a GPU two CPU processes), with torchrun and, inside a Slurm job, with srun
+    7  features: --compile, LoRA and 4 bit, packing, accumulation, --prove, --auto_micro_batch, the
+       export loaded again
 
 Each check is a line, PASS, FAIL or SKIP with a reason. The lines and the tables also go, after
 every check, to <out>/report.md, or <out>/report-1-3.md of parts 1 and 3. Please report them in an
@@ -23,6 +25,7 @@ the embedded model, and the others are skipped. Exit code: 1 if a line is FAIL.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -53,6 +56,9 @@ from support.memory.estimate import predict
 from support.memory.workload import Workload
 from support.strategy import STRATEGIES
 
+# Calls of a step for which the host may wait for the GPU. Those of DeepSpeed are upper bounds.
+SYNCHRONIZING_CALLS = {"dp": 1, "fsdp": 1, "zero2": 8, "zero3": 8}
+ADAPTER_TOLERANCE = 0.1  # of losses with adapters, and of those with 4-bit weights
 LOW_PRECISION_TOLERANCE = 0.01  # relative difference of 16-bit losses from fp32 losses
 # Relative error of the memory estimate's peak; 0.1 for the other strategies.
 PEAK_TOLERANCE = {"zero3": 0.15, "infinity": 0.15}
@@ -245,7 +251,7 @@ def check_synchronizing_calls(bench: Bench) -> None:
     if not bench.needs_gpu("synchronizing calls"):
         return
     table = ["| strategy | calls a step | call | from |", "|---|---|---|---|"]
-    for strategy in [s for s in bench.strategies if s in ("dp", "fsdp", "zero2", "zero3")]:
+    for strategy in [s for s in bench.strategies if s in SYNCHRONIZING_CALLS]:
         file = bench.fresh(f"sync-{strategy}.json")
         watch = [sys.executable, PROJECT / "benchmarks" / "synchronizing_calls.py", file]
         flags = [*gpt2_at_1024(bench), f"{NO_FILES} --strategy {strategy} --max_steps 20"]
@@ -259,9 +265,9 @@ def check_synchronizing_calls(bench: Bench) -> None:
             )
         bench.tables["Calls that wait for the GPU"] = table
         calls_per_step = sum(call["count"] for call in record["calls"]) / record["steps"]
-        bench.report(
-            f"synchronizing calls {strategy}", problem, f"{calls_per_step:g} a step, listed below"
-        )
+        text = f"{calls_per_step:g} a step (limit {SYNCHRONIZING_CALLS[strategy]}), listed below"
+        too_many = text if calls_per_step > SYNCHRONIZING_CALLS[strategy] else ""
+        bench.report(f"synchronizing calls {strategy}", problem or too_many, text)
 
 
 # ---------------------------------------------------------------------------------------- 4: memory
@@ -337,9 +343,11 @@ def around(memory: dict) -> list[str]:
 
 # ----------------------------------------------------------------------------------------- 5: speed
 
+SPEED = "--rounds 3 --steps 100"  # the programs take turns in each round
+
 
 def check_speed(bench: Bench) -> None:
-    """Measure this project and transformers.Trainer on the same work, one round of each."""
+    """Measure this project next to transformers.Trainer, and where a step spends its time."""
     if not bench.needs_gpu("speed"):
         return
     model = architectures.find_architecture("gpt2")
@@ -351,23 +359,80 @@ def check_speed(bench: Bench) -> None:
             planned = f"planned {needed_bytes / GB:.0f} GB, more than there is"
             bench.skip(f"speed, {case.title}", planned)
             continue
-        for program in ("ours", "Trainer"):
-            measure_speed(bench, name, case, program)
+        measure_speed(bench, name, case)
+    profile_step(bench)
 
 
-def measure_speed(bench: Bench, name: str, case: peers.Case, program: str) -> None:
-    """Run one program of a case of benchmarks/peers.py, and show the case's table so far."""
+def measure_speed(bench: Bench, name: str, case: peers.Case) -> None:
+    """Run both programs of a case of benchmarks/peers.py: the table compares them."""
     out = bench.out / "peers" / name
-    if program == "ours":  # the first one
-        shutil.rmtree(out, ignore_errors=True)
-    flags = f"--gpu --cases {name} --only {program} --rounds 1 --keep --out"
-    command = [sys.executable, "-m", "benchmarks.peers", *flags.split(), out]
-    run = bench.run(f"speed-{name}-{program}", command)
+    shutil.rmtree(out, ignore_errors=True)
+    flags = f"--gpu --cases {name} --only ours,Trainer {SPEED} --out"
+    run = bench.run(
+        f"speed-{name}", [sys.executable, "-m", "benchmarks.peers", *flags.split(), out]
+    )
     table = [line for line in run.log.splitlines() if line.startswith("|")]
-    missing = "" if run.code == 0 and table else f"no result: {run.reason()}"
     if table:
         bench.tables[case.title] = table
-    bench.report(f"speed, {case.title}, {program}", missing, f"{run.seconds:.0f} s")
+    problem = "" if run.code == 0 and table else f"no result: {run.reason()}"
+    bench.report(f"speed, {case.title}", problem, f"{run.seconds:.0f} s")
+
+
+def profile_step(bench: Bench) -> None:
+    """Show the parts of a profiled step of dp: head, attention, elementwise kernels, idle time."""
+    folder = bench.out / "runs" / "profile-trace"
+    flags = f"{NO_FILES} --batch_size 4 --precision bf16 --max_steps 8 --profile"
+    run = bench.train("profile", *gpt2_at_1024(bench), flags, folder)
+    trace, problem = folder / "trace-rank0.json", run.problem()
+    if problem or not trace.exists():
+        bench.report("profile of a step", problem or "no trace was written")
+        return
+    shares = kernel_shares(json.loads(trace.read_text())["traceEvents"])
+    bench.tables["Parts of the time of a step, gpt2, 4 sequences of 1,024 tokens, bf16, eager"] = [
+        "| part | share |",
+        "|---|---|",
+        *(f"| {part} | {share:.1%} |" for part, share in shares.items()),
+    ]
+    bench.report("profile of a step", "" if shares else "the trace has no kernels", "listed below")
+
+
+# Parts of a step, and what the names of their kernels contain; the first match counts.
+KERNELS = {
+    "attention": ("flash", "fmha", "attention", "sdpa", "flex"),
+    "matrix products": ("gemm", "cutlass", "cublas", "nvjet", "xmma", "sm80_", "sm90_"),
+    "elementwise": ("elementwise", "vectorized", "multi_tensor", "reduce", "norm", "triton"),
+    "communication": ("nccl",),
+}
+
+
+def kernel_shares(events: list[dict]) -> dict[str, float]:
+    """Return the shares of the parts of a step in its time on the GPU; {} without kernels.
+
+    Args:
+        events: of a trace of PyTorch's profiler. Kernels of the head are those inside the
+            annotation "head" of support/model/loss.py.
+    """
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    heads = [
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "gpu_user_annotation" and event["name"] == "head"
+    ]
+    if not kernels:
+        return {}
+    seconds = dict.fromkeys(["head", *KERNELS, "other"], 0.0)
+    for kernel in kernels:
+        name = kernel["name"].lower()
+        in_head = any(start <= kernel["ts"] < end for start, end in heads)
+        part = next((p for p, words in KERNELS.items() if any(w in name for w in words)), "other")
+        seconds["head" if in_head else part] += kernel["dur"]
+    busy, end = 0.0, 0.0  # kernels of several streams may overlap
+    for kernel in sorted(kernels, key=lambda kernel: kernel["ts"]):
+        finish = kernel["ts"] + kernel["dur"]
+        busy += max(0.0, finish - max(end, kernel["ts"]))
+        end = max(end, finish)
+    total = end - min(kernel["ts"] for kernel in kernels)
+    return {part: value / total for part, value in seconds.items()} | {"idle": 1 - busy / total}
 
 
 # --------------------------------------------------------------------------------- 6: several ranks
@@ -400,6 +465,112 @@ def check_all_gpus(bench: Bench) -> None:
             bench.report(name, problem, summary_of(run, single.losses))
 
 
+# -------------------------------------------------------------------------------------- 7: features
+
+FEATURE_WORK = f"{SMALL} --precision fp32 --max_steps 8"
+
+
+def check_features(bench: Bench) -> None:
+    """Check features that train with dp's losses, and some that end in a way of their own."""
+    work = f"{FEATURE_WORK} --batch_size 4 --eval_samples 8"
+    reference = bench.train("features-dp", work)
+    if not bench.report("features: dp", reference.problem(), summary_of(reference, {})):
+        return
+    for check in FEATURES:
+        check(bench, reference)
+
+
+def check_compile(bench: Bench, reference: Done) -> None:
+    """Check that compiled runs of zero2 and fsdp have the losses of dp."""
+    for strategy in [s for s in ("zero2", "fsdp") if s in bench.strategies]:
+        flags = f"{FEATURE_WORK} {NO_FILES} --batch_size 4 --compile --strategy {strategy}"
+        run = bench.train(f"compile-{strategy}", flags)
+        problem = run.problem() or losses_unlike(run.losses, reference.losses, bench.tolerance)
+        bench.report(f"--compile {strategy}", problem, summary_of(run, reference.losses))
+
+
+def check_accumulation(bench: Bench, reference: Done) -> None:
+    """Check that two micro-batches have the losses of one of twice the size."""
+    flags = f"{FEATURE_WORK} {NO_FILES} --batch_size 2 --gradient_accumulation_steps 2"
+    run = bench.train("accumulation", flags)
+    problem = run.problem() or losses_unlike(run.losses, reference.losses, bench.tolerance)
+    bench.report("accumulation", problem, summary_of(run, reference.losses))
+
+
+def check_adapters(bench: Bench, reference: Done) -> None:
+    """Check that LoRA trains, and that 4-bit weights have similar losses."""
+    work = f"{FEATURE_WORK} --no_eval --batch_size 4 --lr 1e-3"
+    lora = bench.train("lora", f"{work} --lora_r 8")
+    problem = lora.problem() or losses_unlike(lora.losses, reference.losses, ADAPTER_TOLERANCE)
+    if not problem and not (lora.folder / "hf" / "adapter_model.safetensors").exists():
+        problem = "no exported adapters"
+    bench.report("LoRA", problem, summary_of(lora, reference.losses))
+    if importlib.util.find_spec("bitsandbytes") is None:
+        bench.skip("LoRA, 4 bit", "needs bitsandbytes")
+        return
+    run = bench.train("lora-4bit", f"{work} --lora_r 8 --load_in_4bit")
+    problem = run.problem() or losses_unlike(run.losses, lora.losses, ADAPTER_TOLERANCE)
+    bench.report("LoRA, 4 bit", problem, summary_of(run, lora.losses))
+
+
+def check_packing(bench: Bench, reference: Done) -> None:
+    """Check that packed examples have the losses of the CPU, which masks attention densely."""
+    rows = bench.out / "rows.jsonl"
+    examples = (
+        {"prompt": f"What is {n} + {n}?", "completion": f" It is {2 * n}."} for n in range(400)
+    )
+    rows.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    flags = [f"{FEATURE_WORK} {NO_FILES} --batch_size 2 --packing --dataset", rows]
+    on_cpu = bench.train("packing-cpu", *flags, env={"CUDA_VISIBLE_DEVICES": ""})
+    run = bench.train("packing", *flags)
+    problem = on_cpu.problem() or run.problem()
+    problem = problem or losses_unlike(run.losses, on_cpu.losses, bench.tolerance)
+    bench.report("packing with isolation", problem, summary_of(run, on_cpu.losses))
+
+
+def check_prove(bench: Bench, reference: Done) -> None:
+    """Check that --prove finds equal losses on all GPUs."""
+    command = [sys.executable, SCRIPT, "--prove", str(max(2, bench.machine.gpus))]
+    if bench.machine.gpus == 1:
+        bench.skip("--prove", "needs more than one GPU")
+        return
+    run = bench.run("prove", command)
+    problem = "" if run.code == 0 else f"exit code {run.code}: {run.reason()}"
+    bench.report("--prove", problem, f"{run.seconds:.0f} s")
+
+
+def check_auto_micro_batch(bench: Bench, reference: Done) -> None:
+    """Check that a batch that is too large trains in smaller micro-batches."""
+    if not bench.needs_gpu("--auto_micro_batch"):
+        return
+    flags = f"{NO_FILES} --max_steps 3 --auto_micro_batch --batch_size {too_large_batch(bench)}"
+    run = bench.train("auto-micro-batch", *gpt2_at_1024(bench), flags)
+    size = run.results.get("batch_size")
+    bench.report("--auto_micro_batch", run.problem(), f"batch_size {size}, {run.seconds:.0f} s")
+
+
+def check_export(bench: Bench, reference: Done) -> None:
+    """Check that the exported model has the evaluation loss of the run that exported it."""
+    flags = f"{FEATURE_WORK} --batch_size 4 --eval_samples 8 --eval_only --dataset pydocs --model"
+    run = bench.train("export-reloaded", flags, reference.folder / "hf")
+    problem = run.problem()
+    if not problem:
+        losses = [{1: results.get("eval_loss")} for results in (run.results, reference.results)]
+        problem = losses_unlike(*losses, bench.tolerance)
+    bench.report("the export loaded again", problem, f"{run.seconds:.0f} s")
+
+
+FEATURES = [
+    check_accumulation,
+    check_packing,
+    check_export,
+    check_adapters,
+    check_compile,
+    check_auto_micro_batch,
+    check_prove,
+]
+
+
 # -------------------------------------------------------------------------------------------- parts
 
 
@@ -412,6 +583,7 @@ PARTS = dict(
             check_memory,
             check_speed,
             check_all_gpus,
+            check_features,
         ],
         start=1,
     )
@@ -423,7 +595,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("gpu_check.sh", description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("parts", nargs="*", type=int, metavar="PART", help="1 to 6 (default: all)")
+    add("parts", nargs="*", type=int, metavar="PART", help="1 to 7 (default: all)")
     add("--strategies", default=",".join(STRATEGIES), help="(default: %(default)s)")
     add(
         "--out",

@@ -40,11 +40,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from benchmarks import logging_cost
 from benchmarks.bench import PROJECT, SCRIPT, TORCHRUN, end_family
-from benchmarks.peers_report import Row, draw, logging_text, provenance, rows_of, table
+from benchmarks.peers_report import Case, Row, Run, Setting, draw, provenance, rows_of, table
 from support.cluster.devices import cpu_computes_bf16
-from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
+from support.known_models import CONFIGS, EMBEDDED_MODEL
 from support.text_tables import replace_section
 from support.units import GB
 
@@ -61,51 +60,6 @@ GPU_PEAK = re.compile(r"^peak_gpu_bytes (\d+)")
 
 # --------------------------------------------------------------------------------- what is measured
 
-
-@dataclass(frozen=True)
-class Setting:
-    """The work of a case, equal for all its programs.
-
-    Attributes:
-        ranks: number of processes; more than one are started by torchrun.
-        batch_size: sequences of a rank in a step.
-        logging_steps: steps between two lines. On a GPU each line waits for the device.
-        model: "gpt2", or "tiny-gpt2" for tests.
-        gpu: whether it runs on the first GPU; otherwise GPUs are hidden.
-    """
-
-    precision: str = "fp32"
-    dropout: float = 0.1
-    batch_size: int = 4
-    seq_length: int = 256
-    ranks: int = 1
-    compile: bool = False
-    logging_steps: int = 1
-    model: str = "gpt2"
-    gpu: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step on all ranks."""
-        return self.ranks * self.batch_size * self.seq_length
-
-
-@dataclass(frozen=True)
-class Case:
-    """A comparison.
-
-    Attributes:
-        title: of its table.
-        programs: names in PROGRAMS; the runs of a round have this order.
-        reference: the one that the others are compared with.
-    """
-
-    title: str
-    setting: Setting
-    programs: tuple[str, ...]
-    reference: str = "Trainer"
-
-
 # The flags of each program; "ours" is this project, the others are drivers.py.
 PROGRAMS = {
     "ours": ["--strategy", "dp"],
@@ -120,12 +74,17 @@ PROGRAMS = {
 PEERS = ("ours", "Trainer", "accelerate")
 OURS = ("ours", "ours zero1", "ours zero2", "ours offload", "ours zero3", "ours fsdp")
 ONE = Setting()
+COMPILED = Setting(compile=True)
 TWO = Setting(ranks=2)
 GPU = Setting("bf16", 0.0, 32, 1024, logging_steps=10, gpu=True)
 GPU_4 = replace(GPU, batch_size=4)
 CPU_CASES = {
     "one": Case("One process, fp32, dropout 0.1", ONE, PEERS[:2]),
     "no-dropout": Case("One process, fp32, no dropout", replace(ONE, dropout=0.0), PEERS[:2]),
+    "compiled": Case("One process, fp32, dropout 0.1, --compile", COMPILED, PEERS[:2]),
+    "compiled-no-dropout": Case(
+        "One process, fp32, no dropout, --compile", replace(COMPILED, dropout=0.0), PEERS[:2]
+    ),
     "ddp": Case("Two processes, fp32, DDP", TWO, PEERS),
     "fsdp": Case(
         "Two processes, fp32, FSDP", TWO, ("ours fsdp", "accelerate FSDP"), "accelerate FSDP"
@@ -141,7 +100,6 @@ BF16_CASES = {
     )
     for name, case in CPU_CASES.items()
 }
-LOGGING = "logging"  # the name of the case that benchmarks/logging_cost.py measures
 NO_BF16 = "bf16 is not measured: this CPU has no bf16 instructions, and PyTorch emulates them."
 GPU_CASES = {
     "eager": Case("One GPU, bf16, 32 sequences, eager", GPU, PEERS),
@@ -155,32 +113,6 @@ GPU_CASES = {
 # ------------------------------------------------------------------------------------- measurements
 
 
-@dataclass
-class Run:
-    """What was measured of one run.
-
-    Attributes:
-        round: number of the round, from 1.
-        stamps: (step, seconds since the start of the process) of each line.
-        losses: of the same steps.
-        peak_rss: for each rank the kernel's peak of its resident memory (VmHWM), in bytes.
-        peak_gpu: peak of PyTorch's allocator in bytes, of rank 0; None without a GPU.
-        mfu_per_rate: model FLOPs utilization for one token per second, as this project computes it;
-            None for other programs and on an unknown device.
-        other_load: share of the machine's CPU time that other programs took during the run.
-    """
-
-    setting: Setting
-    program: str
-    round: int
-    stamps: list[tuple[int, float]]
-    losses: list[float]
-    peak_rss: list[int]
-    peak_gpu: int | None = None
-    mfu_per_rate: float | None = None
-    other_load: float = 0
-
-
 class PeakMemory(threading.Thread):
     """A thread that reads the peak of the resident memory of each rank from /proc.
 
@@ -190,14 +122,12 @@ class PeakMemory(threading.Thread):
     Args:
         pid: the process that was started: the only rank, or torchrun, whose children are the ranks.
         launched: whether it is torchrun.
-    Attributes:
-        peaks: bytes by process.
     """
 
     def __init__(self, pid: int, launched: bool):
         super().__init__(daemon=True)
         self.root, self.launched = psutil.Process(pid), launched
-        self.peaks: dict[int, int] = {}
+        self.peaks: dict[int, int] = {}  # bytes by process
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -246,17 +176,12 @@ class Load:
 
 @dataclass
 class Measurer:
-    """Runs programs and measures them.
+    """Runs programs and measures them."""
 
-    Attributes:
-        out: folder of logs, data and runs.
-        steps: optimizer steps of a run.
-        facts: hardware, versions and date of the last run of this project; the command of this
-            call, and those of the measurements that it keeps; see also `LOGGING`.
-    """
-
-    out: Path
-    steps: int
+    out: Path  # folder of logs, data and runs
+    steps: int  # optimizer steps of a run
+    # Hardware, versions and date of the last run of this project; the command of this call, and
+    # those of the measurements that it keeps.
     facts: dict = field(default_factory=dict)
 
     def measure(self, setting: Setting, program: str, number: int) -> Run:
@@ -334,8 +259,10 @@ class Measurer:
         command = [sys.executable, str(SCRIPT), *self.our_flags(setting, folder), "--prefetch"]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True, cwd=PROJECT)
         [tokens] = (folder / "cache").glob("*/train.bin")
-        dtype = json.loads((tokens.parent / "meta.json").read_text())["facts"]["dtype"]
-        stream = np.fromfile(tokens, dtype)[: count * setting.seq_length]
+        facts = json.loads((tokens.parent / "meta.json").read_text())["facts"]
+        stream = np.fromfile(tokens, facts["splits"]["train"]["dtype"])[
+            : count * setting.seq_length
+        ]
         np.save(folder / "sequences.npy", stream.reshape(count, -1).astype(np.int64))
         return folder
 
@@ -399,18 +326,8 @@ def write_corpus(file: Path, characters: int) -> None:
 
 def model_config(setting: Setting) -> dict:
     """Return the configuration of the model as transformers' GPT2Config reads it."""
-    tiny = setting.model == EMBEDDED_MODEL
-    layers, heads, width = EMBEDDED_SHAPE if tiny else GPT2_SHAPES[setting.model]
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), setting.dropout)
-    return {
-        "n_layer": layers,
-        "n_head": heads,
-        "n_embd": width,
-        "vocab_size": EMBEDDED_VOCABULARY if tiny else 50257,
-        "n_positions": 512 if tiny else 1024,
-        "use_cache": False,
-        **dropout,
-    }
+    return {**CONFIGS[setting.model], "use_cache": False, **dropout}
 
 
 # ------------------------------------------------------------------------------------- measurements
@@ -466,9 +383,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         name: replace(case, setting=replace(case.setting, **changes))
         for name, case in all_cases.items()
     }
-    names = args.cases.split(",") if args.cases else [*all_cases, *([] if args.gpu else [LOGGING])]
-    args.logging = LOGGING in names
-    names = [name for name in names if name != LOGGING]
+    names = args.cases.split(",") if args.cases else [*all_cases]
     args.only = [name for name in args.only.split(",") if name]
     unknown = [name for name in names if name not in all_cases]
     unknown += [name for name in args.only if name not in PROGRAMS]
@@ -487,9 +402,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.list:
         for name, case in args.cases.items():
-            print(f"{name:12} {case.title}: {', '.join(case.programs)}")
-        if args.logging:
-            print(f"{LOGGING:12} {logging_cost.__doc__.splitlines()[0]}")
+            print(f"{name:24} {case.title}: {', '.join(case.programs)}")
         return 0
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -511,31 +424,22 @@ def main(argv: list[str]) -> int:
             runs.append(run)
             save_runs(file, runs, measurer.facts)
             print(describe(run), flush=True)
-    if args.logging and args.rounds:
-        measurer.facts[LOGGING] = logging_cost.measure_cost(args.rounds, 600)
-        save_runs(file, runs, measurer.facts)
     tables = [(case, rows_of(case, runs, args.skip)) for case in args.all_cases.values()]
     measurer.facts["other_load"] = max((run.other_load for run in runs), default=0)
-    # A case may share runs with another one, and lack those of its own reference.
-    tables = [(case, rows) for case, rows in tables if any(row.speed_ratio for row in rows)]
+    # A case that was not asked for may share runs with another one, and lack its own reference.
+    selected = args.cases.values()
+    tables = [
+        (case, rows)
+        for case, rows in tables
+        if any(row.speed_ratio or case in selected for row in rows)
+    ]
     report(tables, measurer.facts, args)
     return 1 if failures else 0
 
 
 def report(tables: list[tuple[Case, list[Row]]], facts: dict, args: argparse.Namespace) -> None:
-    """Print the tables; with --write also write them, and draw the figure.
-
-    Args:
-        tables: the cases with measurements, and their rows.
-        facts: see `Measurer`.
-        args: --gpu, --write, --steps, --skip, and the command.
-    """
-    lines = []
-    for case, rows in tables:
-        lines += [f"### {case.title}", "", *table(case, rows), ""]
-    if LOGGING in facts and tables:
-        case, rows = tables[0]
-        lines += [logging_text(facts[LOGGING], case.setting.tokens / rows[0].speed.median), ""]
+    """Print the tables; with --write also write them, and draw the figure."""
+    lines = [*table(tables), ""] if tables else []
     if not args.gpu and not cpu_computes_bf16():
         lines += [NO_BF16]
     print("\n".join(lines))

@@ -10,17 +10,82 @@ from __future__ import annotations
 import itertools
 import statistics
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from support.units import GB
 
-if TYPE_CHECKING:
-    from benchmarks.peers import Case, Run
-
 COLORS = {"ours": "#0072B2", "Trainer": "#D55E00", "accelerate": "#777777"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The work of a case, equal for all its programs."""
+
+    precision: str = "fp32"
+    dropout: float = 0.1
+    batch_size: int = 4  # sequences of a rank in a step
+    seq_length: int = 256
+    ranks: int = 1  # more than one process are started by torchrun
+    compile: bool = False
+    logging_steps: int = 1  # steps between two lines; on a GPU each line waits for the device
+    model: str = "gpt2"  # or "tiny-gpt2", for tests
+    gpu: bool = False  # run on the first GPU; otherwise GPUs are hidden
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step on all ranks."""
+        return self.ranks * self.batch_size * self.seq_length
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison."""
+
+    title: str  # of its table
+    setting: Setting
+    programs: tuple[str, ...]  # in the order of the runs of a round
+    reference: str = "Trainer"  # the program that the others are compared with
+
+
+@dataclass
+class Run:
+    """What was measured of one run."""
+
+    setting: Setting
+    program: str
+    round: int  # from 1
+    stamps: list[tuple[int, float]]  # (step, seconds since the start of the process) of each line
+    losses: list[float]  # of the same steps
+    peak_rss: list[int]  # for each rank the kernel's peak of its resident memory (VmHWM), in bytes
+    peak_gpu: int | None = None  # bytes of PyTorch's allocator, of rank 0
+    # MFU for one token per second, as this project computes it; None for other programs.
+    mfu_per_rate: float | None = None
+    other_load: float = 0  # share of the machine's CPU time that other programs took meanwhile
+
+    @property
+    def memory(self) -> int:
+        """Peak memory in bytes: of the GPU if it used one, else of all ranks."""
+        return self.peak_gpu or sum(self.peak_rss)
+
+    @property
+    def start(self) -> float:
+        """Seconds from the start of the process to the first line after a step."""
+        return self.stamps[0][1]
+
+    def speed(self, skip: int) -> float:
+        """Return the tokens per second of the median step, without the first `skip` and the last.
+
+        On a CPU this project counts all tensors in its last step. Where only some steps are logged,
+        a step's time is the mean of those between two lines.
+        """
+        seconds = [
+            (after - before) / (step - previous)
+            for (previous, before), (step, after) in itertools.pairwise(self.stamps[:-1])
+            if previous >= skip
+        ]
+        return self.setting.tokens / statistics.median(seconds)
 
 
 @dataclass(frozen=True)
@@ -32,10 +97,10 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Spread | None:
-        """Return the spread of values; None if there are none."""
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Return the spread of values, at least one."""
         values = sorted(values)
-        return cls(statistics.median(values), values[0], values[-1]) if values else None
+        return cls(statistics.median(values), values[0], values[-1])
 
     def text(self, form: str) -> str:
         """Format the three numbers, for instance with ".2f"; a single measurement has no range."""
@@ -46,48 +111,23 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """A program's line of a table.
-
-    Attributes:
-        speed: tokens per second of all ranks.
-        speed_ratio, memory_ratio, start_ratio: relative to the reference; None for a program that
-            has no round in common with it.
-        memory: peak in bytes: on a GPU of PyTorch's allocator, else resident, sum over the ranks.
-        start: seconds from the start of the process to the end of the first step.
-        mfu: model FLOPs utilization; None if not known.
-        rounds: number of its runs.
-    """
+    """A program's line of a table; ratios to the reference, None without a round in common."""
 
     program: str
-    speed: Spread
+    speed: Spread  # tokens per second of all ranks
     speed_ratio: Spread | None
-    memory: float
-    memory_ratio: float | None
-    start: float
-    start_ratio: float | None
-    mfu: float | None
+    memory: float  # see Run.memory
+    memory_ratio: Spread | None
+    start: float  # see Run.start
+    start_ratio: Spread | None
+    mfu: float | None  # model FLOPs utilization
     rounds: int
-
-
-def tokens_per_second(run: Run, skip: int) -> float:
-    """Return the speed of a run's median step, without the first `skip` steps and the last.
-
-    On a CPU this project counts all tensors in its last step. Where only some steps are logged, a
-    step's time is the mean of those between two lines.
-    """
-    seconds = [
-        (after - before) / (step - previous)
-        for (previous, before), (step, after) in itertools.pairwise(run.stamps[:-1])
-        if previous >= skip
-    ]
-    return run.setting.tokens / statistics.median(seconds)
 
 
 def rows_of(case: Case, runs: list[Run], skip: int) -> list[Row]:
     """Return the rows of a case's table, for the programs with measurements.
 
     Args:
-        case: the case.
         runs: of all cases.
         skip: number of first steps that are left out.
     """
@@ -99,73 +139,51 @@ def rows_of(case: Case, runs: list[Run], skip: int) -> list[Row]:
     }
     reference = by_program.get(case.reference, {})
     mfu_per_rate = next((run.mfu_per_rate for run in runs if run.mfu_per_rate), None)
-
-    def ratio(of: dict[int, Run], value) -> Spread | None:
-        common = of.keys() & reference.keys()
-        return Spread.of(value(of[number]) / value(reference[number]) for number in common)
-
-    def median(of: dict[int, Run], value) -> float:
-        return statistics.median(value(run) for run in of.values())
-
-    def speed(run: Run) -> float:
-        return tokens_per_second(run, skip)
-
+    values: tuple[Callable[[Run], float], ...] = (
+        lambda run: run.speed(skip),
+        lambda run: run.memory,
+        lambda run: run.start,
+    )
     rows = []
     for program, of in by_program.items():
         if not of:
             continue
-        speeds = Spread.of(map(speed, of.values()))
-        memory_ratio, start_ratio = ratio(of, memory_of), ratio(of, start_of)
-        rows.append(
-            Row(
-                program,
-                speeds,
-                ratio(of, speed),
-                median(of, memory_of),
-                memory_ratio.median if memory_ratio else None,
-                median(of, start_of),
-                start_ratio.median if start_ratio else None,
-                speeds.median * mfu_per_rate if mfu_per_rate else None,
-                len(of),
-            )
-        )
+        spreads = [Spread.of(map(value, of.values())) for value in values]
+        common = of.keys() & reference.keys()
+        ratios = [
+            Spread.of(value(of[number]) / value(reference[number]) for number in common)
+            if common
+            else None
+            for value in values
+        ]
+        speed, memory, start = spreads
+        mfu = speed.median * mfu_per_rate if mfu_per_rate else None
+        medians = (memory.median, ratios[1], start.median, ratios[2])
+        rows.append(Row(program, speed, ratios[0], *medians, mfu, len(of)))
     return rows
-
-
-def memory_of(run: Run) -> int:
-    """Return the peak memory of a run: of the GPU if it used one."""
-    return run.peak_gpu or sum(run.peak_rss)
-
-
-def start_of(run: Run) -> float:
-    """Return the seconds from the start of the process to the first line after a step."""
-    return run.stamps[0][1]
 
 
 # ------------------------------------------------------------------------------------------- report
 
 
-def table(case: Case, rows: list[Row]) -> list[str]:
-    """Return the lines of a case's Markdown table."""
-    work = case.setting
-    on_gpu = any(row.mfu for row in rows)
+def table(tables: list[tuple[Case, list[Row]]]) -> list[str]:
+    """Return the lines of a Markdown table of all cases; the reference of a case has ratio 1."""
+    on_gpu = any(row.mfu for _, rows in tables for row in rows)
     memory = "peak GPU memory, GB" if on_gpu else "peak resident memory, GB"
-    relative = f"relative to {versus(case)}"
-    heads = ["", "tokens/s", relative, *(["MFU"] if on_gpu else [])]
-    heads += [memory, relative, "first step after, s", relative]
-    each = " per process" if work.ranks > 1 else ""
-    rounds = str(max(row.rounds for row in rows))
-    fewer = [f"{row.program} {row.rounds}" for row in rows if str(row.rounds) != rounds]
-    rounds += f" ({', '.join(fewer)})" if fewer else ""
-    lines = [f"Each step has {work.batch_size} × {work.seq_length} tokens{each}. Rounds: {rounds}."]
-    lines += [""]
-    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in rows:
-        cells = [row.program, row.speed.text(".0f"), ratio_text(row.speed_ratio)]
-        cells += [f"{row.mfu:.1%}" if row.mfu else "—"] if on_gpu else []
-        cells += [f"{row.memory / GB:.2f}", number_text(row.memory_ratio)]
-        cells += [f"{row.start:.1f}", number_text(row.start_ratio)]
-        lines.append(f"| {' | '.join(cells)} |")
+    heads = ["case", "program", "rounds", "tokens/s", "relative", *(["MFU"] if on_gpu else [])]
+    heads += [memory, "relative", "first step after, s", "relative"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for case, rows in tables:
+        work = case.setting
+        title = f"{case.title} ({work.batch_size} × {work.seq_length} tokens)"
+        for row in rows:
+            spread = row.speed_ratio.text(".2f") if row.speed_ratio else "—"
+            cells = [title, row.program, str(row.rounds), row.speed.text(".0f"), spread]
+            cells += [f"{row.mfu:.1%}" if row.mfu else "—"] if on_gpu else []
+            cells += [f"{row.memory / GB:.2f}", median_of(row.memory_ratio)]
+            cells += [f"{row.start:.1f}", median_of(row.start_ratio)]
+            lines.append(f"| {' | '.join(cells)} |")
+            title = ""
     return lines
 
 
@@ -174,14 +192,9 @@ def versus(case: Case) -> str:
     return "dp" if case.reference == "ours" else case.reference
 
 
-def ratio_text(ratio: Spread | None) -> str:
-    """Format the spread of a ratio; a dash if there is none."""
-    return ratio.text(".2f") if ratio else "—"
-
-
-def number_text(ratio: float | None) -> str:
-    """Format a ratio; a dash if there is none."""
-    return "—" if ratio is None else f"{ratio:.2f}"
+def median_of(ratio: Spread | None) -> str:
+    """Format the median of a ratio; a dash if there is none."""
+    return f"{ratio.median:.2f}" if ratio else "—"
 
 
 def provenance(facts: dict, command: str, steps: int, skip: int) -> str:
@@ -197,22 +210,6 @@ def provenance(facts: dict, command: str, steps: int, skip: int) -> str:
         f"CPU cores: {machine['cores']}, {machine['cpu']}; "
         f"{machine['ram_bytes'] / GB:.0f} GB of memory, {machine['gpu'] or 'no GPU'}; {versions}. "
         f"Each run has {steps} steps, of which the first {skip} and the last are left out."
-    )
-
-
-def logging_text(costs: list[float], step: float) -> str:
-    """Return a paragraph about what the hooks of a step cost.
-
-    Args:
-        costs: seconds per step in each round, from benchmarks/logging_cost.py.
-        step: seconds of a step of the first table.
-    """
-    cost = Spread.of(1000 * seconds for seconds in costs)
-    return (
-        "Logging, metrics, progress bar and checkpoint hooks cost this project "
-        f"{cost.text('.1f')} ms in each step of the embedded model, whatever the model: "
-        f"{cost.median / 1000 / step:.2%} of the {step:.1f} s that a step of the first table takes "
-        "(`python -m benchmarks.logging_cost` replaces them by functions that do nothing)."
     )
 
 
@@ -236,7 +233,7 @@ def draw(tables: list[tuple[Case, list[Row]]], path: Path, caption: str) -> None
     )
     for (case, rows), (speed, memory) in zip(tables, axes, strict=True):
         rows = [row for row in rows if row.speed_ratio][::-1]
-        ratios = [row.speed_ratio for row in rows]
+        ratios = [row.speed_ratio for row in rows if row.speed_ratio]
         spread = [
             [ratio.median - ratio.low for ratio in ratios],
             [ratio.high - ratio.median for ratio in ratios],

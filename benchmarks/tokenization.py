@@ -91,7 +91,7 @@ def ours(file: Path, tokenizer) -> float:
     """Return the seconds until the token cache of a corpus is written."""
     from support.cli.parse import parse_arguments
     from support.data.formats import RowOptions
-    from support.data.sources import open_source
+    from support.data.rows import open_source
     from support.data.tokenize import tokenize_once
     from support.files.cache import Cache
 
@@ -127,6 +127,7 @@ def waiting(file: Path, name: str, batch: int, step_seconds: float, steps: int) 
     one_rank = SimpleNamespace(
         is_main=True,
         rank=0,
+        device=torch.device("cpu"),
         world_size=1,
         console=silent,
         all_gather=lambda value: [value],

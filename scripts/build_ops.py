@@ -42,8 +42,9 @@ def main() -> None:
     names = args.names or ["infinity"]
     chosen = {op for name in names if name in STRATEGIES for op in ops.needed_ops(STRATEGIES[name])}
     wanted = [op for op in every_op if op in chosen | set(names)]
+    op_builds.end_compilers_with_this_process()
     try:
-        requirements.check_compiler([op for op in wanted if not ops.is_compiled(op)])
+        requirements.check_builds([op for op in wanted if not ops.is_compiled(op)])
         is_complete = op_builds.build_ops(
             wanted, functools.partial(print, flush=True), args.verbose
         )

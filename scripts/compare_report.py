@@ -3,9 +3,9 @@
 
     python scripts/compare_report.py comparison_runs/tiny-gpt2
 
-The script reads results.json, metrics.jsonl, outcome.txt and command.txt in each folder
-DIR/<strategy>/<repeat>/. It prints the report and writes comparison_results_<name>.txt, .json, .md
-and .png to the current folder (or --output_dir), where <name> is the name of DIR.
+The script reads the runs that compare_strategies.sh left in DIR/<strategy>/<repeat>/. It prints the
+report and writes comparison_results_<name>.txt, .json, .md and .png to the current folder (or
+--output_dir), where <name> is the name of DIR.
 
 Exit codes: 0; 1 if a loss curve differs by more than the tolerance, a strategy did not complete
 (unless it was skipped), or no run completed; 2 for wrong usage, a folder without runs or files that
@@ -14,6 +14,7 @@ cannot be written; with --status, 3 if the run did not complete.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -25,12 +26,11 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
-from support.cli.arguments import Arguments
 from support.errors import EXIT_COMPLETED, UserError
 from support.files.atomic import write_atomically, write_text
-from support.report import tables
-from support.report.compare import Attempt, Comparison, read_attempt, read_comparison, state_bytes
-from support.units import MB, human_rate
+from support.report import comparison_text
+from support.report.compare import Comparison, RecordedRun, read_comparison, read_strategy_run
+from support.units import human_bytes, human_rate
 
 EXIT_NOT_COMPLETED = 3
 
@@ -39,20 +39,20 @@ def main() -> int:
     """Print the report, and write its files; return the exit code."""
     args = parse()
     if args.status:
-        attempt = read_attempt(args.folder)
-        print(describe_attempt(attempt))
-        return EXIT_COMPLETED if attempt.completed else EXIT_NOT_COMPLETED
+        run = read_strategy_run(args.folder)
+        print(describe(run))
+        return EXIT_COMPLETED if run.completed else EXIT_NOT_COMPLETED
     comparison = read_comparison(args.folder, args.tolerance)
     if not comparison.rows:
         raise UserError(
             f"{args.folder} holds no runs: compare_strategies.sh leaves them as "
             "DIR/<strategy>/<repeat>/results.json."
         )
-    write_report(comparison, args.output_dir)
+    write_report(comparison, args.output_dir, args.wide)
     return comparison.exit_code
 
 
-def parse() -> Arguments:
+def parse() -> kinds.Options:
     """Parse and check the command line."""
     parser = kinds.Parser.of_script(__doc__)
     add = parser.add_argument
@@ -62,6 +62,7 @@ def parse() -> Arguments:
     add("--output_dir", type=kinds.path, default=Path(), help=files)
     tolerance = "largest relative loss difference that counts as the same model"
     add("--tolerance", type=float, help=tolerance)
+    add("--wide", action="store_true", help="more columns, wider than 80")
     status = "DIR is one run: print its status; exit code 3 if not completed"
     add("--status", action="store_true", help=status)
     args = parser.parse_args()
@@ -72,21 +73,17 @@ def parse() -> Arguments:
     return args
 
 
-def describe_attempt(attempt: Attempt) -> str:
+def describe(run: RecordedRun) -> str:
     """Describe the outcome of one run in one line, for the terminal."""
-    results = attempt.results
-    if not attempt.completed:
-        return f"{attempt.status}: {attempt.reason}"
-    if attempt.simulated_ranks:
-        states = state_bytes(results["memory"]["device_categories_bytes_by_rank"][0])
-        return f"completed: {states / MB:,.1f} MB of model states"
-    return (
-        f"completed: {human_rate(results['samples_per_second'])} samples/s, "
-        f"loss {results['train_loss_first']:.4f} to {results['train_loss_last']:.4f}"
-    )
+    if not run.completed:
+        return f"{run.status}: {run.reason}"
+    if run.results["simulated_world_size"]:
+        return f"completed: {human_bytes(run.numbers['memory_bytes'])} of model states"
+    speed = f"{human_rate(run.numbers['samples_per_second'])} samples/s"
+    return f"completed: {speed}, loss {run.spans[0].loss:.4f} to {run.spans[-1].loss:.4f}"
 
 
-def write_report(comparison: Comparison, folder: Path) -> None:
+def write_report(comparison: Comparison, folder: Path, wide: bool) -> None:
     """Print the report, and write the .txt, .json, .md and .png files.
 
     Without a completed run there is no figure, and an older one is removed.
@@ -94,12 +91,13 @@ def write_report(comparison: Comparison, folder: Path) -> None:
     name = f"comparison_results_{comparison.name}"
     files = [folder / f"{name}{suffix}" for suffix in (".txt", ".json", ".md", ".png")]
     text, data, markdown, figure = files
+    report = json.dumps(comparison_text.as_json(comparison), indent=2, ensure_ascii=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(text, tables.as_file(comparison))
-        write_text(data, tables.as_json(comparison))
-        write_text(markdown, tables.as_markdown(comparison))
-        print(tables.as_text(comparison), flush=True)
+        write_text(text, comparison_text.as_text(comparison, wide))
+        write_text(data, report + "\n")
+        write_text(markdown, comparison_text.as_markdown(comparison))
+        print(comparison_text.as_text(comparison, wide), flush=True)
         if comparison.reference is None:
             files.remove(figure)
             figure.unlink(missing_ok=True)

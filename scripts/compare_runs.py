@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Find where the losses of two runs begin to differ, and what can be the cause.
+"""Compare runs: find where the losses begin to differ from the first run's, and the likely cause.
 
     python scripts/compare_runs.py runs/a runs/b
     python scripts/compare_runs.py runs/a trainer_output/checkpoint-500/trainer_state.json
 
-A and B are output folders (results.json, metrics.jsonl), or the trainer_state.json of Hugging
-Face's Trainer, whose losses are means over its logging_steps. The script prints the first step that
-differs, and a table of everything that differs between the runs with its effect on the losses. The
-figure goes into A's folder (or --plot FILE).
+Each RUN is an output folder (results.json, metrics.jsonl), or the trainer_state.json of Hugging
+Face's Trainer, whose losses are means over its logging_steps. The script prints a table of numbers,
+the first step that differs, and everything else that differs with its effect on the losses. The
+figure goes into the first run's folder (or --plot FILE).
 
-Exit codes: 0 if all losses agree that both runs have; 1 if some differ, or none could be compared;
-2 for wrong usage, or a folder or file without a run.
+Exit codes: 0 if all losses agree that the runs have in common; 1 if some differ, or none could be
+compared; 2 for wrong usage, or a folder or file without a run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,66 +27,69 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
-from support.cli.arguments import Arguments
-from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
-from support.files.atomic import only_finite, write_atomically
+from support.errors import UserError
+from support.files.atomic import write_atomically
 from support.redaction import redact
-
-if TYPE_CHECKING:  # --help must be fast
-    from support.report.divergence import Divergence
 
 
 def main() -> int:
     """Print the comparison, and write the figure if there are losses; return the exit code."""
-    from support.report import divergence
-
     args = parse()
-    runs = divergence.read_run(args.a), divergence.read_run(args.b)
-    found = divergence.compare_runs(*runs, args.tolerance)
-    plot = draw(found, args.plot) if found.points else None
+    from support.report import compare, comparison_text  # --help must be fast
+
+    runs = [compare.read_run(path) for path in args.runs]
+    comparison = compare.compare_runs(runs, args.tolerance)
+    plot = draw(comparison, args.plot) if comparison.compared else None
     if args.json:
-        report = {**divergence.as_json(found), "plot": plot and str(plot)}
-        print(redact(json.dumps(only_finite(report), indent=2, ensure_ascii=False)))
+        report = {**comparison_text.as_json(comparison), "plot": plot and str(plot)}
+        print(redact(json.dumps(report, indent=2, ensure_ascii=False)))
     else:
-        print(redact(divergence.as_text(found)), end=f"📁 {plot}\n" if plot else "")
-    return EXIT_COMPLETED if found.equal else EXIT_FAILED
+        text = comparison_text.as_text(comparison, args.wide)
+        print(redact(text), end=f"📁 {plot}\n" if plot else "")
+    return comparison.exit_code
 
 
-def parse() -> Arguments:
+def parse() -> kinds.Options:
     """Parse the command line."""
     parser = kinds.Parser.of_script(__doc__)
-    place = "output folder of a run, or trainer_state.json of Hugging Face's Trainer"
-    parser.add_argument("a", type=kinds.path, metavar="A", help=place)
-    parser.add_argument("b", type=kinds.path, metavar="B", help=place)
+    place = "output folder of a run, or trainer_state.json of Hugging Face's Trainer; two or more"
+    parser.add_argument("runs", type=kinds.path, metavar="RUN", nargs="+", help=place)
     tolerance = "largest relative difference of equal losses (default: %(default)s)"
     parser.add_argument("--tolerance", type=kinds.natural_float, default=1e-6, help=tolerance)
-    figure = (
-        "the figure (.png, .svg or .pdf; default: difference_from_<B's name>.png in A's folder)"
-    )
+    figure = "the figure (.png, .svg or .pdf; default: difference_from_<last RUN's name>.png)"
     parser.add_argument("--plot", type=kinds.path, metavar="FILE", help=figure)
+    parser.add_argument("--wide", action="store_true", help="more columns, wider than 80")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not 2 <= len(args.runs) <= 26:
+        raise UserError("Name two or more runs to compare, at most 26.")
+    return args
 
 
-def draw(found: Divergence, plot: Path | None) -> Path | None:
-    """Draw the figure, and return its path; None if the default path cannot be written.
+def draw(comparison, plot: Path | None) -> Path | None:
+    """Draw the figure, and return its path; None without matplotlib or a writable folder.
 
     Args:
-        plot: --plot, or None for the default path in A's folder.
+        plot: --plot, or None for the default path in the first run's folder.
     """
-    from support.report.plots import draw_divergence  # importing matplotlib takes a second
-
-    path = plot or found.a.folder / f"difference_from_{found.b.folder.resolve().name}.png"
+    first, last = (comparison.rows[number].runs[0].place for number in (0, -1))
+    folder, other = (place.parent if place.is_file() else place for place in (first, last))
+    path = plot or folder / f"difference_from_{other.resolve().name}.png"
     try:
-        write_atomically(path, lambda file: draw_divergence(found, file))
+        from support.report.plots import draw as draw_figure  # importing matplotlib takes a second
+
+        write_atomically(path, lambda file: draw_figure(comparison, file))
+    except ImportError as error:
+        problem = f"No figure: {error}. Install matplotlib for it."
     except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the ending
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         problem = f"{path} cannot be written: {reason}. Use --plot FILE."
-        if plot:
-            raise UserError(problem) from error
-        print(f"⚠️  {redact(problem)}", file=sys.stderr)
-        return None
-    return path
+    else:
+        return path
+    if plot:
+        raise UserError(problem)
+    print(f"⚠️  {redact(problem)}", file=sys.stderr)
+    return None
 
 
 if __name__ == "__main__":

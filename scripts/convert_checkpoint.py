@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Inspect a checkpoint, or convert it to another format, with one tensor in memory at a time.
+"""Inspect a checkpoint, or convert it to another format, one tensor or file at a time.
 
     python scripts/convert_checkpoint.py runs/mine --inspect
     python scripts/convert_checkpoint.py runs/mine/checkpoints/step-00000100 --to hf my-model
@@ -16,7 +16,6 @@ needed: pass it to real_model_example.py as --model DIR.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -43,8 +42,8 @@ def main() -> None:
     add("--inspect", action="store_true", help="describe CKPT, and verify its files")
     dtypes = ("fp32", "bf16", "fp16")
     add("--dtype", choices=dtypes, default="fp32", help="of hf's weights (default: fp32)")
-    shard_size = "largest size of one file of hf's weights (default: %(default)s)"
-    add("--max_shard_size", default="5GB", help=shard_size)
+    shard_size = "largest size of one file of hf's weights, which are in memory together (default: "
+    add("--max_shard_size", default="1GB", help=f"{shard_size}%(default)s)")
     trust = "load a DeepSpeed or FSDP checkpoint, although the code in its pickles is executed"
     add("--trust_checkpoint", action="store_true", help=trust)
     args = parser.parse_intermixed_args()
@@ -68,22 +67,26 @@ def run(args) -> None:
     from support.checkpoints import convert, foreign
     from support.model.weights import DTYPES
 
+    def write(folder: Path) -> None:
+        if args.to == "checkpoint":
+            with foreign.open_foreign(args.source, args.trust_checkpoint, folder.parent) as source:
+                convert.write_checkpoint(source, folder)
+            return
+        own = convert.OwnCheckpoint(args.source)
+        if args.to == "hf":
+            convert.write_hf(own, folder, DTYPES[args.dtype], args.max_shard_size)
+        elif args.to == "torch":
+            convert.write_torch(own, folder)
+        else:
+            convert.write_universal(own, folder)
+
     if not args.source.is_dir():
         raise UserError(f"{args.source}: no such folder.")
     if args.inspect:
         print(convert.inspect(convert.OwnCheckpoint(args.source)))
         process.check_output()
         return
-    with contextlib.ExitStack() as stack:
-        if args.to == "checkpoint":
-            # Next to the target there is room; the default folder may be small, or in memory.
-            scratch = next(p for p in args.target.absolute().parents if p.is_dir())
-            opened = foreign.open_foreign(args.source, args.trust_checkpoint, scratch)
-            source = stack.enter_context(opened)
-        else:
-            source = convert.OwnCheckpoint(args.source)
-        dtype = DTYPES[args.dtype]
-        written = convert.convert(source, args.to, args.target, dtype, args.max_shard_size)
+    written = convert.write_folder(args.target, write)
     print(f"📁 {args.target.with_name(written.name)}")
 
 

@@ -19,6 +19,8 @@ existing file is replaced only with --force. `SUBCOMMAND --help` lists the flags
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -31,14 +33,29 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
-from support.cli.flags import flag
 from support.cli.fsdp_config import SHARDING
+from support.cli.parse import parse_arguments
 from support.cluster import setup_files
 from support.errors import TrainingError, UserError
 from support.files.atomic import write_text
-from support.report import slurm_budget
+from support.report.cost import slurm_budget
 
 COUNT = kinds.whole(1, 100_000)
+
+
+def flag(name: str, kind, text: str, **options) -> tuple[str, dict]:
+    """Return a row for a flag with a value.
+
+    Args:
+        name: its name, and after a space the placeholder of its value in --help, if that is not
+            the name in capitals.
+        kind: a type, or a tuple with the allowed values.
+    """
+    name, _, metavar = name.partition(" ")
+    if options.get("default") is not None and "(default:" not in text:
+        text += " (default: %(default)s)"
+    options |= {"metavar": metavar} if metavar else {}
+    return name, {"choices" if isinstance(kind, tuple) else "type": kind, "help": text, **options}
 
 
 def switch(name: str, text: str) -> tuple[str, dict]:
@@ -102,7 +119,7 @@ SLURM_FLAGS = (
         kinds.whole(1, 65535),  # Slurm's limit
         "send the signal to save S seconds before the limit (default: 120; needs --requeue)",
     ),
-    # Of the budget that is printed, see support/report/slurm_budget.py.
+    # Of the budget that is printed, see support/report/cost.py.
     flag("--results RUN", kinds.name, "print the jobs of the run, from a short one"),
     flag("--hours H", kinds.positive_float, "length of the run: hours of training"),
     flag("--max_steps N", kinds.max_steps, "length of the run: optimizer steps"),
@@ -149,6 +166,18 @@ def build_parser() -> kinds.Parser:
     return parser
 
 
+def check_run_file(args: kinds.Options) -> None:
+    """Parse the run file as the run will, so that an error in it is found before the queue.
+
+    Raises:
+        UserError: the run would not start with this file.
+    """
+    hosts, slots = setup_files.read_hosts(args.hosts) if getattr(args, "hosts", None) else ([], 0)
+    ranks = (len(hosts) or args.num_nodes) * (slots or args.num_gpus_per_node or 1)
+    os.environ["WORLD_SIZE"] = str(ranks)  # train_batch_size of a DeepSpeed file depends on it
+    parse_arguments(["--config", args.config])
+
+
 def check_output(args) -> None:
     """Refuse to replace a file that was edited, is not from this script, or is an input.
 
@@ -177,8 +206,10 @@ def main() -> None:
     try:
         check_output(args)
         text = setup_files.with_digest(COMMANDS[args.command][-1](args, made_by))
+        if args.command in ("launcher", "slurm"):
+            check_run_file(args)
         if args.command == "slurm":
-            budget = slurm_budget.report(args)
+            budget = slurm_budget(args)
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.output.resolve(), text)
         if args.command in ("launcher", "slurm"):
@@ -186,6 +217,13 @@ def main() -> None:
     except OSError as error:
         raise TrainingError(f"{args.output} cannot be written: {error.strerror}.") from error
     print(f"📁 {args.output}\n{setup_files.next_step(args)}")
+    if getattr(args, "use_deepspeed", False) and not re.search(
+        r"^(exec )?deepspeed ", text, re.MULTILINE
+    ):
+        print(
+            "ℹ️  --use_deepspeed is for a single node without --hosts and --requeue: this script "
+            "starts the ranks with torchrun or srun. The strategy is that of the run file."
+        )
     if budget:
         print(f"\n{budget}")
 

@@ -59,7 +59,7 @@ def main() -> None:
 
 def forecast(args) -> str:
     """Return the table of step times, and of how much faster each number of ranks is than one."""
-    from support.report.scaling import Network, read_step  # imports torch
+    from support.report.cost import Network, read_step
 
     step = read_step(args.alone, args.together)
     given = {64 * MB: args.bandwidth, MB: args.bandwidth_1mib}

@@ -3,8 +3,8 @@
 
     python scripts/generate_docs.py
 
-They come from the tables of the code: flags, keys of results.json and metrics.jsonl, tolerances of
-the comparison, and planned memory. A test fails if a section is not what this program writes.
+They come from the tables of the code: flags, tolerances of the comparison, and planned memory. A
+test fails if a section is not what this program writes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -19,13 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import PROJECT
 from support.cli import argument_types as kinds
-from support.cli.aliases import IGNORED, REFUSED, names_of
-from support.cli.flags import COMMANDS, GROUPS, HelpFormatter, build_parser
+from support.cli.aliases import IGNORED, names_of
+from support.cli.flags import COMMANDS, GROUPS, HelpFormatter, build_parser, names_in_help
 from support.known_models import GPT2_SHAPES
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict_all
 from support.memory.workload import Workload
-from support.report import schema
 from support.report.compare import lasting_steps, tolerance_of
 from support.text_tables import replace_section
 from support.units import GB
@@ -49,15 +49,8 @@ def flags() -> list[str]:
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
         lines += [*table(["flag", "default", "meaning"], map(row_of_flag, listed)), ""]
     lines += ["## Accepted and ignored", "", "For command lines of other trainers:", ""]
-    lines += table(
-        ["flag", "reason"], ((f"`--{n}`", as_markdown(why)) for n, why in IGNORED.items())
-    )
-    lines += ["", "## Refused", "", "Because they would mean something else here:", ""]
-    refused = (
-        (f"`--{name}`", " or ".join(f"`{value}`" for value in accepted), as_markdown(why))
-        for name, (accepted, why) in REFUSED.items()
-    )
-    return [*lines, *table(["flag", "accepted values", "reason"], refused)]
+    names = ", ".join(f"`--{name}`" for name in IGNORED)
+    return [*lines, *textwrap.wrap(names, 100, break_on_hyphens=False)]
 
 
 def row_of_flag(action: argparse.Action) -> tuple[str, str, str]:
@@ -70,7 +63,9 @@ def row_of_flag(action: argparse.Action) -> tuple[str, str, str]:
     else:
         meaning, default = found.groups() if found else (text, "")
     ours, *others = names_of(action.option_strings[0])
-    shown = formatter._format_action_invocation(action).removeprefix(", ".join([ours, *others]))
+    shown = formatter._format_action_invocation(action).removeprefix(
+        ", ".join(names_in_help([ours, *others]))
+    )
     shown = "" if shown[1:].lower() == ours[2:] else shown
     return ", ".join([f"`{ours}{shown}`", *(f"`{name}`" for name in others)]), default, meaning
 
@@ -79,45 +74,6 @@ def as_markdown(text: str) -> str:
     """Return a text of --help for a cell of a table."""
     text = text.replace("<", "&lt;").replace("*", "\\*")
     return re.sub(r"(?<!\w)--\w+", r"`\g<0>`", text)
-
-
-# -------------------------------------------------------------------------------------------- keys
-
-
-def results_keys() -> list[str]:
-    """List the keys of results.json by the time from which on a run has them."""
-    parts = {
-        "In every file:": schema.AT_START,
-        "Once model and data are loaded:": schema.AFTER_LOADING,
-        "Once training has started:": schema.BEFORE_TRAINING,
-        "If the run completed or was preempted:": schema.AFTER_TRAINING,
-        "If the run completed:": schema.AT_END,
-        "If the run completed, and the flags request it:": schema.IF_REQUESTED,
-        "Keys of `dataset`, of which some are missing for some kinds of data:": schema.DATASET,
-        "Keys of `memory`; lists are by rank:": schema.MEMORY,
-    }
-    return [line for title, keys in parts.items() for line in [title, "", *key_table(keys), ""]][
-        :-1
-    ]
-
-
-def metrics_keys() -> list[str]:
-    """List the keys of both kinds of lines in metrics.jsonl."""
-    of_step, of_evaluation = key_table(schema.STEP), key_table(schema.EVALUATION)
-    return ["Of a step:", "", *of_step, "", "Of an evaluation:", "", *of_evaluation]
-
-
-def key_table(keys: tuple[schema.Key, ...]) -> list[str]:
-    """Return a table of keys; the keys of an object are part of its meaning, once in a table."""
-    rows, described = [], {key.name for key in keys}
-    for key in keys:
-        meaning = key.meaning
-        if meaning != "see below" and not {inner.name for inner in key.keys} <= described:
-            described |= {inner.name for inner in key.keys}
-            inner = (f"`{k.name}`" + (f" ({k.meaning})" if k.meaning else "") for k in key.keys)
-            meaning += f". Keys: {', '.join(inner)}"
-        rows.append((f"`{key.name}`", ", ".join(filter(None, (key.type, key.unit))), meaning))
-    return table(["key", "type", "meaning"], rows)
 
 
 # --------------------------------------------------------------------------- tolerances and memory
@@ -158,8 +114,6 @@ def gpt2_memory() -> list[str]:
 
 SECTIONS: dict[str, Callable[[], list[str]]] = {
     "flags": flags,
-    "results-keys": results_keys,
-    "metrics-keys": metrics_keys,
     "tolerances": tolerances,
     "gpt2-memory": gpt2_memory,
 }

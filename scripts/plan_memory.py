@@ -5,14 +5,17 @@
     python scripts/plan_memory.py --model path/to/config.json --gpus 8 --gpu_memory 80 \\
         --seq_length 4096
 
-It prints which strategies fit, and the command to run the simplest of them. --solve answers another
-question for each strategy: the largest batch, the largest model of GPT-2's shape, the fewest GPUs.
+It prints which strategies fit, and the command to run the simplest of them; with --details what
+each kind of memory takes, and with --explain every term of the estimate. Without --gpu_memory it
+plans processes on CPUs. --solve answers another question for each strategy: the largest batch, the
+largest model of GPT-2's shape, the fewest GPUs.
 
     python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16 --solve batch
     python scripts/plan_memory.py --gpus 4 --gpu_memory 24 --solve model
     python scripts/plan_memory.py --model gpt2-xl --gpu_memory 16 --solve gpus
 
-With an amount of work and a rate it also prints the cost: optimizer steps, hours, price, energy.
+With an amount of work and a rate it also prints the cost: optimizer steps, hours, price, energy;
+with --time_limit also the number of Slurm jobs.
 
     python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 80 --tokens 1000000000 \\
         --device A100 --price 2.5 --watts 400
@@ -24,10 +27,11 @@ fails; 2 for wrong usage.
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -38,92 +42,88 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
-from support.cli.arguments import Arguments, choose_seq_length
+from support.cli.argument_types import Options
+from support.cli.arguments import choose_seq_length
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.known_models import EMBEDDED_MODEL, name_on_hub
 from support.memory import fit
+from support.memory.activations import STEP
 from support.memory.architectures import find_architecture
 from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, MemoryEstimate, predict_all
 from support.memory.fit import PREFERENCE, Limits
 from support.memory.workload import Workload, workload_of
 from support.optimizers import OPTIMIZERS
 from support.report import cost
-from support.report.measure_rate import measure
 from support.text_tables import text_table
 from support.units import GB
 
-# For each --solve: what it finds, and its key in --json.
+# The answers of --solve: what it finds, and its key in --json.
 SOLVED = {
     "batch": ("largest batch", "batch_size"),
     "model": ("largest model", "parameters"),
     "gpus": ("fewest GPUs", "gpus"),
 }
-# Flags with a value: name, type, default, metavar, help.
-FLAGS = (
-    (
-        *("model", kinds.name, "gpt2", None),
-        "gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama-3-8B, Qwen2.5-7B, "
-        "Mistral-7B, another name on the hub, a model folder or a config.json (GPT-2, Llama, "
-        "Mistral, Qwen, GPT-NeoX)",
-    ),
-    ("gpus", kinds.ranks, 1, None, "number of ranks, one per GPU"),
-    ("gpus_per_node", kinds.ranks, None, None, "of one node (default: --gpus, at most 8)"),
-    ("gpu_memory", kinds.positive_float, None, "GB", "of one GPU, as in nvidia-smi (2^30 bytes)"),
-    ("host_memory", kinds.positive_float, None, "GB", "of a node, for offload and infinity"),
-    ("nvme_free", kinds.positive_float, None, "GB", "of a node's disk, for infinity"),
-    ("batch_size", kinds.batch, 4, None, "sequences per GPU in a micro-batch"),
-    (
-        *("seq_length", kinds.block_length, None, None),
-        "tokens in a sequence (default: as in real_model_example.py)",
-    ),
-    ("gradient_accumulation_steps", kinds.batch, 1, None, "micro-batches per optimizer step"),
-    ("lora_r", kinds.rank_of_adapters, None, "R", "train adapters of this rank, freeze the rest"),
-    ("lora_targets", kinds.layer_names, None, "LIST", "the layers that get an adapter"),
-)
-# The cost: the amount of work, then the rate, then prices.
-COST_FLAGS = (
-    ("tokens", kinds.tokens, "N", "tokens to train on"),
-    ("dataset_tokens", kinds.tokens, "N", "tokens of the training data, for --epochs passes"),
-    ("epochs", kinds.epochs, None, "passes over --dataset_tokens (default: 1)"),
-    ("max_steps", kinds.max_steps, None, "optimizer steps"),
-    ("results", kinds.name, "RUN", "take the rate of this completed run (folder or results.json)"),
-    ("device", kinds.word, None, "assume the rate of this GPU, A100 for example"),
-    ("mfu", kinds.real(1), None, "assumed share of its peak FLOP/s (default: 0.4)"),
-    ("price", kinds.positive_float, None, "dollars per GPU-hour"),
-    ("watts", kinds.positive_float, None, "electric power of a GPU"),
-)
+MODELS = """gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama-3-8B, Qwen2.5-7B,
+    Mistral-7B, another name on the hub, a model folder or a config.json (GPT-2, Llama, Mistral,
+    Qwen, GPT-NeoX) (default: gpt2)"""
 
 
 def build_parser() -> kinds.Parser:
     """Build the parser; flags of a run have the same names as in real_model_example.py."""
     parser = kinds.Parser.of_script(__doc__)
-    add = parser.add_argument
-    for name, kind, default, metavar, text in FLAGS:
-        text += "" if default is None else " (default: %(default)s)"
-        required = name == "gpu_memory"
-        add(f"--{name}", type=kind, default=default, metavar=metavar, help=text, required=required)
-    group = parser.add_argument_group("cost (needs an amount of work and a rate)")
-    for name, kind, metavar, text in COST_FLAGS:
-        group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-    group.add_argument("--measure", action="store_true", help="measure the rate here, in 10 steps")
+    add, positive, name, switch = (
+        parser.add_argument,
+        kinds.positive_float,
+        kinds.name,
+        "store_true",
+    )
+    add("--model", type=name, default="gpt2", help=MODELS)
+    add("--gpus", type=kinds.ranks, help="number of ranks, one per GPU (default: 1)")
+    add("--gpus_per_node", type=kinds.ranks, help="of one node (default: --gpus, at most 8)")
+    add("--nodes", type=kinds.ranks, help="nodes of --gpus_per_node GPUs, instead of --gpus")
+    text = "of one GPU, as in nvidia-smi (2^30 bytes); without it CPU processes are planned"
+    add("--gpu_memory", type=positive, metavar="GB", help=text)
+    text = "of a node, for offload, infinity and CPU processes (default for these: this machine's)"
+    add("--host_memory", type=positive, metavar="GB", help=text)
+    add("--nvme_free", type=positive, metavar="GB", help="of a node's disk, for infinity")
+    text = "sequences per GPU in a micro-batch (default: 4)"
+    add("--batch_size", type=kinds.batch, default=4, help=text)
+    text = "tokens in a sequence (default: as in real_model_example.py)"
+    add("--seq_length", type=kinds.block_length, help=text)
+    text = "micro-batches per optimizer step (default: 1)"
+    add("--gradient_accumulation_steps", type=kinds.batch, default=1, help=text)
+    text = "train adapters of this rank, freeze the rest"
+    add("--lora_r", type=kinds.rank_of_adapters, metavar="R", help=text)
+    text = "the layers that get an adapter"
+    add("--lora_targets", type=kinds.layer_names, metavar="LIST", help=text)
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: bf16)")
-    add("--load_in_4bit", action="store_true", help="frozen weights in 4 bits; needs --lora_r")
+    add("--load_in_4bit", action=switch, help="frozen weights in 4 bits; needs --lora_r")
     add("--optim", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
-    add("--gradient_checkpointing", action="store_true", help="recompute activations in backward")
-    add(
-        "--no_fused_gelu",
-        action="store_false",
-        dest="fused_gelu",
-        help="compute GPT-2's activation as transformers does",
-    )
-    add("--isolate_documents", action="store_true", help="as for --isolate_documents or --packing")
-    add(
-        "--solve",
-        choices=tuple(SOLVED),
-        help="find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, "
-        "for each strategy",
-    )
-    add("--json", action="store_true", help="print JSON instead (bytes)")
+    add("--gradient_checkpointing", action=switch, help="recompute activations in backward")
+    text = "compute GPT-2's activation as transformers does"
+    add("--no_fused_gelu", action="store_false", dest="fused_gelu", help=text)
+    add("--isolate_documents", action=switch, help="as for --isolate_documents or --packing")
+    text = "find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, for "
+    add("--solve", choices=tuple(SOLVED), help=f"{text} each strategy")
+    add("--details", action=switch, help="print memory by kind, host memory, NVMe and traffic")
+    add("--explain", action=switch, help="print each term of the estimate, by phase of a step")
+    add("--json", action=switch, help="print JSON instead (bytes)")
+    add = parser.add_argument_group("cost (needs an amount of work and a rate)").add_argument
+    add("--tokens", type=kinds.tokens, metavar="N", help="tokens to train on")
+    text = "tokens of the training data, for --epochs passes"
+    add("--dataset_tokens", type=kinds.tokens, metavar="N", help=text)
+    add("--epochs", type=kinds.epochs, help="passes over --dataset_tokens (default: 1)")
+    add("--max_steps", type=kinds.max_steps, help="optimizer steps")
+    text = "take the rate of this completed run (folder or results.json)"
+    add("--results", type=name, metavar="RUN", help=text)
+    add("--device", type=kinds.word, help="assume the rate of this GPU, A100 for example")
+    add("--mfu", type=kinds.real(1), help="assumed share of its peak FLOP/s (default: 0.4)")
+    add("--measure", action=switch, help="measure the rate here, in 10 steps")
+    add("--price", type=positive, help="dollars per GPU-hour")
+    add("--watts", type=positive, help="electric power of a GPU")
+    add("--time_limit", metavar="HH:MM:SS", help="of a Slurm job: print the number of jobs")
+    text = "time of a save, for --time_limit (default: that of --results)"
+    add("--save_seconds", type=positive, metavar="S", help=text)
     return parser
 
 
@@ -133,12 +133,18 @@ def main() -> int:
     return (solve if args.solve else plan)(args, work, limits)
 
 
-def read_workload(args: Arguments) -> tuple[Arguments, Workload, Limits]:
-    """Return the arguments with the default --seq_length, the workload and the limits of memory."""
+def read_workload(args: Options) -> tuple[Options, Workload, Limits]:
+    """Return the arguments with the defaults of --gpus and --seq_length, the workload and limits.
+
+    Raises:
+        UserError: flags do not fit together, or the model cannot be planned.
+    """
+    if args.nodes and args.gpus:
+        raise UserError("--nodes and --gpus set the same number: leave one out.")
+    gpus = args.nodes * (args.gpus_per_node or 8) if args.nodes else args.gpus or 1
     model = find_architecture(args.model)
-    args = args.replace(
-        model=name_on_hub(args.model), seq_length=choose_seq_length(args, model.limit)
-    )
+    length = choose_seq_length(args, model.limit)
+    args = args.replace(model=name_on_hub(args.model), gpus=gpus, seq_length=length)
     if args.gpus % ranks_per_node(args):
         default = "8, the default of --gpus_per_node: set --gpus_per_node"
         size = f"--gpus_per_node {args.gpus_per_node}" if args.gpus_per_node else default
@@ -146,14 +152,20 @@ def read_workload(args: Arguments) -> tuple[Arguments, Workload, Limits]:
     for flag in ("lora_targets", "load_in_4bit"):
         if getattr(args, flag) and not args.lora_r:
             raise UserError(f"--{flag} needs --lora_r.")
+    if args.solve == "gpus" and not args.gpu_memory:
+        raise UserError("--solve gpus needs --gpu_memory: processes on a CPU share its memory.")
     cost.is_planned(args)  # raises if its flags do not fit together
     work = workload_of(args, model, args.gpus, args.precision, args.isolate_documents)
     memory = (args.gpu_memory, args.host_memory, args.nvme_free)
     gpu, host, nvme = (None if size is None else int(size * GB) for size in memory)
+    if gpu is None:
+        # The processes of a node share its memory; it includes what offload keeps in it.
+        host = host or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        gpu, host, work = host // ranks_per_node(args), None, replace(work, device="cpu")
     return args, work, Limits(gpu, host, nvme, ranks_per_node(args))
 
 
-def ranks_per_node(args: Arguments) -> int:
+def ranks_per_node(args: Options) -> int:
     """Return the number of the run's ranks on each node."""
     return min(args.gpus_per_node or 8, args.gpus)
 
@@ -161,53 +173,87 @@ def ranks_per_node(args: Arguments) -> int:
 # ------------------------------------------------------------------------------ the memory estimate
 
 
-def plan(args: Arguments, work: Workload, limits: Limits) -> int:
+def plan(args: Options, work: Workload, limits: Limits) -> int:
     """Print the memory estimate of every strategy, and a command; return the exit code."""
     needs = predict_all(work)
     chosen, changed = fit.recommend(work, limits)
     command = run_command(args, changed, chosen.strategy) if chosen else None
+    spent = cost_of_plan(args, changed, chosen.strategy) if chosen else None
     if args.json:
         answer = {
             "model": args.model,
             "parameters": work.model.total,
             "gpus": args.gpus,
             "cuda_context_bytes": CUDA_CONTEXT,
-            "strategies": [as_dict(work, need, limits) for need in needs],
+            "strategies": [as_dict(args, work, need, limits) for need in needs],
             "recommended": chosen.strategy if chosen else None,
             "command": command,
         }
-        if chosen and (spent := cost_of_plan(args, changed, chosen.strategy)):
-            answer["cost"] = spent.as_dict()
-        print(json.dumps(answer, indent=2))
+        print(json.dumps(answer | ({"cost": spent.as_dict()} if spent else {}), indent=2))
         return EXIT_COMPLETED if chosen else EXIT_FAILED
-    print(title(args, work) + "\n")
-    print(table(needs, limits, {need.strategy: fits_how(work, need, limits) for need in needs}))
-    print(
-        f"\nGB (2^30 bytes) per GPU. The peak is the maximum over a step. To fit, a GPU needs "
-        f"{100 * GPU_SLACK - 100:.0f} % and {CUDA_CONTEXT / GB:.0f} GB more,\n"
-        "for fragmentation of the allocator, the CUDA context and NCCL. Dropout is not counted. "
-        '"Sent" is the data that a rank\n'
-        "sends in a step: what a strategy costs in speed if the network is slow."
-    )
+    print(title(args, work, limits) + "\n")
+    fits = {need.strategy: fits_how(work, need, limits) for need in needs}
+    print((details if args.details else summary)(needs, limits, fits))
+    for need in needs if args.explain else ():
+        print(f"\n{explain(need)}")
+    print(f"\n{notes(args, work)}")
     if chosen is None:
         print(
-            "❌ Nothing fits, not even one sequence at a time. Use more GPUs (--solve gpus), "
-            "a smaller model\n"
-            "   (--solve model), or a shorter --seq_length."
+            "❌ Nothing fits, not even one sequence at a time. Use more GPUs (--solve gpus),\n"
+            "   a smaller model (--solve model), or a shorter --seq_length."
         )
         return EXIT_FAILED
     reason = "No command: adapters on random weights learn nothing. Name a model with weights."
+    size = chosen.peak if args.gpu_memory else chosen.total
     print(
-        f"Use {chosen.strategy}, the simplest strategy that fits ({chosen.peak / GB:.1f} GB):\n\n"
+        f"Use {chosen.strategy}, the simplest strategy that fits ({size / GB:.1f} GB):\n\n"
         f"    {command or reason}"
     )
-    if spent := cost_of_plan(args, changed, chosen.strategy):
+    if spent:
         print(f"\n{spent}")
+    if spent and args.time_limit:
+        print(f"\n{jobs(args, spent)}")
     return EXIT_COMPLETED
 
 
+def title(args: Options, work: Workload, limits: Limits) -> str:
+    """Describe the workload in two lines."""
+    options = f" × {work.accumulation} micro-batches" if work.accumulation > 1 else ""
+    if work.gradient_checkpointing:
+        options += ", gradient checkpointing"
+    if work.lora:
+        options += f", LoRA of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
+    processor = "GPU" if args.gpu_memory else "CPU process"
+    plural = "" if args.gpus == 1 else "s" if args.gpu_memory else "es"
+    memory = args.gpu_memory or round((limits.gpu or 0) / GB, 1)
+    place = f"{args.gpus} {processor}{plural} of {memory:g} GB"
+    return (
+        f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on {place}:\n"
+        f"{args.precision}, {args.batch_size} sequences of {args.seq_length} tokens each{options}"
+    )
+
+
+def fits_how(work: Workload, need: MemoryEstimate, limits: Limits) -> str:
+    """Describe whether a strategy fits, if necessary with a smaller batch and checkpointing."""
+    if limits.hold(need):
+        return "yes"
+    if batch := fit.largest_batch(work, need.strategy, limits):
+        return f"with batch {batch}"
+    checkpointing = replace(work, gradient_checkpointing=True)
+    if batch := fit.largest_batch(checkpointing, need.strategy, limits):
+        return f"checkpointing, batch {min(batch, work.batch_size)}"
+    return "no"
+
+
+def summary(needs: list[MemoryEstimate], limits: Limits, fits: dict[str, str]) -> str:
+    """Return the table of all strategies; arguments as for `details`."""
+    size, header = ("peak", "peak") if needs[0].device == "cuda" else ("total", "process")
+    rows = [(need.strategy, in_gb(getattr(need, size)), fits[need.strategy]) for need in needs]
+    return text_table(rows, ("strategy", header, "fits"))
+
+
 # Header and attribute of MemoryEstimate, of each column on the left of "fits".
-ON_GPU = {
+KINDS = {
     "para-\nmeters": "parameters",
     "gradi-\nents": "gradients",
     "opti-\nmizer": "optimizer",
@@ -218,20 +264,8 @@ ON_GPU = {
 }
 
 
-def fits_how(work: Workload, need: MemoryEstimate, limits: Limits) -> str:
-    """Describe whether a strategy fits, if necessary with a smaller batch and checkpointing."""
-    if limits.hold(need):
-        return "yes"
-    if batch := fit.largest_batch(work, need.strategy, limits):
-        return f"with batch {batch}"
-    checkpointing = dataclasses.replace(work, gradient_checkpointing=True)
-    if batch := fit.largest_batch(checkpointing, need.strategy, limits):
-        return f"checkpointing, batch {min(batch, work.batch_size)}"
-    return "no"
-
-
-def table(needs: list[MemoryEstimate], limits: Limits, fits: dict[str, str]) -> str:
-    """Return the table of all strategies.
+def details(needs: list[MemoryEstimate], limits: Limits, fits: dict[str, str]) -> str:
+    """Return the table of --details.
 
     Args:
         needs: the memory estimates, of dp first.
@@ -242,12 +276,25 @@ def table(needs: list[MemoryEstimate], limits: Limits, fits: dict[str, str]) -> 
     for need in needs:
         ranks = limits.ranks_per_node
         sent = f"{need.sent / needs[0].sent:.2f}" if needs[0].sent else "—"
-        on_gpu = [in_gb(getattr(need, name)) for name in ON_GPU.values()]
+        on_gpu = [in_gb(getattr(need, name)) for name in KINDS.values()]
         elsewhere = map(in_gb, (need.host * ranks, need.nvme * ranks, need.sent))
         rows.append([need.strategy, *on_gpu, fits[need.strategy], *elsewhere, sent])
-    headers = ["\nstrategy", *ON_GPU, "\nfits"]
+    headers = ["\nstrategy", *KINDS, "\nfits"]
     headers += ["host\n/node", "NVMe\n/node", "sent\n/step", "sent\nvs dp"]
     return text_table(rows, headers)
+
+
+def explain(need: MemoryEstimate) -> str:
+    """Return the table of --explain: each term of a strategy's estimate in the phases of a step."""
+    places = [place for place in ("host", "nvme") if need.at(place)]
+    columns = [*STEP, *places]
+    rows = [
+        [term.name, *(in_gb(term.size if column in term.phases else 0) for column in columns)]
+        for term in need.terms
+    ]
+    rows.append(["sum", *(in_gb(need.at(column)) for column in columns)])
+    table = text_table(rows, [need.strategy, "loss", "backward", "end", "update", *places])
+    return f"{table}\nThe peak is in: {need.phase_of_peak()}."
 
 
 def in_gb(size: int) -> str:
@@ -255,34 +302,65 @@ def in_gb(size: int) -> str:
     return f"{size / GB:.2f}" if size else "—"
 
 
-def title(args: Arguments, work: Workload) -> str:
-    """Describe the workload in one line."""
-    options = f" × {work.accumulation} micro-batches" if work.accumulation > 1 else ""
-    if work.gradient_checkpointing:
-        options += ", gradient checkpointing"
-    if work.lora:
-        options += f", LoRA of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
-    return (
-        f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on {args.gpus} "
-        f"GPU{'s' * (args.gpus > 1)} of {args.gpu_memory:g} GB: {args.precision}, "
-        f"{args.batch_size} sequences of {args.seq_length} tokens each{options}"
-    )
+def notes(args: Options, work: Workload) -> str:
+    """Return what the tables mean."""
+    text = "GB (2^30 bytes) per rank. The peak is the maximum over a step, without dropout.\n"
+    if work.device == "cuda":
+        text += (
+            f"To fit, a GPU needs {100 * GPU_SLACK - 100:.0f} % and {CUDA_CONTEXT / GB:.0f} GB "
+            "more, for fragmentation of the allocator, the\nCUDA context and NCCL."
+        )
+    else:
+        text += "A process also holds Python, the libraries, and memory that it keeps for reuse."
+    if args.details:
+        text += (
+            '\n"Sent" is the data that a rank sends in a step: what a strategy costs in speed if\n'
+            "the network is slow."
+        )
+    return text
 
 
-def cost_of_plan(args: Arguments, work: Workload, strategy: str) -> cost.Cost | None:
+def as_dict(args: Options, work: Workload, need: MemoryEstimate, limits: Limits) -> dict:
+    """Return a strategy's entry for --json: bytes of one rank, and whether it fits."""
+    checkpointing = replace(work, gradient_checkpointing=True)
+    entry = {
+        "strategy": need.strategy,
+        **{f"{name}_bytes": size for name, size in need.sizes().items()},
+        "total_bytes": need.total,
+        "fits": limits.hold(need),
+        "largest_batch": fit.largest_batch(work, need.strategy, limits),
+        "largest_batch_with_checkpointing": fit.largest_batch(checkpointing, need.strategy, limits),
+    }
+    return entry | ({"terms": [term._asdict() for term in need.terms]} if args.explain else {})
+
+
+# ------------------------------------------------------------------------- the command and its cost
+
+
+def cost_of_plan(args: Options, work: Workload, strategy: str) -> cost.Cost | None:
     """Return the cost of the recommended run; None if no flag asks for it."""
     if not cost.is_planned(args):
         return None
     if args.device:
         return cost.cost_of(args, work, cost.assumed_rate(args, work))
     if args.measure:
-        run = measure(run_flags(args, work, strategy), work)
+        run = cost.measure(run_flags(args, work, strategy), work)
     else:
         run = cost.read_run("--results", args.results)
     return cost.cost_of(args, work, cost.measured_rate(*run, work, args.model, strategy))
 
 
-def run_command(args: Arguments, work: Workload, strategy: str) -> str | None:
+def jobs(args: Options, spent: cost.Cost) -> str:
+    """Return the Slurm jobs of the run, each saved before its limit and requeued."""
+    number = {figure.key: figure.value for figure in spent.figures}
+    step = None if args.results else 3600 * number["hours"] / number["steps"]
+    flags = {"hours": number["hours"], "max_steps": None, "step_seconds": step, "mtbf": None}
+    flags |= {"requeue": True, "signal_seconds": None}
+    flags |= {"num_nodes": 1, "num_gpus_per_node": args.gpus}
+    return cost.slurm_budget(Options(**(vars(args) | flags)))
+
+
+def run_command(args: Options, work: Workload, strategy: str) -> str | None:
     """Return the command line that trains the workload with a strategy.
 
     None if it would train adapters on random weights.
@@ -304,13 +382,13 @@ def run_command(args: Arguments, work: Workload, strategy: str) -> str | None:
     return f"{launcher} real_model_example.py {shlex.join(flags)}"
 
 
-def model_folder(args: Arguments) -> Path | None:
+def model_folder(args: Options) -> Path | None:
     """Return the model's folder, which real_model_example.py takes instead of its config.json."""
     path = Path(args.model)
     return path.parent if path.is_file() else path if path.is_dir() else None
 
 
-def run_flags(args: Arguments, work: Workload, strategy: str) -> list[str]:
+def run_flags(args: Options, work: Workload, strategy: str) -> list[str]:
     """Return the flags of real_model_example.py for the workload, beginning with --model."""
     flags = ["--model", model_folder(args) or args.model]
     flags += ["--strategy", strategy, "--batch_size", work.batch_size]
@@ -327,45 +405,40 @@ def run_flags(args: Arguments, work: Workload, strategy: str) -> list[str]:
     return list(map(str, flags))
 
 
-def as_dict(work: Workload, need: MemoryEstimate, limits: Limits) -> dict:
-    """Return a strategy's entry for --json: bytes of one rank, and whether it fits."""
-    checkpointing = dataclasses.replace(work, gradient_checkpointing=True)
-    return {
-        "strategy": need.strategy,
-        **{f"{name}_bytes": size for name, size in need.sizes().items()},
-        "fits": limits.hold(need),
-        "largest_batch": fit.largest_batch(work, need.strategy, limits),
-        "largest_batch_with_checkpointing": fit.largest_batch(checkpointing, need.strategy, limits),
-    }
-
-
 # ------------------------------------------------------------------------------------------ --solve
 
 
-def solve(args: Arguments, work: Workload, limits: Limits) -> int:
+def solve(args: Options, work: Workload, limits: Limits) -> int:
     """Print the answer of each strategy to --solve; return the exit code."""
     found, key = SOLVED[args.solve]
     if not args.json:
-        print(f"The {found} of each strategy for: {title(args, work)}\n")
+        print(f"The {found} of each strategy for: {title(args, work, limits)}\n")
     answers = {}
     for strategy in filter(work.strategies.__contains__, PREFERENCE):
-        if args.solve == "batch":
-            answer = fit.largest_batch(work, strategy, limits)
-            text = f"--batch_size {answer}"
-        elif args.solve == "gpus":
-            nodes = dataclasses.replace(limits, ranks_per_node=args.gpus_per_node or 8)
-            answer = fit.fewest_gpus(work, strategy, nodes)
-            text = f"{answer} GPU{'s' * (answer != 1)}"
-        else:
-            model = fit.largest_gpt2(work, strategy, limits)
-            answer = model.total if model else 0
-            text = model and f"{answer / 1e6:,.0f}M: {model.layers} layers, width {model.hidden}"
+        answer, text = solution(args, work, strategy, limits)
         answers[strategy] = answer
         if not args.json:
             print(f"{strategy:9} {text if answer else 'nothing fits'}")
     if args.json:
         print(json.dumps({"solve": args.solve, key: answers}, indent=2))
     return EXIT_COMPLETED if any(answers.values()) else EXIT_FAILED
+
+
+def solution(
+    args: Options, work: Workload, strategy: str, limits: Limits
+) -> tuple[int | None, str]:
+    """Return what --solve finds for a strategy, as a number (0 or None: nothing) and as text."""
+    if args.solve == "batch":
+        batch = fit.largest_batch(work, strategy, limits)
+        return batch, f"--batch_size {batch}"
+    if args.solve == "gpus":
+        nodes = replace(limits, ranks_per_node=args.gpus_per_node or 8)
+        number = fit.fewest_gpus(work, strategy, nodes)
+        return number, f"{number} GPU{'s' * (number != 1)}"
+    model = fit.largest_gpt2(work, strategy, limits)
+    if model is None:
+        return 0, ""
+    return model.total, f"{model.total / 1e6:,.0f}M: {model.layers} layers, width {model.hidden}"
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from transformers import Trainer, TrainingArguments
 
 from support.checkpoints.convert import write_checkpoint
 from support.checkpoints.format import step_folder
-from support.cli.arguments import choose_seq_length
+from support.cli.arguments import Arguments, choose_seq_length
 from support.cluster.context import DistContext
 from support.console import Console
 from support.data import batches
@@ -53,7 +53,7 @@ SAME = (
 )
 
 
-def main(args, launch) -> None:
+def main(args: Arguments, launch) -> None:
     """Load model and data as real_model_example.py does, and make the step."""
     startup.end_of_imports()
     with DistContext.alone(launch, Console(True, args.quiet)) as ctx:
@@ -64,7 +64,7 @@ def main(args, launch) -> None:
         make_step(args, spec.load(ctx), train)
 
 
-def make_step(args, model: nn.Module, train) -> None:
+def make_step(args: Arguments, model: nn.Module, train) -> None:
     """Make a step on the sequences `train`, and write it to --output_dir."""
 
     def as_batch(indices: list[int]) -> dict[str, torch.Tensor]:
@@ -73,6 +73,7 @@ def make_step(args, model: nn.Module, train) -> None:
         batch = {"input_ids": inputs, "labels": labels, "position_ids": positions}
         return {name: tensor for name, tensor in batch.items() if tensor is not None}
 
+    assert args.output_dir  # --prove gives it
     folder, on_gpu = Path(args.output_dir), torch.cuda.is_available()
     settings = TrainingArguments(
         str(folder / "trainer"),

@@ -169,9 +169,6 @@ LESS_MEMORY = (
 )
 
 
-ALMOST_NOTHING = 2**20  # bytes; a disk with less free space counts as full
-
-
 @dataclass(frozen=True)
 class Entry:
     """One kind of failure."""
@@ -180,70 +177,54 @@ class Entry:
     kind: type[UserError]  # class of the error that is shown
     # What the error means and what to try next. Placeholders: "{said}" is the first line of the
     # library's message, "{where}" the file that it names, "{compiler}" the compiler's first error,
-    # "{port}" MASTER_PORT, "{open_files}" the limit on open files, "{operation}" the operation
-    # without a deterministic kernel.
+    # "{port}" MASTER_PORT.
     advice: str
 
 
-# Matches errors of torch.distributed only: the hub's clients and wandb have connections, too.
+# Matches errors of torch.distributed only: the hub's clients and wandb also have connections.
 AMONG_RANKS = r"(?=.*([Gg]loo|NCCL|c10d|TCPStore|Dist\w+Error))"
 
 # The first entry that matches is used, so special entries come before general ones.
 TABLE = (
     Entry(
-        r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
-        r"CUDA (driver )?error: out of memory|Cuda failure.*out of memory",
-        OutOfMemory,
-        "Out of memory: {said}.",
-    ),
-    Entry(
-        r"^MemoryError|out of memory|[Cc]an't allocate memory|Cannot allocate memory",
+        r"^MemoryError|cudaHostAlloc|pin_memory.*(memory|error)|[Cc]an't allocate memory|"
+        r"Cannot allocate memory",
         HostOutOfMemory,
         "Out of memory: {said}.",
     ),
     Entry(
+        r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|"
+        r"CUDA (driver )?error: out of memory|Cuda failure.*out of memory",
+        OutOfMemory,
+        "Out of memory: {said}.",
+    ),
+    Entry(r"out of memory", HostOutOfMemory, "Out of memory: {said}."),
+    Entry(
         r"does not have a deterministic implementation",
         UserError,
-        "--deterministic: this model needs {operation}, of which PyTorch has no deterministic "
-        "kernel for this device. Run without --deterministic.",
+        "{said}: no kernel of this operation for this device is deterministic, so run without "
+        "--deterministic.",
     ),
     Entry(
         r"Too many open files",
         TrainingError,
-        "Too many open files: the limit of this shell is {open_files}. Run `ulimit -n 65536` "
-        "before the run, or in the job script.",
-    ),
-    Entry(
-        r"/dev/shm.*No space left|No space left.*/dev/shm",
-        TrainingError,
-        "/dev/shm, through which the ranks of a host share data, is full: {said}. Increase it in a "
-        "container (docker run --shm-size=8g), or remove what earlier runs left there "
-        "(`ls -l /dev/shm`).",
+        "{said}: run `ulimit -n 65536` before the run, or in the job script.",
     ),
     Entry(
         r"No space left on device|Disk quota exceeded",
         TrainingError,
-        "No space left on the device while writing {where}: free some space (`df -h`, "
-        "`quota -s`), or name another folder with --output_dir, --cache_dir, --nvme_path or "
-        "TMPDIR. Complete checkpoints are unchanged.",
-    ),
-    Entry(
-        r"File too large",
-        TrainingError,
-        "{where} would be larger than this shell (`ulimit -f`) or the file system allows: raise "
-        "the limit, or name a folder on another disk.",
-    ),
-    Entry(
-        r"^ModuleNotFoundError: No module named 'deepspeed'",
-        MissingRequirement,
-        "This strategy needs DeepSpeed: pip install deepspeed. dp and fsdp run without it.",
+        "No space left on the device while writing {where}: free some space (`df -h`, `quota -s`), "
+        "or name another folder with --output_dir, --cache_dir, --nvme_path or TMPDIR. "
+        "/dev/shm, through which the ranks of a host share data, is enlarged in a container by "
+        "docker run --shm-size=8g. Complete checkpoints are unchanged.",
     ),
     Entry(
         r"^ModuleNotFoundError: No module named '(torch|transformers|tokenizers|safetensors|numpy|"
-        r"huggingface_hub|accelerate|datasets|pyarrow|psutil|yaml|tqdm|jinja2|packaging)'",
+        r"huggingface_hub|accelerate|datasets|pyarrow|psutil|yaml|tqdm|jinja2|packaging|deepspeed)'",
         MissingRequirement,
         "{said}: activate the project's environment (`source .venv/bin/activate`), or install the "
-        "packages into yours (`pip install -r requirements.txt`).",
+        "packages into yours (`pip install -r requirements.txt`). dp and fsdp need no deepspeed: "
+        "without it, pip install deepspeed adds the other strategies.",
     ),
     Entry(
         r"^(MissingCUDAException|CUDAMismatchException)",
@@ -266,12 +247,15 @@ TABLE = (
         "or end the other run.",
     ),
     Entry(
-        AMONG_RANKS + r".*(Connection refused|ECONNREFUSED)|connect\(\) failed|"
+        r"Unable to find (address|interface) for|no socket interface found|"
+        + AMONG_RANKS
+        + r".*(Connection refused|ECONNREFUSED)|connect\(\) failed|"
         r"client socket has (failed|timed out)",
         TrainingError,
         "A rank could not connect to another one: that rank has ended, listens on another network, "
-        "or is behind a firewall. Look for its message on the other hosts. If a host has several "
-        "networks, set NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs). ({said})",
+        "or is behind a firewall. Look for its message on the other hosts. `ip addr` lists the "
+        "networks of a host: set NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) to one that all "
+        "hosts have, or unset it. ({said})",
     ),
     Entry(
         AMONG_RANKS + r".*(Connection (reset|closed) by peer|Broken pipe)|"
@@ -317,19 +301,15 @@ def look_up(error: BaseException) -> UserError | None:
     """
     name, text = type(error).__name__, str(error).strip()
     lines = text.splitlines()
-    message_line = lines[0].strip() if lines else name
+    said = lines[0].strip() if lines else name
     for entry in TABLE:
         if re.search(entry.words, f"{name}: {text}", re.DOTALL):
-            operation = re.search(r"(\S+) does not have a deterministic", text)
+            where = getattr(error, "filename", None)
             placeholders = {
-                "said": message_line.rstrip("."),
-                "where": getattr(error, "filename", None)
-                or ("{where}" in entry.advice and full_disk())
-                or "a file",
-                "compiler": compiler_error(lines) or message_line,
+                "said": said.rstrip("."),
+                "where": where or ("{where}" in entry.advice and full_disk()) or "a file",
+                "compiler": compiler_error(lines) or said,
                 "port": os.environ.get("MASTER_PORT", "29500"),
-                "open_files": open_files(),
-                "operation": operation[1] if operation else "an operation",
             }
             return entry.kind(entry.advice.format(**placeholders))
     return None
@@ -346,24 +326,13 @@ def compiler_error(lines: list[str]) -> str | None:
 
 
 def full_disk() -> str | None:
-    """Return a folder on a full disk, for errors that name no file, or None.
-
-    Tested are the folders that libraries use without naming them: TMPDIR, /dev/shm and the current
-    folder.
-    """
+    """Return a full disk among the folders that libraries use without naming them, or None."""
     for name, folder in (
         ("TMPDIR", tempfile.gettempdir()),
         ("shared memory", "/dev/shm"),
         ("the current folder", "."),
     ):
         with contextlib.suppress(OSError):
-            if shutil.disk_usage(folder).free < ALMOST_NOTHING:
+            if shutil.disk_usage(folder).free < 2**20:
                 return f"{folder} ({name})"
     return None
-
-
-def open_files() -> str:
-    """Return this process's soft limit on open files, as text."""
-    import resource
-
-    return str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

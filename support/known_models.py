@@ -30,6 +30,28 @@ LARGE_MODELS = {
 }
 
 
+def gpt2_config(
+    layers: int, heads: int, hidden: int, vocabulary: int = 50257, positions: int = 1024
+) -> dict:
+    """Return the parts of a GPT-2's config.json that determine memory."""
+    return {
+        "model_type": "gpt2",
+        "n_layer": layers,
+        "n_head": heads,
+        "n_embd": hidden,
+        "vocab_size": vocabulary,
+        "n_positions": positions,
+    }
+
+
+# Every model above: its name (on the hub), and the parts of its config.json.
+CONFIGS = {
+    EMBEDDED_MODEL: gpt2_config(*EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, 512),
+    **{name: gpt2_config(*shape) for name, shape in GPT2_SHAPES.items()},
+    **{name: config for name, (_, config) in LARGE_MODELS.items()},
+}
+
+
 def name_on_hub(model: str) -> str:
     """Return the full name of a model that is given by its short name; other names unchanged."""
     for name, (short, _) in LARGE_MODELS.items():

@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import shlex
-import subprocess
-import types
 from collections.abc import Callable
 
 
@@ -39,42 +37,18 @@ def replace_packed_sequence_check(isolate: bool) -> None:
     masking_utils.find_packed_sequence_indices = document_numbers
 
 
-@functools.cache
-def wrap_sdpa(wrapper: Callable[[Callable], Callable]) -> None:
-    """transformers 5.23.0: replace the function that calls PyTorch's attention by a wrapper of it.
+def skip_padding_check() -> None:
+    """transformers 5.23.0: do not check in each forward pass whether the inputs contain padding.
 
-    A model with an attention implementation of another name would also need masks of its own.
+    The check warns once if a checkpoint has a pad_token_id and an input begins or ends with it. It
+    reads token ids, so the host waits for the GPU. Our padding is at the end, where causal
+    attention needs no mask.
 
-    Remove it when PyTorch has a kernel for attention with dropout on a CPU.
-
-    Args:
-        wrapper: called with transformers' function; returns one with the same parameters.
+    Remove it when `warn_if_padding_and_no_attention_mask` no longer reads a tensor on the device.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers import PreTrainedModel
 
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = wrapper(ALL_ATTENTION_FUNCTIONS["sdpa"])
-
-
-def limit_template_operators(operators: dict[str, Callable]) -> None:
-    """Jinja 3.1.6: compute binary operators in chat templates with functions that have limits.
-
-    One operation on huge numbers or texts cannot be interrupted. Jinja offers the interception to
-    subclasses of its sandbox, and then also does not compute constants at compile time. It is set
-    on the class because transformers (5.23.0, `_cached_compile_jinja_template`) creates the sandbox
-    itself.
-
-    Remove it when transformers accepts a sandbox, or limits what a template computes.
-
-    Args:
-        operators: for each operator, such as "**", a function of its two operands.
-    """
-    from jinja2.sandbox import SandboxedEnvironment
-
-    SandboxedEnvironment.intercepted_binops = frozenset(operators)
-    SandboxedEnvironment.default_binop_table = {
-        **SandboxedEnvironment.default_binop_table,
-        **operators,
-    }
+    PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda self, *_: None
 
 
 def override_collectives(kernels: dict[str, Callable]):
@@ -101,20 +75,6 @@ def override_collectives(kernels: dict[str, Callable]):
 
 
 @functools.cache
-def cache_cpu_info() -> None:
-    """py-cpuinfo 9.0.0: compute the description of the CPU once per process.
-
-    DeepSpeed 0.19.8 asks for it twice for each op that it loads, and each call takes about a
-    second.
-
-    Remove it when `get_cpu_info` or DeepSpeed's op builder caches the result.
-    """
-    import cpuinfo
-
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-
-
-@functools.cache
 def quote_library_path() -> None:
     """torch 2.13.0: quote torch's library path in the commands that compile C++ ops.
 
@@ -126,27 +86,6 @@ def quote_library_path() -> None:
     from torch.utils import cpp_extension
 
     cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
-
-
-def compile_without_loading(compile_op: Callable | None, run: Callable) -> None:
-    """torch 2.13.0: compile C++ ops in a way of ours, and do not load them.
-
-    `cpp_extension.load`, which DeepSpeed 0.19.8 calls, loads what it has compiled, and async_io
-    cannot be loaded before pin_memory.
-
-    Remove it when torch can compile an op without loading it.
-
-    Args:
-        compile_op: called in place of `cpp_extension.load`, with that function as first argument;
-            None for that function itself.
-        run: called in place of subprocess.run.
-    """
-    from torch.utils import cpp_extension
-
-    if compile_op:
-        cpp_extension.load = functools.partial(compile_op, cpp_extension.load)
-    cpp_extension._import_module_from_library = lambda *_: None
-    cpp_extension.subprocess = types.SimpleNamespace(**{**vars(subprocess), "run": run})
 
 
 def load_compiled_ops(names: list[str], load: Callable) -> None:

@@ -90,7 +90,7 @@ def start(argv: list[str], will_run: bool = True) -> tuple[Arguments, Launch]:
     return args, launch
 
 
-def prove(args, launch: Launch) -> NoReturn:
+def prove(args: Arguments, launch: Launch) -> NoReturn:
     """Run --prove, before the settings of this process, which its children would inherit.
 
     Raises:
@@ -115,18 +115,20 @@ def end_of_imports() -> None:
     gc.enable()
 
 
-def check_run(args) -> None:
+def check_run(args: Arguments) -> None:
     """Check what the run needs: writable folders, an NVMe folder, packages."""
     # --check may be given with the folders of an existing run. A restarted program has its own.
     if not args.check and process.RESTARTED not in os.environ:
         paths.check_output_dir(args)
         paths.check_export_folder(args)
         paths.check_logging_dir(args)
+    if args.resume and not Path(args.resume).exists():
+        raise UserError(f"--resume {args.resume}: there is no such checkpoint.")
     paths.check_nvme_path(args)
     check_packages(args)
 
 
-def start_to_compile(args) -> None:
+def start_to_compile(args: Arguments) -> None:
     """Compile the missing ops of DeepSpeed while this process imports libraries and reads data."""
     from support.strategies import ops  # imported only if needed, because --help must be fast
 
@@ -137,7 +139,7 @@ def start_to_compile(args) -> None:
             print(f"ℹ️  Compiling DeepSpeed's {names} in the background, once for this machine.")
 
 
-def check_packages(args) -> None:
+def check_packages(args: Arguments) -> None:
     """Check that the optional packages that the flags need are installed."""
     packages = {
         **{f"--report_to {name}": name for name in args.report_to},
@@ -150,7 +152,7 @@ def check_packages(args) -> None:
             raise MissingRequirement(f"{flag} needs {package}: pip install {package}.")
 
 
-def check_model_path(args) -> None:
+def check_model_path(args: Arguments) -> None:
     """Check that a model given as a folder exists and is a Hugging Face model.
 
     Raises:
@@ -170,10 +172,14 @@ def check_model_path(args) -> None:
         raise UserError(f"--model {args.model}: no such folder.")
     if not (folder / "config.json").is_file():
         problem = "the folder has no config.json, so it holds no Hugging Face model."
+        if (folder / "hf" / "config.json").is_file():
+            problem = f"this is the folder of a run, whose trained model is in {folder / 'hf'}."
         if (folder / "adapter_config.json").is_file():
             problem = (
                 "the folder holds adapters only. Export the whole model with --merge_lora, or "
                 "continue the run that trained them (--resume, with its --model and --lora_r)."
             )
+        elif (folder / "hf" / "config.json").is_file():
+            problem = f"it is the folder of a run: use its model, --model {folder / 'hf'}."
         raise UserError(f"--model {args.model}: {problem}")
     architectures.check_config(str(folder / "config.json"))

@@ -165,7 +165,7 @@ class Run:
 
 
 def check_schema(folder: Path, metrics: bool = True) -> None:
-    """Check that the files of a run have the keys and types of support/report/schema.py."""
+    """Check that the files of a run have the keys and types of docs/OUTPUTS.md."""
     from schema_check import problems_of_metrics, problems_of_results
 
     problems = [*problems_of_results(json.loads((folder / "results.json").read_text()))]

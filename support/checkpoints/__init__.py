@@ -1,6 +1,7 @@
 """Checkpoints: one format for all strategies and any number of ranks, made of data only.
 
-manager        when to save, what to resume, which checkpoints to keep
+manager        when to save, how to resume, which checkpoints to keep
+find           the checkpoint that --resume selects
 tensors        saves and loads weights and moments, piece by piece
 format         names on disk, manifest.json, verification of the files
 compatibility  the run signature, which a resumed run compares with its checkpoint

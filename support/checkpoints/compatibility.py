@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 
-from support.cli.arguments import global_batch, held_out_share, isolates_documents
+from support.cli.arguments import Arguments, global_batch, held_out_share, isolates_documents
 from support.cluster.context import DistContext
 from support.data.tokenize import tokenizer_fingerprint
 from support.errors import UserError
@@ -30,8 +30,28 @@ INFORMATIONAL_FLAGS = """
 VALUES_BEFORE = {"isolate_documents": False, "packing": False}
 
 
-def run_signature(args, ctx: DistContext, spec, dataset: dict, model) -> dict:
-    """Return the run signature, {"hard": …, "soft": …, "told": …}."""
+def flags_signature(args: Arguments, world_size: int) -> dict:
+    """Return the part of the run signature that is known before model and data are read."""
+    should_match = {
+        "seed": args.seed,
+        "validation_split": held_out_share(args),
+        "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
+        "global batch": global_batch(args, world_size),
+        "isolate_documents": isolates_documents(args),
+        "packing": args.packing,
+    }
+    if args.seq_length is not None:  # the default depends on the model
+        should_match["seq_length"] = args.seq_length
+    return {"hard": {}, "soft": should_match}
+
+
+def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, model) -> dict:
+    """Return the run signature, {"hard": …, "soft": …, "told": …}.
+
+    Args:
+        dataset: the dataset's entry in results.json.
+        model: as wrapped by the strategy.
+    """
     shapes = {name: full_shape(p) for name, p in unwrapped(model).named_parameters()}
     must_match = {
         "parameters": spec.parameters,
@@ -47,19 +67,12 @@ def run_signature(args, ctx: DistContext, spec, dataset: dict, model) -> dict:
     # Whether a stream contains conversations is not known in advance.
     may_be_chat = args.streaming or dataset["kind"] in ("chat", "mixed")
     revision = f"@{args.model_revision}" if args.model_revision else ""
-    should_match = {
+    should_match = flags_signature(args, ctx.world_size)["soft"] | {
         "model": os.path.normpath(args.model) + revision,
         "dataset": dataset["sha256"],
         "blocks": dataset["blocks"],
-        "seq_length": args.seq_length,
-        "seed": args.seed,
-        "validation_split": held_out_share(args),
         "validation": (dataset.get("validation") or {}).get("sha256"),
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
-        "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
-        "global batch": global_batch(args, ctx.world_size),
-        "isolate_documents": isolates_documents(args),
-        "packing": args.packing,
     }
     informational = {name: getattr(args, name) for name in INFORMATIONAL_FLAGS}
     informational |= {"ranks": ctx.world_size, "precision": ctx.precision}
@@ -71,28 +84,35 @@ def digest_of(value) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def check_same_run(saved: dict, current: dict, forced: bool, ctx: DistContext) -> None:
-    """Compare the run signatures of a checkpoint and of this run, and refuse another run's.
+def refuse_other_run(saved: dict, current: dict, forced: bool) -> None:
+    """Raise a UserError if the run signature in a checkpoint is another run's.
 
     Args:
         saved: the run signature in the checkpoint. Entries that it lacks have their value of
             VALUES_BEFORE, or else are not compared. A part is empty if it is unknown, as for an
             imported checkpoint.
-        forced: --resume_force, with which "soft" differences only cause a notice.
+        current: the run signature of this run, or a part of it.
+        forced: --resume_force, with which only "hard" differences are refused.
     """
-    for part in ("hard", "soft", "told"):
-        before = saved[part] and VALUES_BEFORE | saved[part]
-        differences = [
-            f"{key} {shown(before[key])} in the checkpoint, {shown(value)} in this run"
-            for key, value in current[part].items()
-            if key in before and before[key] != value
-        ]
-        if not differences:
-            continue
-        if part == "told" or (part == "soft" and forced):
-            ctx.console.warn(f"--resume: the settings have changed: {'; '.join(differences)}.")
-            continue
-        advice = " Use --resume_force to resume nevertheless." if part == "soft" else ""
-        raise UserError(
-            f"--resume: the checkpoint is of another run: {'; '.join(differences)}.{advice}"
-        )
+    for part in ("hard",) if forced else ("hard", "soft"):
+        if found := _differences(saved[part], current[part]):
+            advice = " Use --resume_force to resume nevertheless." if part == "soft" else ""
+            raise UserError(
+                f"--resume: the checkpoint is of another run: {'; '.join(found)}.{advice}"
+            )
+
+
+def report_changes(saved: dict, current: dict, ctx: DistContext) -> None:
+    """Warn of the differences between two run signatures that are not refused."""
+    for part in ("soft", "told"):
+        if found := _differences(saved[part], current[part]):
+            ctx.console.warn(f"--resume: the settings have changed: {'; '.join(found)}.")
+
+
+def _differences(saved: dict, current: dict) -> list[str]:
+    before = saved and VALUES_BEFORE | saved
+    return [
+        f"{key} {shown(before[key])} in the checkpoint, {shown(value)} in this run"
+        for key, value in current.items()
+        if key in before and before[key] != value
+    ]

@@ -1,25 +1,12 @@
-"""Save, find and load checkpoints, in one format for all strategies and numbers of ranks.
+"""Save and load checkpoints, in one format for all strategies and numbers of ranks.
 
-    <output_dir>/checkpoints/
-        step-00000004/
-            rank-00000-000.safetensors …   the shards of each rank: for each piece of a parameter
-                                           its fp32 weight and Adam's moments
-            model/                         configuration and tokenizer, so that the checkpoint can
-                                           be exported without the run
-            manifest.json                  step and counters; file and position of each piece; size
-                                           and SHA-256 of each file
-        latest                             name of the newest checkpoint
-        best                               name of the checkpoint with the best evaluation; written
-                                           with --load_best_at_end
-
-A checkpoint is either complete or missing. It is written to a folder with a temporary name; each
-file is flushed to disk, the manifest last. Then the folder is renamed, and then `latest` is
-updated. An interrupted save leaves the previous checkpoint as it was.
+docs/CHECKPOINTS.md lists the files of a checkpoint. It is either complete or missing: it is written
+to a folder with a temporary name, each file is flushed to disk, the manifest last, and the folder
+is renamed. An interrupted save leaves the previous checkpoint as it was.
 
 A piece records which elements of which parameter it holds, but nothing about strategies or ranks.
 Any strategy on any number of ranks can therefore load the checkpoint of any other, and each rank
-reads only the elements of its own shards. A checkpoint contains data only: nothing in it is
-executed.
+reads only the elements of its own shards.
 """
 
 from __future__ import annotations
@@ -28,45 +15,41 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from support.checkpoints.compatibility import check_same_run
+from support.checkpoints.compatibility import refuse_other_run, report_changes
+from support.checkpoints.find import Found, check_optimizer, verify
 from support.checkpoints.format import (
+    ADAFACTOR_STATES,
     BUFFERS,
     MARKS,
-    WHOLE_STATES,
-    candidates_in,
     file_entry,
-    find_damage,
     list_checkpoints,
     marked,
-    read_manifest,
     step_folder,
     step_of,
     write_manifest,
 )
-from support.checkpoints.recognize import format_of
 from support.checkpoints.tensors import PieceWriter, check_shapes, read_shards, write_shards
+from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import FirstError, OutOfMemory, Preempted, TrainingError, UserError, explain
 from support.files import atomic
-from support.files.safetensors_writer import save_file
-from support.files.user_files import shown
-from support.model import export
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
-from support.strategies.optimizer_shards import ShardedState, free_gathered_weights
+from support.strategies.optimizer_shards import PlainState, free_gathered_weights, sharded_state
 from support.train_state import NEW_RUN, TrainState
 from support.unwrap import unwrapped
 
-GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each group of AdamW
+GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group, if it has them
 
 
 @dataclass(frozen=True)
@@ -84,170 +67,139 @@ class CheckpointManager:
     """Checkpoint manager of a run: resumes it, and saves checkpoints when they are due.
 
     Args:
-        args: --save_every, --save_epochs, --keep_last, --load_best_at_end, --resume,
-            --resume_force, --no_save, --eval_only.
         folder: the run's output folder.
         identity: the run signature, see compatibility.run_signature.
+    Attributes:
+        around_save: returns a context manager that is entered for each save. The run sets it to
+            complete the counters before a save, and to exclude the save from the step times.
+        seconds: for each save of this process, how long training waited for it.
+        best_is_loaded: whether `load_best` left the best weights in the model.
     Raises:
         UserError: checkpoints are requested, but they do not support the optimizer.
     """
 
     def __init__(
-        self, args, ctx: DistContext, folder: Path, objects: TrainingObjects, identity: dict, spec
+        self,
+        args: Arguments,
+        ctx: DistContext,
+        folder: Path,
+        objects: TrainingObjects,
+        identity: dict,
+        spec,
     ):
         self.args, self.ctx, self.folder = args, ctx, folder / "checkpoints"
         self.objects, self.identity, self.spec = objects, identity, spec
         self.model, self.module = objects.model, unwrapped(objects.model)
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not args.eval_only:
-            self.state = ShardedState(self.module, objects.optimizer, ctx.device)
+            self.state = sharded_state(self.module, objects.optimizer, ctx.device)
         self.may_save = self._may_save()  # whether this run can write checkpoints
+        self.around_save: Callable[[], AbstractContextManager] = nullcontext
+        self.seconds: list[float] = []
+        self.best_is_loaded = False
         self._stop = DelayedFlag()
         self._saved_at: int | None = None
-        self.best_is_loaded = False  # whether `load_best` left the best weights in the model
         self._loaded_from: Path | None = None
         self._resumed_at = -1  # step of the checkpoint in `folder` that this run continues
-        # For each save of this process, how long training waited for it.
-        self.seconds: list[float] = []
-        # Functions that are called before and after each save.
-        self.before_save: list[Callable[[], None]] = []
-        self.after_save: list[Callable[[], None]] = []
 
     def _may_save(self) -> bool:
         if self.args.eval_only:
             return False
-        supported = ShardedState.family(self.objects.optimizer) is not None
-        if not supported:
-            flags = ("save_every", "save_epochs", "load_best_at_end", "resume")
-            given = [flag for flag in flags if getattr(self.args, flag) not in (None, False)]
-            if given:
-                raise UserError(
-                    "Checkpoints do not support the DeepSpeed file's optimizer: use AdamW or "
-                    f"--optim, or omit --{' and --'.join(given)}."
-                )
-            if not self.args.no_save:
-                self.ctx.console.warn(
-                    "Checkpoints do not support the DeepSpeed file's optimizer: a signal will end "
-                    "this run without one."
-                )
-        return supported and not self.args.no_save
+        if self.state.family is not None:
+            return not self.args.no_save
+        problem = "Checkpoints do not support the DeepSpeed file's optimizer"
+        flags = ("save_every", "save_epochs", "load_best_at_end", "resume")
+        if given := [flag for flag in flags if getattr(self.args, flag) not in (None, False)]:
+            raise UserError(f"{problem}: use AdamW or --optim, or omit --{' and --'.join(given)}.")
+        if not self.args.no_save:
+            self.ctx.console.warn(f"{problem}: a signal will end this run without one.")
+        return False
 
     # ------------------------------------------------------------------------------------- resuming
 
-    def resume(self) -> dict:
-        """Load the checkpoint that --resume selects. Call it on every rank.
+    def resume(self, found: Found | None) -> dict:
+        """Load a checkpoint. Call it on every rank.
 
         Nothing on disk is changed, see `take_over`.
 
+        Args:
+            found: as `find_checkpoint` returned it; None for a new run.
         Returns:
             The checkpoint's counters, or those of a new run.
         Raises:
-            UserError: no checkpoint is complete and undamaged, or it does not fit this run.
+            UserError: the checkpoint does not fit this run.
             TrainingError: a file cannot be read.
         """
         if self.may_save:
             self.ctx.stop.defer()
-        if self.args.resume is None:
+        if found is None:
             return NEW_RUN
-        path_and_manifest = find(self.args.resume, self.folder, self.ctx)
-        if path_and_manifest is None:
-            self.ctx.console.warn(
-                f"--resume: there is no checkpoint in {self.folder} yet, so this run starts from "
-                "the beginning."
-            )
-            return NEW_RUN
-        path, manifest = path_and_manifest
-        check_same_run(manifest["identity"], self.identity, self.args.resume_force, self.ctx)
-        buffers = self._check_fit(path, manifest)
-        self._load_other_states(path, manifest)
-        self._load_weights(path, manifest, buffers)
+        path, manifest = found
+        refuse_other_run(manifest["identity"], self.identity, self.args.resume_force)
+        report_changes(manifest["identity"], self.identity, self.ctx)
+        self._load_weights(path, manifest)
+        self._load_other_states(manifest)
+        counters = self._counters_of(manifest)
         dist.barrier()  # after it every rank has loaded its shards
         self.ctx.console.print0(f"▶️  Resumed from {path}")
-        counters = manifest["counters"]
         if path.resolve() == step_folder(self.folder, counters["step"]).resolve():
             self._saved_at = self._resumed_at = counters["step"]
-        best = counters["best"]
-        if (
-            best
-            and self.args.load_best_at_end
-            and not self.ctx.broadcast_from_rank0(step_folder(self.folder, best["step"]).is_dir())
-        ):
-            self.ctx.console.warn(
-                f"--load_best_at_end: the checkpoint of the best evaluation (step {best['step']}) "
-                f"is not in {self.folder}. Only evaluations from here on are compared."
-            )
-            counters["best"] = None
         return counters
 
-    def _check_fit(self, path: Path, manifest: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Check the shapes in a checkpoint, and pair each buffer with its saved value."""
-        optimizer = ShardedState.family(self.objects.optimizer)
-        saved_by = manifest["optimizer"]
-        if saved_by not in ("", optimizer):
-            raise UserError(
-                f"--resume {path}: the checkpoint has the states of {shown(saved_by)}, and this "
-                f"run's optimizer is {optimizer}: use the same --optim."
-            )
+    def _load_weights(self, path: Path, manifest: dict) -> None:
+        """Load weights, optimizer states and buffers, after a check of all shapes."""
+        check_optimizer(path, manifest, self.state.family)
         check_shapes(path, manifest, self.state)
         saved = load_file(path / BUFFERS) if BUFFERS in manifest["files"] else {}
-        pairs = []
-        for name, buffer in self.module.named_buffers():
-            if name in saved:
-                if saved[name].shape != buffer.shape:
-                    raise UserError(
-                        f"--resume {path}: the shape of the buffer {name} is {list(buffer.shape)} "
-                        f"in this model, and {list(saved[name].shape)} in the checkpoint."
-                    )
-                pairs.append((buffer, saved[name]))
-        return pairs
-
-    def _load_weights(self, path: Path, manifest: dict, buffers: list) -> None:
-        """Load weights, optimizer states and the buffers that `_check_fit` returned."""
-        if WHOLE_STATES in manifest["files"]:
-            try:
-                self.state.load_whole_states(load_file(path / WHOLE_STATES))
-            except ValueError as error:
-                raise UserError(f"--resume {path}: {WHOLE_STATES}: {shown(error)}.") from error
+        buffers = {name: b for name, b in self.module.named_buffers() if name in saved}
+        for name, buffer in buffers.items():
+            if saved[name].shape != buffer.shape:
+                raise UserError(
+                    f"--resume {path}: the shape of the buffer {name} is {list(buffer.shape)} in "
+                    f"this model, and {list(saved[name].shape)} in the checkpoint."
+                )
+        if ADAFACTOR_STATES in manifest["files"]:
+            self.state.load_adafactor_states(load_file(path / ADAFACTOR_STATES))
         read_shards(path, manifest, self.state)
-        for buffer, values in buffers:
-            buffer.copy_(values)
+        for name, buffer in buffers.items():
+            buffer.copy_(saved[name])
         self._loaded_from = path
 
-    def _load_other_states(self, path: Path, manifest: dict) -> None:
+    def _load_other_states(self, manifest: dict) -> None:
         """Load the states of the stream, the loss scaler and DeepSpeed's scheduler."""
         objects = self.objects
-        try:
-            # An imported checkpoint has no position, so its stream starts at the beginning.
-            has_position = manifest["stream"] or manifest["counters"]["samples"]
-            if objects.stream is not None and has_position:
-                objects.stream.resume(manifest["stream"])
-            gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
-            self._load_schedule(manifest)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"--resume {path}: its manifest is damaged "
-                f"({type(error).__name__}: {shown(error)}). Name an older checkpoint."
-            ) from error
-
-    def _load_schedule(self, manifest: dict) -> None:
-        """Restore the scheduler of a user's DeepSpeed file; --lr_scheduler depends on the step."""
-        scheduler, saved_state = self._scheduler, manifest["lr_scheduler"]
-        if scheduler and saved_state:
-            scheduler.load_state_dict(saved_state)
+        # An imported checkpoint has no position, so its stream starts at the beginning.
+        has_position = manifest["stream"] or manifest["counters"]["samples"]
+        if objects.stream is not None and has_position:
+            objects.stream.resume(manifest["stream"])
+        gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
+        # --lr_scheduler depends on the step only; a scheduler of a DeepSpeed file has a state.
+        saved_schedule = manifest["lr_scheduler"]
+        if self._scheduler and saved_schedule:
+            self._scheduler.load_state_dict(saved_schedule)
             for group, values in zip(self.state.base.param_groups, manifest["groups"], strict=True):
                 group["lr"] = values["lr"]
                 if "betas" in values:  # not those of SGD
                     group["betas"] = tuple(values["betas"])
-        elif scheduler:
+        elif self._scheduler or saved_schedule:
+            new = "the DeepSpeed file's starts from the beginning"
             self.ctx.console.warn(
-                "--resume: the checkpoint has no state of the DeepSpeed file's scheduler, so the "
-                "schedule starts from the beginning."
+                "--resume: the learning rate's schedule changes: "
+                f"{new if self._scheduler else '--lr_scheduler replaces that of a DeepSpeed file'}."
             )
-        elif saved_state:
-            self.ctx.console.warn(
-                "--resume: the checkpoint was saved with the scheduler of a DeepSpeed file; "
-                "--lr_scheduler replaces it."
-            )
+
+    def _counters_of(self, manifest: dict) -> dict:
+        """Return a checkpoint's counters, without a best evaluation whose checkpoint is missing."""
+        counters, best = manifest["counters"], manifest["counters"]["best"]
+        if not (best and self.args.load_best_at_end):
+            return counters
+        if self.ctx.broadcast_from_rank0(step_folder(self.folder, best["step"]).is_dir()):
+            return counters
+        self.ctx.console.warn(
+            f"--load_best_at_end: the checkpoint of the best evaluation (step {best['step']}) is "
+            f"not in {self.folder}. Only evaluations from here on are compared."
+        )
+        return {**counters, "best": None}
 
     @property
     def _scheduler(self):
@@ -309,7 +261,7 @@ class CheckpointManager:
             )
             return
         free_gathered_weights(self.model)
-        self._load_weights(best_folder, manifest, self._check_fit(best_folder, manifest))
+        self._load_weights(best_folder, manifest)
         self.best_is_loaded = True
         self.ctx.console.print0(f"🏅 Loaded the weights of step {best}, the best evaluation")
 
@@ -368,33 +320,30 @@ class CheckpointManager:
         """
         if state.step == self._saved_at:
             return
-        started = time.monotonic()
-        for function in self.before_save:
-            function()
-        final = step_folder(self.folder, state.step)
-        with self.ctx.console.bar("Saving a checkpoint", unit=""):
-            self._write(final, self._manifest(state.counters()))
-        self._saved_at = state.step
-        self.seconds.append(time.monotonic() - started)
-        self.ctx.console.print0(f"💾 {final} ({self.seconds[-1]:.1f} s)")
-        for function in self.after_save:
-            function()
+        started, final = time.monotonic(), step_folder(self.folder, state.step)
+        with self.around_save():
+            with self.ctx.console.bar("Saving a checkpoint", unit=""):
+                self._write(final, self._manifest(state.counters()))
+            self._saved_at = state.step
+            self.seconds.append(time.monotonic() - started)
+            self.ctx.console.print0(f"💾 {final} ({self.seconds[-1]:.1f} s)")
 
     def _manifest(self, counters: dict) -> dict:
         """Return the manifest without the entries about files and pieces."""
-        objects, groups = self.objects, self.state.base.param_groups
-        optimizer = ShardedState.family(objects.optimizer)
-        keys = GROUP_KEYS if optimizer == "adamw" else ("lr", "weight_decay")
+        objects, state = self.objects, self.state
         return {
             "counters": counters,
             "scaling": gradients.scaler_state(objects.scaler, objects.optimizer),
             "identity": self.identity,
             "lr_scheduler": self._scheduler.state_dict() if self._scheduler else {},
             "stream": None if objects.stream is None else objects.stream.progress(),
-            "groups": [{key: group[key] for key in keys} for group in groups],
-            "optimizer": optimizer,
-            "adam_step": self.state.adam_step,
-            "shapes": {name: list(shape) for name, shape in self.state.shapes.items()},
+            "groups": [
+                {key: group[key] for key in GROUP_KEYS if key in group}
+                for group in state.base.param_groups
+            ],
+            "optimizer": state.family,
+            "adam_step": state.adam_step,
+            "shapes": {name: list(shape) for name, shape in state.shapes.items()},
         }
 
     def _write(self, final: Path, manifest: dict) -> None:
@@ -403,25 +352,20 @@ class CheckpointManager:
         unfinished = self.folder / f"{atomic.PARTIAL}{final.name}"
         if ctx.is_main:
             errors.attempt(_start_checkpoint, unfinished)
-            ctx.temporary.append(str(unfinished))  # removed if this run fails during the save
         dist.barrier()
         writer = PieceWriter(unfinished, ctx.rank)
         errors.attempt(write_shards, writer, self.state, ctx.world_size)
         if errors.error is not None and isinstance(explain(errors.error), OutOfMemory):
             raise errors.error  # ends the run with the facts on memory; the other ranks are ended
         ranks = ctx.all_gather((writer.pieces, writer.files, str(errors)))
-        failed = next(
-            (f"{error} [rank {rank}]" for rank, (_, _, error) in enumerate(ranks) if error), ""
-        )
+        failed = next((f"{error} [rank {r}]" for r, (_, _, error) in enumerate(ranks) if error), "")
         if ctx.is_main:
             if not failed:
                 manifest["pieces"] = [piece for pieces, _, _ in ranks for piece in pieces]
-                manifest["files"] = {
-                    name: entry for _, files, _ in ranks for name, entry in files.items()
-                }
+                manifest["files"] = {name: f for _, files, _ in ranks for name, f in files.items()}
                 errors.attempt(self._complete, unfinished, final, manifest)
                 failed = str(errors)
-            ctx.temporary.clean_up(str(unfinished))
+            atomic.remove(unfinished)  # it exists after an error only
         if failed := ctx.broadcast_from_rank0(failed):
             raise TrainingError(f"The checkpoint {final} could not be written: {failed}")
         if ctx.is_main:
@@ -429,25 +373,26 @@ class CheckpointManager:
 
     def _complete(self, unfinished: Path, final: Path, manifest: dict) -> None:
         """Write the model's description and the manifest, and rename the folder."""
-        model_folder = unfinished / "model"
-        export.describe(self.spec, model_folder)
+        self.spec.describe(unfinished / "model")
         buffers = {} if self.spec.lora else persistent_buffers(self.module)
-        if buffers:
-            save_file(buffers, unfinished / BUFFERS)
-        if states := self.state.whole_states():
-            save_file(states, unfinished / WHOLE_STATES)
-            manifest["files"][WHOLE_STATES] = file_entry(unfinished / WHOLE_STATES)
-        for path in sorted(path for path in model_folder.rglob("*") if path.is_file()):
-            manifest["files"][path.relative_to(unfinished).as_posix()] = file_entry(path)
-        atomic.sync_tree(model_folder)
+        states = self.state.adafactor_states() if isinstance(self.state, PlainState) else {}
+        for tensors, name in ((buffers, BUFFERS), (states, ADAFACTOR_STATES)):
+            if tensors:
+                on_host = {key: t.detach().cpu().clone() for key, t in tensors.items()}
+                save_file(on_host, unfinished / name)
+        written = {path.relative_to(unfinished).as_posix(): path for path in unfinished.rglob("*")}
+        for name in sorted(written.keys() - manifest["files"].keys()):
+            if written[name].is_file():
+                manifest["files"][name] = file_entry(written[name])
         write_manifest(unfinished, manifest)
+        atomic.sync_tree(unfinished / "model")
         atomic.sync(unfinished)
         os.replace(unfinished, final)
 
     def _mark_latest(self, final: Path) -> None:
         """Name a complete checkpoint in `latest`, and remove old ones; an error is only reported.
 
-        `find` does not read `latest`, so the checkpoint can be resumed without it.
+        `find_checkpoint` does not read `latest`, so the checkpoint can be resumed without it.
         """
         try:
             atomic.sync(self.folder)
@@ -486,7 +431,7 @@ class CheckpointManager:
 class DelayedFlag:
     """Reader of a flag on the device; the host waits for the previous step, not for this one."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._previous: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def read(self, flag: torch.Tensor) -> bool:
@@ -502,7 +447,7 @@ class DelayedFlag:
         return previous[0].item() > 0
 
 
-def saves_due(args, before: dict, steps: int, blocks: int) -> int:
+def saves_due(args: Arguments, before: dict, steps: int, blocks: int) -> int:
     """Return how many checkpoints a run will save until its end, if no signal stops it.
 
     Args:
@@ -525,56 +470,3 @@ def _remove_old(folder: Path, keep_last: int | None) -> None:
     for old in list_checkpoints(folder)[keep_last:] if keep_last else ():
         if old.name != marked(folder, "best"):
             shutil.rmtree(old, ignore_errors=True)
-
-
-def find(wanted: str, folder: Path, ctx: DistContext) -> tuple[Path, dict] | None:
-    """Find the checkpoint to resume from: the newest complete and undamaged one.
-
-    Every rank calls it, and all ranks return the same.
-
-    Args:
-        wanted: see `candidates_in`; "" for `folder`.
-        folder: the folder of checkpoints of this run.
-    Returns:
-        The checkpoint's folder and manifest; None if `wanted` is "" and `folder` has none.
-    Raises:
-        UserError: no checkpoint is complete and undamaged, or `wanted` does not exist.
-    """
-    candidates = program = None
-    if ctx.is_main:  # rank 0 decides: other nodes may see new names in a shared folder later
-        candidates = candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
-        program = format_of(Path(wanted)) if wanted and candidates == [] else None
-    candidates, program = ctx.broadcast_from_rank0((candidates, program))
-    if candidates is None:
-        raise UserError(f"{wanted}: no such folder.")
-    if program:
-        raise UserError(
-            f"--resume {wanted} is a checkpoint of {program}. Convert it first: "
-            f"python scripts/convert_checkpoint.py {wanted} --to checkpoint NEW_FOLDER"
-        )
-    for candidate in candidates:
-        manifest, problem = verify(candidate, ctx)
-        if not problem:
-            return candidate, manifest
-        if wanted and candidate == Path(wanted):
-            raise UserError(f"--resume {wanted}: {problem}.")
-        ctx.console.warn(f"Skipped the checkpoint {candidate}: {problem}.")
-    if wanted or candidates:
-        raise UserError(
-            f"--resume: no checkpoint in {wanted or folder} is complete and undamaged."
-            + ("" if wanted else " Remove the folder to start from the beginning.")
-        )
-    return None
-
-
-def verify(checkpoint: Path, ctx: DistContext) -> tuple[dict, str]:
-    """Read a checkpoint's manifest and verify its files.
-
-    Every rank calls it. Each rank verifies a part of the files, and all ranks return the same.
-
-    Returns:
-        (manifest, ""), or a clause that says why the checkpoint cannot be used as the second item.
-    """
-    manifest, problem = ctx.broadcast_from_rank0(read_manifest(checkpoint) if ctx.is_main else None)
-    problem = problem or find_damage(checkpoint, manifest, ctx.rank, ctx.world_size)
-    return manifest, next(filter(None, ctx.all_gather(problem)), "")

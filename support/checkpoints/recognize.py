@@ -5,11 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from support.checkpoints.format import is_inner_path
-from support.files.atomic import open_regular
-
-ACCELERATE_FSDP = ("pytorch_model_fsdp_0", "optimizer_0")  # folders that accelerate writes
-
 
 def format_of(folder: Path) -> str | None:
     """Return the program that wrote the checkpoint in a folder, or None if it is not known."""
@@ -34,20 +29,21 @@ def newest_of_trainer(folder: Path) -> Path:
 
 def deepspeed_folder(folder: Path) -> Path | None:
     """Return the folder with the files of a DeepSpeed checkpoint; `latest` may name it."""
-    if (folder / "latest").is_file():
-        name, is_folder = folder_named_in(folder / "latest")
-        folder = folder / name if is_folder else folder
-    return folder if any(folder.glob("*_states.pt")) else None
+    inner = named_in(folder / "latest") or folder
+    return inner if any(inner.glob("*_states.pt")) else None
 
 
-def folder_named_in(file: Path) -> tuple[str, bool]:
-    """Return the text of a file, and whether it can be the name of a folder next to it."""
-    with open_regular(file) as opened:
-        name = opened.read(1000).decode(errors="replace").strip()
-    return name, is_inner_path(name) and "/" not in name and len(name) <= 255
+def named_in(file: Path) -> Path | None:
+    """Return the folder next to a file whose name the file contains, or None."""
+    name = file.read_text(errors="replace").strip() if file.is_file() else ""
+    is_name = re.fullmatch(r"[\w.-]{1,255}", name) and name not in (".", "..")
+    return file.parent / name if is_name and (file.parent / name).is_dir() else None
 
 
 def fsdp_folders(folder: Path) -> list[Path]:
-    """Return the folders with a `.metadata` of torch.distributed.checkpoint."""
-    inner = (folder / name for name in ("", *ACCELERATE_FSDP))
+    """Return the folders with a `.metadata` of torch.distributed.checkpoint.
+
+    accelerate writes two of them.
+    """
+    inner = (folder / name for name in ("", "pytorch_model_fsdp_0", "optimizer_0"))
     return [path for path in inner if (path / ".metadata").is_file()]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from support.checkpoints.format import ELEMENT_BYTES, KINDS, file_entry
 from support.errors import TrainingError, UserError
-from support.files.safetensors_writer import save_file
 from support.strategies.optimizer_shards import ShardedState
 
 # Size limit of one file of tensors, and the host memory that a save needs on top of training.
@@ -35,10 +35,6 @@ class PieceWriter:
         self._tensors: dict[str, torch.Tensor] = {}
         self._room = self._capacity = PIECE_FILE_BYTES // (len(KINDS) * ELEMENT_BYTES)
 
-    @property
-    def _file(self) -> str:
-        return f"rank-{self.rank:05d}-{len(self.files):03d}.safetensors"
-
     def add(self, name: str, start: int, tensors: dict[str, torch.Tensor]) -> None:
         """Add consecutive elements of a parameter, which may be distributed over several files.
 
@@ -49,15 +45,8 @@ class PieceWriter:
         numel, begin = tensors["weight"].numel(), 0
         while begin < numel:
             end = min(numel, begin + self._room)
-            self.pieces.append(
-                {
-                    "name": name,
-                    "start": start + begin,
-                    "numel": end - begin,
-                    "moments": len(tensors) > 1,
-                    "file": self._file,
-                }
-            )
+            piece = {"name": name, "start": start + begin, "numel": end - begin}
+            self.pieces.append({**piece, "moments": len(tensors) > 1, "file": self._file})
             for kind, flat in tensors.items():
                 part = flat[begin:end].detach().to("cpu", torch.float32, copy=True)
                 self._tensors[f"{name}@{start + begin}/{kind}"] = part
@@ -65,6 +54,10 @@ class PieceWriter:
             begin = end
             if self._room == 0:
                 self.flush()
+
+    @property
+    def _file(self) -> str:
+        return f"rank-{self.rank:05d}-{len(self.files):03d}.safetensors"
 
     def flush(self) -> None:
         """Write the tensors that are still in memory."""
@@ -109,14 +102,6 @@ class PieceReader:
         """Close the open files; the next read opens them again."""
         self._files.clear()
 
-    def _open(self, name: str):
-        if name not in self._files:
-            try:
-                self._files[name] = safe_open(self.folder / name, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise TrainingError(f"{self.folder / name} cannot be read: {error}") from error
-        return self._files[name]
-
     def read_into(self, flat: torch.Tensor, name: str, kind: str, start: int) -> None:
         """Fill a flat tensor with consecutive elements of a parameter; missing moments are 0.
 
@@ -137,12 +122,20 @@ class PieceReader:
             if kind != "weight" and not piece["moments"]:
                 part.zero_()
             else:
-                saved = self._open(piece["file"]).get_slice(f"{name}@{first}/{kind}")
+                saved = self._slice(piece["file"], f"{name}@{first}/{kind}")
                 part.copy_(saved[begin - first : end - first])
         if filled != flat.numel():
             raise TrainingError(
                 f"The checkpoint {self.folder} has {filled} of {flat.numel()} elements of {name}."
             )
+
+    def _slice(self, file: str, key: str):
+        try:
+            if file not in self._files:
+                self._files[file] = safe_open(self.folder / file, framework="pt")
+            return self._files[file].get_slice(key)
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(f"{self.folder / file} cannot be read: {error}") from error
 
 
 def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from support.cli.arguments import Arguments
 from support.errors import UserError
 from support.known_models import EMBEDDED_MODEL
 
@@ -67,6 +68,7 @@ NEEDING = (
     ("lora_dropout", "lora_r", ""),
     ("lora_targets", "lora_r", ""),
     ("merge_lora", "lora_r", ""),
+    ("use_peft", "lora_r", "without it the whole model is trained (TRL's default is 16)"),
     ("load_in_4bit", "lora_r", "weights in 4 bits are frozen, and only adapters are trained"),
     ("resume_force", "resume", ""),
     ("hub_model_id", "push_to_hub", ""),
@@ -75,7 +77,7 @@ NEEDING = (
 )
 
 
-def refuse_conflicts(args) -> None:
+def refuse_conflicts(args: Arguments) -> None:
     """Check that the flags can hold together."""
     for flag, other, reason in EXCLUDING:
         if _is_set(args, flag) and _is_set(args, other):
@@ -97,36 +99,43 @@ def refuse_conflicts(args) -> None:
             f"--hang_seconds {args.hang_seconds} must be less than --ddp_timeout "
             f"{args.ddp_timeout}, after which the run ends."
         )
+    if args.use_peft is False and args.lora_r:
+        raise UserError("--use_peft false and --lora_r cannot both hold: leave one out.")
     if args.packing and "isolate_documents" in args.given and not args.isolate_documents:
         raise UserError("--packing always isolates examples: leave --no_isolate_documents out.")
-    if args.streaming and args.early_stopping_patience and not args.eval_every:
+    if args.simulate_gpus and args.max_steps == 1:
+        raise UserError(
+            "--simulate_gpus needs --max_steps 2 or more: the first step creates Adam's states."
+        )
+    if args.streaming:
+        _check_streaming(args)
+
+
+def _check_streaming(args: Arguments) -> None:
+    if args.early_stopping_patience and not args.eval_every:
         raise UserError(
             "--early_stopping_patience needs --eval_every with --streaming, which has no epochs "
             "after which to evaluate."
         )
-    if args.streaming and args.mixture:
+    if args.mixture:
         raise UserError(
             "--streaming reads one dataset, and --dataset names several: leave out --streaming, or "
             "name a folder."
         )
     reads_pydocs = args.dataset == "pydocs" or (not args.dataset and args.model == EMBEDDED_MODEL)
-    if args.streaming and reads_pydocs:
+    if reads_pydocs:
         raise UserError(
             "--streaming reads files or a dataset on the hub, and pydocs is a part of Python: "
             "leave it out."
         )
-    if args.streaming and args.train_split and any(sign in args.train_split for sign in "[+"):
+    if args.train_split and any(sign in args.train_split for sign in "[+"):
         raise UserError(
             f"--streaming reads a whole split, and --train_split {args.train_split} is a part or "
             "several: name one split."
         )
-    if args.simulate_gpus and args.max_steps == 1:
-        raise UserError(
-            "--simulate_gpus needs --max_steps 2 or more: the first step creates Adam's states."
-        )
 
 
-def _is_set(args, flag: str) -> bool:
+def _is_set(args: Arguments, flag: str) -> bool:
     if flag == "no_eval":
         return not args.eval
     if flag == "export_dtype":

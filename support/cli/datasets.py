@@ -50,8 +50,3 @@ def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"--dataset names {twice} twice: name it once, with a larger weight.")
     return tuple(datasets)
-
-
-def datasets_of(args) -> tuple[Dataset, ...]:
-    """Return the datasets of the run: several, or the only one without a weight."""
-    return args.mixture or (Dataset(args.dataset),)

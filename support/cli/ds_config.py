@@ -1,18 +1,24 @@
-"""DeepSpeed's configuration (--ds_config): read it, reconcile it with the flags, complete it."""
+"""DeepSpeed's configuration (--ds_config): read it, merge it with the flags, complete it."""
 
 from __future__ import annotations
 
 import argparse
+import copy
+import inspect
 import json
-import os
+import logging
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any, ClassVar
 
-from support.cli.arguments import global_batch
-from support.cli.flags import build_parser
+from support.cli.arguments import Arguments, global_batch
+from support.cli.flags import FLAGS
 from support.errors import UserError
-from support.files.user_files import parse_json, read_text, shown
+from support.files.atomic import write_text
+from support.files.user_files import did_you_mean, read_text, shown
 from support.strategy import STRATEGIES, Strategy
 
 # Hugging Face's convention for "as on the command line"; DeepSpeed itself does not know it.
@@ -27,234 +33,276 @@ LOSS_SCALING = {
     "loss_scale_window": GROWTH_INTERVAL - 1,
     "hysteresis": 1,  # DeepSpeed's default of 2 does not reduce the scale at the first overflow
 }
-# Keys of DeepSpeed's files by the type of their values. A key has the same type in all sections.
-OBJECTS = frozenset(
-    """
-    optimizer scheduler params bf16 fp16 zero_optimization offload_optimizer offload_param aio
-    data_types activation_checkpointing flops_profiler comms_logger
-    """.split()
-)
-NEVER_NULL = frozenset("optimizer scheduler params bf16 fp16 zero_optimization".split())
-SWITCHES = frozenset(
-    """
-    enabled torch_adam fused adam_w_mode amsgrad overlap_comm contiguous_gradients reduce_scatter
-    allgather_partitions round_robin_gradients pin_memory pipeline_read pipeline_write fast_init
-    single_submit overlap_events use_gds auto_cast check_grad_overflow consecutive_hysteresis
-    stage3_gather_16bit_weights_on_model_save wall_clock_breakdown memory_breakdown dump_state
-    prescale_gradients zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    load_from_fp32_weights elastic_checkpoint ignore_unused_parameters
-    save_muon_momentum_buffer_in_memory
-    """.split()
-)
-NUMBERS = frozenset(
-    """
-    stage train_batch_size steps_per_print gradient_predivide_factor reduce_bucket_size
-    allgather_bucket_size sub_group_size stage3_prefetch_bucket_size
-    stage3_param_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
-    buffer_count buffer_size max_in_cpu block_size queue_depth intra_op_parallelism loss_scale
-    initial_scale_power loss_scale_window hysteresis min_loss_scale eps ratio
-    """.split()
-)
-DEVICES = ("none", "cpu", "nvme")  # values of offload_….device
-
-# Key of a DeepSpeed file -> the flag with the same meaning.
-FLAG_OF_KEY = {
-    "train_micro_batch_size_per_gpu": "batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "lr",
-    "optimizer.params.weight_decay": "weight_decay",
-    "zero_optimization.offload_optimizer.nvme_path": "nvme_path",
-    "zero_optimization.offload_param.nvme_path": "nvme_path",
+# Key of a DeepSpeed file -> the flags with the same meaning.
+FLAGS_OF_KEY = {
+    "train_micro_batch_size_per_gpu": ("batch_size",),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("max_grad_norm",),
+    "optimizer.params.lr": ("lr",),
+    "optimizer.params.weight_decay": ("weight_decay",),
+    "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
+    "optimizer.params.eps": ("adam_epsilon",),
+    "zero_optimization.offload_optimizer.nvme_path": ("nvme_path",),
+    "zero_optimization.offload_param.nvme_path": ("nvme_path",),
 }
+# Keys that are added to a file without them only if the flag is given: other optimizers lack them.
+OPTIONAL = ("betas", "eps", "nvme_path")
 # Parameters of an optimizer for which DeepSpeed's AdamW and PyTorch's are the same.
 PARAMS_OF_ADAM = ("lr", "weight_decay", "betas", "eps")
+OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+OF_SCHEDULER = ("lr_scheduler", "warmup_steps", "warmup_ratio", "lr")
 # Schedulers that Hugging Face's files have with "auto" values, and the same --lr_scheduler.
 AUTO_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
+SECTIONS = ("optimizer", "scheduler", "bf16", "fp16", "zero_optimization")
+OFFLOADED = ("offload_optimizer", "offload_param")
 
 
-def read_ds_config(path: str) -> dict:
-    """Read a DeepSpeed configuration.
+@dataclass(frozen=True)
+class Resolved:
+    """A DeepSpeed file, merged with the flags."""
 
-    As in DeepSpeed, the file is JSON, or JSON with comments and trailing commas (hjson).
+    config: dict[str, Any]  # with "auto" where the model or the device decides
+    flags: dict[str, Any] = field(default_factory=dict)  # values that the file sets
+    keys: dict[str, str] = field(default_factory=dict)  # key of the file by the flag that it sets
+
+
+# ---------------------------------------------------------------------------------------- the file
+
+
+def read_ds_config(path: str) -> dict[str, Any]:
+    """Read a DeepSpeed configuration: JSON, also with comments and trailing commas.
 
     Raises:
-        UserError: the file cannot be read, is not valid JSON (with line and column) or no object,
-            or a value has the wrong type.
+        UserError: the file cannot be read, is not valid JSON (with line and column), or a value
+            that determines the strategy or the precision has the wrong type.
     """
-    text = read_text("--ds_config", path)
-    try:
-        config = parse_json(text, path)
-    except json.JSONDecodeError as strict:
-        import hjson  # not needed for plain JSON
 
-        try:
-            config = json.loads(json.dumps(parse_json(text, path, hjson.loads)))
-        except hjson.HjsonDecodeError as error:
-            raise UserError(
-                f"{path}, line {error.lineno}, column {error.colno}: {error.msg}."
-            ) from error
-        # hjson reads an unquoted value to the end of its line. A missing comma thus gives a string
-        # such as `4 "fp16": {`.
-        if _swallowed_a_line(config):
-            raise UserError(
-                f"{path}, line {strict.lineno}, column {strict.colno}: {strict.msg}."
-            ) from strict
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key in (keys := [key for key, _ in pairs]):
+            if keys.count(key) > 1:
+                raise UserError(f"{shown(path)} gives the key {shown(key)} twice: leave one out.")
+        return dict(pairs)
+
+    try:
+        text = _without_comments(read_text("--ds_config", path))
+        config = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{shown(path)}, line {error.lineno}, column {error.colno}: {error.msg}."
+        ) from error
     if not isinstance(config, dict):
-        raise UserError(f"{path}: a DeepSpeed configuration is a JSON object, {{ … }}.")
-    # DeepSpeed would convert wrong types silently or ignore them: pydantic reads "yes" as true.
-    for place, key, value in _values(config):
-        if expected := _expected(key, value):
-            raise UserError(
-                f"{path}: {place} must be {expected}, and is {shown(json.dumps(value))}."
-            )
+        raise UserError(f"{shown(path)}: a DeepSpeed configuration is a JSON object, {{ … }}.")
+    _check_types(config, shown(path))
     return config
 
 
-def _values(config: dict, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield (dotted key, last part of the key, value) of an object and of the objects in it."""
+def _without_comments(text: str) -> str:
+    """Replace comments and trailing commas by spaces, which keeps lines and columns."""
+    string = r'"(?:\\.|[^"\\])*"'
+    for pattern in (rf"({string})|//[^\n]*|#[^\n]*|/\*.*?\*/", rf"({string})|,(?=\s*[}}\]])"):
+        text = re.sub(pattern, lambda m: m[1] or re.sub(".", " ", m[0]), text, flags=re.DOTALL)
+    return text
+
+
+def _check_types(config: dict[str, Any], path: str) -> None:
+    """Check the values that we interpret; DeepSpeed's own model checks the others."""
+    zero = config.get("zero_optimization", {})
+    sections = {name: config[name] for name in SECTIONS if name in config}
+    if isinstance(zero, dict):
+        offloaded = {part: zero[part] for part in OFFLOADED if zero.get(part) is not None}
+        sections |= {f"zero_optimization.{part}": section for part, section in offloaded.items()}
+    for name, section in sections.items():
+        if not isinstance(section, dict):
+            raise UserError(f"{path}: {name} must be an object, {{ … }}.")
+        enabled = section.get("enabled", AUTO)
+        if not isinstance(enabled, bool) and enabled != AUTO:
+            raise UserError(f"{path}: {name}.enabled must be true or false, without quotes.")
+        if section.get("device") not in (None, "none", "cpu", "nvme"):
+            raise UserError(f"{path}: {name}.device must be none, cpu or nvme.")
+        if not isinstance(section.get("params", {}), dict):
+            raise UserError(f"{path}: {name}.params must be an object, {{ … }}.")
+    if type(stage := zero.get("stage")) is not int or stage not in (1, 2, 3):
+        raise UserError(
+            f"{path} has zero_optimization.stage {shown(stage)}: it must be 1, 2 or 3 "
+            "(0 is --strategy dp)."
+        )
+
+
+class _Recorder(dict):
+    """A configuration that records the keys for which DeepSpeed asks."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key):
+        self.asked.add(key)
+        return super().__contains__(key)
+
+    def keys(self):
+        return self  # DeepSpeed looks for keys in it
+
+
+def check_with_deepspeed(args: Arguments) -> None:
+    """Let DeepSpeed check the keys and values of --ds_config.
+
+    It imports DeepSpeed, so the device must have been chosen (cluster/devices.py).
+
+    Raises:
+        UserError: a key is unknown, or a value is not valid.
+    """
+    if not (args.ds_config and args.ds_config_dict):
+        return
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    if not args.verbose:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    config, file = _without_auto(args.ds_config_dict), shown(args.ds_config)
+    del config["train_batch_size"]  # DeepSpeed does not know the number of ranks yet
+    try:
+        DeepSpeedConfig(_Recorder(config))
+    except (DeepSpeedConfigError, ValueError, TypeError, AssertionError) as error:
+        known = {name for model in _subclasses(DeepSpeedConfigModel) for name in model.model_fields}
+        raise UserError(f"{file}: {_first_problem(error, config, known)}") from error
+    places = {"": (config, _Recorder.asked), "optimizer.params.": _params_of_adam(config)}
+    for place, (section, known) in places.items():
+        for key in section:
+            if key not in known:
+                guess = did_you_mean(key, known)
+                raise UserError(f"{file}: unknown key {place}{shown(key)}{guess or '.'}")
+
+
+def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy without the values that are "auto", and without comments ("_…" keys)."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value != AUTO and not key.startswith("_")
+    }
+
+
+def _subclasses(model: type) -> Iterator[Any]:
+    for subclass in model.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _first_problem(error: Any, config: dict[str, Any], known: set[str]) -> str:
+    """Return what DeepSpeed's model says about a configuration, with the whole key.
+
+    Args:
+        error: pydantic's ValidationError, or another error of DeepSpeed.
+        known: all keys of DeepSpeed's sections.
+    """
+    if not hasattr(error, "errors"):
+        return f"{shown(error, 300)}."
+    problem = error.errors()[0]
+    key = ".".join(map(str, problem["loc"]))
+    place = next((name for name, _ in _values(config) if f".{name}".endswith(f".{key}")), key)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {place}{did_you_mean(str(problem['loc'][-1]), known) or '.'}"
+    return f"{place} cannot be {shown(problem['input'])}: {problem['msg']}."
+
+
+def _values(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of an object and of the objects in it."""
     for key, value in config.items():
-        yield prefix + key, key, value
+        yield prefix + key, value
         if isinstance(value, dict):
             yield from _values(value, f"{prefix}{key}.")
 
 
-def _expected(key: str, value) -> str | None:
-    """Return what the value of a key must be; None if it is."""
-    if key in OBJECTS:
-        is_right = isinstance(value, dict) or (value is None and key not in NEVER_NULL)
-        return None if is_right else "an object, { … }"
-    if value is None or value == AUTO:
-        return None
-    if key in SWITCHES:
-        return None if isinstance(value, bool) else "true or false, without quotes"
-    if key in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
-        return "a number, without quotes"
-    if key == "stage" and isinstance(value, float):
-        return "a whole number"
-    if key == "device" and value not in DEVICES:
-        return f"one of {', '.join(DEVICES)}"
-    return None
+def _params_of_adam(config: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return the parameters of the file's Adam, which DeepSpeed does not check, and their names."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from torch.optim import AdamW
+
+    if str(lookup(config, "optimizer.type")).lower() not in ("adam", "adamw"):
+        return {}, set()
+    kinds = (AdamW, DeepSpeedCPUAdam, FusedAdam)
+    names = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    return lookup(config, "optimizer.params") or {}, names | {"torch_adam", "adam_w_mode"}
 
 
-def _swallowed_a_line(value) -> bool:
-    if isinstance(value, dict):
-        return any(_swallowed_a_line(item) for item in value.values())
-    if isinstance(value, list):
-        return any(_swallowed_a_line(item) for item in value)
-    return isinstance(value, str) and any(mark in value for mark in '"{}[]\n')
+# ------------------------------------------------------------------------------ parts of a file
 
 
-def lookup(config: dict, key: str):
+def lookup(config: dict[str, Any], key: str) -> Any:
     """Return the value at a dotted key ("optimizer.params.lr"), or None."""
+    value: Any = config
     for name in key.split("."):
-        if not isinstance(config, dict) or name not in config:
+        if not isinstance(value, dict) or name not in value:
             return None
-        config = config[name]
-    return config
+        value = value[name]
+    return value
 
 
-def configured_strategy(args) -> Strategy:
+def configured_strategy(args: Arguments) -> Strategy:
     """Return the row of --strategy, with the places of the states that the DeepSpeed file chooses.
 
-    ZeRO stages 1 and 3 with an optimizer in host memory have no row of their own.
+    ZeRO stages 1 and 3 with an optimizer in host memory are not in the table.
     """
     row, config = STRATEGIES[args.strategy], args.ds_config_dict
     if config is None:
         return row
-
-    def place(part: str) -> str:
-        device = lookup(config, f"zero_optimization.{part}.device")
-        return {"cpu": "host", "nvme": "nvme"}.get(device, "device")
-
-    return replace(
-        row, optimizer_on=place("offload_optimizer"), parameters_on=place("offload_param")
+    optimizer, parameters = (
+        {"cpu": "host", "nvme": "nvme"}.get(
+            lookup(config, f"zero_optimization.{part}.device"), "device"
+        )
+        for part in OFFLOADED
     )
+    return replace(row, optimizer_on=optimizer, parameters_on=parameters)
 
 
-def nvme_folder(config: dict | None) -> str | None:
+def nvme_folder(config: dict[str, Any] | None) -> str | None:
     """Return the folder of a complete configuration's NVMe files; None without such files."""
-    zero = (config or {}).get("zero_optimization", {})
-    for part in ("offload_optimizer", "offload_param"):
-        if lookup(zero, f"{part}.device") == "nvme":
-            return zero[part]["nvme_path"]
+    for part in OFFLOADED:
+        section = lookup(config or {}, f"zero_optimization.{part}") or {}
+        if section.get("device") == "nvme":
+            return section["nvme_path"]
     return None
 
 
-def _put(config: dict, key: str, value) -> None:
-    *parents, last = key.split(".")
-    for name in parents:
-        config = config.setdefault(name, {})
-    config[last] = value
-
-
-def choose_strategy(config: dict, file: str) -> str:
+def choose_strategy(config: dict[str, Any]) -> str:
     """Return the strategy that a DeepSpeed file describes."""
     stage = lookup(config, "zero_optimization.stage")
     offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
-    if stage not in (1, 2, 3):
-        raise UserError(
-            f"{file} has zero_optimization.stage {stage}: it must be 1, 2 or 3 "
-            "(0 is --strategy dp)."
-        )
     return {(2, "cpu"): "offload", (3, "nvme"): "infinity"}.get(
         (stage, offloads_to), f"zero{stage}"
     )
 
 
-def reconcile(args, config: dict, file: str) -> dict:
-    """Reconcile a DeepSpeed file with the flags, before torch or a model is loaded.
+# ------------------------------------------------------------------------------ file and flags
+
+
+def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) -> Resolved:
+    """Merge a DeepSpeed file with the flags, before torch or a model is loaded.
 
     A value in the file that contradicts a given flag is an error. If the flag was not given, the
-    file's value is used and copied to `args`. Values that are "auto" or missing come from the
-    flags. Values that depend on the model or the device (precision, bucket sizes) stay "auto" until
-    `complete_ds_config`.
+    file's value is used. Values that are "auto" or missing come from the flags. Values that depend
+    on the model or the device (precision, bucket sizes) stay "auto" until `complete_ds_config`.
 
     Args:
-        args: the parsed flags; changed in place.
-        config: the file's content; changed in place.
-    Returns:
-        `config`.
+        content: what `read_ds_config` returned.
+        file: its path, for messages.
     Raises:
         UserError: the file contradicts --strategy or another given flag, or has a value that is not
             supported.
     """
-    _check_strategy(args.strategy, config, file)
-    _set_optimizer(args, config, file)
-    # Before the loop, which replaces "auto" by the flag's value.
-    accumulation_is_open = "gradient_accumulation_steps" not in args.given and config.get(
-        "gradient_accumulation_steps"
-    ) in (None, AUTO)
-    for key, flag in FLAG_OF_KEY.items():
-        value = lookup(config, key)
-        if key.startswith("optimizer.") and "optimizer" not in config:
-            continue
-        if flag == "nvme_path" and (
-            value is None or lookup(config, key.rsplit(".", 1)[0] + ".device") != "nvme"
-        ):
-            continue
-        if value not in (None, AUTO):
-            _follow(args, flag, key, value, file)
-        _put(config, key, getattr(args, flag))
-    _reconcile_total_batch(args, config, accumulation_is_open, file)
-    _reconcile_precision(args, config, file)
-    _reconcile_scheduler(args, config, file)
-    return config
+    _check_strategy(args.strategy, content, file)
+    merged = _Merge(args, copy.deepcopy(content), file)
+    merged.optimizer()
+    merged.flags_of_keys()
+    merged.total_batch(world_size, content.get("gradient_accumulation_steps"))
+    merged.precision()
+    merged.scheduler()
+    return Resolved(merged.config, merged.flags, merged.keys)
 
 
-def _follow(args, flag: str, key: str, value, file: str) -> None:
-    """Set a flag to a value of the file, unless the flag was given with another value."""
-    required = _as_flag(flag, key, value, file)  # the file may have a number in quotes
-    if flag in args.given and required != getattr(args, flag):
-        raise _contradiction(f"{flag} {getattr(args, flag)}", f"{key} {value}", file)
-    setattr(args, flag, required)
-
-
-def _contradiction(flag: str, value: str, file: str) -> UserError:
-    return UserError(f"--{flag} contradicts {value} in {file}: change one of them.")
-
-
-def _check_strategy(strategy: str, config: dict, file: str) -> None:
+def _check_strategy(strategy: str, config: dict[str, Any], file: str) -> None:
     stage = lookup(config, "zero_optimization.stage")
     if stage != STRATEGIES[strategy].stage:
         raise UserError(
@@ -266,161 +314,183 @@ def _check_strategy(strategy: str, config: dict, file: str) -> None:
             f"{file}: data_types.grad_accum_dtype gives stage 1 another optimizer, which "
             "checkpoints and the export do not support: leave it out, or use stage 2."
         )
-    offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
+    devices = [lookup(config, f"zero_optimization.{part}.device") for part in OFFLOADED]
     required = {"offload": "cpu", "infinity": "nvme"}.get(strategy)
-    if required and offloads_to != required:
+    if required and devices[0] != required:
         raise UserError(
-            f"{file} has zero_optimization.offload_optimizer.device {offloads_to}, but --strategy "
+            f"{file} has zero_optimization.offload_optimizer.device {devices[0]}, but --strategy "
             f"{strategy} keeps the optimizer on {required}: change one of them."
         )
-    parameters_to = lookup(config, "zero_optimization.offload_param.device")
-    if required != "nvme" and "nvme" in (offloads_to, parameters_to):
+    if required != "nvme" and "nvme" in devices:
         raise UserError(
             f"{file} keeps model states on nvme, but --strategy is {strategy}: use --strategy "
             "infinity, with offload_optimizer.device nvme."
         )
 
 
-def _set_optimizer(args, config: dict, file: str) -> None:
-    """Add AdamW, unless the file has an optimizer, and reconcile Adam's betas and epsilon.
+class _Merge:
+    """The parts of `merge`: each changes `config`, and collects the flags that the file sets."""
 
-    The other optimizers of --optim are created by us (strategies/optimizer.py), and DeepSpeed must
-    allow them.
-    """
-    if args.ds_config and (users_type := lookup(config, "optimizer.type")):
-        _check_optimizer_flags(args, str(users_type), file)
-    if args.optim != "adamw":
-        config.pop("optimizer", None)
-        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-        return
-    if "optimizer" not in config:
-        config["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(PARAMS_OF_ADAM, AUTO)}
-    params = config["optimizer"].get("params", {})
-    offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
-    is_adam = str(config["optimizer"].get("type")).lower() in ("adam", "adamw")
-    if is_adam and offloads_to in (None, "none") and {*params} <= {*PARAMS_OF_ADAM}:
-        # The same updates as DeepSpeed's FusedAdam, which compiles an op.
-        params |= {"torch_adam": True, "fused": True}
-        config["optimizer"]["params"] = params
-    _reconcile_adam(args, config, params, file)
+    def __init__(self, args: Arguments, config: dict[str, Any], file: str):
+        self.args, self.config, self.file = args, config, file
+        self.flags: dict[str, Any] = {}
+        self.keys: dict[str, str] = {}
+
+    def value(self, flag: str) -> Any:
+        """Return the merged value of a flag."""
+        return self.flags.get(flag, getattr(self.args, flag))
+
+    def flags_of_keys(self) -> None:
+        """Merge the keys that are flags."""
+        for key, flags in FLAGS_OF_KEY.items():
+            parent, _, name = key.rpartition(".")
+            section = lookup(self.config, parent) if parent else self.config
+            if section is None or (name == "nvme_path" and section.get("device") != "nvme"):
+                continue
+            value = section.get(name)
+            several = isinstance(value, list) and len(value) == len(flags) > 1
+            parts: list[Any] = list(value or []) if several else [value] * len(flags)
+            for flag, part in zip(flags, parts, strict=True):
+                self.follow(flag, key, part)
+            if value is not None or name not in OPTIONAL or {*flags} & self.args.given:
+                values = [self.value(flag) for flag in flags]
+                section[name] = values if len(flags) > 1 else values[0]
+
+    def follow(self, flag: str, key: str, value: Any) -> None:
+        """Set a flag to a value of the file, unless the flag was given with another value."""
+        if value is None or value == AUTO:
+            return
+        convert: Callable[[str], Any] = FLAGS[flag].metadata["kind"]
+        try:
+            required = convert(str(value))  # the file may have a number in quotes
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"{self.file}: {key}: {error}.") from error
+        if flag in self.args.given and required != getattr(self.args, flag):
+            raise self.contradiction(f"{flag} {getattr(self.args, flag)}", f"{key} {value}")
+        self.set(flag, required, key)
+
+    def set(self, flag: str, value: Any, key: str) -> None:
+        """Set a flag to a value that the file determines."""
+        self.flags[flag], self.keys[flag] = value, key
+
+    def contradiction(self, flag: str, value: str) -> UserError:
+        return UserError(f"--{flag} contradicts {value} in {self.file}: change one of them.")
+
+    def optimizer(self) -> None:
+        """Add AdamW, unless the file has an optimizer, and merge Adam's betas and epsilon.
+
+        The other optimizers of --optim are created by us (strategies/optimizer.py), and DeepSpeed
+        must allow them.
+        """
+        config, optim = self.config, self.args.optim
+        if self.args.ds_config and (users_type := lookup(config, "optimizer.type")):
+            self.check_optimizer(str(users_type))
+        if optim != "adamw":
+            config.pop("optimizer", None)
+            config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+            return
+        if "optimizer" not in config:
+            config["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(PARAMS_OF_ADAM, AUTO)}
+        params = config["optimizer"].setdefault("params", {})
+        offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
+        is_adam = str(config["optimizer"].get("type")).lower() in ("adam", "adamw")
+        if is_adam and offloads_to in (None, "none") and {*params} <= {*PARAMS_OF_ADAM}:
+            # The same updates as DeepSpeed's FusedAdam, which compiles an op.
+            params |= {"torch_adam": True, "fused": True}
+
+    def check_optimizer(self, users_type: str) -> None:
+        """Check the flags next to an optimizer of the file."""
+        # DeepSpeed's Adam is AdamW unless the file says otherwise.
+        is_adamw = users_type.lower() in ("adam", "adamw")
+        if "optim" in self.args.given and not (is_adamw and self.args.optim == "adamw"):
+            raise UserError(
+                f"{self.file} has the optimizer {users_type}, and --optim is {self.args.optim}: "
+                "remove the section optimizer from the file, or leave --optim out."
+            )
+        flags = sorted({*OF_ADAM} & self.args.given)
+        if flags and "adam" not in users_type.lower():
+            raise UserError(
+                f"{self.file} has the optimizer {users_type}, and --{flags[0]} is for Adam: "
+                "leave the flag out."
+            )
+        if not is_adamw:
+            self.keys |= dict.fromkeys(("optim", *OF_ADAM), " has its own optimizer")
+
+    def total_batch(self, world_size: int, accumulation: Any) -> None:
+        """Check train_batch_size, or compute the accumulation from it.
+
+        Args:
+            accumulation: gradient_accumulation_steps of the file.
+        """
+        total = self.config.get("train_batch_size", AUTO)
+        batch, is_open = self.value("batch_size"), accumulation in (None, AUTO)
+        if (
+            is_open
+            and "gradient_accumulation_steps" not in self.args.given
+            and isinstance(total, int)
+            and total >= batch * world_size
+            and total % (batch * world_size) == 0
+        ):
+            steps = total // (batch * world_size)
+            self.follow("gradient_accumulation_steps", "train_batch_size", steps)
+            self.config["gradient_accumulation_steps"] = steps
+        product = global_batch(self.args.replace(**self.flags), world_size)
+        if total not in (AUTO, product):
+            raise UserError(
+                f"{self.file} has train_batch_size {total}, but --batch_size {batch} × "
+                "--gradient_accumulation_steps "
+                f"{self.value('gradient_accumulation_steps')} × {world_size} ranks = {product}: "
+                "change one."
+            )
+        self.config["train_batch_size"] = product
+
+    def precision(self) -> None:
+        """Merge bf16.enabled and fp16.enabled with --precision."""
+        enabled = {name: lookup(self.config, f"{name}.enabled") for name in ("bf16", "fp16")}
+        if enabled["bf16"] is True and enabled["fp16"] is True:
+            raise UserError(f"{self.file} enables both bf16 and fp16: keep one.")
+        requested = self.args.precision if "precision" in self.args.given else AUTO
+        name = next((name for name, value in enabled.items() if value is True), None)
+        if name and requested not in (AUTO, name):
+            raise self.contradiction(f"precision {requested}", f"{name}.enabled true")
+        if requested != AUTO and enabled.get(requested) is False:
+            raise self.contradiction(f"precision {requested}", f"{requested}.enabled false")
+        if name:
+            self.set("precision", name, f"{name}.enabled")
+        elif requested == AUTO and enabled["bf16"] is False:
+            self.set("precision", "fp32", "bf16.enabled")
+
+    def scheduler(self) -> None:
+        """Replace a scheduler of "auto" values by --lr_scheduler; flags leave others alone."""
+        scheduler, given = self.config.get("scheduler"), self.args.given
+        if scheduler is None:
+            return
+        kind, params = lookup(scheduler, "type"), lookup(scheduler, "params") or {}
+        same = AUTO_SCHEDULERS.get(str(kind))
+        ours = {"warmup_min_lr": 0, "warmup_type": "linear"}
+        if (
+            same
+            and AUTO in params.values()
+            and all(value in (AUTO, ours.get(key, AUTO)) for key, value in params.items())
+        ):
+            if "lr_scheduler" in given and self.args.lr_scheduler != same:
+                flag = f"lr_scheduler {self.args.lr_scheduler}"
+                raise self.contradiction(flag, f"the scheduler {kind}")
+            self.set("lr_scheduler", same, "scheduler")
+            del self.config["scheduler"]
+            return
+        for flag in OF_SCHEDULER:
+            if flag in given:
+                raise self.contradiction(flag, f"the scheduler {kind}")
+        if AUTO in params.values():
+            raise UserError(
+                f'{self.file}: replace "auto" in the scheduler by numbers, '
+                "or remove the scheduler and use --lr_scheduler."
+            )
+        self.keys |= dict.fromkeys(OF_SCHEDULER, " has its own scheduler")
 
 
-def _check_optimizer_flags(args, users_type: str, file: str) -> None:
-    """Check the flags next to an optimizer of the file."""
-    # DeepSpeed's Adam is AdamW unless the file says otherwise.
-    is_adamw = users_type.lower() in ("adam", "adamw")
-    if "optim" in args.given and not (is_adamw and args.optim == "adamw"):
-        raise UserError(
-            f"{file} has the optimizer {users_type}, and --optim is {args.optim}: remove the "
-            "section optimizer from the file, or leave --optim out."
-        )
-    flags = sorted({"adam_beta1", "adam_beta2", "adam_epsilon"} & args.given)
-    if flags and "adam" not in users_type.lower():
-        raise UserError(
-            f"{file} has the optimizer {users_type}, and --{flags[0]} is for Adam: "
-            "leave the flag out."
-        )
-
-
-def _reconcile_adam(args, config: dict, params: dict, file: str) -> None:
-    """Reconcile the betas and epsilon of `params`, the optimizer's section, with the flags."""
-    betas = params.get("betas", AUTO)
-    betas = betas if isinstance(betas, list) and len(betas) == 2 else [AUTO, AUTO]
-    values = {"adam_beta1": betas[0], "adam_beta2": betas[1], "adam_epsilon": params.get("eps")}
-    for flag, value in values.items():
-        if value not in (None, AUTO):
-            key = "optimizer.params.eps" if flag == "adam_epsilon" else "optimizer.params.betas"
-            _follow(args, flag, key, value, file)
-    # An optimizer of the file without these keys may not have them.
-    if params.get("betas") == AUTO or {"adam_beta1", "adam_beta2"} & args.given:
-        _put(config, "optimizer.params.betas", [args.adam_beta1, args.adam_beta2])
-    if params.get("eps") == AUTO or "adam_epsilon" in args.given:
-        _put(config, "optimizer.params.eps", args.adam_epsilon)
-
-
-def _as_flag(flag: str, key: str, value, file: str):
-    """Convert and check a value of the file as the flag's value would be on the command line."""
-    action = next(action for action in build_parser()._actions if action.dest == flag)
-    convert: Callable = action.type or str  # type: ignore[assignment]
-    try:
-        return convert(str(value))
-    except argparse.ArgumentTypeError as error:
-        raise UserError(f"{file}: {key}: {error}.") from error
-
-
-def _reconcile_total_batch(args, config: dict, accumulation_is_open: bool, file: str) -> None:
-    world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
-    file_total, micro_batch_total = config.get("train_batch_size"), args.batch_size * world_size
-    if (
-        accumulation_is_open
-        and isinstance(file_total, int)
-        and file_total >= micro_batch_total
-        and file_total % micro_batch_total == 0
-    ):
-        steps = _as_flag(
-            "gradient_accumulation_steps",
-            f"train_batch_size / {micro_batch_total}",
-            file_total // micro_batch_total,
-            file,
-        )
-        args.gradient_accumulation_steps = config["gradient_accumulation_steps"] = steps
-    product = global_batch(args, world_size)
-    total = config.get("train_batch_size", AUTO)
-    if total not in (AUTO, product):
-        raise UserError(
-            f"{file} has train_batch_size {total}, but --batch_size {args.batch_size} × "
-            f"--gradient_accumulation_steps {args.gradient_accumulation_steps} × {world_size} "
-            f"ranks = {product}: change one."
-        )
-    config["train_batch_size"] = product
-
-
-def _reconcile_precision(args, config: dict, file: str) -> None:
-    enabled = {name: lookup(config, f"{name}.enabled") for name in ("bf16", "fp16")}
-    if enabled["bf16"] is True and enabled["fp16"] is True:
-        raise UserError(f"{file} enables both bf16 and fp16: keep one.")
-    requested = args.precision if "precision" in args.given else AUTO
-    enabled_name = next((name for name, value in enabled.items() if value is True), None)
-    if enabled_name and requested not in (AUTO, enabled_name):
-        raise _contradiction(f"precision {requested}", f"{enabled_name}.enabled true", file)
-    if requested != AUTO and enabled.get(requested) is False:
-        raise _contradiction(f"precision {requested}", f"{requested}.enabled false", file)
-    if enabled_name:
-        args.precision = enabled_name
-    elif requested == AUTO and enabled["bf16"] is False:
-        args.precision = "fp32"
-
-
-def _reconcile_scheduler(args, config: dict, file: str) -> None:
-    """Replace a scheduler of "auto" values by --lr_scheduler; check that flags leave others alone.
-
-    Raises:
-        UserError: a flag contradicts the scheduler, or only some of its values are "auto".
-    """
-    scheduler = config.get("scheduler")
-    if scheduler is None:
-        return
-    kind, params = lookup(scheduler, "type"), lookup(scheduler, "params") or {}
-    same = AUTO_SCHEDULERS.get(str(kind))
-    ours = {"warmup_min_lr": 0, "warmup_type": "linear"}
-    if (
-        same
-        and AUTO in params.values()
-        and all(value in (AUTO, ours.get(key, AUTO)) for key, value in params.items())
-    ):
-        if "lr_scheduler" in args.given and args.lr_scheduler != same:
-            raise _contradiction(f"lr_scheduler {args.lr_scheduler}", f"the scheduler {kind}", file)
-        args.lr_scheduler = same
-        del config["scheduler"]
-        return
-    for flag in ("lr_scheduler", "warmup_steps", "warmup_ratio", "lr"):
-        if flag in args.given:
-            raise _contradiction(flag, f"the scheduler {kind}", file)
-    if AUTO in params.values():
-        raise UserError(
-            f'{file}: replace "auto" in the scheduler by numbers, '
-            "or remove the scheduler and use --lr_scheduler."
-        )
+# ------------------------------------------------------------------------------- model and device
 
 
 def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[str, int]:
@@ -494,7 +564,9 @@ def complete_ds_config(
     _set_if(zero.get("offload_param") or {}, (AUTO,), {"buffer_size": shard})
     if lookup(config, "aio.block_size") == AUTO:
         config["aio"]["block_size"] = _io_block_size(config, model, world_size)
-    for place, _, value in _values(config):
+    # DeepSpeed's timer synchronizes the device in each micro-batch, and --compile fails on it.
+    config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
+    for place, value in _values(config):
         if value == AUTO:
             raise UserError(
                 f'DeepSpeed configuration: "auto" cannot be filled in for {place}: give a value.'
@@ -517,3 +589,16 @@ def _io_block_size(config: dict, model: ModelSizes, world_size: int) -> int:
     """
     part, depth = 2 * model.largest_parameter // world_size, lookup(config, "aio.queue_depth") or 8
     return min(2**20, max(2**17, 2 ** ((part // depth).bit_length() - 1)))
+
+
+def write_ds_config(args: Arguments, folder: Path) -> None:
+    """Write a complete configuration to ds_config.json in a folder, for --ds_config.
+
+    NVMe folders are those of --nvme_path: the run's own folder in it is removed at the end.
+    """
+    config = copy.deepcopy(args.ds_config_dict or {})
+    for part in OFFLOADED:
+        section = lookup(config, f"zero_optimization.{part}") or {}
+        if section.get("device") == "nvme":
+            section["nvme_path"] = args.nvme_path or gettempdir()
+    write_text(folder / "ds_config.json", json.dumps(config, indent=2) + "\n")

@@ -7,7 +7,7 @@ import re
 import shlex
 import threading
 
-from support.cli.datasets import datasets_of
+from support.cli.arguments import Arguments, datasets_of
 from support.cli.paths import is_local_dataset, is_local_model
 from support.errors import UserError, first_line
 from support.files.hub_cache import (
@@ -22,7 +22,7 @@ from support.redaction import redact
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
 
 
-def ask_hub(args, is_main: bool, is_node_leader: bool) -> tuple[bool, str | None]:
+def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool, str | None]:
     """Decide whether the hub is used, and report with --check what is missing without it.
 
     Returns:
@@ -38,7 +38,7 @@ def ask_hub(args, is_main: bool, is_node_leader: bool) -> tuple[bool, str | None
         return True, redact(str(error))
 
 
-def reach_hub(args, is_main: bool, is_node_leader: bool) -> bool:
+def reach_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> bool:
     """Decide whether the Hugging Face hub is used, before any of its libraries is imported.
 
     One probe replaces the clients' retries. If the hub does not answer, HF_HUB_OFFLINE is set, with
@@ -58,41 +58,45 @@ def reach_hub(args, is_main: bool, is_node_leader: bool) -> bool:
         for name, _ in datasets_of(args)
         if name != "pydocs" and not is_local_dataset(name)
     ]
-    every_rank = args.streaming and datasets  # every rank reads a streamed dataset
     pushes = args.push_to_hub and is_main
-    if not (model or datasets or pushes) or not (is_node_leader or every_rank):
-        os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is needed from the hub
-        return False
-    set_offline = is_set_offline()
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    if not set_offline and answers(endpoint):
+    reads = (model or datasets or pushes) and (is_node_leader or (args.streaming and datasets))
+    set_offline, url = is_set_offline(), endpoint()
+    if reads and not set_offline and answers(url):
         return True
     os.environ["HF_HUB_OFFLINE"] = "1"
-    reason = (
-        "HF_HUB_OFFLINE is set"
-        if set_offline
-        else f"The Hugging Face hub ({endpoint}) cannot be reached"
-    )
+    if not reads:
+        return False
+    unreachable = f"The Hugging Face hub ({url}) cannot be reached"
+    reason = "HF_HUB_OFFLINE is set" if set_offline else unreachable
     if pushes:
         raise UserError(
             f"{reason}, and --push_to_hub needs it: leave it out, and push the exported model from "
             "a machine with a network: hf upload OWNER/NAME FOLDER."
         )
-    needed_model = None if scratch_without_hub(args) else model
-    missing_model = None if cached_repository("models", needed_model) else needed_model
+    _check_cache(args, reason, None if scratch_without_hub(args) else model, datasets)
+    if is_main and not (set_offline or args.quiet):
+        print(redact(f"ℹ️  {reason}: using what is in the cache."))
+    return False
+
+
+def _check_cache(args: Arguments, reason: str, model: str | None, datasets: list[str]) -> None:
+    """Raise a UserError if the cache lacks the model or a dataset."""
+    missing_model = None if cached_repository("models", model) else model
     missing = [name for name in datasets if not cached_repository("datasets", name)]
     if missing_model or missing:
         raise UserError(f"{reason}, and {_remedies(args, missing_model, ', '.join(missing))}")
     with_weights = not (args.from_scratch or args.show_sample)
     revision = args.model_revision or "main"
-    if needed_model and (missing_files := missing_of_model(needed_model, with_weights, revision)):
+    if model and (missing_files := missing_of_model(model, with_weights, revision)):
         raise UserError(
             f"{reason}, and the cache has no {' and no '.join(missing_files)} of {model}. Run "
             f"this where there is a network (a cluster's head node): {prefetch_command(args)}"
         )
-    if is_main and not (set_offline or args.quiet):
-        print(redact(f"ℹ️  {reason}: using what is in the cache."))
-    return False
+
+
+def endpoint() -> str:
+    """Return the address of the hub."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
 def download_config(model: str) -> str:
@@ -113,11 +117,10 @@ def download_config(model: str) -> str:
     cached = try_to_load_from_cache(model, "config.json")
     if isinstance(cached, str):
         return cached
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    if is_set_offline() or not answers(endpoint):
+    if is_set_offline() or not answers(endpoint()):
         raise UserError(
             f"--model {model}: no such file or folder, its config.json is not in the cache, and "
-            f"the Hugging Face hub ({redact(endpoint)}) cannot be reached. {advice}"
+            f"the Hugging Face hub ({redact(endpoint())}) cannot be reached. {advice}"
         )
     try:
         return hf_hub_download(model, "config.json")
@@ -144,7 +147,7 @@ PREFETCH_FLAGS = """
     """.split()
 
 
-def prefetch_command(args) -> str:
+def prefetch_command(args: Arguments) -> str:
     """Return the command that downloads what this run needs.
 
     It is meant for a machine that has a network and shares the cache's disk, such as a head node.
@@ -157,7 +160,7 @@ def prefetch_command(args) -> str:
     return shlex.join(command + ["--from_scratch"] * args.from_scratch)
 
 
-def _remedies(args, model: str | None, dataset: str | None) -> str:
+def _remedies(args: Arguments, model: str | None, dataset: str | None) -> str:
     """Return the end of a message: what is missing in the cache, and the three remedies."""
     missing, local_paths, hubless_flags = [], [], []
     if model:
@@ -178,13 +181,13 @@ def _remedies(args, model: str | None, dataset: str | None) -> str:
     )
 
 
-def scratch_without_hub(args) -> bool:
+def scratch_without_hub(args: Arguments) -> bool:
     """Return whether the model needs nothing from the hub: GPT-2 with random weights."""
     return args.from_scratch and args.model in GPT2_SHAPES
 
 
-def answers(endpoint: str) -> bool:
-    """Return whether an HTTP server answers at `endpoint` within PROBE_SECONDS.
+def answers(url: str) -> bool:
+    """Return whether an HTTP server answers at `url` within PROBE_SECONDS.
 
     The proxy variables of the environment are used. An HTTP error counts as an answer.
     """
@@ -193,16 +196,16 @@ def answers(endpoint: str) -> bool:
     import urllib.error
     import urllib.request
 
-    if not endpoint.startswith(("http://", "https://")):
+    if not url.startswith(("http://", "https://")):
         return False
     answered = threading.Event()
     # urllib takes user:password for a part of the host's name.
-    endpoint = re.sub("//[^/?#]*@", "//", endpoint)
+    url = re.sub("//[^/?#]*@", "//", url)
 
     def ask() -> None:
         try:
             urllib.request.urlopen(
-                urllib.request.Request(endpoint, method="HEAD"), timeout=PROBE_SECONDS
+                urllib.request.Request(url, method="HEAD"), timeout=PROBE_SECONDS
             ).close()
         except urllib.error.HTTPError:
             pass  # an error page is an answer

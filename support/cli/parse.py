@@ -1,21 +1,22 @@
-"""From the command line to the arguments: files, defaults that depend on other flags, conflicts."""
+"""From the command line to the arguments: defaults, overridden by the run file, by the flags."""
 
 from __future__ import annotations
 
-import argparse
-import itertools
+import os
 import re
+from dataclasses import replace
+from typing import Any
 
 from support import PROJECT
-from support.cli.aliases import apply_converted, lines_for_user
-from support.cli.argument_types import NEWEST
+from support.cli import aliases
+from support.cli.argument_types import Parser
 from support.cli.arguments import Arguments
 from support.cli.conflicts import refuse_conflicts
 from support.cli.datasets import parse_datasets
-from support.cli.ds_config import choose_strategy, configured_strategy, read_ds_config, reconcile
-from support.cli.flags import build_parser
-from support.cli.fsdp_config import FsdpOptions, apply_fsdp_flag, read_fsdp_config
-from support.cli.run_file import read_run_file, strategy_of_switches
+from support.cli.ds_config import choose_strategy, configured_strategy, merge, read_ds_config
+from support.cli.flags import FLAGS, build_parser
+from support.cli.fsdp_config import FsdpOptions, read_fsdp_config, with_words
+from support.cli.run_file import read_run_file
 from support.errors import UserError
 from support.files.user_files import shown
 from support.known_models import EMBEDDED_MODEL
@@ -41,20 +42,67 @@ LAUNCHER_FLAGS = frozenset(
 def parse_arguments(argv: list[str]) -> Arguments:
     """Parse the command line and its files, and resolve all values that they determine.
 
-    Returns:
-        The flags by name, frozen, and more attributes: `given` (names of the flags on the command
-        line or in the run file), `ds_config_dict` (DeepSpeed's configuration, in which some values
-        may still be "auto", or None), `fsdp` (FsdpOptions), and `hub_offline` and `hub_problem`
-        (False and None, until the hub was probed).
     Raises:
         UserError: unknown or contradicting flags, or an invalid run file, DeepSpeed file or FSDP
             file.
     """
+    try:
+        return _resolve(*_given(argv))
+    except UserError as error:
+        error.args = (as_typed(str(error), argv),)
+        raise
+
+
+def output_dir_of(argv: list[str]) -> str:
+    """Return --output_dir of a command line and its run file; "" without one.
+
+    Raises:
+        UserError: as `parse_arguments`.
+    """
+    return _given(argv)[0].get("output_dir") or ""
+
+
+def as_typed(message: str, argv: list[str]) -> str:
+    """Return a message with the flags under the names that the user gave them."""
+    for argument in argv if " two names " not in message else ():
+        option = argument.partition("=")[0]
+        for name, others in aliases.RENAMED.items():
+            if option[2:] in others:
+                message = re.sub(rf"--{name}(?!\w)", option, message)
+    return message
+
+
+def _given(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values on the command line and in its run file, and where each is from."""
     parser = build_parser()
-    _refuse_two_spellings(parser, argv)
-    if file := parser.parse_known_args(argv)[0].config:
-        argv = [*_not_overridden(read_run_file(file, parser), parser, argv), *argv]
-    args, unknown = parser.parse_known_args(argv)
+    flags, sources = _read(parser, argv)
+    values: dict[str, Any] = {}
+    if file := flags.get("config"):
+        values, keys = _read(parser, read_run_file(file, parser), f"{shown(file)}: ")
+        aliases.convert_precision(values, {})
+        aliases.convert_strategy(values, {}, f"{shown(file)}: ")
+        renamed = {name: key[2:] for name, key in keys.items() if key != f"--{name}"}
+        of_file = {name: f"{file}: {renamed[name]}" if name in renamed else file for name in keys}
+        sources = {**of_file, **sources}
+    aliases.convert_precision(flags, values)
+    aliases.convert_strategy(flags, values)
+    switch = next((sources[name] for name in ("fsdp", "use_fsdp") if name in sources), "")
+    if "strategy" in {**values, **flags}:
+        sources.setdefault("strategy", switch)
+    return {**values, **flags}, sources
+
+
+def _read(parser: Parser, argv: list[str], place: str = "") -> tuple[dict, dict[str, str]]:
+    """Parse arguments that come from one place.
+
+    Returns:
+        The values, and the spelling of each flag, by the names of the given flags.
+    """
+    try:
+        options, unknown = parser.parse_known_args(argv)
+    except UserError as error:
+        error.args = (f"{place}{error}",)
+        raise
     if unknown:
         flag = unknown[0].split("=")[0]
         if flag.startswith("--") and flag[2:].replace("-", "_") in LAUNCHER_FLAGS:
@@ -63,124 +111,101 @@ def parse_arguments(argv: list[str]) -> Arguments:
                 "(torchrun, deepspeed or accelerate launch … real_model_example.py …)."
             )
         parser.refuse_unknown(unknown[0])
-    args.given = _given_flags(parser, argv)
-    args.resume = "" if args.resume is NEWEST else args.resume
-    try:
-        apply_converted(args)
-        _set_datasets(args)
-        refuse_conflicts(args)
-        _set_defaults(args)
-        _resolve_strategy(args)
-        _check_strategy_supports(args)
-    except UserError as error:
-        error.args = (as_typed(str(error), argv),)
-        raise
-    args.hub_offline, args.hub_problem = False, None
-    return args.freeze()
+    spelled = getattr(options, "spelled", {})
+    sources = {aliases.SAME.get(name, name): option for name, option in spelled.items()}
+    return {name: getattr(options, name) for name in spelled}, sources
 
 
-def as_typed(message: str, argv: list[str]) -> str:
-    """Return a message with the flags under the names that the user gave them."""
-    parser = build_parser()
-    for option in {argument.partition("=")[0] for argument in argv}:
-        action = parser._option_string_actions.get(option)
-        if action and action.option_strings[0] != option:
-            message = re.sub(rf"{action.option_strings[0]}(?!\w)", option, message)
-    return message
+def _resolve(given_values: dict[str, Any], sources: dict[str, str]) -> Arguments:
+    """Return the arguments, with all values that the given ones determine."""
+    values = {name: value for name, value in given_values.items() if name in FLAGS}
+    datasets = parse_datasets(values.pop("dataset", []))
+    fsdp_words = values.pop("fsdp", "")
+    args = Arguments(
+        **values,
+        dataset=" ".join(map(str, datasets)) or None,  # type: ignore[arg-type]  # set below
+        mixture=datasets if len(datasets) > 1 else (),
+        given=frozenset({*given_values, *sources}),
+        sources=sources,
+    )
+    args = _set(args, "Trainer's flags", **aliases.convert_trainer(args))
+    refuse_conflicts(args)
+    args = _resolve_strategy(_with_defaults(args), fsdp_words)
+    _check_strategy_supports(args)
+    return args
 
 
-def _not_overridden(
-    from_file: list[str], parser: argparse.ArgumentParser, argv: list[str]
-) -> list[str]:
-    """Remove a run file's --fsdp if the command line chooses another strategy."""
-    given = any(argument.split("=")[0] == "--strategy" for argument in argv)
-    if given and parser.parse_known_args(argv)[0].strategy != "fsdp":
-        return [argument for argument in from_file if not argument.startswith("--fsdp=")]
-    return from_file
+def _set(args: Arguments, source: str, **values) -> Arguments:
+    """Return a copy with other values, and their source."""
+    return args.replace(**values, sources={**args.sources, **dict.fromkeys(values, source)})
 
 
-def _refuse_two_spellings(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    """Refuse a flag that is given under two of its names, or set by two flags."""
-    spelled: dict[str, str] = {}
-    for argument, following in itertools.pairwise([*argv, "--"]):
-        option, _, value = argument.partition("=")
-        action = parser._option_string_actions.get(option)
-        if action is None or action.nargs == 0:  # --eval and --no_eval: the last one counts
-            continue
-        value = value or ("" if following.startswith("-") else following)
-        flag = "ds_config" if action.dest == "deepspeed" and value else action.dest
-        if value.lower() == "false":  # --bf16 True --fp16 False
-            continue
-        if (other := spelled.setdefault(flag, option)) != option:
-            same = parser._option_string_actions[other] is action
-            verb = "are two names of one flag" if same else f"both set --{flag}"
-            raise UserError(f"{other} and {option} {verb}: leave one out.")
-
-
-def _given_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
-    """Return the names of the flags in `argv`, and remove all defaults from `parser`.
-
-    Parsed without defaults, the result has only the flags that were given.
-    """
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-    return set(vars(parser.parse_known_args(argv)[0]))
-
-
-def _set_datasets(args) -> None:
-    """Set `mixture` to the datasets with their weights if there are several, else to ().
-
-    `dataset` is then one text, for messages and results.json.
-    """
-    datasets = parse_datasets(args.dataset or [])
-    args.mixture = datasets if len(datasets) > 1 else ()
-    args.dataset = " ".join(map(str, datasets)) or None
-
-
-def _set_defaults(args) -> None:
+def _with_defaults(args: Arguments) -> Arguments:
     """Set the values that depend on other flags."""
-    if args.check:
-        args.ddp_timeout = min(args.ddp_timeout, CHECK_SECONDS)
-    args.hang_seconds = args.hang_seconds or max(1, args.ddp_timeout // 10)
+    if args.check and args.ddp_timeout > CHECK_SECONDS:
+        args = _set(args, "--check", ddp_timeout=CHECK_SECONDS)
     if args.simulate_gpus:
-        args.eval, args.no_save, args.no_export = False, True, True
-        args.max_steps, args.epochs = args.max_steps or SIMULATED_STEPS, None
-    if args.dataset is None and args.eval_only and args.validation_file:
-        args.dataset = args.validation_file  # no other text is used
-    if args.dataset is None:
-        args.dataset = "pydocs" if args.model == EMBEDDED_MODEL else "wikitext"
-    if args.lora_r and args.lora_alpha is None:
-        args.lora_alpha = 2.0 * args.lora_r
-    if args.lr is None:
-        random = args.from_scratch or args.model == EMBEDDED_MODEL
-        # At 1e-3 the embedded model's loss sometimes jumps; at such a step rounding differences
-        # between strategies become visible.
-        usual = 5e-4 if random else 2e-4 if args.lora_r else 5e-5
-        args.lr = OPTIMIZERS[args.optim].lr or usual
+        steps = args.max_steps or SIMULATED_STEPS
+        off = {"eval": False, "no_save": True, "no_export": True, "epochs": None}
+        args = _set(args, "--simulate_gpus", max_steps=steps, **off)
+    dataset, is_embedded = args.dataset, args.model == EMBEDDED_MODEL
+    if dataset is None and args.eval_only and args.validation_file:
+        dataset = args.validation_file  # no other text is used
+    # At 1e-3 the embedded model's loss sometimes jumps; at such a step rounding differences
+    # between strategies become visible.
+    usual = 5e-4 if args.from_scratch or is_embedded else 2e-4 if args.lora_r else 5e-5
+    alpha = 2.0 * args.lora_r if args.lora_r and args.lora_alpha is None else args.lora_alpha
+    return args.replace(
+        hang_seconds=args.hang_seconds or max(1, args.ddp_timeout // 10),
+        dataset=dataset or ("pydocs" if is_embedded else "wikitext"),
+        lora_alpha=alpha,
+        lr=OPTIMIZERS[args.optim].lr or usual if args.lr is None else args.lr,
+    )
 
 
-def _resolve_strategy(args) -> None:
+def _resolve_strategy(args: Arguments, fsdp_words: str) -> Arguments:
     """Resolve the strategy and its settings from the flags, a DeepSpeed file and an FSDP file."""
-    given = args.strategy if "strategy" in args.given else None
-    use_fsdp, fsdp_flag = args.use_fsdp or bool(args.fsdp), args.fsdp
-    chosen = strategy_of_switches(args.use_deepspeed, use_fsdp, given, args.ds_config)
-    del args.use_deepspeed, args.use_fsdp
-    config, args.ds_config_dict, args.fsdp = None, None, FsdpOptions()
-    if args.ds_config is not None:
-        config = read_ds_config(args.ds_config)
-        chosen = chosen or choose_strategy(config, args.ds_config)
-    args.strategy = chosen or args.strategy
-    if args.fsdp_config is not None and args.strategy == "fsdp":
-        args.fsdp = read_fsdp_config(args.fsdp_config)
+    config = read_ds_config(args.ds_config) if args.ds_config else None
+    if config is not None and args.ds_config and "strategy" not in args.given:
+        chosen = choose_strategy(config)
+        args = _set(args, f"{args.ds_config}: zero_optimization", strategy=chosen)
     if args.strategy == "fsdp":
-        apply_fsdp_flag(args.fsdp, fsdp_flag)
-        _follow_fsdp_options(args)
+        return _resolve_fsdp(args, fsdp_words)
     if STRATEGIES[args.strategy].uses_deepspeed:
-        file = args.ds_config or f"{PROJECT}/{STRATEGIES[args.strategy].config_file}"
-        args.ds_config_dict = reconcile(args, config or read_ds_config(file), file)
+        own = f"{PROJECT}/{STRATEGIES[args.strategy].config_file}"
+        file = args.ds_config or own
+        content = read_ds_config(own) if config is None else config
+        world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
+        resolved = merge(args, content, file, world_size)
+        sources = {
+            name: f"{file}{key}" if key.startswith(" ") else f"{file}: {key}"
+            for name, key in resolved.keys.items()
+        }
+        args = args.replace(**resolved.flags, sources={**args.sources, **sources})
+        args = args.replace(ds_config_dict=resolved.config)
+    return args
 
 
-def _check_strategy_supports(args) -> None:
+def _resolve_fsdp(args: Arguments, words: str) -> Arguments:
+    """Apply --fsdp and the FSDP file; a contradicting --precision is an error."""
+    options = read_fsdp_config(args.fsdp_config) if args.fsdp_config else FsdpOptions()
+    args = args.replace(fsdp=with_words(options, words))
+    precision = args.fsdp.precision
+    if precision and "precision" in args.given and args.precision != precision:
+        raise UserError(
+            f"--precision {args.precision} contradicts fsdp_mixed_precision in {args.fsdp_config} "
+            f"({precision}): change one of them."
+        )
+    if precision:
+        args = _set(args, f"{args.fsdp_config}: fsdp_mixed_precision", precision=precision)
+    if args.fsdp.no_shard:
+        note = "NO_SHARD: each rank holds the whole model, as with --strategy dp"
+        options = replace(args.fsdp, notes=(*args.fsdp.notes, note))
+        args = _set(args, args.fsdp_config or "--fsdp", strategy="dp", fsdp=options)
+    return args
+
+
+def _check_strategy_supports(args: Arguments) -> None:
     """Check that the strategy supports --optim and --load_in_4bit."""
     if args.load_in_4bit and STRATEGIES[args.strategy].shards_parameters:
         raise UserError(
@@ -191,21 +216,7 @@ def _check_strategy_supports(args) -> None:
         raise UserError(f"--optim {args.optim} does not work under {args.strategy}: {reason}.")
 
 
-def _follow_fsdp_options(args) -> None:
-    """Apply the FSDP file's precision and NO_SHARD; a contradicting --precision is an error."""
-    fsdp_precision = args.fsdp.precision
-    if fsdp_precision and "precision" in args.given and args.precision != fsdp_precision:
-        raise UserError(
-            f"--precision {args.precision} contradicts fsdp_mixed_precision in {args.fsdp_config} "
-            f"({fsdp_precision}): change one of them."
-        )
-    args.precision = fsdp_precision or args.precision
-    if args.fsdp.no_shard:
-        args.fsdp.notes.append("NO_SHARD: each rank holds the whole model, as with --strategy dp")
-        args.strategy = "dp"
-
-
-def ignored_flags(args) -> list[str]:
+def ignored_flags(args: Arguments) -> list[str]:
     """Return one line for each given flag that has no effect in this run, and FSDP's notes."""
     uses = {
         "ds_config": ("the DeepSpeed strategies", args.ds_config_dict is not None),
@@ -215,7 +226,7 @@ def ignored_flags(args) -> list[str]:
     lines = [
         f"--{flag} is used by {users} only: ignored under {args.strategy}"
         for flag, (users, is_used) in uses.items()
-        if flag in args.given and not is_used
+        if flag in args.given and getattr(args, flag) is not None and not is_used
     ] + [f"{args.fsdp_config or '--fsdp'}: {note}" for note in args.fsdp.notes]
     lines += [
         f"--{flag} is used by --report_to only: ignored"
@@ -224,4 +235,4 @@ def ignored_flags(args) -> list[str]:
     ]
     if args.logging_dir and "tensorboard" not in args.report_to:
         lines.append("--logging_dir is used by --report_to tensorboard only: ignored")
-    return lines + lines_for_user(args)
+    return lines + aliases.lines_for_user(args)

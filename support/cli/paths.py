@@ -6,13 +6,13 @@ import json
 import os
 from pathlib import Path
 
-from support.cli.datasets import datasets_of
+from support.cli.arguments import Arguments, datasets_of
 from support.cli.ds_config import configured_strategy
 from support.errors import UserError
 from support.files.folders import files_of
 from support.files.user_files import read_text
 
-DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
 
 
@@ -33,7 +33,7 @@ def is_local_dataset(name: str) -> bool:
     )
 
 
-def check_data_paths(args) -> None:
+def check_data_paths(args: Arguments) -> None:
     """Check that files and folders of data, and the chat template, exist and can be read.
 
     Raises:
@@ -59,7 +59,7 @@ def check_data_paths(args) -> None:
         read_text("--chat_template", args.chat_template)
 
 
-def _check_hub_flags(args) -> None:
+def _check_hub_flags(args: Arguments) -> None:
     """Check that flags for datasets of the hub have one to apply to.
 
     Raises:
@@ -77,7 +77,7 @@ def _check_hub_flags(args) -> None:
             raise UserError(f"--{flag} is for one dataset of the hub, and there are {len(hub)}.")
 
 
-def check_output_dir(args) -> None:
+def check_output_dir(args: Arguments) -> None:
     """Check that --output_dir is writable, and holds no other run unless the flags allow it."""
     if args.output_dir is None:
         return
@@ -129,7 +129,7 @@ def holds_a_run(folder: Path) -> bool:
     return status != "failed" or trained
 
 
-def check_export_folder(args) -> None:
+def check_export_folder(args: Arguments) -> None:
     """Check the folder of the export, which is replaced as a whole.
 
     Raises:
@@ -138,7 +138,7 @@ def check_export_folder(args) -> None:
     """
     if args.no_export or args.eval_only or not (args.export_hf or args.output_dir):
         return
-    folder = Path(args.export_hf or Path(args.output_dir) / "hf").absolute()
+    folder = Path(args.export_hf or f"{args.output_dir}/hf").absolute()
     description = f"--export_hf {args.export_hf}" if args.export_hf else f"The export, {folder},"
     if not folder.is_file():
         check_place("--export_hf" if args.export_hf else "The export,", folder)
@@ -169,7 +169,7 @@ def check_export_folder(args) -> None:
             )
 
 
-def check_logging_dir(args) -> None:
+def check_logging_dir(args: Arguments) -> None:
     """Check that --logging_dir is writable and has no curves of another run.
 
     TensorBoard would show them as part of this run.
@@ -179,18 +179,16 @@ def check_logging_dir(args) -> None:
     """
     if args.logging_dir is None or "tensorboard" not in args.report_to:
         return
-    check_place("--logging_dir", Path(args.logging_dir))
-    if args.overwrite or args.resume is not None:
-        return
     folder = Path(args.logging_dir)
-    if any(folder.glob(EVENT_FILES)):
+    check_place("--logging_dir", folder)
+    if not (args.overwrite or args.resume is not None) and any(folder.glob(EVENT_FILES)):
         raise UserError(
             f"--logging_dir {folder} holds the curves of another run: name another folder, "
             "or --overwrite."
         )
 
 
-def check_nvme_path(args) -> None:
+def check_nvme_path(args: Arguments) -> None:
     """Check that infinity's folder exists; `make_nvme_folder` checks its size later."""
     if (
         configured_strategy(args).uses_nvme

@@ -7,11 +7,11 @@ devices        the GPU of a rank, and the precision in which it computes
 process_group  the backend of the process group, and waiting for its ranks
 context        `DistContext`: rank, device, collectives of objects, preparation once per node
 failures       `FailureMonitor`: the first failure is reported, and every rank exits
-peers          detection of ranks that were killed or stopped
+watchdog       detection of ranks that failed, were killed, were stopped, or wait
 hang           the report of ranks that wait for each other
 restart        restart with a smaller micro-batch after memory ran out
 stop_signal    what SIGTERM, SIGINT, SIGUSR1 and SIGHUP do
 comm_volume    collectives, message bytes and sent bytes per optimizer step
-slurm          batch scripts, filled in from the files in templates/
+slurm          batch and launch scripts, from the jinja2 templates in templates/
 setup_files    the configurations and scripts that scripts/distributed_setup.py writes
 """

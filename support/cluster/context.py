@@ -1,8 +1,4 @@
-"""DistContext: this process among the ranks, its device, and what the ranks do together.
-
-What may take longer than a collective's time limit waits in a key-value store instead (torch's
-TCPStore, hosted by rank 0 or by torchrun's agent).
-"""
+"""DistContext: this process among the ranks, its device, and collectives of Python objects."""
 
 from __future__ import annotations
 
@@ -15,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from support.cluster.failures import FailureMonitor
-from support.cluster.hang import HangMonitor
+from support.cluster.hang import HangReport
 from support.cluster.launch import Launch
 from support.cluster.stop_signal import StopSignal
 from support.console import Console
@@ -28,7 +24,10 @@ from support.files.atomic import TemporaryPaths
 
 @dataclass
 class DistContext:
-    """This process among the ranks: its place, its device, and collectives for Python objects."""
+    """This process among the ranks: its place, its device, and collectives of Python objects.
+
+    Output, failures and temporary files are in `console` and `failures`.
+    """
 
     launch: Launch
     device: torch.device  # the GPU of this rank, or the CPU
@@ -37,7 +36,6 @@ class DistContext:
     failures: FailureMonitor  # what ends this process when a rank fails
     precision: str = "fp32"  # of the computation: "fp32", "bf16" or "fp16"
     nodes: int = 1
-    attempt: str = ""  # prefix of the keys in the store; a restart by torchrun uses the same store
     lock: Any = None  # on rank 0: prevents a second run from using the output folder
 
     @classmethod
@@ -69,8 +67,8 @@ class DistContext:
         return self.failures.stop
 
     @property
-    def hang(self) -> HangMonitor:
-        """Writes the hang report."""
+    def hang(self) -> HangReport:
+        """The hang report, and the count of the collectives."""
         return self.failures.hang
 
     @property
@@ -103,7 +101,7 @@ class DistContext:
         """Number of processes that exist: 1 in a simulation, otherwise the world size."""
         return 1 if self.simulated else self.world_size
 
-    def mesh(self, hybrid: bool):
+    def mesh(self, hybrid: bool) -> DeviceMesh:
         """Return the device mesh of all ranks, for FSDP.
 
         Args:
@@ -116,19 +114,15 @@ class DistContext:
             self.console.warn(
                 "HYBRID_SHARD on one node is FULL_SHARD: there is no other node to hold a copy."
             )
-        return init_device_mesh(
-            self.device.type,
-            (self.nodes, self.launch.local_world_size),
-            mesh_dim_names=("replicate", "shard"),
-        )
-
-    # ------------------------------------------------------------------- preparation, once per node
+        shape = (self.nodes, self.launch.local_world_size)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def once_per_node(self, what: str, prepare: Callable[[], Any]) -> Any:
         """Call `prepare` on local rank 0 of each node while all other ranks wait.
 
-        The wait is not a collective, so it has no time limit: tokenization may take an hour. Every
-        rank waits for all nodes, so that no node waits for another one in the next collective.
+        The ranks wait in the key-value store and not in a collective, which has a time limit:
+        tokenization may take an hour. Every rank waits for all nodes, so that no node waits for
+        another one in the next collective.
 
         Args:
             what: name of the preparation, unique in the run.

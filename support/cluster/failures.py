@@ -1,4 +1,4 @@
-"""The first failure of a run is reported once, and every rank exits."""
+"""The first failure of a run is written and printed once, and every rank exits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from support import progress
-from support.cluster.hang import HangMonitor
+from support.cluster.hang import HangReport
 from support.cluster.launch import Launch
-from support.cluster.peers import PERIOD_SECONDS, PeerMonitor, in_time
 from support.cluster.restart import REQUEST, Restart
 from support.cluster.stop_signal import StopSignal
+from support.cluster.watchdog import ROUND_SECONDS, Watchdog, in_time
 from support.console import Console
 from support.errors import EXIT_FAILED, LESS_MEMORY, OutOfMemory, TrainingError, UserError, explain
 from support.files.atomic import TemporaryPaths
@@ -35,12 +34,9 @@ HOST_IS_FULL = (
 )
 GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
 STORE_SECONDS = 2  # time limit of the store when an error is reported
-DISK_SECONDS = 5  # time limit of each function in `FailureMonitor.on_failure`
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
 LONGEST_MESSAGE = 2000  # characters of an error in the store
 RESERVE_BYTES = 64 << 20
-# Ignored while an error is reported: a full disk, one that hangs (TimeoutError), no free thread.
-IGNORED_WHILE_REPORTING = (OSError, RuntimeError, MemoryError)
 
 
 class FailureMonitor:
@@ -60,69 +56,76 @@ class FailureMonitor:
         self.remedies: Callable[[], list[str]] = list
         self.flushes: list[Callable[[], None]] = []  # write files that other programs read
         self.store: dist.Store | None = None  # has the first error; None with a single process
-        self.hang = HangMonitor(launch, console)
+        self.hang = HangReport(launch, console, stop)
         self.restart: Restart | None = None  # after memory ran out (--auto_micro_batch)
         self._ending = threading.Event()  # this process is exiting
-        # Address space that is released to report that no memory is left (a thread, a file, lines).
-        # Nothing is written to it, so it uses no pages.
+        self._reported_elsewhere = False  # another rank reports the first error
+        # Address space that is released to report that no memory is left. Nothing is written to
+        # it, so it uses no pages.
         self._reserve = mmap.mmap(-1, RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
 
-    def watch(self, store: dist.Store, peers: PeerMonitor) -> None:
-        """Start the threads that end this process when another rank has failed.
+    def watch(self, stores: list[dist.Store], hang_seconds: int) -> None:
+        """Start the watchdog, which ends this process when another rank has failed.
 
         Args:
-            peers: detects ranks that have failed; it needs a connection of its own to the store.
+            stores: two connections that no other thread uses; none for a single process.
+            hang_seconds: see `HangReport.start`.
         """
-        self.store = store
-        threading.Thread(target=peers.ask_until, args=(self._ending,), daemon=True).start()
-        threading.Thread(target=self._watch, args=(peers,), daemon=True).start()
+        self.hang.start(hang_seconds)
+        self.store = stores[0] if stores else None
+        watchdog = Watchdog(self.launch, self.hang, stores[1] if stores else None)
+        exchange = watchdog.exchange_until
+        threading.Thread(target=exchange, args=(self._ending,), daemon=True).start()
+        if stores:
+            threading.Thread(target=self._watch, args=(watchdog,), daemon=True).start()
 
-    def _watch(self, peers: PeerMonitor) -> None:
+    def _watch(self, watchdog: Watchdog) -> None:
         """End the process when another rank has failed; runs in a thread.
 
         The main thread may be blocked in a collective that never completes.
         """
-        while not self._ending.wait(PERIOD_SECONDS):
-            failure_text = peers.look()
+        while not self._ending.wait(ROUND_SECONDS):
+            failure_text = watchdog.look()
             if failure_text is None:
                 continue
+            self._reported_elsewhere = failure_text == ""
             self._restart_if_agreed()
             # The store also exits when the run completes, and the main thread may have a more
             # precise error.
-            if peers.lost and self._ending.wait(GRACE_SECONDS):
+            if watchdog.lost and self._ending.wait(GRACE_SECONDS):
                 return
+            self._end_at_latest(EXIT_FAILED)
             if failure_text:
                 self._report(TrainingError(failure_text))
-                self.hang.lost = "" if peers.lost else failure_text
-            if not peers.lost and self._ending.wait(GRACE_SECONDS):
+                self.hang.dump(failure_text)
+                self.hang.lost = failure_text  # the other thread adds the table
+            if not watchdog.lost and self._ending.wait(GRACE_SECONDS):
                 return
-            end_at_latest(EXIT_FAILED)
-            self.hang.write_alone()
             self._flush()
             self.temporary.clean_up()
             exit_now(EXIT_FAILED)
 
     def end_failed(self, error: BaseException) -> NoReturn:
-        """Report an error and exit with its exit code.
+        """Record and report an error, and exit with its exit code.
 
-        Only the rank that fails first reports its error: the errors of the other ranks are
+        results.json is written first, by this thread, which needs no other thread and little
+        memory. Only the rank that fails first reports its error: the errors of the other ranks are
         consequences.
         """
         self._reserve.close()
         user_error = explain(error)
         self._restart_if_agreed(user_error, error)
         self.stop.ignore()
-        end_at_latest(user_error.exit_code)
+        self._end_at_latest(user_error.exit_code, f"❌ {user_error}{self._rank_label}")
         try:
-            if self.console.verbose:
-                print_traceback(error)
-            self._clean_up()  # an incomplete checkpoint may fill the disk
             self._report(user_error, error)
             # The other ranks must read the error in the store, which this process may host.
             if self.launch.is_main and self.launch.world_size > 1:
-                time.sleep(2 * PERIOD_SECONDS)
+                time.sleep(2 * ROUND_SECONDS)
             self._flush()
             self._ending.set()
+            self.hang.close()
+            self.temporary.clean_up()
         finally:  # not sys.exit: the destructor of a communicator with a broken peer can hang
             exit_now(user_error.exit_code)
 
@@ -152,18 +155,13 @@ class FailureMonitor:
         if not entry.startswith(REQUEST):
             return
         if entry == request and shown is not None:
-            values = self.restart.values
-            self.console.print(
-                f"ℹ️  {shown} All ranks start again with --batch_size {values['batch_size']} "
-                f"--gradient_accumulation_steps {values['gradient_accumulation_steps']}."
-                f"{self._rank_label}"
-            )
-        self._clean_up()
+            flags = " ".join(f"--{name} {value}" for name, value in self.restart.values.items())
+            flags = flags.partition(" --output_dir")[0]
+            again = f"All ranks start again with {flags}."
+            self.console.print(f"ℹ️  {shown} {again}{self._rank_label}")
+        self.hang.close()
+        self.temporary.clean_up()
         self.restart.execute(self.store)
-
-    def _clean_up(self) -> None:
-        with contextlib.suppress(*IGNORED_WHILE_REPORTING):
-            in_time(self.temporary.clean_up, END_SECONDS / 2)
 
     @property
     def _rank_label(self) -> str:
@@ -176,35 +174,36 @@ class FailureMonitor:
                 flush()
 
     def _report(self, shown: UserError, error: BaseException | None = None) -> None:
-        """Record and print an error, unless another rank has reported one.
+        """Record an error in results.json, then print it, unless another rank has reported one.
 
-        The first rank to write its error into the store reports it. If the store has exited with
-        rank 0, or does not answer, it is the rank that changes the status in results.json.
+        The first rank to write its error into the store reports it. If the store does not answer,
+        it is the rank that changes the status in results.json.
         """
+        if not self._record(shown, error) or self._reported_elsewhere:
+            return
         # The store accepts no large values.
         text = str(shown)[:LONGEST_MESSAGE].encode(errors="replace").decode()
         entry = f"{self.launch.rank} {threading.get_ident()}: {text}"
         if self._first_entry(entry) != entry:
             return
-        recorded = False
-        # Starting a thread needs memory, and there may not be enough.
-        with contextlib.suppress(*IGNORED_WHILE_REPORTING):
-            if not self._record(shown):
-                return
-            recorded = True
+        if error is not None and self.console.verbose:
+            print_traceback(error)
         progress.write(f"❌ {shown}{self._rank_label}", sys.stderr)
         if isinstance(shown, OutOfMemory):
             self._ending.set()  # `_about_memory` may take longer than GRACE_SECONDS
             for line in self._about_memory(is_of_host(shown)):
                 progress.write(f"   {line}", sys.stderr)
-        if not recorded:
-            free_variables(error)
-            with contextlib.suppress(*IGNORED_WHILE_REPORTING):
-                self._record(shown)
 
-    def _record(self, shown: UserError) -> bool:
+    def _record(self, shown: UserError, error: BaseException | None) -> bool:
         """Call the functions in `on_failure`; return False if another rank has recorded one."""
-        return all(in_time(partial(record, shown), DISK_SECONDS) for record in self.on_failure)
+        for _ in range(2):
+            try:
+                return all(record(shown) for record in self.on_failure)
+            except MemoryError:
+                free_variables(error)
+            except OSError:  # the disk is full: an incomplete checkpoint may fill it
+                self.temporary.clean_up()
+        return True
 
     def _first_entry(self, entry: str) -> str:
         """Write `entry` into the store if it is the first; return the first one."""
@@ -212,7 +211,7 @@ class FailureMonitor:
             return entry
         try:
             return in_time(lambda: store.compare_set("failure", "", entry), STORE_SECONDS).decode()
-        except Exception:  # the store has exited or does not answer
+        except Exception:  # the store has exited or does not answer, or no thread can be started
             return entry
 
     def _about_memory(self, of_host: bool) -> list[str]:
@@ -240,6 +239,7 @@ class FailureMonitor:
         try:
             dist.barrier()
             self._ending.set()
+            self.hang.close()
             if hasattr(engine, "destroy"):
                 engine.destroy()
             # Groups of gloo need no end. In torch 2.6 it can block: the destructor holds Python's
@@ -249,6 +249,23 @@ class FailureMonitor:
         finally:
             self.temporary.clean_up()
             exit_now(code)
+
+    def _end_at_latest(self, code: int, line: str = "") -> None:
+        """Exit after END_SECONDS, even if the main thread blocks (hung disk, stopped terminal).
+
+        Args:
+            line: printed first, unless it was printed before.
+        """
+
+        def end() -> None:
+            if line and not self._ending.is_set():
+                os.write(2, f"{line}\n".encode())
+            os._exit(code)
+
+        timer = threading.Timer(END_SECONDS, end)
+        timer.daemon = True
+        with contextlib.suppress(RuntimeError, MemoryError):  # this host cannot start a thread
+            timer.start()
 
 
 def is_of_host(error: OutOfMemory) -> bool:
@@ -261,11 +278,3 @@ def free_variables(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def end_at_latest(code: int) -> None:
-    """Exit after END_SECONDS, even if the main thread blocks (hung disk, stopped terminal)."""
-    timer = threading.Timer(END_SECONDS, os._exit, (code,))
-    timer.daemon = True
-    with contextlib.suppress(RuntimeError):  # this host cannot start a thread
-        timer.start()

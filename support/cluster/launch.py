@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -47,7 +48,7 @@ class Launch:
         return self.local_rank == 0
 
 
-# Variables that only these launchers set.
+# A variable that only this launcher sets.
 LAUNCHER_MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
 
 
@@ -63,15 +64,16 @@ def detect_launch() -> Launch:
             cannot be expanded.
     """
     env = os.environ
-    # The shell of a batch script has SLURM_PROCID, too, but is not a job step: `python` in it is a
+    # The shell of a batch script also has SLURM_PROCID, but is not a job step: `python` in it is a
     # single process.
     in_step = "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_JOB_ID" not in env)
     try:
-        if "RANK" in env and "WORLD_SIZE" in env and not (in_step and _exported_to_all_tasks(env)):
+        if "RANK" in env and "WORLD_SIZE" in env:
             launch = _from_rank_variables(env)
+            if in_step:
+                _check_tasks(env, launch)
         elif in_step:
             launch = _from_slurm(env)
-            _report_overruled(env, launch)
         else:
             launch = Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", free_port())
     except (KeyError, ValueError) as error:
@@ -117,7 +119,7 @@ def simulated(launch: Launch, world_size: int) -> Launch:
     return replace(launch, launcher="simulated", world_size=world_size, local_world_size=world_size)
 
 
-def _from_rank_variables(env) -> Launch:
+def _from_rank_variables(env: Mapping[str, str]) -> Launch:
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
     # LOCAL_SIZE and CROSS_RANK are set by the deepspeed launcher.
     local_world = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world)
@@ -130,7 +132,7 @@ def _from_rank_variables(env) -> Launch:
     return Launch(launcher, rank, local_rank, world, local_world, node, address, port)
 
 
-def _tasks(env) -> int:
+def _tasks(env: Mapping[str, str]) -> int:
     """Return the number of tasks of this step.
 
     SLURM_STEP_NUM_TASKS takes precedence: SLURM_NTASKS is the number for the whole allocation, for
@@ -139,50 +141,44 @@ def _tasks(env) -> int:
     return int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
 
 
-def _exported_to_all_tasks(env) -> bool:
-    """Return whether RANK was set before srun started the tasks, so that all have the same value.
+def _check_tasks(env: Mapping[str, str], launch: Launch) -> None:
+    """Check that the tasks of a Slurm step are one run, and not one run per task.
 
-    A batch script that exports RANK and then calls `srun python` does this. If a launcher or a
-    shell inside a task sets RANK, the environment with which Slurm started the task does not
-    contain it. The result must be the same in every task, so it cannot depend on the value of RANK
-    alone.
+    Raises:
+        UserError: a launcher in each task, or variables that the batch script exported, make every
+            task a run by itself or give several tasks the same rank.
     """
-    if any(mark in env for mark in LAUNCHER_MARKS.values()) or _tasks(env) < 2:
-        return False
+    tasks = _tasks(env)
+    nodes = int(env.get("GROUP_WORLD_SIZE") or env.get("CROSS_SIZE") or launch.world_size)
+    if launch.launcher != "python" and min(nodes, launch.world_size) < tasks:
+        raise UserError(
+            f"srun started {tasks} tasks, and {launch.launcher} in each of them starts a separate "
+            "run: use `srun python real_model_example.py …` with one task per GPU, or one torchrun "
+            f"per node (srun --ntasks-per-node=1 torchrun --nnodes={tasks} --nproc_per_node=N "
+            "--rdzv_backend=c10d --rdzv_endpoint=HOST:PORT …)."
+        )
+    if launch.launcher == "python" and (launch.world_size < tasks or _exported_to_all(env, tasks)):
+        raise UserError(
+            f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']} are set in each of the {tasks} "
+            "tasks of srun, so several tasks have the same rank: unset RANK WORLD_SIZE LOCAL_RANK "
+            "before `srun python real_model_example.py …`, which reads Slurm's numbers."
+        )
+
+
+def _exported_to_all(env: Mapping[str, str], tasks: int) -> bool:
+    """Return whether RANK was exported before srun, so that all tasks have the same value.
+
+    If a shell inside a task sets RANK, the environment with which Slurm started the task does not
+    contain it. The result is the same in every task.
+    """
     try:
         started_with = Path(f"/proc/{int(env['SLURM_TASK_PID'])}/environ").read_bytes().split(b"\0")
-    except (KeyError, ValueError, OSError):  # e.g. hidden by a container
-        return int(env["WORLD_SIZE"]) <= _tasks(env)
-    return f"RANK={env['RANK']}".encode() in started_with
+    except (KeyError, ValueError, OSError):  # for example hidden by a container
+        return False
+    return tasks > 1 and f"RANK={env['RANK']}".encode() in started_with
 
 
-def _report_overruled(env, launch: Launch) -> None:
-    """Print on one rank which variables of the environment are ignored in favor of Slurm's values.
-
-    RANK, WORLD_SIZE and MASTER_ADDR are reported if they contradict Slurm.
-    """
-    exported = {name: env[name] for name in ("RANK", "WORLD_SIZE") if name in env}
-    size_differs = exported.get("WORLD_SIZE", str(launch.world_size)) != str(launch.world_size)
-    rank_differs = exported.get("RANK", str(launch.rank)) != str(launch.rank)
-    # If all tasks have RANK=0, it contradicts Slurm in every task except task 0.
-    reporting_rank = 0 if size_differs or exported.get("RANK") != "0" else 1
-    if launch.rank == reporting_rank and (size_differs or rank_differs):
-        assignments = " ".join(f"{name}={value}" for name, value in exported.items())
-        print(
-            f"ℹ️  {assignments} was exported before srun: "
-            f"Slurm's numbers are used, {launch.world_size} ranks.",
-            flush=True,
-        )
-    address = env.get("MASTER_ADDR")
-    if launch.rank == 0 and address not in (None, "", launch.master_addr):
-        print(
-            f"ℹ️  MASTER_ADDR={address} is not one host that all ranks reach: "
-            f"{launch.master_addr} is used.",
-            flush=True,
-        )
-
-
-def _from_slurm(env) -> Launch:
+def _from_slurm(env: Mapping[str, str]) -> Launch:
     rank, world, local_rank = int(env["SLURM_PROCID"]), _tasks(env), int(env["SLURM_LOCALID"])
     node = int(env.get("SLURM_NODEID", 0))
     # The variable lists the tasks on each node of the step, for example "3,1" or "4(x2),1".
@@ -202,7 +198,7 @@ def _from_slurm(env) -> Launch:
     return Launch("srun", rank, local_rank, world, local_world, node, address, port)
 
 
-def _first_slurm_host(env) -> str:
+def _first_slurm_host(env: Mapping[str, str]) -> str:
     """Return the first node of the step, or of the job.
 
     Slurm's list is compressed ("gpu[07-08,11]"), so `scontrol` must expand it.

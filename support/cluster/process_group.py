@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.cluster.devices import identify_gpu
-from support.cluster.peers import PeerMonitor
 from support.cluster.rendezvous import ARRIVAL_SECONDS, open_store, rendezvous
 from support.strategy import STRATEGIES
 
 
-def group_options(args, ctx: DistContext) -> dict[str, Any]:
+def group_options(args: Arguments, ctx: DistContext) -> dict[str, Any]:
     """Choose the backend of the process group, and whether the group is bound to a device.
 
     FSDP with CPU offload also reduces tensors in host memory, which NCCL cannot do: GradScaler's
@@ -50,7 +50,7 @@ def connect_ranks(ctx: DistContext, seconds: float, hang_seconds: int) -> dist.S
     allocates the same memory as among real ranks.
 
     Args:
-        ctx: this process; among real ranks its `attempt` is set.
+        seconds: time to wait for the last rank.
         hang_seconds: for which a collective may wait before the hang report is written.
     Returns:
         The store for `dist.init_process_group`.
@@ -61,17 +61,13 @@ def connect_ranks(ctx: DistContext, seconds: float, hang_seconds: int) -> dist.S
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
         ctx.stop.install()
-        ctx.hang.start(None, hang_seconds)
+        ctx.failures.watch([], hang_seconds)
         return FakeStore()
-    launch = ctx.launch
     seconds = min(seconds, ARRIVAL_SECONDS)
-    store, ctx.attempt = rendezvous(launch, ctx.backend, seconds, identify_gpu(ctx.device))
+    store, attempt = rendezvous(ctx.launch, ctx.backend, seconds, identify_gpu(ctx.device))
     ctx.stop.install()
-    hang_store = None
     # Before NCCL connects the ranks: it would wait for a rank that has already failed.
-    if launch.world_size > 1:
-        peers = PeerMonitor(open_store(launch, ctx.attempt), launch.rank, launch.world_size)
-        ctx.failures.watch(open_store(launch, ctx.attempt), peers)
-        hang_store = open_store(launch, ctx.attempt)
-    ctx.hang.start(hang_store, hang_seconds)
+    several = ctx.world_size > 1
+    stores = [open_store(ctx.launch, attempt) for _ in range(2)] if several else []
+    ctx.failures.watch(stores, hang_seconds)
     return store

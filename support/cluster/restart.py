@@ -1,13 +1,8 @@
 """Restart of all ranks with a smaller micro-batch when memory runs out (--auto_micro_batch).
 
 Each rank replaces its program by a new one in the same process (execve), which no launcher notices.
-The smaller micro-batch is passed in an environment variable.
-
-Nothing else is safe for every strategy. A rank that runs out of memory leaves the others in a
-collective that it never joins, so the process group cannot be used again; a trial step before the
-training has the same problem, because ZeRO-3 and FSDP gather parameters in it. Buckets, hooks and
-DeepSpeed's engine keep tensors and the batch size, and the allocator's memory is fragmented. A new
-program has none of this, and costs the time of a start.
+A rank without memory leaves the others in a collective that it never joins, so the process group
+cannot be used again; and buckets, hooks and DeepSpeed's engine keep tensors and the batch size.
 """
 
 from __future__ import annotations
@@ -23,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from support import process
+from support.cli.arguments import Arguments
 from support.cluster.launch import Launch
-from support.cluster.peers import agent_hosts_store, in_time
 from support.cluster.stop_signal import StopSignal
 
 if TYPE_CHECKING:  # --help must not wait for torch
@@ -38,7 +33,7 @@ class Restart:
     """What a rank needs to start again with a smaller micro-batch.
 
     Args:
-        values: the flags that change, by name.
+        values: the flags that change, by name; the new program gets them in a variable.
         useful: returns whether the micro-batch may be the cause of an out-of-memory error now.
         stop: a stop signal that arrives meanwhile is left to the new program.
     """
@@ -48,12 +43,7 @@ class Restart:
         self._once, self.started = threading.Lock(), False  # whether a thread called `execute`
 
     def execute(self, store: dist.Store | None) -> NoReturn:
-        """Replace this program, when all ranks are about to do so.
-
-        If a rank left earlier, the others, which may wait for it in a collective of NCCL, could be
-        aborted. If rank 0 hosts the store, the others wait until it has left, because they would
-        connect to the old store otherwise. With torchrun's store the rendezvous tells the old ranks
-        from the new ones.
+        """Replace this program when all ranks are about to do so.
 
         Args:
             store: of the failures; None for a single process.
@@ -61,33 +51,37 @@ class Restart:
         self._once.acquire()  # a second thread of this process waits here until the program ends
         self.started = True
         if store is not None:
-            with contextlib.suppress(Exception):  # the store has left, or does not answer
-                in_time(lambda: self._wait_for_ranks(store), 2 * ALL_READY_SECONDS)
+            waiting = threading.Thread(target=self._wait_for_ranks, args=(store,), daemon=True)
+            waiting.start()
+            waiting.join(2 * ALL_READY_SECONDS)  # the store may not answer
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for name in os.listdir("/dev/fd"):  # sockets of libraries, which keep ports in use
             with contextlib.suppress(OSError):
                 os.set_inheritable(int(name), int(name) < 3)
         environment = {**process.ENVIRONMENT, process.RESTARTED: json.dumps(self.values)}
-        if process.CORES is not None:  # OpenMP may have bound this thread to one of them
+        if process.CORES is not None:  # OpenMP may have bound this thread to one core
             os.sched_setaffinity(0, process.CORES)
         self.stop.hand_over()
         os.execve(sys.executable, process.COMMAND, environment)
 
     def _wait_for_ranks(self, store: dist.Store) -> None:
-        ready, is_first = store.add("restart/ready", 1), self.launch.is_main or agent_hosts_store()
+        """Wait until all ranks are ready; ranks that do not host the store, until rank 0 has left.
+
+        Otherwise the others could be aborted in a collective, or connect to the old store.
+        """
+        hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         deadline = time.monotonic() + ALL_READY_SECONDS
-        while is_first and ready < self.launch.world_size:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.1)
-            ready = store.add("restart/ready", 0)
-        while not is_first:  # until rank 0 has left
-            store.add("restart/ready", 0)
-            time.sleep(0.1)
+        with contextlib.suppress(Exception):  # rank 0 has exited, and the store with it
+            ready = store.add("restart/ready", 1)
+            while not (self.launch.is_main or hosted_by_agent) or (
+                ready < self.launch.world_size and time.monotonic() < deadline
+            ):
+                time.sleep(0.1)
+                ready = store.add("restart/ready", 0)
 
 
-def restart_values(args, folder: Path) -> dict | None:
+def restart_values(args: Arguments, folder: Path) -> dict | None:
     """Return the flags of a restart with half the micro-batch and the same global batch.
 
     Args:
@@ -101,23 +95,18 @@ def restart_values(args, folder: Path) -> dict | None:
     total = args.batch_size * args.gradient_accumulation_steps
     # Half, or the next smaller size of which the global batch is a multiple.
     size = next(size for size in range(args.batch_size // 2, 0, -1) if total % size == 0)
-    return {
-        "batch_size": size,
-        "gradient_accumulation_steps": total // size,
-        "output_dir": str(folder),
-    }
+    steps = total // size
+    return {"batch_size": size, "gradient_accumulation_steps": steps, "output_dir": str(folder)}
 
 
-def continue_restarted(args):
+def continue_restarted(args: Arguments):
     """Return the arguments with the values of `Restart`, if this program is a restart."""
     if process.RESTARTED not in os.environ:
         return args
     values = json.loads(os.environ[process.RESTARTED])
     config = args.ds_config_dict
     if config is not None:
-        config = {
-            **config,
-            "train_micro_batch_size_per_gpu": values["batch_size"],
-            "gradient_accumulation_steps": values["gradient_accumulation_steps"],
-        }
+        steps = values["gradient_accumulation_steps"]
+        config = {**config, "train_micro_batch_size_per_gpu": values["batch_size"]}
+        config["gradient_accumulation_steps"] = steps
     return args.replace(**values, ds_config_dict=config)

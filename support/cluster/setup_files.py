@@ -6,6 +6,7 @@ can detect whether it was edited. Scripts have both as comments, JSON files as k
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import re
@@ -25,21 +26,17 @@ DIGEST_OF_SCRIPTS = (
     f"# {NO_DIGEST}\n"
     "# is this file's digest. The generator replaces the file only if it was not edited."
 )
-CHANGES_OF_DIRECTION = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 HOST = r"[A-Za-z0-9._:%\[\]-]+"
 
 
-def check_values(args) -> None:
+def check_values(args: argparse.Namespace) -> None:
     """Reject values with characters that a line of a script cannot contain.
 
-    A line end in a value would end a comment, and the shell would execute the rest. Other control
-    characters, line separators, characters that change the direction of text, and bytes that are
-    not UTF-8 are rejected, too.
+    A line end in a value would end a comment, and the shell would execute the rest.
     """
     for name, value in vars(args).items():
         for character in str(value) if isinstance(value, str | Path) else "":
-            reverses = unicodedata.bidirectional(character) in CHANGES_OF_DIRECTION
-            if reverses or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
+            if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
                 raise UserError(
                     f"--{name} {str(value)!r} contains the character U+{ord(character):04X}, "
                     "which a script cannot contain: remove it."
@@ -68,9 +65,15 @@ def as_json(config: dict, made_by: str) -> str:
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
-def deepspeed_config(args, made_by: str) -> str:
+def deepspeed_config(args: argparse.Namespace, made_by: str) -> str:
     """Return a DeepSpeed configuration, in which the training script replaces "auto"."""
-    _check_deepspeed_flags(args)
+    if args.bf16 and args.fp16:
+        raise UserError("--bf16 and --fp16 exclude each other: leave one out.")
+    for flag in ("offload_param", "nvme_path"):
+        if getattr(args, flag) and args.zero_stage != 3:
+            raise UserError(f"--{flag} needs --zero_stage 3.")
+    if (args.nvme_path or args.offload_param) and not args.offload_optimizer:
+        raise UserError("--nvme_path and --offload_param need --offload_optimizer: add it.")
     sets_precision = args.bf16 or args.fp16
     config = {
         "train_micro_batch_size_per_gpu": args.batch_size or "auto",
@@ -81,34 +84,12 @@ def deepspeed_config(args, made_by: str) -> str:
         "zero_optimization": _zero_config(args, read_model(args.model)),
     }
     if args.nvme_path:
-        config["aio"] = {
-            "block_size": 1048576,
-            "queue_depth": 8,
-            "single_submit": False,
-            "overlap_events": True,
-        }
+        aio = {"block_size": 1048576, "queue_depth": 8}
+        config["aio"] = {**aio, "single_submit": False, "overlap_events": True}
     return as_json(config, made_by)
 
 
-def _check_deepspeed_flags(args) -> None:
-    if args.bf16 and args.fp16:
-        raise UserError("--bf16 and --fp16 exclude each other: leave one out.")
-    for flag in ("offload_param", "nvme_path"):
-        if getattr(args, flag) and args.zero_stage != 3:
-            raise UserError(f"--{flag} needs --zero_stage 3.")
-    if args.nvme_path and not (args.offload_optimizer or args.offload_param):
-        raise UserError(
-            "--nvme_path has no effect without something to offload: "
-            "add --offload_optimizer, --offload_param, or both."
-        )
-    if args.offload_param and not args.offload_optimizer:
-        raise UserError(
-            "--offload_param without --offload_optimizer would leave the larger part on the GPU: "
-            "add it."
-        )
-
-
-def _zero_config(args, model: dict) -> dict:
+def _zero_config(args: argparse.Namespace, model: dict) -> dict:
     zero: dict = {"stage": args.zero_stage}
     on_nvme = {"device": "nvme", "nvme_path": args.nvme_path}
     device = on_nvme if args.nvme_path else {"device": "cpu"}
@@ -169,7 +150,7 @@ def read_model(name: str) -> dict:
     return {"width": width, "parameters": parameters, "largest": embedding, "tied": tied}
 
 
-def fsdp_config(args, made_by: str) -> str:
+def fsdp_config(args: argparse.Namespace, made_by: str) -> str:
     """Return an FSDP configuration with the keys that accelerate and transformers also read."""
     config = {
         "fsdp_sharding_strategy": args.sharding_strategy,
@@ -229,7 +210,7 @@ def read_hosts(path: str) -> tuple[list[str], int | None]:
     return list(hosts), slots.pop() if slots else None
 
 
-def launch_script(args, made_by: str) -> str:
+def launch_script(args: argparse.Namespace, made_by: str) -> str:
     """Return a script to run on each machine, or with --hosts one that starts all over ssh."""
     hosts, slots = read_hosts(args.hosts) if args.hosts else ([], None)
     if hosts and args.num_nodes not in (1, len(hosts)):
@@ -250,29 +231,26 @@ def launch_script(args, made_by: str) -> str:
         raise UserError(f"--master_addr {args.master_addr!r} is not a host name or address.")
     if args.master_port > 65535:
         raise UserError(f"--master_port {args.master_port} is not a port: use 1024 to 65535.")
-    one_of_deepspeed = args.use_deepspeed and nodes == 1
-    template = "launch_deepspeed" if one_of_deepspeed else "launch_torchrun"
-    template = "launch_over_ssh" if hosts else template
     # The first host, unless the other hosts reach it under another address.
     first_host = hosts and args.master_addr == "127.0.0.1"
     return slurm.fill(
-        template,
-        {
-            "MADE_BY": made_by,
-            "DIGEST": DIGEST_OF_SCRIPTS,
-            "PROJECT": shlex.quote(str(PROJECT)),
-            "CONFIG": config_path(args.config),
-            "NODES": nodes,
-            "RANKS": ranks,
-            "NODE_RANK": args.node_rank,
-            "MASTER_ADDR": shlex.quote(hosts[0].split("@")[-1] if first_host else args.master_addr),
-            "MASTER_PORT": args.master_port,
-            "HOSTS": " ".join(map(shlex.quote, hosts)),
-        },
+        "launch",
+        made_by=made_by,
+        digest=DIGEST_OF_SCRIPTS,
+        project=shlex.quote(str(PROJECT)),
+        activate=slurm.ACTIVATE,
+        config=config_path(args.config),
+        deepspeed=args.use_deepspeed and nodes == 1,
+        nodes=nodes,
+        ranks=ranks,
+        node_rank=args.node_rank,
+        master_addr=shlex.quote(hosts[0].split("@")[-1] if first_host else args.master_addr),
+        master_port=args.master_port,
+        hosts=" ".join(map(shlex.quote, hosts)),
     )
 
 
-def slurm_job(args, made_by: str) -> str:
+def slurm_job(args: argparse.Namespace, made_by: str) -> str:
     """Return a batch script for Slurm."""
     if not re.fullmatch(r"[0-9]{1,7}(-[0-9]{1,2})?(:[0-9]{1,4}){0,3}", args.time_limit):
         raise UserError(f"--time_limit {args.time_limit}: write it as HH:MM:SS or D-HH:MM:SS.")
@@ -282,34 +260,32 @@ def slurm_job(args, made_by: str) -> str:
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", name):
                 raise UserError(f"--{flag} {name!r} is not a valid name in Slurm.")
             sbatch.append(f"#SBATCH --{flag}={name}")
+    if args.signal_seconds and not args.requeue:
+        raise UserError("--signal_seconds needs --requeue.")
     gpus = args.num_gpus_per_node or 1
-    values = {
-        "NODES": args.num_nodes,
-        "GPUS": gpus,
-        "CPUS": 2 * gpus,
-        "TIME": args.time_limit,
-        "PROJECT_LINE": f"project={shlex.quote(str(PROJECT))}",
+    values: dict[str, object] = {
+        "nodes": args.num_nodes,
+        "gpus": gpus,
+        "cpus": 2 * gpus,
+        "time": args.time_limit,
+        "project": shlex.quote(str(PROJECT)),
+        "sbatch": sbatch,
+        "signal_seconds": args.signal_seconds or slurm.SIGNAL_SECONDS,
     }
     arguments = f" --config {config_path(args.config)}"
     # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them
     # with srun.
-    if args.signal_seconds and not args.requeue:
-        raise UserError("--signal_seconds needs --requeue.")
+    kind = "deepspeed" if args.use_deepspeed and args.num_nodes == 1 else "torchrun"
     if args.requeue:
-        template = "job_requeue"
-        values |= {"TASKS": gpus, "CPUS": 2}
-        sbatch += slurm.requeue_lines(args.signal_seconds or slurm.SIGNAL_SECONDS)
-        arguments += " --resume"
-    else:
-        one_node = args.num_nodes == 1
-        template = "job_deepspeed" if args.use_deepspeed and one_node else "job_torchrun"
+        kind, arguments = "requeue", f"{arguments} --resume"
+        values |= {"tasks": gpus, "cpus": 2}
     if modules := re.findall("[^ ,]+", args.modules or ""):
-        values["MODULES"] = f"module load {shlex.join(modules)}"
+        values["modules"] = f"module load {shlex.join(modules)}"
     if args.venv:
         activate = Path(args.venv).expanduser().absolute() / "bin" / "activate"
-        values["ACTIVATE"] = f"source {shlex.quote(str(activate))}"
+        values["activate"] = f"source {shlex.quote(str(activate))}"
     about = f"Made by:\n    {made_by}\n\nSubmit it with\n    sbatch {shlex.quote(str(args.output))}"
-    text = slurm.batch_script(template, about, sbatch, arguments, **values)
+    text = slurm.batch_script(kind, about, arguments, **values)
     return text.replace("\n", f"\n{DIGEST_OF_SCRIPTS}\n", 1)  # below the first line
 
 
@@ -323,7 +299,7 @@ def config_path(path: str) -> str:
     return shlex.quote(str(Path(path).absolute()))
 
 
-def next_step(args) -> str:
+def next_step(args: argparse.Namespace) -> str:
     """Return the command that uses the written file."""
     output = shlex.quote(str(args.output))
     by_hand = args.command == "launcher" and not args.hosts and args.num_nodes > 1

@@ -1,95 +1,65 @@
-"""Batch scripts for Slurm, and what they share with launch scripts for machines without a scheduler.
+"""Batch scripts for Slurm and launch scripts, from the jinja2 templates in support/cluster/templates.
 
-The scripts are files in support/cluster/templates. `@include NAME@` stands for another template,
-and `@NAME@` for a value; bash uses $. `python -m support.cluster.slurm` writes `slurm/*.slurm`,
-which are these templates with default values. `scripts/distributed_setup.py` fills them in with a
-user's choices.
+`python -m support.cluster.slurm` writes `slurm/*.slurm`, which are the template with default values.
+`scripts/distributed_setup.py` fills it in with a user's choices.
 """
 
 from __future__ import annotations
 
 import operator
-import re
 from pathlib import Path
-from textwrap import indent
 
+from support import PROJECT
 from support.errors import UserError
 
-TEMPLATES = Path(__file__).parent / "templates"
 SIGNAL_SECONDS = 120  # before the time limit
 SITE_LINES = [
     "##SBATCH --partition=gpu                # EDIT: remove one # if your site requires it",
     "##SBATCH --account=my-project           # EDIT",
 ]
+ACTIVATE = (
+    "if [[ -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -d $project/.venv ]]; "
+    'then export PATH="$project/.venv/bin:$PATH"; fi'
+)
 
 
-def requeue_lines(signal_seconds: int = SIGNAL_SECONDS) -> list[str]:
-    """Return the #SBATCH lines of a job that is saved before its limit, and requeued."""
-    return [
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append                # one log for all starts",
-        f"#SBATCH --signal=USR1@{signal_seconds}                 "
-        "# EDIT: seconds for the current step and the checkpoint",
-    ]
+def fill(template: str, **values: object) -> str:
+    """Return the text of templates/`template`.jinja with these values."""
+    import jinja2  # only for the generator: plan_memory.py must start quickly
 
-
-def read_template(name: str) -> str:
-    """Return a template with its includes, which are indented like the lines that name them."""
-    text = (TEMPLATES / f"{name}.template").read_text(encoding="utf-8").removesuffix("\n")
-    return re.sub(
-        r"^( *)@include (\w+)@",
-        lambda found: indent(read_template(found[2]), found[1]),
-        text,
-        flags=re.MULTILINE,
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        comment_start_string="<#",  # {# is also a part of bash's ${#hosts[@]}
+        comment_end_string="#>",
     )
+    return environment.get_template(f"{template}.jinja").render(values)
 
 
-def fill(template: str, values: dict) -> str:
-    """Return a template with every @NAME@ replaced by its value; a value is not searched for more."""
-    text = read_template(template)
-    return re.sub(r"@([A-Z_]+)@", lambda found: str(values[found[1]]), text) + "\n"
-
-
-def batch_script(
-    template: str, about: str, sbatch: list[str], arguments: str = "", **values
-) -> str:
+def batch_script(kind: str, about: str, arguments: str = "", **values: object) -> str:
     """Return the text of a batch script.
 
     Args:
-        template: name of the template, "job_...".
+        kind: what starts the ranks: "one_node" (torchrun or deepspeed), "torchrun", "srun",
+            "requeue" (srun), "deepspeed", or "compare" (all strategies).
         about: the first comment lines of the file, with the command that submits it.
-        sbatch: further #SBATCH lines.
         arguments: arguments of the training script, before those of the job; empty, or starting
             with a space.
-        values: values of other placeholders that differ from the defaults below. CPUS is the number
-            of cores per task, TASKS the number of tasks per node: 1 if a launcher starts the ranks,
-            otherwise one per GPU. PROJECT_LINE, MODULES and ACTIVATE are shell lines that set
-            $project, load the site's modules and select the Python environment.
+        values: other values than the defaults below. `cpus` is the number of cores per task,
+            `tasks` the number of tasks per node: 1 if a launcher starts the ranks, otherwise one
+            per GPU. `project`, `modules` and `activate` are shell text; `sbatch` further lines.
     """
     defaults = {
-        "NAME": "train",
-        "NODES": 1,
-        "TASKS": 1,
-        "GPUS": 4,
-        "CPUS": 8,
-        "TIME": "02:00:00",
-        "PROJECT_LINE": read_template("find_project"),
-        "MODULES": "# module load cuda/12.4 gcc/12                            # EDIT",
-        "ACTIVATE": read_template("activate"),
-        "RANKS": "$ranks",
+        **{"name": "train", "nodes": 1, "tasks": 1, "gpus": 4, "cpus": 8, "time": "02:00:00"},
+        **{"project": "", "modules": "", "activate": ACTIVATE, "sbatch": SITE_LINES},
+        "signal_seconds": SIGNAL_SECONDS,
     }
-    values = defaults | values
-    return fill(
-        template,
-        {
-            **values,
-            "ABOUT": "\n".join(f"# {line}".rstrip() for line in about.splitlines()),
-            "TASKS_NOTE": "          # EDIT: as many as GPUs" if values["TASKS"] > 1 else "",
-            "MORE_SBATCH": "\n".join(sbatch),
-            "ARGUMENTS": arguments,
-            "SCRIPT": f'"$project/real_model_example.py" --output_dir "$output"{arguments} "$@"',
-        },
-    )
+    comment = "\n".join(f"# {line}".rstrip() for line in about.splitlines())
+    script = f'"$project/real_model_example.py" --output_dir "$output"{arguments} "$@"'
+    fixed = {"kind": kind, "about": comment, "arguments": arguments, "script": script}
+    return fill("slurm", **{**defaults, **values, **fixed})
 
 
 def output_dir(argv: list[str]) -> str:
@@ -97,14 +67,10 @@ def output_dir(argv: list[str]) -> str:
 
     Invalid arguments also give "": the training script reports the error itself.
     """
-    from support.cli.flags import build_parser
-    from support.cli.run_file import read_run_file
+    from support.cli.parse import output_dir_of
 
-    parser = build_parser()
     try:
-        if file := parser.parse_known_args(argv)[0].config:
-            argv = [*read_run_file(file, parser), *argv]
-        return parser.parse_known_args(argv)[0].output_dir or ""
+        return output_dir_of(argv)
     except UserError:
         return ""
 
@@ -128,52 +94,41 @@ def seconds_of(time_limit: str) -> int:
 
 def examples() -> dict[str, str]:
     """Return the example batch scripts of the folder slurm/ as {file name: text}."""
-    tasks_per_gpu = {"NODES": 2, "TASKS": 4, "CPUS": 2}
-    rows = [
+    per_gpu = {"nodes": 2, "tasks": 4, "cpus": 2}
+    resume = {**per_gpu, "arguments": " --resume"}
+    rows: list[tuple[str, str, str, dict]] = [
+        ("train_single_node", "one_node", "One node: torchrun starts one rank per GPU.", {}),
         (
-            "train_single_node",
-            "One node: torchrun starts one rank per GPU.",
-            "job_torchrun_one_node",
-            {},
+            *("train_multi_node", "torchrun"),
+            *("Several nodes: torchrun, once on each node, starts one rank per GPU.", {"nodes": 2}),
         ),
+        ("train_srun", "srun", "One Slurm task per GPU, without a launcher.", per_gpu),
         (
-            "train_multi_node",
-            "Several nodes: torchrun, once on each node, starts one rank per GPU.",
-            "job_torchrun",
-            {"NODES": 2},
-        ),
-        ("train_srun", "One Slurm task per GPU, without a launcher.", "job_srun", tasks_per_gpu),
-        (
-            "train_requeue",
+            *("train_requeue", "requeue"),
             "A run longer than a job's time limit: it is saved before the limit or on preemption,\n"
             "requeued and resumed.",
-            "job_requeue",
-            {**tasks_per_gpu, "sbatch": [*requeue_lines(), *SITE_LINES], "arguments": " --resume"},
+            resume,
         ),
     ]
     texts = {}
-    for name, summary, template, values in rows:
+    for name, kind, summary, values in rows:
         about = (
             f"{summary}\nFurther arguments are those of real_model_example.py.\n\n"
             f"    sbatch slurm/{name}.slurm      # the embedded model\n"
             f"    sbatch slurm/{name}.slurm --model gpt2 --strategy zero2"
         )
-        text = batch_script(template, about, **{"sbatch": SITE_LINES, **values})
-        texts[f"{name}.slurm"] = text
+        texts[f"{name}.slurm"] = batch_script(kind, about, **values)
     texts["compare.slurm"] = batch_script(
-        "job_compare",
+        "compare",
         "Compare all strategies on one node; tables and figure are written to the folder of sbatch.\n"
         "Further arguments are those of compare_strategies.sh.\n\n"
         "    sbatch slurm/compare.slurm      # the embedded model\n"
         "    sbatch slurm/compare.slurm gpt2-medium --batch_size 2",
-        SITE_LINES,
-        NAME="compare",
+        name="compare",
     )
     return texts
 
 
 if __name__ == "__main__":
-    from support import PROJECT
-
     for _name, _text in examples().items():
         (PROJECT / "slurm" / _name).write_text(_text)

@@ -24,10 +24,11 @@ class StopSignal:
     later Ctrl-C (SIGINT) interrupts the run at once. `requested` is True after the first signal.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.requested, self._name = False, ""
         self._deferred, self._first = False, 0.0
-        self._numbers: int | None = None  # file that has the number of each signal as a byte
+        self._numbers: int | None = None  # file that gets the number of each signal as a byte
+        self._arrived_stops: set[int] = set()
 
     def install(self) -> None:
         """Install the handlers; only the main thread can do this."""
@@ -41,18 +42,27 @@ class StopSignal:
         # A program that replaced another one has them blocked; see `hand_over`.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, process.STOP_SIGNALS)
 
+    def arrived_signals(self) -> set[int]:
+        """Return the signals with a handler that have arrived since the last call, from any thread.
+
+        The handler in C has recorded them even if the main thread is blocked in a collective.
+        """
+        numbers: set[int] = set()
+        with contextlib.suppress(BlockingIOError):
+            if self._numbers is not None:
+                numbers = {*os.read(self._numbers, 512)}
+        self._arrived_stops |= numbers & {*process.STOP_SIGNALS}
+        return numbers
+
     def hand_over(self) -> None:
         """Leave a signal that has arrived to the program that replaces this one (execve).
 
-        The kernel keeps blocked signals of the calling thread. The handler in C has recorded the
-        signal even if the main thread is blocked in a collective, so that `_arrived` did not run.
+        The kernel keeps blocked signals of the calling thread.
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, process.STOP_SIGNALS)
-        with contextlib.suppress(BlockingIOError):
-            if self._numbers is not None:
-                arrived = {*process.STOP_SIGNALS} & {*os.read(self._numbers, 512)}  # also SIGUSR2
-                for number in arrived:
-                    signal.pthread_kill(threading.get_ident(), number)
+        self.arrived_signals()
+        for number in self._arrived_stops:
+            signal.pthread_kill(threading.get_ident(), number)
 
     def defer(self) -> None:
         """Record further signals instead of ending the run; called when training starts.
@@ -72,7 +82,7 @@ class StopSignal:
             for number in process.STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
-    def _arrived(self, number: int, _frame) -> None:
+    def _arrived(self, number: int, _frame: object) -> None:
         now, repeated = time.monotonic(), self.requested
         if not repeated:
             self.requested, self._name, self._first = True, signal.Signals(number).name, now

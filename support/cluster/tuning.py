@@ -13,9 +13,15 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from support.cluster.launch import Launch
 from support.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from support.cli.arguments import Arguments
 
 
 def has_nvidia_gpu() -> bool:
@@ -31,7 +37,7 @@ def has_nvidia_gpu() -> bool:
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 
 
-def tune_process(args, launch: Launch) -> None:
+def tune_process(args: Arguments, launch: Launch) -> None:
     """Set what libraries read once, when they are imported: threads, allocator, log levels.
 
     Args:
@@ -122,7 +128,7 @@ def return_freed_memory() -> None:
     _mallopt(mmap_threshold=1 << 20)
 
 
-def keep_freed_memory(device) -> None:
+def keep_freed_memory(device: torch.device) -> None:
     """Keep the memory of one step's activations for the next step, if a CPU trains.
 
     Returning it to the kernel causes page faults at every step (benchmarks/RESULTS.md has the cost

@@ -8,19 +8,18 @@ show_sample  --show_sample: prints a training sequence as tokens
 
 from collections.abc import Callable
 
+from support.cli.arguments import Arguments
 
-def command_of(args) -> Callable | None:
-    """Return the command that the flags choose instead of training, to be called on all ranks.
 
-    Returns:
-        A function of (args, ctx) that returns the exit code; None to train.
+def command_of(args: Arguments) -> Callable | None:
+    """Return --check or --show_sample, to be called on all ranks instead of training, or None.
+
+    It is a function of (args, ctx) that returns the exit code.
     """
     if args.check:
-        from support.commands.check import check
-
-        return check
-    if args.show_sample:
-        from support.commands.show_sample import show_sample
-
-        return show_sample
-    return None
+        from support.commands.check import check as command
+    elif args.show_sample:
+        from support.commands.show_sample import show_sample as command
+    else:
+        return None
+    return command

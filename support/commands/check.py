@@ -6,8 +6,6 @@ with a remedy.
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
 import re
 import resource
@@ -19,10 +17,11 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from mmap import mmap
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from packaging.version import Version
 
 from support import PROJECT
 from support.cli import paths
-from support.cli.arguments import choose_seq_length
+from support.cli.arguments import Arguments, choose_seq_length
 from support.cli.ds_config import configured_strategy
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, has_nvidia_gpu
@@ -50,12 +49,11 @@ MARKS = {OK: "✅", WARNING: "⚠️ ", PROBLEM: "❌"}
 IMPORTED = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "deepspeed")
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """Result of one check."""
 
     status: str
-    name: str  # what was checked; padded to 13 characters in the output
+    name: str  # what was checked
     text: str
     remedy: str = ""  # what to do if the status is not OK
 
@@ -68,7 +66,7 @@ def _line(is_ok: bool, name: str, text: str, remedy: str, status: str = WARNING)
     return Line(OK, name, text) if is_ok else Line(status, name, text, remedy)
 
 
-def check(args, ctx: DistContext) -> int:
+def check(args: Arguments, ctx: DistContext) -> int:
     """Run all checks and print their results; all ranks must call it.
 
     Rank 0 prints all of its own results, and of the other ranks those that are not ok or differ,
@@ -82,10 +80,10 @@ def check(args, ctx: DistContext) -> int:
     # Printed before the ranks communicate, because the communication may fail.
     _print(own_lines, ctx)
     communication = _communication(ctx)
-    ranks = ctx.all_gather((socket.gethostname(), own_lines))
-    others = _what_differs(ranks)
+    others = _what_differs(ctx.all_gather((socket.gethostname(), own_lines)))
     _print((communication, *others, *_cluster(ctx)), ctx)
-    problems = sum(line.status == PROBLEM for line in (communication, *ranks[0][1], *others))
+    lines = ctx.broadcast_from_rank0((*own_lines, communication, *others))
+    problems = sum(line.status == PROBLEM for line in lines)
     verdict = f"{_count(problems, 'problem')} to solve first" if problems else "it can run"
     processes = _count(ctx.world_size, "GPU" if ctx.device.type == "cuda" else "CPU process")
     mark = MARKS[PROBLEM if problems else OK]
@@ -103,58 +101,53 @@ def _count(number: int, noun: str) -> str:
 
 
 def _what_differs(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
-    """Select the results of other ranks that are not ok or differ from those of rank 0.
+    """Return the results of other ranks that are not ok or differ from rank 0's, once per host.
 
-    Equal results of one host are returned once, with the first rank that has them. Only the results
-    for Python, the GPU and the compiler are compared, because sizes of memory and disks differ
-    between machines.
+    Only the results for Python, the GPU and the compiler are compared, because sizes of memory and
+    disks differ between machines.
     """
     rank0_host, rank0_lines = ranks[0]
     rank0_texts = {line.name: line.text for line in rank0_lines}
     selected = {}
     for rank, (host, lines) in enumerate(ranks[1:], 1):
         for line in lines:
-            expected = rank0_texts.get(line.name, "")
-            differs = line.name in ("Python", "GPU", "compiler") and (
-                _without_sizes(line.text) != _without_sizes(expected)
-            )
-            is_repeated = host == rank0_host and line.text == expected
+            texts = line.text, rank0_texts.get(line.name, "")
+            kinds = {re.sub(r"[\d.]+ of [\d.]+ GB free", "", text) for text in texts}
+            differs = line.name in ("Python", "GPU", "compiler") and len(kinds) > 1
+            is_repeated = host == rank0_host and len({*texts}) == 1
             if (line.status != OK or differs) and not is_repeated:
                 text = f"{host}, rank {rank}: {line.text}"
-                selected.setdefault((host, line.name, line.text), replace(line, text=text))
+                selected.setdefault((host, line.name, line.text), line._replace(text=text))
     return list(selected.values())
-
-
-def _without_sizes(text: str) -> str:
-    return re.sub(r"[\d.]+ of [\d.]+ GB free", "", text)
 
 
 # ------------------------------------------------------------------------------------- this machine
 
 
-def _software(args, ctx: DistContext) -> Iterator[Line]:
+def _software(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     tested = _releases("constraints.txt")
     supported = _releases("requirements/core.txt") | _releases("requirements/deepspeed.txt")
-    installed, differing, problems = [], [], []
-    for name in IMPORTED:
-        release = _version(name)
+    releases = {name: _version(name) for name in IMPORTED}
+    problems = [
+        f"{n} is missing" for n, found in releases.items() if not found and n != "deepspeed"
+    ]
+    differing = []
+    for name, release in releases.items():
         if not release:
-            problems += [f"{name} is missing"] if name != "deepspeed" else []
             continue
-        installed.append(f"{name} {release}")
         number = Version(release).base_version  # containers have builds such as 2.7.0a0+79aa17489c
         if not supported[name].contains(number):
             problems.append(f"{name} {release} is not supported (needs {supported[name]})")
         elif not tested[name].contains(number):
             differing.append(f"{name} {str(tested[name]).removeprefix('==')}")
-    text = f"{sys.version.split()[0]}; {', '.join(installed)}"
+    installed = ", ".join(f"{name} {release}" for name, release in releases.items() if release)
+    text = f"{sys.version.split()[0]}; {installed}"
     if problems:
         yield Line(PROBLEM, "Python", "; ".join(problems), "pip install -r requirements.txt")
-    elif differing:
-        yield Line(WARNING, "Python", text, f"tested with {', '.join(differing)}")
     else:
-        yield Line(OK, "Python", f"{text} (the tested versions)")
-    if args.ds_config_dict and not _version("deepspeed"):
+        text += "" if differing else " (the tested versions)"
+        yield _line(not differing, "Python", text, f"tested with {', '.join(differing)}")
+    if args.ds_config_dict and not releases["deepspeed"]:
         text = f"No module named deepspeed, which {args.strategy} needs"
         yield Line(PROBLEM, "deepspeed", text, "pip install deepspeed")
 
@@ -177,7 +170,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _gpu(args, ctx: DistContext) -> Iterator[Line]:
+def _gpu(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     if ctx.device.type != "cuda":
         text = f"none found; training in {ctx.precision} on {available_cores()} CPU cores"
         built = f"this torch {torch.__version__} is built for CUDA {torch.version.cuda or 'none'}"
@@ -211,36 +204,35 @@ def _run(*command: str) -> str:
     return ended.stdout.strip()
 
 
-def _compiler(args, ctx: DistContext) -> Iterator[Line]:
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
+def _compiler(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+    compiler = os.environ.get("CXX", "c++")
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     found = {
-        "a C++ compiler (apt install build-essential, module load gcc)": compiler,
+        "a C++ compiler (apt install build-essential, module load gcc)": shutil.which(compiler),
         "ninja (pip install ninja)": shutil.which("ninja"),
         "Python's headers (apt install python3-dev)": headers.exists(),
     }
-    missing = [name for name, is_found in found.items() if not is_found]
-    if not missing:
+    if missing := [name for name, is_found in found.items() if not is_found]:
+        compiles = args.ds_config_dict and ops.missing_ops(configured_strategy(args))
+        reason = "DeepSpeed's strategies may need them"
+        reason = f"{args.strategy} compiles parts of DeepSpeed" if compiles else reason
+        status = PROBLEM if compiles else WARNING
+        yield Line(status, "compiler", f"missing: {', '.join(missing)}", reason)
+    else:
         release = _run(compiler, "--version").split("\n")[0]
         yield Line(OK, "compiler", f"{release}; ninja and Python's headers found")
-        return
-    if args.ds_config_dict and ops.missing_ops(configured_strategy(args)):
-        status, reason = PROBLEM, f"{args.strategy} compiles parts of DeepSpeed"
-    else:
-        status, reason = WARNING, "DeepSpeed's strategies may need them"
-    yield Line(status, "compiler", f"missing: {', '.join(missing)}", reason)
 
 
-def _ops(args, ctx: DistContext) -> Iterator[Line]:
+def _ops(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     if not _version("deepspeed"):
         return
-    states = []
-    for strategy in ("offload", "infinity"):
-        missing = ops.missing_ops(STRATEGIES[strategy])
-        will_compile = f"{strategy} will compile {', '.join(missing)}"
-        states.append(will_compile if missing else f"{strategy} ready")
+    missing = {name: ops.missing_ops(STRATEGIES[name]) for name in ("offload", "infinity")}
+    states = [
+        f"{name} will compile {', '.join(names)}" if names else f"{name} ready"
+        for name, names in missing.items()
+    ]
     try:
-        if "async_io" in missing:  # of infinity
+        if "async_io" in missing["infinity"]:
             requirements.check_libaio()
         yield Line(OK, "DeepSpeed ops", "; ".join(states))
     except UserError as error:
@@ -248,7 +240,7 @@ def _ops(args, ctx: DistContext) -> Iterator[Line]:
         yield Line(status, "DeepSpeed ops", f"{states[0]}; infinity cannot run", str(error))
 
 
-def _nvme(args, ctx: DistContext) -> Iterator[Line]:
+def _nvme(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     if not (configured_strategy(args).uses_nvme and ctx.launch.is_node_leader):
         return  # only one rank per node: several would share the bandwidth
     folder = args.nvme_path or tempfile.gettempdir()
@@ -272,24 +264,18 @@ def _nvme(args, ctx: DistContext) -> Iterator[Line]:
 def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
     """Measure the (write, read) speed of a folder in bytes per second, with direct I/O.
 
-    A temporary file of `size` bytes is written and read in pieces of 4 MiB.
-
     Raises:
-        OSError: the folder has no space or no direct I/O, or reading or writing fails.
+        OSError: the folder has no space or no direct I/O.
     """
-    piece = mmap.mmap(-1, 4 * MB)  # direct I/O needs aligned memory, and mmap aligns to pages
+    piece = mmap(-1, 4 * MB)  # direct I/O needs aligned memory, and mmap aligns to pages
     piece.write(os.urandom(MB) * 4)
     speeds = []
     with tempfile.TemporaryDirectory(prefix="distributed_training_", dir=folder) as test_folder:
         for flags, move in ((os.O_CREAT | os.O_WRONLY, os.writev), (os.O_RDONLY, os.readv)):
             file = os.open(Path(test_folder) / "probe", flags | getattr(os, "O_DIRECT", 0))
             try:
-                start, moved = time.perf_counter(), 0
-                while moved < size:  # a call may move less than it was asked to
-                    count = move(file, [piece])
-                    if not count:
-                        raise OSError(errno.EIO, os.strerror(errno.EIO))
-                    moved += count
+                start = time.perf_counter()
+                moved = sum(move(file, [piece]) for _ in range(size // len(piece)))
                 os.fsync(file)
                 speeds.append(moved / (time.perf_counter() - start))
             finally:
@@ -297,7 +283,7 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
     return speeds[0], speeds[1]
 
 
-def _disk(args, ctx: DistContext) -> Iterator[Line]:
+def _disk(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     """Check the free space for results, checkpoints and tokens."""
     folders = {
         "output": Path(args.output_dir or "runs"),
@@ -311,27 +297,25 @@ def _disk(args, ctx: DistContext) -> Iterator[Line]:
         paths.check_export_folder(args)
     except UserError as error:
         yield Line(PROBLEM, "output", str(error))
-    least = min(free.values())
     remedy = (
         "a checkpoint has 12 bytes per parameter: free some space (df -h, quota -s), "
         "or name other folders with --output_dir and --cache_dir"
     )
     text = "; ".join(f"{purpose} {size / GB:.1f} GB free" for purpose, size in free.items())
+    least = min(free.values())
     yield _line(least >= GB, "disk", text, remedy, PROBLEM if least < 50 * MB else WARNING)
 
 
-def _limits(args, ctx: DistContext) -> Iterator[Line]:
+def _limits(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    status = PROBLEM if files < 128 else WARNING
-    remedy = "ulimit -n 65536 before the run"
+    remedy, status = "ulimit -n 65536 before the run", PROBLEM if files < 128 else WARNING
     yield _line(files >= 1024, "open files", f"{files} (ulimit -n)", remedy, status)
     if ctx.device.type == "cuda" and configured_strategy(args).offloads:
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if locked == resource.RLIM_INFINITY:
-            yield Line(OK, "locked memory", "unlimited")
-        else:
-            remedy = "offload pins host memory: ulimit -l unlimited, if pinning fails"
-            yield Line(WARNING, "locked memory", f"{locked / MB:.0f} MB (ulimit -l)", remedy)
+        is_unlimited = locked == resource.RLIM_INFINITY
+        text = "unlimited" if is_unlimited else f"{locked / MB:.0f} MB (ulimit -l)"
+        remedy = "offload pins host memory: ulimit -l unlimited, if pinning fails"
+        yield _line(is_unlimited, "locked memory", text, remedy)
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         remedy = "NCCL shares memory there: docker run --shm-size=8g"
@@ -339,10 +323,10 @@ def _limits(args, ctx: DistContext) -> Iterator[Line]:
         yield _line(is_enough, "/dev/shm", f"{free / GB:.1f} GB free", remedy)
 
 
-def _memory(args, ctx: DistContext) -> Iterator[Line]:
+def _memory(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     limits = advise.memory_limits(ctx)
     owner = "GPU" if ctx.device.type == "cuda" else "process"
-    capacity = f"{limits.gpu / GB:.1f} GB for each {owner}"
+    capacity = f"{limits.gpu / GB:.1f} GB for each {owner}" if limits.gpu else "an unknown amount"
     try:
         model = architectures.find_architecture(args.model)
         try:
@@ -360,12 +344,10 @@ def _memory(args, ctx: DistContext) -> Iterator[Line]:
     if limits.host and estimate.host:
         host = estimate.host * limits.ranks_per_node
         text += f", {host / GB:.1f} of {limits.host / GB:.1f} GB of host memory"
-    if limits.hold(estimate):
-        yield Line(OK, "memory", text)
-    else:
-        flags = " or ".join(advise.remedies(work, args.strategy, limits))
-        remedy = f"it would fit with {flags}" if flags else "see scripts/plan_memory.py"
-        yield Line(PROBLEM, "memory", text, remedy)
+    fits = limits.hold(estimate)
+    flags = "" if fits else " or ".join(advise.remedies(work, args.strategy, limits))
+    remedy = f"it would fit with {flags}" if flags else "see scripts/plan_memory.py"
+    yield _line(fits, "memory", text, remedy, PROBLEM)
 
 
 # --------------------------------------------------------------------------------- between machines
@@ -402,9 +384,11 @@ def _bandwidth(ctx: DistContext, message: int) -> dict[str, float]:
     ranks = ctx.world_size
     part = torch.ones(max(1, message // 4 // ranks), device=ctx.device)  # elements of 4 bytes
     whole = part.repeat(ranks)
-    seconds = {"all-reduce": _seconds_of(dist.all_reduce, ctx, whole) / 2}
-    seconds["all-gather"] = _seconds_of(dist.all_gather_into_tensor, ctx, whole, part)
-    seconds["reduce-scatter"] = _seconds_of(dist.reduce_scatter_tensor, ctx, part, whole)
+    seconds = {
+        "all-reduce": _seconds_of(dist.all_reduce, ctx, whole) / 2,
+        "all-gather": _seconds_of(dist.all_gather_into_tensor, ctx, whole, part),
+        "reduce-scatter": _seconds_of(dist.reduce_scatter_tensor, ctx, part, whole),
+    }
     sent = (ranks - 1) / ranks * whole.nbytes
     return {kind: sent / each for kind, each in seconds.items()}
 
@@ -414,22 +398,19 @@ def _seconds_of(collective: Callable, ctx: DistContext, *tensors: torch.Tensor) 
 
     The median, because on a busy host a rank that waits for a core delays some calls.
     """
+    wait = torch.cuda.synchronize if ctx.device.type == "cuda" else dist.barrier
     seconds = []
-    on_gpu = ctx.device.type == "cuda"
     for _ in range(1 + (3 if tensors[0].nbytes > MB else 9)):
-        if on_gpu:
-            torch.cuda.synchronize()
-        else:
-            dist.barrier()
+        wait()
         start = time.perf_counter()
         collective(*tensors)
-        if on_gpu:
-            torch.cuda.synchronize()
+        if ctx.device.type == "cuda":
+            wait()
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:])
 
 
-def _hub(args, ctx: DistContext) -> Iterator[Line]:
+def _hub(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     if args.hub_problem:
         yield Line(PROBLEM, "hub", args.hub_problem)
     elif args.hub_offline:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from support.cli.datasets import datasets_of
-from support.cli.paths import is_local_dataset
+from support.cli.arguments import Arguments, datasets_of
+from support.cli.paths import is_local_dataset, is_local_model
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
 from support.console import Console
 from support.data import tokenize as tokens
 from support.errors import EXIT_COMPLETED
-from support.files.hub_cache import huggingface_home
+from support.files.hub_cache import cache_folder, huggingface_home
+from support.known_models import EMBEDDED_MODEL
 from support.model import resolve as models
 
 
-def prefetch(args, launch: Launch) -> NoReturn:
+def prefetch(args: Arguments, launch: Launch) -> NoReturn:
     """Download the model and the dataset, tokenize the dataset, and exit.
 
     A run with the same flags then needs no network; HF_HUB_OFFLINE=1 prevents it from trying to
@@ -27,7 +28,9 @@ def prefetch(args, launch: Launch) -> NoReturn:
     """
     console = Console(launch.is_main, args.quiet, args.verbose)
     with DistContext.alone(launch, console) as ctx:
-        ctx.console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
+        remote = not (is_local_model(args.model) or args.model == EMBEDDED_MODEL)
+        verb = "Downloading" if remote else "Reading"
+        ctx.console.print0(f"⏳ {verb} {args.model}{', unless it is in the cache' * remote}")
         tokenizer = models.download_model(args, ctx)
         if args.streaming:
             if not is_local_dataset(args.dataset):
@@ -40,7 +43,8 @@ def prefetch(args, launch: Launch) -> NoReturn:
             for name, _ in datasets_of(args):
                 tokens.tokenize_corpus(args, ctx, tokenizer, name)
         ctx.console.print0(
-            f"✅ Prefetched into {huggingface_home()}: "
-            "with HF_HUB_OFFLINE=1 a run with these flags needs no network."
+            f"✅ Prefetched: files of the hub are in {huggingface_home()}, tokens in "
+            f"{cache_folder(args.cache_dir)}. With HF_HUB_OFFLINE=1 a run with these flags needs "
+            "no network."
         )
     sys.exit(EXIT_COMPLETED)

@@ -46,8 +46,7 @@ SETTINGS = {  # any --lr_scheduler begins with --lr, so one step needs no settin
     # 0 but for rounding (the bias of keys) would move by up to the learning rate, in any direction.
     "adam_epsilon": 1e-4,
 }
-ALONE = {"strategy": "dp", "ds_config": None, "nvme_path": None}
-ALONE |= {"fsdp_config": None, "fsdp": None}
+ALONE = {"strategy": "dp", "ds_config": None, "nvme_path": None, "fsdp_config": None, "fsdp": None}
 OF_A_LAUNCH = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
 # The largest differences that count as equal. fp32 rounds each result to 2^-24 = 6e-8 of its size,
@@ -60,6 +59,8 @@ TOLERANCES = {
     # Of a weight, in learning rates; the rounding of the weight itself is subtracted.
     "update": 1e-3,
 }
+HEADERS = ["way", "loss", "differ-\nence", "gradient's\nnorm", "differ-\nence"]
+HEADERS += ["gradient's\ndifference", "largest in", "update's\ndifference"]
 LEGEND = """
 Differences from the first way. Of the loss and the norm: relative. Of the gradient: in the
 parameter that differs most, as a share of the whole gradient's norm. Of the update: of the weight
@@ -69,11 +70,11 @@ each way adds the same numbers in another order.
 
 
 class Way(NamedTuple):
-    """One way to make the step: its name, its command, and the flags that differ."""
+    """One way to make the step."""
 
     name: str
     command: list
-    flags: dict
+    flags: dict  # those that differ from the user's
 
 
 class Step(NamedTuple):
@@ -85,7 +86,7 @@ class Step(NamedTuple):
     checkpoint: OwnCheckpoint  # the weights and moments after the step
 
     @classmethod
-    def of(cls, folder: Path, args) -> Step:
+    def of(cls, folder: Path, args: Arguments) -> Step:
         """Read the step from a run's output folder."""
         record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
         # The factor of clip_grad_norm_ is max_norm / (norm + 1e-6). It is undone, because PyTorch's
@@ -95,20 +96,19 @@ class Step(NamedTuple):
         return cls(record["loss"], scale, record.get("note", ""), OwnCheckpoint(folder))
 
 
-def prove(args) -> int:
+def prove(args: Arguments) -> int:
     """Make the step in all ways, print how they differ, and return the exit code."""
     StopSignal().install()  # a signal raises an exception, so that everything is cleaned up
     args = args.replace(max_grad_norm=args.max_grad_norm or 1.0)
     # Without a number the flag is True.
-    ranks = torch.cuda.device_count() or 2 if args.prove is True else args.prove
-    sequences = sequences_for(ranks)
+    ranks = torch.cuda.device_count() or 2 if args.prove is True else int(args.prove or 0)
     print(
-        f"🔎 One step on {sequences} sequences, in fp32, with dropout 0, AdamW's epsilon "
-        f"{SETTINGS['adam_epsilon']:g} and gradients clipped to {args.max_grad_norm:g}",
+        f"🔎 One step on {sequences_for(ranks)} sequences, in fp32, with dropout 0, AdamW's "
+        f"epsilon {SETTINGS['adam_epsilon']:g} and gradients clipped to {args.max_grad_norm:g}",
         flush=True,
     )
     temporary = TemporaryFolder(Path(gettempdir()), "distributed_training_prove_", mode=0o700)
-    rows, verdict, notes, reference = [], [], {}, None
+    rows, problems, notes, reference = [], [], {}, None
     try:
         for number, way in enumerate(ways_of(args, ranks)):
             print(f"⏳ {way.name}", flush=True)
@@ -120,24 +120,20 @@ def prove(args) -> int:
             shown = [f"{value:.1e}" if number else "–" for value in differences.values()]
             row = [way.name, f"{step.loss:.7f}", shown[0], f"{norm:.6f}", *shown[1:3]]
             rows.append([*row, parameter if number else "", shown[3]])
-            verdict += _problem(way.name, differences, parameter)
+            problems.append(_problem(way.name, differences, parameter))
             notes |= {f"ℹ️  {step.note}": None} if step.note else {}
             if number:
                 remove(output)  # the disk holds two checkpoints at most
     finally:
         temporary.remove()
-    print(f"\n{_table(rows)}\n{LEGEND}")
-    equal = f"✅ Equal: all {len(rows)} ways make the same step."
-    print("\n".join([*notes, *(verdict or [equal])]))
-    return EXIT_FAILED if verdict else EXIT_COMPLETED
-
-
-def _table(rows: list[list[str]]) -> str:
-    headers = ["way", "loss", "differ-\nence", "gradient's\nnorm", "differ-\nence"]
-    headers += ["gradient's\ndifference", "largest in", "update's\ndifference"]
     limits = [f"{limit:.0e}" for limit in TOLERANCES.values()]
-    tolerance = ["tolerance", "", limits[0], "", limits[1], limits[2], "", limits[3]]
-    return text_table([*rows, tolerance], headers)
+    rows.append(["tolerance", "", limits[0], "", limits[1], limits[2], "", limits[3]])
+    print(f"\n{text_table(rows, HEADERS)}\n{LEGEND}")
+    verdict = list(filter(None, problems)) or [
+        f"✅ Equal: all {len(problems)} ways make the same step."
+    ]
+    print("\n".join([*notes, *verdict]))
+    return EXIT_FAILED if any(problems) else EXIT_COMPLETED
 
 
 def sequences_for(ranks: int) -> int:
@@ -145,7 +141,7 @@ def sequences_for(ranks: int) -> int:
     return 2 * ranks * math.ceil(SEQUENCES / (2 * ranks))
 
 
-def ways_of(args, ranks: int) -> list[Way]:
+def ways_of(args: Arguments, ranks: int) -> list[Way]:
     """Return the ways to make the step, the reference first."""
     count = sequences_for(ranks)
     size = count // (2 * ranks)
@@ -167,7 +163,7 @@ def ways_of(args, ranks: int) -> list[Way]:
     ]
 
 
-def run(way: Way, args, output: Path) -> None:
+def run(way: Way, args: Arguments, output: Path) -> None:
     """Run a way as a child process, which writes to the folder `output`."""
     kept = {name: value for name, value in vars(args).items() if name in KEPT}
     objects = {"fsdp": args.fsdp, "mixture": args.mixture}
@@ -222,9 +218,8 @@ def _norm(tensor: torch.Tensor) -> float:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
-def _problem(name: str, differences: dict, parameter: str) -> list[str]:
-    """Return the line about a way that is not equal, or none; NaN is not equal."""
+def _problem(name: str, differences: dict, parameter: str) -> str:
+    """Return the line about a way that is not equal, or ""; NaN is not equal."""
     parts = [part for part, limit in TOLERANCES.items() if not differences[part] <= limit]
-    if not parts:
-        return []
-    return [f"❌ {name}: not equal in {', '.join(parts)}; largest in the gradient of {parameter}."]
+    at = f"largest in the gradient of {parameter}"
+    return f"❌ {name}: not equal in {', '.join(parts)}; {at}." if parts else ""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from support.cli.arguments import choose_seq_length
+from support.cli.arguments import Arguments, choose_seq_length
 from support.cluster.context import DistContext
 from support.data import batches, streaming
 from support.errors import EXIT_COMPLETED
@@ -12,7 +14,7 @@ from support.labels import IGNORED
 from support.model import resolve as models
 
 
-def show_sample(args, ctx: DistContext) -> int:
+def show_sample(args: Arguments, ctx: DistContext) -> int:
     """Tokenize the dataset and print its first training sequence; all ranks must call it.
 
     The model's weights are not loaded. Returns the exit code.
@@ -23,7 +25,7 @@ def show_sample(args, ctx: DistContext) -> int:
         stream, _, _ = streaming.open_stream(args, ctx, tokenizer)
         inputs, labels = next(stream.step_batches(ctx.device)).batches[0][:2]
     else:
-        train, _, _ = batches.open_tokenized(args, ctx, tokenizer)
+        train, _, _ = batches.open_tokenized(args.replace(eval_only=False), ctx, tokenizer)
         inputs, labels = train.read(np.arange(1))[:2]
     if ctx.is_main:
         for line in describe(inputs[0].tolist(), labels[0].tolist(), tokenizer):
@@ -31,7 +33,7 @@ def show_sample(args, ctx: DistContext) -> int:
     return EXIT_COMPLETED
 
 
-def describe(ids: list[int], labels: list[int], tokenizer) -> list[str]:
+def describe(ids: list[int], labels: list[int], tokenizer: Any) -> list[str]:
     """Return a heading, and one line for each token: position, id, mark, text.
 
     Args:

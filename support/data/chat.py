@@ -1,18 +1,18 @@
-"""Conversations and prompt-completion pairs as token ids with a loss mask.
+"""Conversations and prompt-completion pairs as token ids, of which some are valid.
 
-The loss counts the valid tokens, those with 1 in the mask: the assistant's messages, or the
-completion.
+The loss counts the valid tokens: the assistant's messages, or the completion.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jinja2
 import numpy as np
 
-from support.data import templates
 from support.data.formats import BadRow, Example
 from support.errors import UserError, first_line
 
@@ -35,62 +35,60 @@ PLAIN_NOTICE = (
 MARK = "\ue000{}\ue001"
 
 
-def template_of(tokenizer) -> str | None:
+def template_of(tokenizer: Any) -> str | None:
     """Return a tokenizer's chat template; of several, the one for conversations without tools."""
     template = tokenizer.chat_template
     return template.get("default") if isinstance(template, dict) else template
 
 
-def has_own_template(tokenizer) -> bool:
+def has_own_template(tokenizer: Any) -> bool:
     """Return whether a tokenizer has a chat template other than PLAIN_TEMPLATE."""
     return template_of(tokenizer) not in (None, "", PLAIN_TEMPLATE)
 
 
 class Encoder:
-    """An encoder of examples into token ids and a loss mask.
+    """An encoder of examples into token ids, where a token t without a loss is ~t.
 
-    If the chat template has {% generation %} blocks, it provides the mask of a conversation itself.
-    Otherwise the conversation is rendered a second time with a mark in place of each of the
-    assistant's texts. The valid tokens are those at the positions of the marks, and the special
-    token that follows and ends the turn. The assistant's messages among the first
-    `Example.context` messages have no valid tokens.
+    If the chat template has {% generation %} blocks, they determine the valid tokens. Otherwise the
+    conversation is rendered a second time with a mark in place of each of the assistant's texts.
+    The valid tokens are those at the positions of the marks, and the special token that follows and
+    ends the turn. The assistant's messages among the first `Example.context` messages have no valid
+    tokens.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer; for conversations, one with a chat template.
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.marks_itself = (
             re.search(r"\{%-?\s*generation\b", template_of(tokenizer) or "") is not None
         )
         self.special = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
 
-    def encode(self, examples: list[Example]) -> list[tuple[np.ndarray, np.ndarray] | BadRow]:
+    def encode(self, examples: list[Example]) -> list[np.ndarray | BadRow]:
         """Encode examples, all of the same kind.
 
         Returns:
-            For each example (ids, mask), two integer arrays of one length, where the mask is 1 for
-            valid tokens; or a BadRow with the reason why it cannot be used.
+            For each example its ids, int32 [tokens]; or a BadRow with the reason why it cannot be
+            used.
         Raises:
-            UserError: the chat template has a syntax error, or does not end.
+            UserError: the chat template has a syntax error.
         """
+        encoded: Sequence[np.ndarray | BadRow]
         if examples[0].kind == "pair":
             encoded = self._encode_pairs(examples)
-        elif self.marks_itself:
-            encoded = [self._by_template(example) for example in examples]
         else:
-            encoded = self._by_marks(examples)
-        return [
-            self._if_learned(example, row) for example, row in zip(examples, encoded, strict=True)
-        ]
+            encode = self._by_template if self.marks_itself else self._by_marks
+            encoded = [_or_bad_row(encode, example) for example in examples]
+        return [self._if_learned(*pair) for pair in zip(examples, encoded, strict=True)]
 
-    def _if_learned(self, example: Example, row: tuple | BadRow) -> tuple | BadRow:
+    def _if_learned(self, example: Example, row: np.ndarray | BadRow) -> np.ndarray | BadRow:
         """Return the row, or a BadRow if it has no valid token other than an end of turn."""
         if isinstance(row, BadRow):
             return row
-        has_target = row[1][1:].any()
-        if example.kind == "pair":
+        has_target = bool((row[1:] >= 0).any())
+        if example.messages is None:
             if has_target and example.completion.strip():
                 return row
             return BadRow(f"{example.where}: the completion is empty.")
@@ -103,7 +101,7 @@ class Encoder:
             f"(roles: {roles})."
         )
 
-    def _encode_pairs(self, examples: list[Example]) -> list:
+    def _encode_pairs(self, examples: list[Example]) -> list[np.ndarray]:
         """Encode prompt and completion separately, followed by the end-of-text token.
 
         The prompt is encoded alone because it is alone when the trained model is used.
@@ -118,81 +116,73 @@ class Encoder:
             if end and prompt[-1:] == end:  # some tokenizers append it to every text
                 prompt = prompt[:-1]
             completion = completion + end if completion else []
-            rows.append(
-                (np.array(prompt + completion), np.repeat([0, 1], [len(prompt), len(completion)]))
-            )
+            mask = np.repeat([False, True], [len(prompt), len(completion)])
+            rows.append(_masked(prompt + completion, mask))
         return rows
 
-    def _by_template(self, example: Example) -> tuple | BadRow:
-        try:
-            # Render once under the limits; tokenizing below may take more than they allow.
-            text = _rendered(self.tokenizer, example.messages)
-            encoded = self.tokenizer.apply_chat_template(
-                example.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            self._check_all_are_rendered(text, example)
-        except Exception as error:
-            return _refused(example, error)
-        mask = np.array(encoded["assistant_masks"])
+    def _by_template(self, example: Example) -> np.ndarray:
+        assert example.messages is not None
+        encoded = self.tokenizer.apply_chat_template(
+            example.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        text = self.tokenizer.apply_chat_template(example.messages, tokenize=False)
+        self._check_all_are_rendered(text, example.messages)
+        mask = np.array(encoded["assistant_masks"], dtype=bool)
         context = sum(m["role"] == "assistant" for m in example.messages) - len(example.answers)
         if context:
-            # Each answer is a run of ones.
-            begins = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+            # Each answer is a run of valid tokens.
+            begins = np.flatnonzero(np.diff(mask.astype(int), prepend=0) == 1)
             if len(begins) != context + len(example.answers):
-                return BadRow(
+                raise BadRow(
                     f"{example.where}: the {{% generation %}} blocks of the chat template do not "
                     "distinguish the answers of the prompt from the completion."
                 )
-            mask[: [*begins, len(mask)][context]] = 0
-        return np.array(encoded["input_ids"]), mask
+            mask[: [*begins, len(mask)][context]] = False
+        return _masked(encoded["input_ids"], mask)
 
-    def _by_marks(self, examples: list[Example]) -> list:
-        rendered = [self._render(example) for example in examples]
-        texts = [result[0] for result in rendered if not isinstance(result, BadRow)]
-        if not texts:
-            return rendered
+    def _by_marks(self, example: Example) -> np.ndarray:
+        text, ranges = self._render(example)
         encoded = self.tokenizer(
-            texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        rows = iter(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
-        return [
-            result if isinstance(result, BadRow) else _learned(*next(rows), result[1])
-            for result in rendered
-        ]
+        starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
+        mask = np.zeros(len(starts), dtype=bool)
+        for start, end in ranges:
+            mask |= (starts < end) & (ends > start)
+        return _masked(encoded["input_ids"], mask)
 
-    def _render(self, example: Example) -> tuple[str, list[tuple[int, int]]] | BadRow:
+    def _render(self, example: Example) -> tuple[str, list[tuple[int, int]]]:
         """Return the whole text, and the character ranges of the valid tokens."""
+        assert example.messages is not None
         answers, marked = [], list(example.messages)
         for number in example.answers:
             answers.append(example.messages[number]["content"])
             marked[number] = _marked(example.messages[number], number)
-        try:
-            text = _rendered(self.tokenizer, example.messages)
-            around = re.split("\ue000\\d+\ue001", _rendered(self.tokenizer, marked))
-            self._check_all_are_rendered(text, example)
-        except Exception as error:
-            return _refused(example, error)
+        text = self.tokenizer.apply_chat_template(example.messages, tokenize=False)
+        self._check_all_are_rendered(text, example.messages)
+        with_marks = self.tokenizer.apply_chat_template(marked, tokenize=False)
+        around = re.split("\ue000\\d+\ue001", with_marks)
         # Many templates strip the messages.
         for texts in (answers, [answer.strip() for answer in answers]):
             if len(around) == len(texts) + 1 and _join(around, texts) == text:
                 return text, self._ranges(around, texts)
-        return BadRow(
+        raise BadRow(
             f"{example.where}: the chat template changes the assistant's text, so its position is "
             "unknown: use a template with {% generation %} blocks (--chat_template)."
         )
 
-    def _check_all_are_rendered(self, text: str, example: Example) -> None:
+    def _check_all_are_rendered(self, text: str, messages: list[dict]) -> None:
         """Check that the template leaves out no message.
 
         Some templates know a few roles only, and ignore a message of another one.
         """
-        for number, message in enumerate(example.messages):
+        for number, message in enumerate(messages):
             if message["content"].strip() in text:
                 continue
             # It is missing, or the template changes it.
-            marked = list(example.messages)
-            marked[number] = _marked(message, number)
-            if MARK.format(number) not in _rendered(self.tokenizer, marked):
+            marked = [*messages[:number], _marked(message, number), *messages[number + 1 :]]
+            rendered = self.tokenizer.apply_chat_template(marked, tokenize=False)
+            if MARK.format(number) not in rendered:
                 raise ValueError(f"it leaves out the message of the role {message['role']!r}")
 
     def _ranges(self, around: list[str], texts: list[str]) -> list[tuple[int, int]]:
@@ -210,11 +200,30 @@ class Encoder:
         return ranges
 
 
-def _rendered(tokenizer, messages: list[dict], **options) -> str:
-    """Render a conversation with the chat template, within its limits."""
-    with templates.limits():
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        return templates.check_length(text, messages)
+# What a template raises for a row that it does not accept, or by a mistake in it.
+TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError, MemoryError),
+)
+
+
+def _or_bad_row(encode: Callable[[Example], np.ndarray], example: Example) -> np.ndarray | BadRow:
+    """Encode an example; return the reason if its chat template refuses it.
+
+    Raises:
+        UserError: the template has a syntax error, so other rows fail as well.
+    """
+    try:
+        return encode(example)
+    except BadRow as flaw:
+        return flaw
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(
+            f"The chat template cannot be read: line {error.lineno}: {error.message}."
+        ) from error
+    except TEMPLATE_ERRORS as error:
+        reason = first_line(error, 200)
+        return BadRow(f"{example.where}: the chat template refuses it: {reason}")
 
 
 def _marked(message: dict, number: int) -> dict:
@@ -227,39 +236,10 @@ def _join(around: list[str], texts: list[str]) -> str:
     )
 
 
-def _learned(
-    ids: list[int], offsets: list[tuple[int, int]], ranges: list[tuple[int, int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    mask = np.zeros(len(ids), dtype=np.uint8)
-    starts, ends = np.array(offsets).reshape(-1, 2).T
-    for start, end in ranges:
-        mask |= ((starts < end) & (ends > start)).astype(np.uint8)
-    return np.array(ids), mask
-
-
-def _refused(example: Example, error: Exception) -> BadRow:
-    """Return the reason why a template did not render a row; a template may raise any error.
-
-    Raises:
-        UserError: the template has a syntax error or does not end, so other rows fail as well.
-    """
-    if isinstance(error, jinja2.TemplateSyntaxError):
-        raise UserError(
-            f"The chat template cannot be read: line {error.lineno}: {error.message}."
-        ) from error
-    if isinstance(error, templates.EndlessTemplate):
-        raise UserError(
-            f"The chat template does not end: it computes for more than {templates.SECONDS} s for "
-            f"{example.where} (--chat_template FILE)."
-        ) from error
-    name, lines = type(error).__name__, str(error).splitlines()
-    reason = {
-        "MemoryError": "it takes more memory than a row may have",
-        "RecursionError": "it is nested too deeply",
-    }.get(name)
-    return BadRow(
-        f"{example.where}: the chat template refuses it: {reason or (lines or [name])[0]}"
-    )
+def _masked(ids: list[int], mask: np.ndarray) -> np.ndarray:
+    """Return ids, int32, with ~id where the mask is False."""
+    array = np.array(ids, dtype=np.int32)
+    return np.where(mask, array, ~array)
 
 
 @dataclass(frozen=True)
@@ -270,7 +250,7 @@ class Prompt:
     is_chat: bool  # whether they are a conversation with the text as the user's message
 
 
-def prompt_of(text: str, tokenizer, as_chat: bool) -> Prompt:
+def prompt_of(text: str, tokenizer: Any, as_chat: bool) -> Prompt:
     """Return the token ids of --generate.
 
     Args:
@@ -283,8 +263,10 @@ def prompt_of(text: str, tokenizer, as_chat: bool) -> Prompt:
     if is_chat:
         messages = [{"role": "user", "content": text}]
         try:
-            rendered = _rendered(tokenizer, messages, add_generation_prompt=True)
-        except Exception as error:
+            rendered = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except TEMPLATE_ERRORS as error:
             raise UserError(
                 f"--generate: the chat template refuses it ({first_line(error, 200)}): use another "
                 "one with --chat_template FILE."
@@ -295,7 +277,7 @@ def prompt_of(text: str, tokenizer, as_chat: bool) -> Prompt:
     return Prompt(ids, is_chat)
 
 
-def use_plain_template(tokenizer, kind: str | None) -> bool:
+def use_plain_template(tokenizer: Any, kind: str | None) -> bool:
     """Set PLAIN_TEMPLATE on a tokenizer without a chat template, if the rows are conversations.
 
     Args:

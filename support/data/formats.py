@@ -1,7 +1,7 @@
 """The formats of a row: how each is recognized, and the document or example that a row becomes.
 
-A row of a JSON, CSV, Parquet or hub dataset has the keys of one of FORMATS. Any other file is UTF-8
-text, and one document. A row that cannot be used is a `BadRow`, which names its file and line.
+A row has the keys of one of FORMATS. Any file without rows is text, and one document. A row that
+cannot be used is a `BadRow`, which names its file and line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from support.cli.arguments import Arguments
 from support.errors import UserError
 from support.files.user_files import printable
 
@@ -36,9 +38,10 @@ ALPACA_INPUT = ", paired with an input that provides further context"
 class BadRow(UserError):
     """A row that cannot be used, with its place and the reason; or a file that cannot be read."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, whole_file: bool = False):
         # The text may quote bytes that are not UTF-8.
         super().__init__(printable(text.encode(errors="replace").decode()))
+        self.whole_file = whole_file  # nothing of the file can be used
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,8 @@ class Document:
     kind: str = "text"
 
 
-@dataclass(frozen=True)
 class TextFile(Document):
     """A text file, which is one document of any length."""
-
-    format: str = "text files"
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,13 @@ class Example:
         """The numbers of the messages that the loss counts: the assistant's after `context`."""
         messages = enumerate(self.messages or ())
         return [n for n, m in messages if m["role"] == "assistant" and n >= self.context]
+
+    @property
+    def joined(self) -> str | None:
+        """The end of a prompt and the begin of its completion, if nothing separates their words."""
+        apart = self.prompt[-1:].isspace() or self.completion[:1].isspace()
+        both = self.prompt and self.completion and not apart
+        return self.prompt[-12:] + self.completion[:12] if both else None
 
     def as_json(self) -> str:
         """Return its content as JSON, for a digest."""
@@ -111,9 +118,6 @@ class OneKind:
         return row
 
 
-# ------------------------------------------------------------------------------------- the formats
-
-
 @dataclass(frozen=True)
 class RowOptions:
     """How rows are read."""
@@ -124,16 +128,44 @@ class RowOptions:
     chat_template: bool = True  # whether the tokenizer has a chat template
 
     @classmethod
-    def of(cls, args, chat_template: bool) -> RowOptions:
+    def of(cls, args: Arguments, chat_template: bool) -> RowOptions:
         """Return the options that the flags set."""
         columns = {key: getattr(args, f"{key}_column") for key in ("text", "prompt", "completion")}
         given = tuple((key, column) for key, column in columns.items() if column)
         return cls(given, chat_template)
 
 
-# From a row, the column of each key, and the options to the fields of a Document or an Example.
-# Raises a ValueError with the reason if the row cannot be used.
-Convert = Callable[[dict, Mapping[str, str], RowOptions], dict]
+# ------------------------------------------------------------------------------------- the formats
+
+# A function from a row with the keys of its format, and the options, to fields of a Document (with
+# "pieces") or an Example. Raises a ValueError with the reason if the row cannot be used.
+Convert = Callable[[Mapping[str, Any], RowOptions], dict]
+
+
+def _from_pair(row: Mapping[str, Any], options: RowOptions) -> dict:
+    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
+        prompt, completion = _messages(row, "prompt"), _messages(row, "completion")
+        name = "prompt and completion, each a list of messages"
+        return {"messages": prompt + completion, "context": len(prompt), "format": name}
+    return {key: _text(row, key) for key in ("prompt", "completion")}
+
+
+def _from_alpaca(row: Mapping[str, Any], options: RowOptions) -> dict:
+    """Return a conversation, or Alpaca's prompt if the tokenizer has no chat template."""
+    if row.get("history"):
+        raise ValueError("'history' is not supported: write the conversation as 'messages'")
+    instruction, output = _text(row, "instruction"), _text(row, "output")
+    context = _text(row, "input") if row.get("input") else ""
+    if options.chat_template:
+        content = "\n".join(part for part in (instruction, context) if part)
+        turns = [("user", content), ("assistant", output)]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return {"messages": _system_message(row) + messages}
+    preamble = ALPACA_PREAMBLE.format(ALPACA_INPUT if context else "", ALPACA_TASK)
+    headings = f"\n\n### Instruction:\n{instruction}"
+    headings += f"\n\n### Input:\n{context}" if context else ""
+    system = _text(row, "system") if row.get("system") else preamble
+    return {"prompt": f"{system}{headings}\n\n### Response:", "completion": output}
 
 
 @dataclass(frozen=True)
@@ -144,89 +176,40 @@ class Format:
     keys: tuple[str, ...]  # the keys that a row of this format has
     convert: Convert
     optional: tuple[str, ...] = ()  # further keys that are read
-    # Whether the values of `keys` are lists of messages; None if that does not distinguish the
-    # format.
-    in_messages: bool | None = None
-    row_type: type[Document] | type[Example] = Example
 
     def columns(self, options: RowOptions) -> dict[str, str]:
         """Return the column of each key."""
         return {key: dict(options.columns).get(key, key) for key in (*self.keys, *self.optional)}
 
     def fits(self, keys: Iterable[str], options: RowOptions) -> bool:
-        """Return whether a row or table with these keys may be of this format."""
+        """Return whether a row or table with these keys is of this format."""
         columns, keys = self.columns(options), set(keys)
         named = all(key in self.keys for key, _ in options.columns)
         return named and all(columns[key] in keys for key in self.keys)
 
-    def fits_row(self, row: dict, options: RowOptions) -> bool:
-        """Return whether a row is of this format."""
-        if not self.fits(row, options) or self.in_messages is None:
-            return self.fits(row, options)
-        columns = self.columns(options)
-        return any(isinstance(row[columns[key]], list) for key in self.keys) == self.in_messages
-
-
-def _from_messages(row: dict, columns: Mapping[str, str], options: RowOptions) -> dict:
-    return {"messages": _messages(row, columns["messages"])}
-
-
-def _from_sharegpt(row: dict, columns: Mapping[str, str], options: RowOptions) -> dict:
-    messages = _messages(row, columns["conversations"])
-    return {"messages": _system_message(row, columns) + messages}
-
-
-def _from_message_pair(row: dict, columns: Mapping[str, str], options: RowOptions) -> dict:
-    prompt, completion = (_messages(row, columns[key]) for key in ("prompt", "completion"))
-    return {"messages": prompt + completion, "context": len(prompt)}
-
-
-def _from_text_pair(row: dict, columns: Mapping[str, str], options: RowOptions) -> dict:
-    return {key: _text(row, columns[key]) for key in ("prompt", "completion")}
-
-
-def _from_alpaca(row: dict, columns: Mapping[str, str], options: RowOptions) -> dict:
-    """Return a conversation, or Alpaca's prompt if the tokenizer has no chat template."""
-    if row.get("history"):
-        raise ValueError("'history' is not supported: write the conversation as 'messages'")
-    instruction, output = _text(row, "instruction"), _text(row, "output")
-    context = _text(row, "input") if row.get("input") else ""
-    if options.chat_template:
-        content = "\n".join(part for part in (instruction, context) if part)
-        turns = [("user", content), ("assistant", output)]
-        messages = [{"role": role, "content": content} for role, content in turns]
-        return {"messages": _system_message(row, columns) + messages}
-    preamble = ALPACA_PREAMBLE.format(ALPACA_INPUT if context else "", ALPACA_TASK)
-    headings = f"\n\n### Instruction:\n{instruction}"
-    headings += f"\n\n### Input:\n{context}" if context else ""
-    system = _text(row, "system") if row.get("system") else preamble
-    return {"prompt": f"{system}{headings}\n\n### Response:", "completion": output}
-
-
-def _from_text(row: dict, columns: Mapping[str, str], options: RowOptions) -> dict:
-    name = columns["text"]
-    # null is an empty document
-    return {"pieces": [_text({name: ""} if row[name] is None else row, name)]}
-
 
 # The first format that fits is used.
 FORMATS = (
-    Format("messages", ("messages",), _from_messages),
-    Format("ShareGPT (conversations)", ("conversations",), _from_sharegpt, ("system",)),
+    Format("messages", ("messages",), lambda row, _: {"messages": _messages(row, "messages")}),
     Format(
-        "prompt and completion, each a list of messages",
-        ("prompt", "completion"),
-        _from_message_pair,
-        in_messages=True,
+        "ShareGPT (conversations)",
+        ("conversations",),
+        lambda row, _: {"messages": _system_message(row) + _messages(row, "conversations")},
+        ("system",),
     ),
-    Format("prompt and completion", ("prompt", "completion"), _from_text_pair, in_messages=False),
+    Format("prompt and completion", ("prompt", "completion"), _from_pair),
     Format(
         "Alpaca (instruction, input, output)",
         ("instruction", "output"),
         _from_alpaca,
         ("input", "system", "history"),
     ),
-    Format("text", ("text",), _from_text, row_type=Document),
+    # null is an empty document
+    Format(
+        "text",
+        ("text",),
+        lambda row, _: {"pieces": ["" if row["text"] is None else _text(row, "text")]},
+    ),
 )
 
 
@@ -244,12 +227,12 @@ def columns_of_table(columns: list[str], options: RowOptions, where: str) -> lis
     known = next((known for known in FORMATS if known.fits(columns, options)), None)
     if known is None:
         raise UserError(f"{where}: {_no_format(columns, options)}")
-    unsupported = () if known.row_type is Document else UNSUPPORTED_KEYS
+    unsupported = () if known.name == "text" else UNSUPPORTED_KEYS
     read = (*known.columns(options).values(), *unsupported)
     return [name for name in read if name in columns]
 
 
-def read_row(row, where: str, options: RowOptions) -> Document | Example | BadRow:
+def read_row(row: Any, where: str, options: RowOptions) -> Document | Example | BadRow:
     """Convert a row to a document or an example, or to a BadRow with the reason why it is neither.
 
     Args:
@@ -259,16 +242,21 @@ def read_row(row, where: str, options: RowOptions) -> Document | Example | BadRo
         row = {dict(options.columns).get("text", "text"): row}
     if not isinstance(row, dict):
         return BadRow(f"{where}: neither a text nor an object with keys such as text or messages.")
-    known = next((known for known in FORMATS if known.fits_row(row, options)), None)
+    known = next((known for known in FORMATS if known.fits(row, options)), None)
     if known is None:
         return BadRow(f"{where}: {_no_format(row, options)}")
+    columns = known.columns(options).items()
     try:
-        if known.row_type is Example:
+        if known.name != "text":
             _refuse_unsupported(row, UNSUPPORTED_KEYS)
-        fields = known.convert(row, known.columns(options), options)
-        return known.row_type(where, **fields, format=known.name)
+        fields = known.convert({key: row.get(column) for key, column in columns}, options)
     except ValueError as error:
-        return BadRow(f"{where}: {error}.")
+        reason = str(error)
+        for key, column in columns:  # the user's name of a column
+            reason = reason.replace(f"{key!r} is ", f"{column!r} is ")
+        return BadRow(f"{where}: {reason}.")
+    row_type = Document if known.name == "text" else Example
+    return row_type(where, **{"format": known.name, **fields})
 
 
 def _no_format(keys: Iterable, options: RowOptions) -> str:
@@ -277,8 +265,7 @@ def _no_format(keys: Iterable, options: RowOptions) -> str:
     if options.columns:
         flags = [f"{column!r}, which --{key}_column names" for key, column in options.columns]
         if len(options.columns) == 1 and options.columns[0][0] != "text":
-            [(key, _)] = options.columns
-            other = "completion" if key == "prompt" else "prompt"
+            other = "completion" if options.columns[0][0] == "prompt" else "prompt"
             flags.append(f"{other!r} (--{other}_column)")
         return f"no {', or no '.join(flags)}, but {key_list}."
     return (
@@ -290,10 +277,7 @@ def _no_format(keys: Iterable, options: RowOptions) -> str:
 
 
 def shorten(keys: Iterable) -> str:
-    """Join keys with commas for a message: the first SHOWN_KEYS, with up to 40 characters each.
-
-    A broken file may have millions of keys.
-    """
+    """Join the first SHOWN_KEYS keys with commas for a message; a broken file may have millions."""
     first = [str(key)[:40] for key in itertools.islice(keys, SHOWN_KEYS + 1)]
     return ", ".join(first[:SHOWN_KEYS]) + (", …" if len(first) > SHOWN_KEYS else "")
 
@@ -301,13 +285,13 @@ def shorten(keys: Iterable) -> str:
 # ------------------------------------------------------------------------------- parts of the rows
 
 
-def _messages(row: dict, name: str) -> list[dict]:
+def _messages(row: Mapping[str, Any], name: str) -> list[dict]:
     if not isinstance(row[name], list) or not row[name]:
         raise ValueError(f"{name!r} is not a list of messages")
     return [_message(message) for message in row[name]]
 
 
-def _message(message) -> dict:
+def _message(message: Any) -> dict:
     """Return a message with `role` and `content` (ShareGPT: `from` and `value`)."""
     is_object = isinstance(message, dict)
     sharegpt = is_object and message.get("role") is None and "from" in message
@@ -323,8 +307,8 @@ def _message(message) -> dict:
     if sharegpt and role in TOOL_ROLES:
         raise ValueError(f"a message is from {role!r}, which is not supported: tools are not")
     name = "value" if sharegpt else "content"
-    content = _join_parts(message[name]) if isinstance(message.get(name), list) else None
-    content = _text(message if content is None else {name: content}, name)
+    content = message.get(name)
+    content = _join_parts(content) if isinstance(content, list) else _text(message, name)
     return {"role": ROLES.get(role, role) if sharegpt else role, "content": content}
 
 
@@ -340,10 +324,9 @@ def _join_parts(parts: list) -> str:
     return "".join(_text(part, "text") for part in parts)
 
 
-def _system_message(row: dict, columns: Mapping[str, str]) -> list[dict]:
-    """Return the message of the optional column "system", if it has a text."""
-    name = columns["system"]
-    return [{"role": "system", "content": _text(row, name)}] if row.get(name) else []
+def _system_message(row: Mapping[str, Any]) -> list[dict]:
+    """Return the message of the optional key "system", if it has a text."""
+    return [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
 
 
 def _refuse_unsupported(row: dict, keys: tuple[str, ...], prefix: str = "") -> None:
@@ -354,7 +337,7 @@ def _refuse_unsupported(row: dict, keys: tuple[str, ...], prefix: str = "") -> N
         )
 
 
-def _text(row: dict, name: str) -> str:
+def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
         raise ValueError(f"{name!r} is not a text but {reprlib.repr(value)[:40]}")

@@ -1,9 +1,9 @@
 """--streaming: sequences of a corpus that is read and tokenized during training.
 
 The corpus is never complete in memory or on disk. A global batch has G sequences, and batch slot g
-(class `BatchSlot`) provides the g-th. Every group of G documents is distributed over the slots, one
-document each, in an order drawn from the seed. A slot tokenizes its documents, cuts them into
-sequences and shuffles these in chunks. A rank processes only the slots whose sequences it trains
+(class `Slot`) provides the g-th. Every group of G rows is distributed over the slots, one row each,
+in an order drawn from the seed. A slot tokenizes its rows, cuts them into sequences and shuffles
+these in chunks. Every rank reads all rows, and processes only the slots whose sequences it trains
 on. Each step therefore has the same sequences for any number of ranks, and a checkpoint needs only
 the position of each slot in the corpus, which is a few numbers.
 
@@ -16,34 +16,111 @@ original with a checkpoint at the same time.
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
-from support.cli.arguments import global_batch, isolates_documents
+from support.cli.arguments import Arguments, global_batch, isolates_documents
 from support.cli.paths import is_local_dataset
-from support.cluster.context import DistContext
+from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data import batches, tokenize
 from support.data.chat import PLAIN_NOTICE, Encoder, has_own_template, use_plain_template
-from support.data.formats import BadRow, RowOptions
-from support.data.long_documents import DocumentTokenizer
-from support.data.packing import pack
-from support.data.rows import has_rows
-from support.data.stream_reader import Item, Reader, StreamCorpus, files_to_read, open_corpus
+from support.data.documents import DocumentTokenizer, Piece
+from support.data.formats import BadRow, Document, Example, OneKind, RowOptions, TextFile
+from support.data.rows import Rows, Source, commit_on_hub, has_rows, open_for_streaming
+from support.data.sequences import Padding, Part, Sequences, micro_batch, pack
 from support.errors import UserError
-from support.labels import IGNORED
+from support.files.folders import files_of
 
 # Steps that are read ahead, besides the one of `copy_ahead`. A few are enough, because the slots
 # refill in different steps.
 STEPS_AHEAD = 5
 # Increase it when a corpus is divided into other rows, which invalidates positions in checkpoints.
-ROWS_VERSION = 2
+ROWS_VERSION = 3
 
 
-class BatchSlot:
+@dataclass(frozen=True)
+class Unit:
+    """A row, or a piece of a text file, that is assigned to a batch slot."""
+
+    # The position before it, from which `Reader.units` continues: {"row": number of units before
+    # it, in all passes; "pass": number of the pass; "first": value of "row" at the beginning of the
+    # pass; "rows": position of its row in the corpus, None for the beginning; "part": for a piece
+    # of a text file, the number of pieces before it in the file}. JSON.
+    state: dict
+    slot: int
+    begins: bool  # whether an end-of-text token precedes it
+    content: Document | Example
+    piece: Piece | None = None  # of a text file
+
+
+class Reader:
+    """A reader that assigns the rows of a corpus to batch slots, pass after pass.
+
+    A slot gets a whole row, or a whole article of WikiText (whose rows are lines). A text file is
+    assigned in pieces, so that all slots have a share of a single file. If the next piece of a slot
+    does not directly follow its previous one, an end-of-text token separates the two.
+
+    Args:
+        cut: cuts the document of a text file into pieces that can be tokenized independently.
+        refuse: called with each bad row of the first pass.
+    """
+
+    def __init__(
+        self, rows: Rows, cut: Callable, num_slots: int, seed: int, refuse: Callable
+    ) -> None:
+        self.rows, self.cut, self.num_slots, self.refuse = rows, cut, num_slots, refuse
+        self.one_kind = OneKind()
+        self.row = self.passes = self.rows_in_pass = 0  # units so far, passes, units of a pass
+        self._order_of_group = functools.lru_cache(2)(
+            lambda group: np.random.default_rng([seed, group]).permutation(num_slots)
+        )
+
+    def units(self, state: dict | None = None) -> Iterator[Unit]:
+        """Yield the units from a state on, pass after pass, without end.
+
+        Raises:
+            UserError: there are too many bad rows, or the corpus has no usable row.
+        """
+        state = state or {"row": 0, "pass": 0, "first": 0, "rows": None, "part": 0}
+        self.row, self.passes, first = state["row"], state["pass"], state["first"]
+        start, skip = state["rows"], state["part"]
+        while True:
+            for position, content in self.rows(start):
+                row = self.one_kind.check(content)
+                if isinstance(row, BadRow) and self.passes == 0:
+                    self.refuse(row)
+                if not isinstance(row, BadRow):
+                    place = {"pass": self.passes, "first": first, "rows": position}
+                    yield from self._units_of(row, place, skip)
+                skip = 0
+            if self.row == first:
+                raise UserError("--streaming: the corpus has no row that can be used.")
+            self.rows_in_pass = self.row - first
+            self.passes, first, start = self.passes + 1, self.row, None
+
+    def _units_of(self, row: Document | Example, place: dict, skip: int) -> Iterator[Unit]:
+        pieces: Iterable[Piece | None] = self.cut(row) if isinstance(row, TextFile) else [None]
+        for number, piece in itertools.islice(enumerate(pieces), skip, None):
+            slot = self._slot_of(self.row)
+            begins = self.row > 0 and not (number and slot == self._slot_of(self.row - 1))
+            state = {"row": self.row, "part": number, **place}
+            self.row += 1
+            yield Unit(state, slot, begins, row, piece)
+
+    def _slot_of(self, row: int) -> int:
+        # From 1: existing checkpoints have positions in an order that is counted in this way.
+        group, place = divmod(row + 1, self.num_slots)
+        return int(self._order_of_group(group)[place])
+
+
+class Slot:
     """A batch slot, which provides one sequence at the same position of every global batch.
 
     Rows are tokenized until there are enough for a chunk of sequences, which is shuffled and then
@@ -52,22 +129,23 @@ class BatchSlot:
 
     Args:
         chunk: number of sequences that are shuffled together.
+        encode: returns the stored ids of a row, or None if it cannot be used, and its flaw: see
+            `Stream._encode`.
     """
 
-    def __init__(self, number: int, slots: int, chunk: int, args, encode: Callable):
+    def __init__(self, number: int, slots: int, chunk: int, args: Arguments, encode: Callable):
         self.number, self.size, self.packing = number, chunk, args.packing
-        self.seq_length, self.seed = args.seq_length, args.seed
-        self.encode = encode
+        self.seq_length, self.seed, self.encode = args.seq_length, args.seed, encode
         # The first chunks differ in size, so that not all slots refill in the same step.
         self.early = 1 + (chunk - 1) * (number + 1) // slots
-        self.waiting: deque[Item] = deque()
-        self.first = 0  # number of the first row that is still needed
-        self.begin: dict | None = None
-        self.chunks, self.used = 0, 0
-        self.sequences: list = []
+        self.waiting: deque[Unit] = deque()
         # Tokenized rows, with the number of tokens of each that are in earlier chunks.
-        self.rest: list[tuple[Item, int, np.ndarray]] = []
-        self.skip = 0
+        self.rest: list[tuple[Unit, int, np.ndarray]] = []
+        self.sequences: list[list[np.ndarray]] = []
+        self.begin: dict | None = None  # of the chunk: {"reader": state of a Unit, "offset"}
+        self.chunks, self.used = 0, 0
+        # After a resume: the first row that is needed, and the tokens of it to skip.
+        self.first, self.skip = 0, 0
         self.refused = 0  # consecutive rows that could not be used
         # "counted" is the number of rows that are included, so that no row is counted twice.
         self.counts = {"counted": 0, "truncated": 0, "skipped": 0}
@@ -75,35 +153,37 @@ class BatchSlot:
     def state(self) -> dict:
         """Return the state for a checkpoint: {"reader", "offset", "chunk", "used", "counts"}.
 
-        "reader" is the state of the reader before the first row of the chunk, "offset" the number
-        of tokens of that row that are in earlier chunks, "chunk" the number of the chunk from 1,
-        and "used" the number of its sequences that were used.
+        "reader" is the position of the first row of the chunk, "offset" the number of its tokens
+        that are in earlier chunks, "chunk" the number of the chunk from 1, and "used" the number of
+        its sequences that were used.
         """
+        assert self.begin is not None
         return {**self.begin, "chunk": self.chunks, "used": self.used, "counts": dict(self.counts)}
 
     def resume(self, state: dict) -> None:
-        """Continue from `state`; the reader must assign rows again from `state["reader"]`."""
+        """Continue from `state`; rows from `state["reader"]` on must be added again."""
         self.first, self.skip = state["reader"]["row"], state["offset"]
         self.chunks, self.used = state["chunk"] - 1, state["used"]
         self.begin = {"reader": state["reader"], "offset": state["offset"]}
         self.counts = dict(state.get("counts", self.counts))
 
-    def next_sequence(self, reader: Reader):
-        """Return the next sequence: ids of a text, or (ids, labels) of an example.
+    def add(self, unit: Unit) -> None:
+        """Add a row, unless the slot is already past it."""
+        if unit.state["row"] >= self.first:
+            self.waiting.append(unit)
 
-        With --packing it is the result of `join_examples`.
-        """
+    def next_sequence(self) -> list[np.ndarray] | None:
+        """Return the parts of the next sequence; None if more rows must be added first."""
         while not self.sequences or self.used == len(self.sequences):
             used = 0 if self.sequences else self.used  # may be greater than 0 after a resume
-            self.chunks += 1
-            size = self.early if self.chunks == 1 else self.size
-            if not self._is_text(reader):
-                read_chunk = self._packed_chunk if self.packing else self._example_chunk
-            elif self.packing:
-                raise UserError(batches.TEXT_IS_PACKED)
-            else:
-                read_chunk = self._text_chunk
-            sequences = read_chunk(size, reader)
+            size = self.early if self.chunks == 0 else self.size
+            while not self._is_enough(size):
+                if not self.waiting:
+                    return None
+                self._tokenize(self.waiting.popleft())
+            unit, offset, _ = self.rest[0]
+            self.begin, self.chunks = {"reader": unit.state, "offset": offset}, self.chunks + 1
+            sequences = self._cut_chunk(size)
             generator = np.random.default_rng([self.seed, self.number, self.chunks])
             order = generator.permutation(len(sequences))
             # A chunk may be smaller after a resume with other flags (--resume_force).
@@ -111,76 +191,49 @@ class BatchSlot:
         self.used += 1
         return self.sequences[self.used - 1]
 
-    def _is_text(self, reader: Reader) -> bool:
-        while not (self.waiting or self.rest):
-            reader.pull()
-        item = self.rest[0][0] if self.rest else self.waiting[0]
-        return item.content.kind == "text"
-
-    def _tokenize(self, reader: Reader) -> tuple[Item, int, object]:
-        """Tokenize rows up to the next one that can be used.
-
-        Returns:
-            (row, number of its tokens that are in earlier chunks, the result of `encode`).
-        Raises:
-            UserError: no row can be used, of as many consecutive rows as the corpus has and at
-                least 100.
-        """
-        while True:
-            while not self.waiting:
-                reader.pull()
-            item = self.waiting.popleft()
-            encoded, flaw = self.encode(item)
-            if flaw and item.state["pass"] == 0 and item.state["row"] >= self.counts["counted"]:
-                self.counts[flaw] += 1
-            self.counts["counted"] = max(self.counts["counted"], item.state["row"] + 1)
-            if encoded is not None:
-                # After a resume, the chunk may begin within a row.
-                offset, self.skip, self.refused = self.skip, 0, 0
-                return item, offset, encoded
+    def _tokenize(self, unit: Unit) -> None:
+        """Tokenize a row, and append it to `rest` if it can be used."""
+        if self.packing and unit.content.kind == "text":
+            raise UserError(batches.TEXT_IS_PACKED)
+        ids, flaw = self.encode(unit)
+        if flaw and unit.state["pass"] == 0 and unit.state["row"] >= self.counts["counted"]:
+            self.counts[flaw] += 1
+        self.counts["counted"] = max(self.counts["counted"], unit.state["row"] + 1)
+        if ids is None:
             self.refused += 1
-            if self.refused > max(100, reader.rows_in_pass) and reader.passes:
-                raise UserError(
-                    "--streaming: no row of the corpus can be used: the rows are empty, or their "
-                    "targets come after the first --seq_length tokens."
-                )
+            return
+        self.rest.append((unit, self.skip, ids))
+        self.skip = self.refused = 0
 
-    def _text_chunk(self, size: int, reader: Reader) -> list[np.ndarray]:
+    def _is_enough(self, size: int) -> bool:
+        """Return whether `rest` has the rows of a chunk of `size` sequences."""
+        if not self.rest:
+            return False
+        tokens = sum(len(ids) - offset for _, offset, ids in self.rest)
+        if self.packing:  # as many examples as there is room for, and the next one
+            return tokens > size * self.seq_length
+        if self.rest[0][0].content.kind == "text":
+            return tokens >= size * self.seq_length
+        return len(self.rest) == size
+
+    def _cut_chunk(self, size: int) -> list[list[np.ndarray]]:
+        """Take about `size` sequences from `rest`."""
+        if self.packing:
+            *rows, unused = self.rest
+            self.rest = [unused]
+            examples = [ids for _, _, ids in rows]
+            members, ends = pack(np.array([len(ids) for ids in examples]), self.seq_length)
+            return [[examples[n] for n in part] for part in np.split(members, ends[:-1])]
+        if self.rest[0][0].content.kind != "text":
+            rows, self.rest = self.rest, []
+            return [[ids] for _, _, ids in rows]
+        stream = np.concatenate([ids[at:] for _, at, ids in self.rest])
         needed = size * self.seq_length
-        available = sum(len(ids) - offset for _, offset, ids in self.rest)
-        while available < needed:
-            self.rest.append(self._tokenize(reader))
-            available += len(self.rest[-1][2]) - self.rest[-1][1]
-        item, offset, _ = self.rest[0]
-        self.begin = {"reader": item.state, "offset": offset}
-        stream = np.concatenate([ids[offset:] for _, offset, ids in self.rest])
-        unused, rest = len(stream) - needed, []
-        for item, offset, ids in reversed(self.rest):
-            if unused > 0:
-                rest.append((item, max(offset, len(ids) - unused), ids))
-            unused -= len(ids) - offset
-        self.rest = rest[::-1]
-        return list(stream[:needed].reshape(size, self.seq_length))
-
-    def _example_chunk(self, size: int, reader: Reader) -> list:
-        rows = [self._tokenize(reader) for _ in range(size)]
-        self.begin = {"reader": rows[0][0].state, "offset": 0}
-        return [encoded for _, _, encoded in rows]
-
-    def _packed_chunk(self, size: int, reader: Reader) -> list:
-        """Return about `size` sequences with as many examples as `size` sequences have room for."""
-        rows, room = [], size * self.seq_length
-        while room >= 0:
-            rows.append(self.rest.pop() if self.rest else self._tokenize(reader))
-            room -= len(rows[-1][2][0])
-        self.rest = [rows.pop()]  # there was no room for it
-        self.begin = {"reader": rows[0][0].state, "offset": 0}
-        examples = [encoded for _, _, encoded in rows]
-        members, ends = pack(np.array([len(ids) for ids, _ in examples]), self.seq_length)
-        return [
-            batches.join_examples([examples[member] for member in part])
-            for part in np.split(members, ends[:-1])
-        ]
+        # Only the last row may have tokens that are not used.
+        unit, _, ids = self.rest[-1]
+        surplus = len(stream) - needed
+        self.rest = [(unit, len(ids) - surplus, ids)] if surplus else []
+        return [[part] for part in stream[:needed].reshape(size, self.seq_length)]
 
 
 @dataclass(frozen=True)
@@ -190,88 +243,45 @@ class Place:
     slots: dict[str, dict]  # {number of a slot: its state}, for the slots of this rank
     # (line about a row, whether only this rank has it) for each bad row of this step.
     bad: list[tuple[str, bool]]
-    rows: int  # number of good rows (or parts of text files) read so far, in all passes
+    rows: int  # number of good rows (or pieces of text files) read so far, in all passes
     passes: int  # number of complete passes
     # The kind of the rows, "text", "chat" or "pair"; None before the first row.
     kind: str | None = None
     formats: tuple[str, ...] = ()
-
-
-@dataclass
-class RowEncoder:
-    """The tokenizer of the rows of a stream."""
-
-    documents: DocumentTokenizer  # of the documents; its tokenizer is also that of the examples
-    seq_length: int  # tokens to which examples are truncated
-    refuse: Callable[[BadRow], None]  # called with examples of the first pass that are not valid
-    examples: Encoder | None = None  # created for the first example
-
-    def encode(self, item: Item) -> tuple:
-        """Return (token ids of a text, or (ids, labels) of an example, or None; flaw).
-
-        They are None if the row cannot be used. The flaw is "truncated" or "skipped" if the row
-        counts as such, or else None.
-        """
-        return (self._text if item.content.kind == "text" else self._example)(item)
-
-    def _text(self, item: Item) -> tuple[np.ndarray | None, str | None]:
-        text = "".join(item.content.pieces)
-        if not text:
-            return None, "skipped"
-        eos = self.documents.tokenizer.eos_token_id
-        separator = [eos] if item.begins and eos is not None else []
-        ids = self.documents.part_ids(item.part) if item.part else self.documents.ids(text)
-        return np.array([*separator, *ids], dtype=np.int64), None
-
-    def _example(self, item: Item) -> tuple[tuple[np.ndarray, np.ndarray] | None, str | None]:
-        if self.examples is None:
-            use_plain_template(self.documents.tokenizer, item.content.kind)
-            self.examples = Encoder(self.documents.tokenizer)
-        [encoded] = self.examples.encode([item.content])
-        if isinstance(encoded, BadRow):
-            if item.state["pass"] == 0:
-                self.refuse(encoded)
-            return None, None
-        ids, mask = (array[: self.seq_length].astype(np.int64) for array in encoded)
-        if not mask[1:].any():  # all targets are beyond seq_length
-            return None, "skipped"
-        flaw = "truncated" if len(encoded[0]) > self.seq_length else None
-        return (ids, np.where(mask, ids, IGNORED)), flaw
+    joined: str | None = None  # see `tokenize.warn_of_joined`
 
 
 class Stream:
-    """The training sequences of --streaming, used like a TokenFile."""
+    """The training sequences of --streaming."""
 
-    def __init__(self, args, ctx: DistContext, tokenizer, corpus: StreamCorpus):
-        self.args, self.ctx, self.tokenizer, self.corpus = args, ctx, tokenizer, corpus
+    def __init__(self, args: Arguments, ctx: DistContext, tokenizer: Any, source: Source):
+        self.args, self.ctx, self.tokenizer, self.source = args, ctx, tokenizer, source
+        self.padding = Padding.of(args, ctx.device.type)
         self.end_of_text = tokenizer.eos_token_id if isolates_documents(args) else None
         self.place = Place({}, [], 0, 0)  # position on this rank after the step in progress
         self.bad: dict[str, None] = {}  # an ordered set of lines about bad rows
         self.found: list[tuple[str, bool]] = []  # bad rows of the step that is being read
+        self.joined: str | None = None
         self.shown = 0  # number of bad rows that were printed, or known before a resume
         # Bad rows that are not sent to the other ranks yet, and those that all ranks have.
-        self.fresh, self.gathered = [], set()
+        self.fresh: list[str] = []
+        self.gathered: set[str] = set()
         # A copy, because two threads must not use one tokenizer.
-        documents = DocumentTokenizer(copy.deepcopy(tokenizer))
-        encoder = RowEncoder(
-            documents, args.seq_length, lambda row: self._refuse(row, this_rank_only=True)
-        )
+        self.documents = DocumentTokenizer(copy.deepcopy(tokenizer))
+        self.examples: Encoder | None = None  # created for the first example
         num_slots = global_batch(args, ctx.world_size)
         # Sequences of the whole run; there are no epochs.
+        assert args.max_steps  # checked with the flags
         self.num_sequences = args.max_steps * num_slots
         chunk = max(1, args.shuffle_buffer // num_slots)
         self.layout = slots_of_rank(args, ctx.rank, ctx.world_size)
-        self.slots = {
-            number: BatchSlot(number, num_slots, chunk, args, encoder.encode)
-            for micro_batch in self.layout
-            for number in micro_batch
-        }
-        self.reader = Reader(
-            corpus.open_rows, documents.parts, self.slots, num_slots, args.seed, self._refuse
-        )
-        nulls = {"tokens": None, "blocks": None}
-        # Facts about the corpus for results.json.
-        self.facts = {"name": args.dataset, "sha256": corpus.sha256, **nulls, "streaming": True}
+        numbers = [number for micro_batch in self.layout for number in micro_batch]
+        self.slots = {n: Slot(n, num_slots, chunk, args, self._encode) for n in numbers}
+        rows = source.splits["train"]
+        self.reader = Reader(rows, self.documents.pieces, num_slots, args.seed, self._refuse)
+        self.units = self.reader.units()
+        facts = {"name": args.dataset, "sha256": source.fingerprint, "streaming": True}
+        self.facts: dict[str, Any] = {**facts, "tokens": None, "blocks": None}  # for results.json
         self._ahead = batches.ReadAhead(self._read_steps(), STEPS_AHEAD)
         self._live: Iterator[batches.StepBatch] | None = None
 
@@ -296,16 +306,13 @@ class Stream:
         """
         self._ahead.close()
         progress, rows = self.progress(), max(self.ctx.all_gather(self.place.rows))
-        flaws = {
-            name: sum(slot["counts"][name] for slot in progress["lanes"].values())
-            for name in ("truncated", "skipped")
-        }
-        counts = {"rows": rows, **flaws, "bad_rows": progress["bad"]}
-        counts_text = ", ".join(
-            f"{len(n) if isinstance(n, list) else n:,} {name.replace('_', ' ')}"
-            for name, n in counts.items()
-        )
-        self.ctx.console.print0(f"📚 stream: {counts_text}, in {self.place.passes + 1} passes")
+        counts: dict[str, Any] = {"rows": rows}
+        for name in ("truncated", "skipped"):
+            counts[name] = sum(slot["counts"][name] for slot in progress["lanes"].values())
+        text = ", ".join(f"{number:,} {name}" for name, number in counts.items())
+        counts["bad_rows"] = progress["bad"]
+        text += f", {len(progress['bad']):,} bad rows, in {self.place.passes + 1} passes"
+        self.ctx.console.print0(f"📚 stream: {text}")
         one_kind = self.reader.one_kind
         return {**self.facts, "kind": one_kind.kind, "formats": one_kind.formats, **counts}
 
@@ -319,12 +326,14 @@ class Stream:
                 size, or an earlier version divided the corpus into other rows.
         """
         slots = state["lanes"] if state else None
-        if slots is None or (slots and set(map(int, slots)) != set(range(self.reader.num_slots))):
+        num_slots = self.reader.num_slots
+        if state is None or (slots and set(map(int, slots)) != set(range(num_slots))):
             raise UserError(
                 "--resume: the checkpoint was written without --streaming or with another global "
                 "batch size: use the flags of its run."
             )
-        if slots and state.get("version", 1) < ROWS_VERSION and _was_cut_otherwise(self.args):
+        version = state.get("version", 1)
+        if slots and _was_cut_otherwise(self.args, version):
             raise UserError(
                 "--resume: the checkpoint was written by a version that read long text files (and "
                 "WikiText) in other pieces, so its position in the corpus cannot be found: "
@@ -336,18 +345,18 @@ class Stream:
             return
         for number, slot in self.slots.items():
             slot.resume(slots[str(number)])
-        begin = min(
-            (slot.begin["reader"] for slot in self.slots.values()), key=lambda reader: reader["row"]
-        )
+        begins = [slot.begin["reader"] for slot in self.slots.values() if slot.begin]
+        begin = min(begins, key=lambda reader: reader["row"])
+        if version < ROWS_VERSION:  # no position in the files: read the pass from its beginning
+            begin = {**begin, "row": begin["first"], "rows": None, "part": 0}
         self.ctx.console.print0(f"⏩ Reading the stream again up to row {begin['row']:,}")
-        self.reader.start(begin)
-        rank_slots = {
-            str(number): {**slots[str(number)], "counts": dict(slot.counts)}
-            for number, slot in self.slots.items()
+        self.units = self.reader.units(begin)
+        states = {
+            str(n): {**slots[str(n)], "counts": slot.counts} for n, slot in self.slots.items()
         }
-        self.place = Place(rank_slots, [], self.reader.row, self.reader.passes)
+        self.place = Place(states, [], begin["row"], begin["pass"])
 
-    def step_batches(self, device) -> Iterator[batches.StepBatch]:
+    def step_batches(self, device: Any) -> Iterator[batches.StepBatch]:
         """Yield the step batches of this rank, from where the last caller stopped."""
         if self._live is None:
             self._live = batches.copy_ahead(self._ahead, device)
@@ -359,6 +368,7 @@ class Stream:
         """Record the position after the step that is trained on next, and print its bad rows."""
         if place.kind and not self.place.kind:
             tokenize.print_format(self.ctx, list(place.formats), place.kind)
+            tokenize.warn_of_joined(self.ctx, self.args, place.joined)
             if use_plain_template(self.tokenizer, place.kind):
                 self.ctx.console.warn(PLAIN_NOTICE)
         self.place = place
@@ -374,34 +384,64 @@ class Stream:
 
     def _read_steps(self) -> Iterator[batches.StepBatch]:
         while True:
-            micro_batches = [
-                [self.slots[number].next_sequence(self.reader) for number in numbers]
-                for numbers in self.layout
-            ]
-            tokens = sum(
-                len(sequence if isinstance(sequence, np.ndarray) else sequence[0])
-                for batch in micro_batches
-                for sequence in batch
-            )
+            micro_batches = [[self._next(number) for number in slots] for slots in self.layout]
+            parts = (part for batch in micro_batches for sequence in batch for part in sequence)
+            tokens = sum(len(ids) for ids, _ in parts)
             slots = {str(number): slot.state() for number, slot in self.slots.items()}
             bad_rows, self.found = self.found, []
-            place = Place(
-                slots,
-                bad_rows,
-                self.reader.row,
-                self.reader.passes,
-                self.reader.one_kind.kind,
-                tuple(self.reader.one_kind.formats),
-            )
-            yield batches.StepBatch([self._stack(batch) for batch in micro_batches], tokens, place)
+            reader, one_kind = self.reader, self.reader.one_kind
+            kind, formats = one_kind.kind, tuple(one_kind.formats)
+            place = Place(slots, bad_rows, reader.row, reader.passes, kind, formats, self.joined)
+            stacked = [micro_batch(b, self.padding, self.args.packing) for b in micro_batches]
+            yield batches.StepBatch(stacked, tokens, place)
 
-    def _stack(self, sequences: list) -> batches.MicroBatch:
-        if isinstance(sequences[0], np.ndarray):
-            inputs = torch.from_numpy(np.stack(sequences).astype(np.int64))
-            return batches.label_text(inputs, self.end_of_text)
-        return batches.stack_examples(
-            sequences, self.args.seq_length, batches.one_length(self.args), self.args.packing
-        )
+    def _next(self, number: int) -> list[Part]:
+        """Read rows until a slot has its next sequence, and return its parts.
+
+        Raises:
+            UserError: no row can be used, of as many consecutive rows as the corpus has and at
+                least 100.
+        """
+        slot, reader = self.slots[number], self.reader
+        while (sequence := slot.next_sequence()) is None:
+            if slot.refused > max(100, reader.rows_in_pass) and reader.passes:
+                raise UserError(
+                    "--streaming: no row of the corpus can be used: the rows are empty, or their "
+                    "targets come after the first --seq_length tokens."
+                )
+            unit = next(self.units)
+            if unit.slot in self.slots:
+                self.slots[unit.slot].add(unit)
+        end_of_text = self.end_of_text if reader.one_kind.kind == "text" else None
+        return [(part, end_of_text) for part in sequence]
+
+    def _encode(self, unit: Unit) -> tuple[np.ndarray | None, str | None]:
+        """Return the ids of a row as `sequences` stores them, or None; and its flaw.
+
+        The flaw is "truncated" or "skipped" if the row counts as such, or else None.
+        """
+        content, tokenizer = unit.content, self.documents.tokenizer
+        if isinstance(content, Document):
+            # A row is one piece, or several if it is long.
+            pieces = [unit.piece] if unit.piece else list(self.documents.pieces(content))
+            if not pieces:
+                return None, "skipped"
+            eos = tokenizer.eos_token_id
+            separator = np.array([eos] if unit.begins and eos is not None else [], np.int64)
+            return np.concatenate([separator, *self.documents.encode(pieces)]).astype(int), None
+        if self.examples is None:
+            use_plain_template(tokenizer, content.kind)
+            self.examples = Encoder(tokenizer)
+        self.joined = self.joined or content.joined
+        [encoded] = self.examples.encode([content])
+        if isinstance(encoded, BadRow):
+            if unit.state["pass"] == 0:
+                self._refuse(encoded, this_rank_only=True)
+            return None, None
+        ids = encoded[: self.args.seq_length]
+        if not (ids[1:] >= 0).any():  # all targets are beyond seq_length
+            return None, "skipped"
+        return ids, "truncated" if len(encoded) > len(ids) else None
 
     def _refuse(self, row: BadRow, this_rank_only: bool = False) -> None:
         """Record a bad row, unless it is recorded already, for instance before a resume.
@@ -414,10 +454,12 @@ class Stream:
         self.bad[str(row)] = None
         self.found.append((str(row), this_rank_only))
         if len(self.bad) > self.args.max_bad_rows:
-            tokenize.refuse_bad_rows(list(self.bad), self.args.max_bad_rows, self.corpus.advice)
+            hopeless = row.whole_file and self.source.one_file
+            hint = "" if hopeless else f"{tokenize.MAX_BAD_ROWS}{self.source.advice}"
+            tokenize.refuse_bad_rows(list(self.bad), self.args.max_bad_rows, hint)
 
 
-def slots_of_rank(args, rank: int, world_size: int) -> list[list[int]]:
+def slots_of_rank(args: Arguments, rank: int, world_size: int) -> list[list[int]]:
     """Return the numbers of the batch slots of a rank, one list for each micro-batch."""
     starts = [
         (micro_step * world_size + rank) * args.batch_size
@@ -426,33 +468,43 @@ def slots_of_rank(args, rank: int, world_size: int) -> list[list[int]]:
     return [list(range(start, start + args.batch_size)) for start in starts]
 
 
-def open_stream(args, ctx: DistContext, tokenizer) -> tuple[Stream, batches.Sequences, dict]:
+def open_stream(
+    args: Arguments, ctx: DistContext, tokenizer: Any
+) -> tuple[Stream, Sequences, dict]:
     """Open the training stream and --validation_file; every rank must call it.
 
     Returns:
-        (stream, sequences of --validation_file or an empty TokenFile, facts for results.json).
+        (stream, sequences of --validation_file or none, facts for results.json).
     Raises:
-        UserError: see `stream_reader.open_corpus`; or --validation_file cannot be read.
+        UserError: see `rows.open_for_streaming`; or --validation_file cannot be read.
         TrainingError: the corpus differs between the nodes.
     """
-    rows = RowOptions.of(args, has_own_template(tokenizer))
-    train = Stream(args, ctx, tokenizer, open_corpus(args, ctx, rows))
-    validation: batches.Sequences = batches.nothing(args)
+    options, commit = RowOptions.of(args, has_own_template(tokenizer)), None
+    if not is_local_dataset(args.dataset):
+        # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
+        commit = commit_on_hub(args.dataset, args.dataset_revision) if ctx.is_main else None
+        commit = ctx.broadcast_from_rank0(commit) or args.dataset_revision
+    source = open_for_streaming(args, options, commit)
+    tokenize.print_files(source, ctx)
+    require_equal_on_all_ranks(ctx.all_gather(source.fingerprint), "The corpus")
+    train = Stream(args, ctx, tokenizer, source)
+    validation = Sequences.none(train.padding)
     if args.validation_file:
-        alone = args.replace(validation_file=None)
+        alone = args.replace(validation_file=None, eval_only=False)
         prepared = tokenize.tokenize_corpus(alone, ctx, tokenizer, args.validation_file)
-        validation, split_info = batches.open_split(prepared, "train", args)
+        validation, facts = batches.open_split(prepared, "train", args, train.padding)
         if args.packing:
-            validation = batches.packed_validation(validation)
-            split_info["blocks"] = validation.num_sequences
-        train.facts["validation"] = {**split_info, "bad_rows": prepared["bad_rows"]}
+            validation = validation.pack()
+            facts["blocks"] = validation.num_sequences
+        train.facts["validation"] = {**facts, "bad_rows": prepared["bad_rows"]}
         tokenize.print_splits(ctx, args, {"validation": train.facts["validation"]}, tokenizer)
     return train, validation, train.facts
 
 
-def _was_cut_otherwise(args) -> bool:
-    """Return whether the corpus was divided into other rows before ROWS_VERSION 2."""
+def _was_cut_otherwise(args: Arguments, version: int) -> bool:
+    """Return whether an earlier version divided the corpus into other rows."""
     if not is_local_dataset(args.dataset):
-        return args.dataset == "wikitext"
-    files, _ = files_to_read(args)
-    return any(not has_rows(file) and file.stat().st_size > 1 << 16 for file in files)
+        return version < 2 and args.dataset == "wikitext"
+    files = files_of(Path(args.dataset), args.dataset, args.include)
+    long_files = any(not has_rows(file) and file.stat().st_size > 1 << 16 for file in files)
+    return version < ROWS_VERSION and long_files

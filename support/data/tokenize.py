@@ -1,8 +1,9 @@
 """Tokenize a corpus once, and keep the result on disk.
 
-Documents become one long stream of token ids with an end-of-text token between them. Examples
-(conversations, or prompts and their completions) are stored one after the other, with a loss mask.
-Neither depends on the length of a sequence, so one cached corpus serves every --seq_length.
+A split is a flat array of token ids, `<split>.bin`. Documents become one long stream, with an
+end-of-text token between them. Examples follow each other; a token t without a loss is stored as
+~t, and `<split>.index.bin` has [start, end, first target] of each example. Neither depends on the
+length of a sequence, so one cached corpus serves every --seq_length.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
+from support.cli.arguments import Arguments
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data.chat import (
     PLAIN_NOTICE,
@@ -27,21 +28,21 @@ from support.data.chat import (
     template_of,
     use_plain_template,
 )
+from support.data.documents import DocumentTokenizer
 from support.data.formats import BadRow, Document, Example, OneKind, RowOptions
-from support.data.long_documents import DocumentTokenizer
-from support.data.sources import Item, Notice, Source, open_source
+from support.data.rows import Content, Position, Source, evaluates_only, open_source
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
 
-CACHE_VERSION = 7  # increase it when the layout of the cache or the tokenization changes
+CACHE_VERSION = 8  # increase it when the layout of the cache or the tokenization changes
 BATCH_EXAMPLES = 256
 WRITTEN_TOKENS = 1 << 16  # minimum number of tokens of a document file in one write
 BAD_ROWS = "bad_rows.json"  # file in a folder of the cache
 SHOWN_BAD_ROWS = 10
 
 
-def tokenize_corpus(args, ctx: DistContext, tokenizer, name: str) -> dict:
+def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str) -> dict:
     """Read and tokenize a corpus once per node, unless the cache has it from an earlier run.
 
     The first rank of each node does the work; every rank must call this function.
@@ -50,45 +51,42 @@ def tokenize_corpus(args, ctx: DistContext, tokenizer, name: str) -> dict:
         What `tokenize_once` returns, and on rank 0 under "bad_rows" the lines of `bad_rows_in` (an
         empty list on other ranks).
     Raises:
-        UserError: see `sources.open_source` and `tokenize_once`.
+        UserError: see `rows.open_source` and `tokenize_once`.
         TrainingError: the text of the dataset differs between nodes.
     """
 
     def tokenize() -> dict:
         source = open_source(name, args, RowOptions.of(args, has_own_template(tokenizer)))
-        print_files(source.files, source.notices, ctx)
+        print_files(source, ctx)
+        if evaluates_only(args) and "train" in source.splits:
+            ctx.console.print0(
+                "ℹ️  The validation data is a part of the training data, so all of it is tokenized."
+            )
         cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
         with ctx.console.bar("Tokenizing", unit="characters") as bar:
             return tokenize_once(source, tokenizer, cache, bar.update, args.max_bad_rows)
 
     prepared = ctx.once_per_node(f"dataset {name}", tokenize)
-    print_files([], prepared["notices"], ctx)
     require_equal_on_all_ranks(ctx.all_gather(prepared["splits"]), "The text of the dataset")
     prepared["bad_rows"] = bad_rows_in(prepared["folder"]) if ctx.is_main else []
-    print_bad_rows(prepared["bad_rows"], ctx)
+    for row in prepared["bad_rows"][:SHOWN_BAD_ROWS]:
+        ctx.console.warn(f"Left out: {row}")
+    if (more := len(prepared["bad_rows"]) - SHOWN_BAD_ROWS) > 0:
+        ctx.console.warn(
+            f"Left out: {more} more rows, all named in results.json under dataset.bad_rows."
+        )
     return prepared
 
 
-def print_files(counts: list[str], notices: list[str], ctx: DistContext) -> None:
+def print_files(source: Source, ctx: DistContext) -> None:
     """Print how many files there are of each type, and which files are not used."""
-    for line in counts:
+    for line in source.counts:
         ctx.console.print0(f"📂 {line}")
-    for line in notices:
+    for line in source.notices:
         ctx.console.warn(line)
 
 
-def print_bad_rows(bad: list[str], ctx: DistContext) -> None:
-    """Print the first SHOWN_BAD_ROWS rows that are not used, and the number of the others."""
-    for row in bad[:SHOWN_BAD_ROWS]:
-        ctx.console.warn(f"Left out: {row}")
-    if len(bad) > SHOWN_BAD_ROWS:
-        ctx.console.warn(
-            f"Left out: {len(bad) - SHOWN_BAD_ROWS} more rows, all named in results.json under "
-            "dataset.bad_rows."
-        )
-
-
-def print_splits(ctx: DistContext, args, facts: dict[str, dict], tokenizer) -> None:
+def print_splits(ctx: DistContext, args: Arguments, facts: dict[str, dict], tokenizer: Any) -> None:
     """Print one line for each split of the corpus.
 
     Args:
@@ -97,18 +95,16 @@ def print_splits(ctx: DistContext, args, facts: dict[str, dict], tokenizer) -> N
     Raises:
         UserError: the corpus has conversations and the tokenizer is not a fast one.
     """
-    if "chat" in [split_facts.get("kind") for split_facts in facts.values()] and use_plain_template(
-        tokenizer, "chat"
-    ):
+    rows = [split_facts for split_facts in facts.values() if "kind" in split_facts]
+    if any(split["kind"] == "chat" for split in rows) and use_plain_template(tokenizer, "chat"):
         ctx.console.warn(PLAIN_NOTICE)
-    found = [format for split_facts in facts.values() for format in split_facts.get("formats", ())]
-    print_format(ctx, found, facts["train" if "train" in facts else "validation"]["kind"])
-    for name, split_facts in facts.items():
-        ctx.console.print0(f"📚 {_describe_split(name, split_facts, args)}")
-        if name == "train" and args.num_samples and split_facts["blocks"] < args.num_samples:
+    print_format(ctx, [name for split in rows for name in split["formats"]], rows[0]["kind"])
+    for name, split in facts.items():
+        ctx.console.print0(f"📚 {_describe_split(name, split, args)}")
+        if name == "train" and args.num_samples and split["blocks"] < args.num_samples:
             ctx.console.warn(
                 f"--num_samples {args.num_samples:,} is more than the corpus has: using all "
-                f"{split_facts['blocks']:,} sequences."
+                f"{split['blocks']:,} sequences."
             )
 
 
@@ -123,7 +119,21 @@ def print_format(ctx: DistContext, formats: list[str], kind: str | None) -> None
         ctx.console.print0(f"🔎 Format: {', '.join(dict.fromkeys(formats))} → {result}")
 
 
-def _describe_split(name: str, facts: dict, args) -> str:
+def warn_of_joined(ctx: DistContext, args: Arguments, joined: str | None) -> None:
+    """Warn if the two columns that the flags name are joined without a separator.
+
+    Args:
+        joined: the characters around such a place; see `Example.joined`.
+    """
+    if joined and args.prompt_column and args.completion_column:
+        ctx.console.warn(
+            f"--prompt_column {args.prompt_column} and --completion_column "
+            f"{args.completion_column} are joined without a separator ({joined!r}): end the "
+            "prompts with a space or a line break, or write the rows as messages."
+        )
+
+
+def _describe_split(name: str, facts: dict, args: Arguments) -> str:
     """Return one line about a split: rows, tokens, sequences, and what was truncated or skipped."""
     if "rows" not in facts:
         return f"{name}: {facts['blocks']:,} sequences held out of the corpus"
@@ -156,7 +166,11 @@ def bad_rows_in(folder: str | Path) -> list[str]:
 
 
 def tokenize_once(
-    source: Source, tokenizer, cache: Cache, advance: Callable[[int], None], max_bad_rows: int
+    source: Source,
+    tokenizer: Any,
+    cache: Cache,
+    advance: Callable[[int], object],
+    max_bad_rows: int,
 ) -> dict:
     """Tokenize a corpus, unless the cache has it from an earlier run.
 
@@ -166,8 +180,8 @@ def tokenize_once(
         advance: called from time to time with the number of characters done since the last call.
         max_bad_rows: maximum number of rows that cannot be used; `bad_rows_in` lists them.
     Returns:
-        {folder, end_of_text (the id, or None), dtype, notices, splits: {name: {kind, formats,
-        tokens, rows, empty, sha256 of the text}}}. It is JSON, and small for a corpus of any size,
+        {folder, end_of_text (the id, or None), splits: {name: {dtype, kind, formats, tokens, rows,
+        empty, joined, sha256 of the text}}}. It is JSON, and small for a corpus of any size,
         because it is sent to all ranks of a node through the store.
     Raises:
         UserError: the cache cannot be read or written, the text cannot be read, there are more than
@@ -178,28 +192,42 @@ def tokenize_once(
         f"{CACHE_VERSION}\0{source.fingerprint}\0{tokenizer_fingerprint(tokenizer)}\0"
         f"{template}".encode()
     )
-    folder, facts = cache.get(
-        key.hexdigest()[:32],
-        lambda folder: _write_tokens(source, tokenizer, folder, advance, max_bad_rows),
-    )
+
+    def write(folder: Path) -> dict:
+        bad: list[str] = []
+
+        def refuse(row: BadRow) -> None:
+            bad.append(str(row))
+            refuse_bad_rows(bad, max_bad_rows, "" if row.whole_file and source.one_file else hint)
+
+        writers = {name: SplitWriter(folder / name, tokenizer, advance, refuse) for name in splits}
+        facts = {name: writer.write(splits[name](None)) for name, writer in writers.items()}
+        (folder / BAD_ROWS).write_text(json.dumps(bad), encoding="utf-8")
+        return {"splits": facts}
+
+    splits, hint = source.splits, f"{MAX_BAD_ROWS}{source.advice}"
+    folder, facts = cache.get(key.hexdigest()[:32], write)
     # The run that wrote the cache may have had a larger --max_bad_rows.
-    refuse_bad_rows(bad_rows_in(folder), max_bad_rows, source.advice)
+    refuse_bad_rows(bad_rows_in(folder), max_bad_rows, hint)
     return {"folder": str(folder), "end_of_text": tokenizer.eos_token_id, **facts}
 
 
-def refuse_bad_rows(bad: Sequence[str], allowed: int, advice: str = "") -> None:
+MAX_BAD_ROWS = " --max_bad_rows N leaves out up to N."
+
+
+def refuse_bad_rows(bad: Sequence[str], allowed: int, advice: str) -> None:
     """Check that there are no more than `allowed` bad rows.
 
     Raises:
         UserError: there are more; the message names the first row beyond the maximum.
     """
     if len(bad) > allowed:
-        limit = f"That is one more than --max_bad_rows {allowed} allows."
-        hint = "--max_bad_rows N leaves out up to N."
-        raise UserError(f"{bad[allowed]} {limit if allowed else hint}{advice}")
+        limit = f" That is one more than --max_bad_rows {allowed} allows."
+        advice = advice.replace(MAX_BAD_ROWS, limit) if allowed else advice
+        raise UserError(f"{bad[allowed]}{advice}")
 
 
-def tokenizer_fingerprint(tokenizer) -> str:
+def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a SHA-256 hex digest of everything that determines the token ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -209,99 +237,68 @@ def tokenizer_fingerprint(tokenizer) -> str:
     return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()
 
 
-def _write_tokens(
-    source: Source, tokenizer, folder: Path, advance: Callable[[int], None], max_bad_rows: int
-) -> dict:
-    """Write the files of a tokenized corpus, and return the facts about it."""
-    bad, notices = [], []
-    # Not len(tokenizer): the ids of some vocabularies have gaps.
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    dtype = "uint16" if largest < 1 << 16 else "uint32"
-
-    def refuse(row: BadRow) -> None:
-        bad.append(str(row))
-        refuse_bad_rows(bad, max_bad_rows, source.advice)
-
-    splits = {}
-    for name, open_items in source.splits.items():
-        writer = SplitWriter(folder / name, tokenizer, dtype, advance, refuse)
-        splits[name] = writer.write(open_items())
-        notices += writer.notices
-    (folder / BAD_ROWS).write_text(json.dumps(bad), encoding="utf-8")
-    return {"dtype": dtype, "splits": splits, "notices": notices}
-
-
 @dataclass
 class SplitWriter:
     """A writer of the tokens of one split, which counts its rows."""
 
     path: Path  # of the files, without their suffixes
     tokenizer: Any
-    dtype: str
     advance: Callable[[int], object]  # called with the number of characters since the last call
     refuse: Callable[[BadRow], None]  # called with each bad row
-    notices: list[str] = field(default_factory=list)  # lines for the user about what was read
     one_kind: OneKind = field(default_factory=OneKind)
     rows: int = 0
     empty: int = 0
+    joined: str | None = None  # see `warn_of_joined`
     digest: Any = field(default_factory=hashlib.sha256)  # of the text
 
-    def write(self, items: Iterator[Item]) -> dict:
-        """Write the files.
-
-        Returns:
-            {kind, formats, tokens, rows, empty, sha256 of the text}.
-        """
-        rows = self._usable(items)
-        first = next(rows, None)
-        rows = itertools.chain([] if first is None else [first], rows)
-        is_example = isinstance(first, Example)
-        tokens = self._write_examples(rows) if is_example else self._write_documents(rows)
+    def write(self, rows: Iterator[tuple[Position, Content]]) -> dict:
+        """Write the files; return the facts of the split, see `tokenize_once`."""
+        usable = self._usable(rows)
+        first = next(usable, None)
+        usable = itertools.chain([] if first is None else [first], usable)
+        if isinstance(first, Example):
+            dtype, tokens = "int32", self._write_examples(usable)
+        else:
+            # Not len(tokenizer): the ids of some vocabularies have gaps.
+            largest = max(self.tokenizer.get_vocab().values(), default=0)
+            dtype = "uint16" if largest < 1 << 16 else "uint32"
+            tokens = self._write_documents(usable, dtype)
         return {
+            "dtype": dtype,
             "kind": self.one_kind.kind,
             "formats": self.one_kind.formats,
             "tokens": tokens,
             "rows": self.rows,
             "empty": self.empty,
+            "joined": self.joined,
             "sha256": self.digest.hexdigest(),
         }
 
-    def _usable(self, items: Iterator[Item]) -> Iterator[Document | Example]:
-        for item in items:
-            if isinstance(item, Notice):
-                self.notices.append(item.text)
-            elif isinstance(row := self.one_kind.check(item), BadRow):
+    def _usable(self, rows: Iterator[tuple[Position, Content]]) -> Iterator[Any]:
+        for _, content in rows:
+            row = self.one_kind.check(content)
+            if isinstance(row, BadRow):
                 self.refuse(row)
             else:
                 self.rows += 1
                 self.empty += isinstance(row, Document) and row.pieces == [""]
                 yield row
 
-    def _write_documents(self, documents: Iterable[Document]) -> int:
-        """Write one stream of ids, with the end-of-text token between documents.
-
-        Returns:
-            The number of tokens.
-        """
+    def _write_documents(self, documents: Iterable[Document], dtype: str) -> int:
+        """Write one stream of ids; return their number."""
         end_of_text = self.tokenizer.eos_token_id
-        separator = [] if end_of_text is None else [end_of_text]
-        encode = DocumentTokenizer(self.tokenizer).encode
-        tokens, waiting = 0, array("I")
+        separator = np.array([] if end_of_text is None else [end_of_text], np.uint32)
+        counted = (replace(document, pieces=self._read(document)) for document in documents)
+        encoded = DocumentTokenizer(self.tokenizer).encode_documents(counted, self.advance)
+        tokens, waiting, size = 0, list[np.ndarray](), 0
         with open(f"{self.path}.bin", "wb") as file:
-            chunks = encode(map(self._read, documents), self.advance)
-            for number, (begins, ids) in enumerate(chunks):
-                if begins and number:
-                    waiting.extend(separator)
-                waiting.extend(ids)
-                # Many short documents are one write.
-                if len(waiting) >= WRITTEN_TOKENS:
-                    tokens += self._append(waiting, file)
-                    waiting = array("I")
-            return tokens + self._append(waiting, file)
-
-    def _append(self, ids: array[int], file: BinaryIO) -> int:
-        np.frombuffer(ids, dtype=np.uint32).astype(self.dtype).tofile(file)
-        return len(ids)
+            for number, (begins, ids) in enumerate(encoded):
+                waiting += [separator, ids] if begins and number else [ids]
+                size += len(waiting[-1])
+                if size >= WRITTEN_TOKENS:  # many short documents are one write
+                    tokens += _append(waiting, dtype, file)
+                    waiting, size = [], 0
+            return tokens + _append(waiting, dtype, file)
 
     def _read(self, document: Document) -> Iterator[str]:
         """Yield the pieces of a document, and add them to the digest."""
@@ -311,14 +308,10 @@ class SplitWriter:
         self.digest.update(b"\0")
 
     def _write_examples(self, examples: Iterator[Example]) -> int:
-        """Write the files that `batches.ExampleFile` describes; returns the number of tokens."""
+        """Write the tokens and the index; return the number of tokens."""
         use_plain_template(self.tokenizer, self.one_kind.kind)
-        encoder, end = Encoder(self.tokenizer), 0
-        with (
-            open(f"{self.path}.bin", "wb") as ids,
-            open(f"{self.path}.learned.bin", "wb") as learned,
-            open(f"{self.path}.rows.bin", "wb") as rows,
-        ):
+        encoder, index, end = Encoder(self.tokenizer), list[tuple[int, int, int]](), 0
+        with open(f"{self.path}.bin", "wb") as file:
             while batch := list(itertools.islice(examples, BATCH_EXAMPLES)):
                 for example, encoded in zip(batch, encoder.encode(batch), strict=True):
                     if isinstance(encoded, BadRow):
@@ -326,10 +319,17 @@ class SplitWriter:
                         self.refuse(encoded)
                         continue
                     self.digest.update(example.as_json().encode() + b"\0")
-                    encoded[0].astype(self.dtype).tofile(ids)
-                    encoded[1].astype(np.uint8).tofile(learned)
-                    end += len(encoded[0])
-                    first_target = 1 + encoded[1][1:].argmax()  # the first token has no target
-                    np.array([end, first_target], dtype=np.int64).tofile(rows)
+                    self.joined = self.joined or example.joined
+                    start, end = end, end + _append([encoded], "int32", file)
+                    # The first token is not predicted from anything.
+                    index.append((start, end, start + 1 + int((encoded[1:] >= 0).argmax())))
                 self.advance(sum(len(example.as_json()) for example in batch))
+        np.array(index, np.int64).tofile(f"{self.path}.index.bin")
         return end
+
+
+def _append(ids: list[np.ndarray], dtype: str, file: Any) -> int:
+    """Write token ids to a file; return their number."""
+    joined = np.concatenate(ids or [np.empty(0)]).astype(dtype)
+    joined.tofile(file)
+    return len(joined)

@@ -1,10 +1,7 @@
 """Atomic writes: a file is written under a temporary name, flushed to disk, and then renamed.
 
 A file is therefore complete at any moment. If a process is killed, its temporary files remain. A
-later run removes them once no process can be writing to them, which is determined by a lock:
-
-    output folder of a run   the folder's lock file: only one run at a time uses the folder
-    any other folder         a TemporaryFolder, which has its own lock file
+later run removes them once it has the lock of the output folder, or of the TemporaryFolder.
 """
 
 from __future__ import annotations
@@ -24,19 +21,11 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any
 
 PARTIAL = ".partial-"  # prefix of the names of unfinished files
-# Names of unfinished files of a killed run in its output folder and in checkpoints/; the first two
-# patterns are for names that older versions used.
-LEFTOVERS = re.compile(
-    r"\.(results|metrics|latest|best)\.\d+(\.jsonl?)?|\.step-\d+\.partial"
-    r"|\.partial-([0-9a-f]{8}-.+|step-[0-9]{8})"
-)
+LEFTOVERS = re.compile(r"\.partial-([0-9a-f]{8}-.+|step-[0-9]{8})")  # of a run that was killed
 SMALL_FILE_BYTES = 256 << 20  # large enough for a results.json that lists every bad row
-DEEPEST_JSON = 50  # levels of nesting; the files of this project and of DeepSpeed have less than 10
-EMPTY_LOCK_SECONDS = 3600
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -106,7 +95,7 @@ def sha256_of(path: Path) -> str:
         return digest_of(file)
 
 
-def digest_of(file: BinaryIO) -> str:
+def digest_of(file: IO[bytes]) -> str:
     """Return the SHA-256 hex digest of an open file, from its current position to its end."""
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
@@ -114,12 +103,12 @@ def digest_of(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def digest_of_json(value) -> str:
+def digest_of_json(value: Any) -> str:
     """Return the SHA-256 hex digest of a JSON value, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def only_finite(value):
+def only_finite(value: Any) -> Any:
     """Replace infinity and NaN in a JSON value by None, because JSON cannot represent them."""
     if isinstance(value, dict):
         return {key: only_finite(item) for key, item in value.items()}
@@ -128,50 +117,32 @@ def only_finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# -------------------------------------------------------------------------- files of unknown origin
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; see `_open_descriptor`."""
-    return open(_open_descriptor(path, os.O_RDONLY), "rb")
-
-
-def _open_descriptor(path: Path, flags: int) -> int:
-    """Open a regular file.
-
-    A pipe is refused because opening it would block until another process opens its other end, and
-    a symbolic link because it may refer to a file elsewhere.
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> IO[bytes]:
+    """Open a regular file; a pipe, which could block, and a symbolic link are refused.
 
     Raises:
         OSError: the file does not exist, cannot be opened, or is not a regular file.
     """
-    try:
-        flags |= os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
-        raise
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return descriptor
+    return open(descriptor, mode, buffering=0 if "+" in mode else -1)
 
 
-def read_json(path: Path, most: int = SMALL_FILE_BYTES):
+def read_json(path: Path, most: int = SMALL_FILE_BYTES) -> Any:
     """Return the value in a JSON file of at most `most` bytes.
 
     Raises:
         OSError: the file does not exist, cannot be read, or is not a regular file.
-        ValueError: the file is empty, is not UTF-8 or not JSON, is nested in more than DEEPEST_JSON
-            levels, or is larger than `most`.
+        ValueError: the file is empty, is not UTF-8 or not JSON, or is larger than `most`.
     """
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it has more than {most} bytes")
     try:
-        value = json.loads(content.decode())
+        return json.loads(content.decode())
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
     except RecursionError:
@@ -179,19 +150,6 @@ def read_json(path: Path, most: int = SMALL_FILE_BYTES):
     except ValueError as error:
         reason = f"it is not JSON: {str(error)[:100]}" if content.strip() else "it is empty"
         raise ValueError(reason) from None
-    if depth(value) > DEEPEST_JSON:
-        raise ValueError("it is nested too deeply")
-    return value
-
-
-def depth(value) -> int:
-    """Return the levels of nesting of a JSON value, which may exceed Python's recursion limit."""
-    levels, level = 0, [value]
-    while level:
-        levels += 1
-        inner = [item for item in level if isinstance(item, dict | list)]
-        level = [i for item in inner for i in (item.values() if isinstance(item, dict) else item)]
-    return levels
 
 
 def set_aside(path: Path, name: str) -> Path:
@@ -204,10 +162,7 @@ def set_aside(path: Path, name: str) -> Path:
     return new_path
 
 
-# ------------------------------------------------------------------------------ locks and leftovers
-
-
-def lock(path: Path, create: bool = True) -> BinaryIO | None:
+def lock(path: Path, create: bool = True) -> IO[bytes] | None:
     """Acquire a lock file without waiting.
 
     The lock lasts until the returned file is closed. The kernel also releases it when this process
@@ -219,9 +174,7 @@ def lock(path: Path, create: bool = True) -> BinaryIO | None:
         BlockingIOError: another process has the lock.
         OSError: the file cannot be opened for writing, or is not a regular file.
     """
-    # Other users may write to the folder, too, so it may be something else than a regular file.
-    descriptor = _open_descriptor(path, os.O_RDWR | (os.O_CREAT if create else 0))
-    file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115 (the caller closes it)
+    file = open_regular(path, os.O_RDWR | (os.O_CREAT if create else 0), "r+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -261,16 +214,15 @@ class TemporaryPaths(list[str]):
 
 
 # The lock files of this process's temporary folders: a lock lasts as long as its file is open.
-_locks: dict[Path, BinaryIO] = {}
+_locks: dict[Path, IO[bytes]] = {}
 
 
 class TemporaryFolder:
     """A new folder that is moved or removed at the end.
 
-    If this process is killed, a later run removes the folder. This process locks the file
-    `<prefix><random>.lock` next to the folder, and writes the name of the machine into it. The
-    kernel releases the lock when the process ends. On some file systems a lock is not visible on
-    other machines, so a lock file that another machine wrote counts as locked.
+    This process locks the file `<folder>.lock`. If it is killed, a later run on the same machine
+    removes the folder. On some file systems a lock is not visible on other machines, so the name of
+    the machine is a part of the folder's name.
 
     Args:
         prefix: prefix of the new folder's name. Folders in `parent` with this prefix are removed
@@ -281,26 +233,33 @@ class TemporaryFolder:
     """
 
     def __init__(self, parent: Path, prefix: str, mode: int = 0o777):
+        prefix = f"{prefix}{platform.node()[:40]}-"
         remove_abandoned(parent, prefix)
         self.path = parent / f"{prefix}{secrets.token_hex(6)}"
         self._lock = Path(f"{self.path}.lock")
         self.paths = [str(self.path), str(self._lock)]
-        file = self._take_lock()
         try:
-            if file:
+            if file := self._take_lock():
                 _locks[self.path] = file
-                file.write(json.dumps(_this_machine()).encode())
             os.mkdir(self.path, mode)
         except OSError:
             self.remove()
             raise
 
-    def _take_lock(self) -> BinaryIO | None:
+    def _take_lock(self) -> IO[bytes] | None:
         while True:
+            # Another process may check now whether the folder is abandoned, or have removed the
+            # file since this process opened it.
             try:
-                return lock(self._lock)
-            except BlockingIOError:  # another process checks now whether the folder is abandoned
+                file = lock(self._lock)
+            except BlockingIOError:
                 time.sleep(0.001)
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if file is None or os.path.samestat(os.fstat(file.fileno()), self._lock.stat()):
+                    return file
+            if file is not None:
+                file.close()
 
     def remove(self) -> None:
         """Remove the folder and everything in it, and the lock file; errors are ignored."""
@@ -308,6 +267,19 @@ class TemporaryFolder:
         remove(self._lock)
         if file := _locks.pop(self.path, None):
             file.close()
+
+
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove the temporary folders in `parent` of this user whose processes have ended."""
+    for path in parent.glob(f"{prefix}*.lock"):
+        # The lock file is of a living process or of another user, or was removed meanwhile.
+        with contextlib.suppress(OSError):
+            file = lock(path, create=False) if path.with_suffix("") not in _locks else None
+            if file is not None:
+                with file:
+                    if os.fstat(file.fileno()).st_uid == os.getuid():
+                        remove(path.with_suffix(""))
+                        remove(path)
 
 
 def start_folder(folder: Path) -> TemporaryFolder:
@@ -320,9 +292,7 @@ def start_folder(folder: Path) -> TemporaryFolder:
 
 
 def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Path:
-    """Flush a new folder to disk and rename it to `folder`.
-
-    If that name is taken, the new name is `folder`-2, `folder`-3 …
+    """Flush a new folder to disk and rename it to `folder`, or if that exists to `folder`-2, -3 …
 
     Renaming a folder to the name of a non-empty folder fails. Two processes that finish at the same
     time therefore cannot replace each other's result.
@@ -352,47 +322,3 @@ def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Pa
         sync(folder.parent)
         return final
     raise FileExistsError(errno.EEXIST, "exists, and so do 1,000 numbered ones", str(folder))
-
-
-def _this_machine() -> dict:
-    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else None
-    return {"host": platform.node(), "boot": boot}
-
-
-def remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove the temporary folders in `parent` of this user whose processes have ended."""
-    names = []
-    with contextlib.suppress(OSError):
-        names = os.listdir(parent)
-    for name in names:
-        path = parent / name
-        is_lock = name.startswith(prefix) and name.endswith(".lock")
-        if is_lock and path.with_suffix("") not in _locks:
-            # The lock file was removed, is locked, is of another user, or has another content.
-            with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-                _remove_if_abandoned(path)
-
-
-def _remove_if_abandoned(path: Path) -> None:
-    """Remove a temporary folder and its lock file, if the process that created it has ended.
-
-    Raises:
-        OSError: the process is alive, or the lock file cannot be opened.
-        ValueError, AttributeError, RecursionError: the lock file does not name a machine.
-    """
-    file = lock(path, create=False)
-    if file is None:
-        return
-    with file:
-        content = file.read(1000)
-        if not content:  # the process has just created it, or was killed before it wrote
-            if time.time() - os.fstat(file.fileno()).st_mtime > EMPTY_LOCK_SECONDS:
-                remove(path)
-            return
-        owner, machine = json.loads(content), _this_machine()
-        same_machine = owner.get("host") == machine["host"] or (
-            machine["boot"] and owner.get("boot") == machine["boot"]
-        )
-        if same_machine and os.fstat(file.fileno()).st_uid == os.getuid():
-            remove(path.with_suffix(""))
-            remove(path)

@@ -7,7 +7,6 @@ its `meta.json` is written again.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -46,100 +45,75 @@ class Cache:
                 except an OSError, which counts as an error of the cache.
         """
         folder = self.root / name
+        if os.path.lexists(folder):
+            try:
+                return folder, _read(folder)
+            except Damaged as damage:
+                self.print0(f"The cached folder {folder} is damaged ({damage}): writing it again.")
+            except PermissionError as error:
+                problem = f"This user may not read the cache {error.filename}: use --cache_dir."
+                raise UserError(problem) from error
         try:
-            facts = self._read(folder)
-        except Damaged as damage:
-            self.print0(f"The cached folder {folder} is damaged ({damage}): writing it again.")
-            facts = None
-        return folder, self._write(folder, write) if facts is None else facts
-
-    def _read(self, folder: Path) -> dict | None:
-        """Return the facts of a complete folder; None if it does not exist.
-
-        Raises:
-            Damaged: the files of the folder are not those that were written.
-            UserError: this user may not read the folder.
-        """
-        try:
-            folder.stat()
-            facts, files = _read_meta(folder / META)
-            for name, expected in files.items():
-                _verify(folder / name, **expected)
-        except PermissionError as error:
-            problem = f"This user may not read the cache {error.filename}: use --cache_dir."
-            raise UserError(problem) from error
+            return folder, self._write(folder, write)
         except OSError as error:
-            if not os.path.lexists(folder):
-                return None  # if it cannot exist (a file in its path), writing raises the error
-            name = Path(error.filename or folder).name
-            raise Damaged(f"{name}: {error.strerror or error}") from error
-        return facts
+            raise UserError(
+                f"The cache {self.root} cannot be written ({error.strerror or error}): "
+                "use --cache_dir."
+            ) from error
 
     def _write(self, folder: Path, write: Callable[[Path], dict]) -> dict:
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            # Not tempfile.mkdtemp: it ignores the umask and sets the mode 0700, and other users
-            # could not read the folder.
-            temporary = TemporaryFolder(self.root, ".writing-")
-        except OSError as error:
-            raise self._not_writable(error) from error
+        self.root.mkdir(parents=True, exist_ok=True)
+        # Not tempfile.mkdtemp: its mode 0700 would keep other users out.
+        temporary = TemporaryFolder(self.root, ".writing-")
         self.temporary += temporary.paths
         try:
             facts = write(temporary.path)
             _write_meta(temporary.path, facts)
-            self._publish(temporary.path, folder)
-        except OSError as error:
-            raise self._not_writable(error) from error
+            _publish(temporary.path, folder)
         finally:
             temporary.remove()
             self.temporary[:] = [path for path in self.temporary if path not in temporary.paths]
         return facts
 
-    def _publish(self, written: Path, folder: Path) -> None:
-        """Rename a written folder to its final name; a damaged folder there is replaced."""
-        try:
-            os.rename(written, folder)
-        except OSError:
-            with contextlib.suppress(Damaged):
-                if self._read(folder) is not None:
-                    return  # another run has written it meanwhile
-            # The files of a damaged folder are replaced one by one: another run that uses the
-            # folder can open every file at any time, and its memory maps stay valid.
-            for file in sorted(written.iterdir(), key=lambda file: file.name == META):
-                os.replace(file, folder / file.name)
-            sync(folder)
-        sync(self.root)
 
-    def _not_writable(self, error: OSError) -> UserError:
-        return UserError(
-            f"The cache {self.root} cannot be written ({error.strerror or error}): use --cache_dir."
-        )
+def _publish(written: Path, folder: Path) -> None:
+    """Rename a written folder to its final name; a damaged folder there is replaced."""
+    try:
+        os.rename(written, folder)
+    except OSError:  # another run has written it meanwhile, or it is damaged
+        # The files are replaced one by one: another run that uses the folder can open every file
+        # at any time, and its memory maps stay valid.
+        for file in sorted(written.iterdir(), key=lambda file: file.name == META):
+            os.replace(file, folder / file.name)
+        sync(folder)
+    sync(folder.parent)
 
 
-def _read_meta(path: Path) -> tuple[dict, dict]:
-    """Return (the facts, {name: {size in bytes, sha256}} of the files).
+def _read(folder: Path) -> dict:
+    """Return the facts of a folder, after checking its files.
 
     Raises:
-        Damaged: the file is incomplete, or was changed.
+        Damaged: the files of the folder are not those that were written.
+        PermissionError: this user may not read the folder.
     """
     try:
-        meta = read_json(path)
-        content = {"facts": meta["facts"], "files": meta["files"]}
-        whole = meta["sha256"] == digest_of_json(content)
+        meta = read_json(folder / META)
+        if meta["sha256"] != digest_of_json({"facts": meta["facts"], "files": meta["files"]}):
+            raise Damaged(f"{META} was changed")
+        for name, expected in meta["files"].items():
+            actual_size = (folder / name).stat().st_size
+            if actual_size != expected["size"]:
+                raise Damaged(f"{name} has {actual_size:,} bytes instead of {expected['size']:,}")
+            if sha256_of(folder / name) != expected["sha256"]:
+                raise Damaged(f"{name} was changed")
+    except PermissionError:
+        raise
+    except OSError as error:
+        name = Path(error.filename or folder).name
+        raise Damaged(f"{name}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{path.name} is incomplete") from error
-    if not whole:
-        raise Damaged(f"{path.name} was changed")
-    return content["facts"], content["files"]
-
-
-def _verify(path: Path, size: int, sha256: str) -> None:
-    """Check the size and the digest of a file."""
-    actual_size = path.stat().st_size
-    if not path.is_file() or actual_size != size:
-        raise Damaged(f"{path.name} has {actual_size:,} bytes instead of {size:,}")
-    if sha256_of(path) != sha256:
-        raise Damaged(f"{path.name} was changed")
+        raise Damaged(f"{META} is incomplete") from error
+    return meta["facts"]
 
 
 def _write_meta(folder: Path, facts: dict) -> None:

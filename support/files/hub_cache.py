@@ -1,4 +1,8 @@
-"""The folders in which the Hugging Face libraries and this project cache files."""
+"""The folders in which the Hugging Face libraries and this project cache files.
+
+They are computed without huggingface_hub: its import takes a second, reads HF_HUB_OFFLINE only
+once, and fails with an invalid HF_ENDPOINT.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from pathlib import Path
 
 def login_command() -> str:
     """Return the command that logs in to the hub; its name changed in huggingface_hub 0.34."""
-    # Imported only for an error, because --help must be fast.
     from importlib.metadata import version
 
     from packaging.version import Version
@@ -41,19 +44,17 @@ def cached_repository(kind: str, name: str | None) -> bool:
     if name is None:
         return True
     if kind == "models":
-        return any(cached_model(name).glob("snapshots/*/*"))
+        return any(_cached_model(name).glob("snapshots/*/*"))
     prepared = os.environ.get("HF_DATASETS_CACHE") or huggingface_home() / "datasets"
-    folder = name.replace("/", "___")  # of the Arrow files, which are loaded offline
-    return any((Path(prepared).expanduser() / part).is_dir() for part in (folder.lower(), folder))
+    names = name.replace("/", "___"), name.replace("/", "___").lower()  # of Arrow files
+    return any((Path(prepared).expanduser() / part).is_dir() for part in names)
 
 
-def cached_model(name: str) -> Path:
+def _cached_model(name: str) -> Path:
     """Return the folder of a model in the hub's cache, whether or not it exists."""
     env = os.environ
-    hub = Path(
-        env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or huggingface_home() / "hub"
-    ).expanduser()
-    return hub / f"models--{name.replace('/', '--')}"
+    hub = env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or huggingface_home() / "hub"
+    return Path(hub).expanduser() / f"models--{name.replace('/', '--')}"
 
 
 def missing_of_model(name: str, with_weights: bool, revision: str = "main") -> list[str]:
@@ -67,7 +68,7 @@ def missing_of_model(name: str, with_weights: bool, revision: str = "main") -> l
         Descriptions for a message, such as "tokenizer files"; empty also if the cache does not know
         the revision.
     """
-    folder = cached_model(name)
+    folder = _cached_model(name)
     try:
         commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
     except OSError:

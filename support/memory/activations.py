@@ -7,47 +7,80 @@ numbers are for other kernels). Dropout is not counted. All results are in bytes
 
 from __future__ import annotations
 
-from support.chunks import LOGITS_CHUNK
+from typing import NamedTuple
+
+from support.chunks import number_of_chunks
 from support.memory.workload import Workload
+
+# Moments of an optimizer step at which its memory can be at its peak: while the loss is computed;
+# at the start of backward, with all activations; at its end, with all gradients; in the update.
+LOSS, BACKWARD, END, UPDATE = "loss", "backward", "end of backward", "update"
+STEP = (LOSS, BACKWARD, END, UPDATE)
 
 # Layers whose input is the norm before attention, and the norm before the MLP.
 FIRST_OF_ATTENTION = ("c_attn", "query_key_value", "q_proj", "k_proj", "v_proj")
 FIRST_OF_MLP = ("c_fc", "dense_h_to_4h", "gate_proj", "up_proj")
 
 
-def activation_bytes(work: Workload, strategy: str) -> int:
-    """Return the bytes that autograd holds at the end of forward, without the logits.
+class Term(NamedTuple):
+    """A part of the memory estimate."""
 
-    Under autocast the 16-bit copies of the weights are included.
+    name: str
+    size: int  # bytes of one rank; negative if it reduces another term
+    phases: tuple[str, ...]  # when it is in memory: of STEP; or "host" or "nvme", where it is
+
+
+def activation_terms(work: Workload, strategy: str) -> list[Term]:
+    """Return what autograd holds from forward until backward, without the loss.
+
+    Under autocast the 16-bit copies of the weights are included. With gradient checkpointing,
+    backward additionally holds the activations of one transformer block.
     """
-    m, c = work.model, work.item
-    stream, frozen = work.stream(strategy), work.lora is not None
+    m, c, held = work.model, work.item, (LOSS, BACKWARD)
+    stream, adapters = work.stream(strategy), work.lora
+    of_block = saved_by_block(work, strategy)
+    terms = []
     if work.gradient_checkpointing:
         # With frozen embeddings transformers makes their output a leaf that requires a gradient. It
         # stays in memory, because position embeddings are added to it in a new tensor.
-        inputs = m.layers + (1 if frozen and m.positions else 0)
-        blocks, copies = inputs * work.tokens * stream * m.hidden, 0
+        inputs = m.layers + (1 if adapters and m.positions else 0)
+        size = inputs * work.tokens * stream * m.hidden
+        terms.append(Term("activations: block inputs", size, held))
+        recomputed = sum(of_block.values())
+        terms.append(Term("activations: one block", recomputed, (BACKWARD,)))
     else:
-        blocks = m.layers * saved_by_block(work, strategy)
-        in_blocks = sum(work.trained) if frozen else m.layers * sum(filter(m.is_matrix, m.block()))
-        copies = c * in_blocks if work.autocast(strategy) else 0
-    if frozen:
-        final_norm = 4 if m.family == "llama" else work.layer_norm(strategy)
-        blocks -= _before_adapters(work, strategy)
-    elif m.family == "llama":
-        final_norm = 8 if work.casts_weights(strategy) else 4 + c
+        for name, size in of_block.items():
+            terms.append(Term(f"activations: {name}", m.layers * size, held))
+        if adapters:
+            before = _before_adapters(work, strategy, of_block["MLP"])
+            terms.append(Term("activations: before adapters", -before, held))
+        if work.autocast(strategy):
+            matrices = m.layers * sum(filter(m.is_matrix, m.block()))
+            size = c * (sum(work.trained) if adapters else matrices)
+            terms.append(Term("16-bit weight copies", size, held))
+    if m.family == "llama":
+        # Frozen, the final norm saves its fp32 input only.
+        trained = 8 if work.casts_weights(strategy) else 4 + c
+        final_norm = 4 if adapters else trained
     else:
         final_norm = work.layer_norm(strategy)
     if work.precision == "fp16":  # backward computes the logits again from the loss's input
         final_norm += stream
-    mask = work.tokens * work.seq_length if work.attention_mask else 0  # of bools
-    return blocks + work.tokens * final_norm * m.hidden + copies + mask
+    terms.append(Term("activations: final norm", work.tokens * final_norm * m.hidden, held))
+    if work.attention_mask:
+        terms.append(Term("attention mask", work.tokens * work.seq_length, held))  # bools
+    return terms
 
 
-def saved_by_block(work: Workload, strategy: str) -> int:
-    """Return the bytes that autograd saves of one transformer block, with fused attention (SDPA).
+def activation_bytes(work: Workload, strategy: str) -> int:
+    """Return the bytes that autograd holds at the end of forward, without the loss."""
+    return sum(term.size for term in activation_terms(work, strategy) if LOSS in term.phases)
 
-    Each term is a tensor that some operation saves. A tensor that two operations save is counted
+
+def saved_by_block(work: Workload, strategy: str) -> dict[str, int]:
+    """Return the bytes that autograd saves of a transformer block, with fused attention (SDPA).
+
+    Each number is a tensor that some operation saves. A tensor that two operations save is counted
     once. A frozen linear layer or norm saves its weight, which exists anyway, and not its input.
     """
     m, c = work.model, work.item
@@ -75,8 +108,10 @@ def saved_by_block(work: Workload, strategy: str) -> int:
         # Query and key are rotated copies. The joint projection stays in memory because the value
         # is a view of it. The output is copied to the layout of the next layer.
         attention += c * h * (3 if work.saves("attention.dense", strategy) else 2)
-    lora = c * work.lora.r * len(work.lora.layers) if frozen else 0  # output of A, input of B
-    return work.tokens * (norms + attention + _saved_by_mlp(work, strategy) + lora)
+    per_token = {"norms": norms, "attention": attention, "MLP": _saved_by_mlp(work, strategy)}
+    if work.lora:  # the output of A, which is the input of B
+        per_token["adapters"] = c * work.lora.r * len(work.lora.layers)
+    return {name: work.tokens * size for name, size in per_token.items()}
 
 
 def _saved_by_mlp(work: Workload, strategy: str) -> int:
@@ -92,58 +127,55 @@ def _saved_by_mlp(work: Workload, strategy: str) -> int:
         return (3 * c + product) * m.intermediate
     in_activation = 0
     # transformers computes GPT-2's gelu_new in eight operations. On CUDA, autocast computes powers
-    # in fp32, and the operations that follow are in fp32, too.
+    # in fp32, and so are the operations that follow.
     if m.activation == "gelu_new" and not work.fused_gelu:
         in_fp32 = work.autocast(strategy) and work.device == "cuda"
         in_activation = 3 * 4 + c if in_fp32 else 3 * c
     return (c + product + in_activation) * m.intermediate
 
 
-def _before_adapters(work: Workload, strategy: str) -> int:
+def _before_adapters(work: Workload, strategy: str, mlp: int) -> int:
     """Return the bytes that the first transformer block does not save.
 
     No gradient is needed before the first adapter: not for the first norm, nor for the MLP if it is
     parallel to attention and has no adapters.
+
+    Args:
+        mlp: bytes that the MLP of a block saves.
     """
-    m = work.model
-    if work.gradient_checkpointing:
-        return 0
+    m, adapted = work.model, work.lora.layers if work.lora else ()
     norm = 4 if m.family == "llama" else work.layer_norm(strategy)
-    saved = norm * m.hidden * work.tokens
-    if m.parallel and not any(layer.startswith("mlp") for layer in work.lora.layers):
-        saved += work.tokens * _saved_by_mlp(work, strategy)
-    return saved
+    frozen_mlp = m.parallel and not any(layer.startswith("mlp") for layer in adapted)
+    return norm * m.hidden * work.tokens + (mlp if frozen_mlp else 0)
+
+
+def loss_terms(work: Workload, strategy: str) -> list[Term]:
+    """Return what model/loss.py, which computes in chunks, adds to the activations.
+
+    Backward starts with the gradients of the output layer: of its input, and of its weight if
+    trained.
+    """
+    m, c = work.model, work.item
+    chunks = number_of_chunks(work.tokens, m.vocabulary, work.device)
+    # Of one chunk: the logits, a copy in fp32 and the logarithms of the probabilities.
+    chunk = -(-work.tokens // chunks) * m.vocabulary * (8 if c == 4 else c + 8)
+    weight, inputs = m.vocabulary * m.hidden, work.tokens * m.hidden
+    # The sum over the chunks in fp32, and in 16 bit the product that is added to it.
+    of_weight = 0 if work.lora else weight * (4 if c == 4 else 4 + c)
+    copies = c * (weight + inputs) if work.casts_weights(strategy) else 0
+    return [
+        Term("loss: a chunk of logits", chunk, (LOSS,)),
+        Term("loss: weight's gradient", of_weight, (LOSS,)),
+        Term("loss: input's gradient", work.stream(strategy) * inputs, (LOSS,)),
+        Term("loss: 16-bit copies", copies, (LOSS,)),
+        Term("gradients of the head", gradients_of_head(work, strategy), (BACKWARD,)),
+    ]
 
 
 def gradients_of_head(work: Workload, strategy: str) -> int:
     """Return the bytes of the output layer's gradients: of its input, and of its weight if trained.
 
-    They are in memory while backward runs.
+    They are in memory while backward runs; except in fp16, the loss computes and keeps them.
     """
     rows = work.tokens + (0 if work.lora else work.model.vocabulary)
     return work.stream(strategy) * work.model.hidden * rows
-
-
-def kept_by_loss(work: Workload, strategy: str) -> int:
-    """Return the bytes that the loss keeps until backward: the output layer's gradients.
-
-    In fp16 backward computes them.
-    """
-    return 0 if work.precision == "fp16" else gradients_of_head(work, strategy)
-
-
-def peak_of_loss(work: Workload, strategy: str) -> int:
-    """Return the peak bytes while model/loss.py computes loss and gradients in chunks.
-
-    They include `kept_by_loss`.
-    """
-    m, c = work.model, work.item
-    chunks = -(-work.tokens * m.vocabulary // LOGITS_CHUNK[work.device])
-    tokens = -(-work.tokens // chunks)
-    # Of one chunk: the logits, a copy in fp32 and the logarithms of the probabilities.
-    chunk = tokens * m.vocabulary * (8 if c == 4 else c + 8)
-    weight = m.vocabulary * m.hidden
-    # The sum over the chunks in fp32, and in 16 bit the product that is added to it.
-    trained = 0 if work.lora else weight * (4 if c == 4 else 4 + c)
-    copies = c * (weight + work.tokens * m.hidden) if work.casts_weights(strategy) else 0
-    return work.stream(strategy) * work.tokens * m.hidden + trained + copies + chunk

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import psutil
 
-from support.cli.arguments import isolates_documents
+from support.cli.arguments import Arguments, isolates_documents
 from support.cli.ds_config import configured_strategy
 from support.errors import UserError
 from support.memory.architectures import Architecture, read_architecture
@@ -20,7 +20,7 @@ from support.units import GB
 ADVISED_SHARE = 0.9  # share of a GPU that advice may fill: peaks are predicted within 10 %
 
 
-def planned_work(args, ctx, model: Architecture) -> Workload:
+def planned_work(args: Arguments, ctx, model: Architecture) -> Workload:
     """Describe this run for the memory estimate.
 
     Raises:
@@ -45,7 +45,7 @@ def memory_limits(ctx) -> Limits:
     return Limits(memory_limit(ctx.device) // ranks)  # the ranks share the host's memory
 
 
-def predicted_bytes(args, ctx, spec) -> dict[str, int] | None:
+def predicted_bytes(args: Arguments, ctx, spec) -> dict[str, int] | None:
     """Return the memory estimate of this run.
 
     Returns:
@@ -61,7 +61,7 @@ def predicted_bytes(args, ctx, spec) -> dict[str, int] | None:
         return None
 
 
-def ways_to_fit(args, ctx, spec) -> list[str]:
+def ways_to_fit(args: Arguments, ctx, spec) -> list[str]:
     """Return lines of advice with estimated memory, for a run that ran out of memory.
 
     Raises:

@@ -5,21 +5,15 @@ Needs neither PyTorch nor weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.cli.hub import download_config
 from support.errors import UserError
 from support.files.user_files import read_json, shown
-from support.known_models import (
-    EMBEDDED_MODEL,
-    EMBEDDED_SHAPE,
-    EMBEDDED_VOCABULARY,
-    GPT2_SHAPES,
-    LARGE_MODELS,
-    name_on_hub,
-)
+from support.known_models import CONFIGS, name_on_hub
 
 MOST_OF_CONFIG = 16 << 20  # characters; some files list thousands of labels
 
@@ -37,6 +31,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
+# Keys of config.json that GPT-2 names differently.
+GPT2_KEYS = {
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+}
+SIZES = """
+    num_hidden_layers n_layer hidden_size n_embd num_attention_heads n_head vocab_size n_positions
+    max_position_embeddings
+    """.split()
 
 
 class Linear(NamedTuple):
@@ -73,9 +80,8 @@ class Architecture:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    # A norm on query and key; attention and MLP in parallel.
-    qk_norm: bool = False
-    parallel: bool = False
+    qk_norm: bool = False  # a norm on query and key
+    parallel: bool = False  # attention and MLP have the same input
 
     @property
     def query(self) -> int:
@@ -117,25 +123,34 @@ class Architecture:
             "mlp.down_proj": Linear(f, h, self.mlp_bias),
         }
 
+    @property
+    def norm(self) -> list[int]:
+        """Elements of the parameters of one norm: a weight, and a bias except in RMSNorm."""
+        return [self.hidden] * (1 if self.family == "llama" else 2)
+
     def block(self) -> list[int]:
         """Return the elements of each parameter of one transformer block, in the model's order."""
         attention, mlp = [], []
         for name, layer in self.linear_layers().items():
             (mlp if name.startswith("mlp.") else attention).extend(layer.parameters())
-        norm = [self.hidden, self.hidden]  # weight and bias
         if self.family == "gpt2":
-            return [*norm, *attention, *norm, *mlp]
+            return [*self.norm, *attention, *self.norm, *mlp]
         if self.family == "gpt_neox":
-            return [*norm, *norm, *attention, *mlp]
+            return [*self.norm, *self.norm, *attention, *mlp]
         head_norms = [self.head_dim, self.head_dim] if self.qk_norm else []
-        return [*attention, *head_norms, *mlp, self.hidden, self.hidden]
+        return [*attention, *head_norms, *mlp, *self.norm, *self.norm]
+
+    @property
+    def tables(self) -> list[int]:
+        """Rows of the token embedding, of learned positions, and of an untied output layer."""
+        positions = [self.positions] if self.positions else []
+        return [self.vocabulary, *positions, *([] if self.tied else [self.vocabulary])]
 
     def parameters(self) -> list[int]:
         """Return the elements of each parameter, in the model's order."""
-        h, norm = self.hidden, 1 if self.family == "llama" else 2
-        embeddings = [self.vocabulary * h] + ([self.positions * h] if self.positions else [])
-        head = [] if self.tied else [self.vocabulary * h]
-        return [*embeddings, *self.layers * self.block(), *norm * [h], *head]
+        tables = [rows * self.hidden for rows in self.tables]
+        head = [] if self.tied else [tables.pop()]
+        return [*tables, *self.layers * self.block(), *self.norm, *head]
 
     def factored(self) -> int:
         """Return the rows and columns of all matrices, and the elements of all vectors.
@@ -145,11 +160,8 @@ class Architecture:
         linear = self.linear_layers().values()
         vectors = sum(self.block()) - sum(layer.inputs * layer.outputs for layer in linear)
         block = sum(layer.inputs + layer.outputs for layer in linear) + vectors
-        embeddings = [self.vocabulary] * (1 if self.tied else 2) + [self.positions] * bool(
-            self.positions
-        )
-        norm = self.hidden * (1 if self.family == "llama" else 2)
-        return self.layers * block + sum(rows + self.hidden for rows in embeddings) + norm
+        tables = sum(rows + self.hidden for rows in self.tables)
+        return self.layers * block + tables + sum(self.norm)
 
     @property
     def total(self) -> int:
@@ -159,17 +171,6 @@ class Architecture:
     def is_matrix(self, numel: int) -> bool:
         """Return whether a parameter of this size is a matrix (weight decay), no bias or norm."""
         return numel > max(3 * self.hidden, self.intermediate, self.query)
-
-
-def gpt2(
-    layers: int, heads: int, hidden: int, vocabulary: int = 50257, positions: int = 1024
-) -> Architecture:
-    """Return a GPT-2 architecture of any size."""
-    heads_and_size = (heads, heads, hidden // heads)
-    return Architecture(
-        *("gpt2", layers, hidden, *heads_and_size, 4 * hidden, vocabulary),
-        *(positions, positions, True, "gelu_new"),
-    )
 
 
 def find_architecture(model: str) -> Architecture:
@@ -182,27 +183,30 @@ def find_architecture(model: str) -> Architecture:
         UserError: the file does not exist or is invalid, or the planner does not support its
             family.
     """
-    if model == EMBEDDED_MODEL:
-        return gpt2(*EMBEDDED_SHAPE, vocabulary=EMBEDDED_VOCABULARY, positions=512)
-    if model in GPT2_SHAPES:
-        return gpt2(*GPT2_SHAPES[model])
-    if name_on_hub(model) in LARGE_MODELS:
-        return read_architecture(LARGE_MODELS[name_on_hub(model)][1], model)
+    if config := CONFIGS.get(name_on_hub(model)):
+        return read_architecture(config, model)
     path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.exists():
+            export = Path(model) / "hf"
+            remedy = f"use {export}" if (export / "config.json").exists() else "use a model folder"
+            raise UserError(f"--model {model}: this folder has no config.json: {remedy}.")
     if not path.exists():
         path = Path(download_config(model))
-    return read_architecture(
-        read_json("--model", str(path), unique=False, most=MOST_OF_CONFIG), str(path)
-    )
+    return read_architecture(_read_config(str(path)), str(path))
 
 
-def checked_size(name: str, value, path: str) -> int:
+def _read_config(path: str) -> dict:
+    return read_json("--model", path, unique=False, most=MOST_OF_CONFIG)
+
+
+def checked_size(name: str, value: Any, path: str) -> int:
     """Return a size from a config.json.
 
     Raises:
-        UserError: it is not a whole number, or larger than any model's, so that the computation
-            would take hours.
+        UserError: it is not a whole number, or larger than any model's: transformers would build
+            thousands of layers, or exhaust memory.
     """
     limit = 10_000 if "layer" in name else 10**8
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
@@ -213,26 +217,17 @@ def checked_size(name: str, value, path: str) -> int:
     return value
 
 
-SIZES = """
-    num_hidden_layers n_layer hidden_size n_embd num_attention_heads n_head vocab_size n_positions
-    max_position_embeddings
-    """.split()
-
-
 def check_config(path: str) -> None:
     """Check the sizes in a config.json before transformers builds the model.
 
-    A configuration with a thousand million layers would exhaust memory.
-
     Raises:
-        UserError: the file cannot be read, is not JSON, or has a size that is not a whole number or
-            is too large.
+        UserError: the file cannot be read, is not JSON, or has a size that is invalid.
     """
-    config = read_json("--model", path, unique=False, most=MOST_OF_CONFIG)
-    for part in (config, config.get("text_config")):
-        for name in SIZES if isinstance(part, dict) else ():
-            if part.get(name) is not None:
-                checked_size(name, part[name], path)
+    config = _read_config(path)
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    for part, name in itertools.product(parts, SIZES):
+        if part.get(name) is not None:
+            checked_size(name, part[name], path)
 
 
 def read_architecture(config: dict, path: str) -> Architecture:
@@ -248,38 +243,37 @@ def read_architecture(config: dict, path: str) -> Architecture:
             f"{shown(str(family))}, only {', '.join(DEFAULTS)}."
         )
     given = {key: value for key, value in config.items() if value is not None}
-    config = DEFAULTS[family] | given
+    config, gpt2 = DEFAULTS[family] | given, family == "gpt2"
+
+    def value(name: str, default: Any = None) -> Any:
+        return config.get(GPT2_KEYS.get(name, name) if gpt2 else name, default)
 
     def size(name: str, default: int | None = None) -> int:
+        name = GPT2_KEYS.get(name, name) if gpt2 else name
         return checked_size(name, config.get(name, default), path)
 
-    hidden = size("n_embd" if family == "gpt2" else "hidden_size")
-    heads = size("n_head" if family == "gpt2" else "num_attention_heads")
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
     if heads > hidden:
         raise UserError(f"--model {path}: {heads} attention heads do not fit a width of {hidden}.")
-    if family == "gpt2":
-        shape = gpt2(size("n_layer"), heads, hidden, size("vocab_size"), size("n_positions"))
-        tied, activation = config["tie_word_embeddings"], config["activation_function"]
-        return replace(
-            shape, intermediate=size("n_inner", 4 * hidden), tied=bool(tied), activation=activation
-        )
-    neox = family == "gpt_neox"
+    biases = bool(value("attention_bias", False))
+    positions = "max_position_embeddings"
+    limit = None if value(positions) is None else size(positions)
     return Architecture(
-        family="gpt_neox" if neox else "llama",
+        family=family if family in ("gpt2", "gpt_neox") else "llama",
         layers=size("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=size("num_key_value_heads", heads),
-        head_dim=size("head_dim", hidden // heads),
-        intermediate=size("intermediate_size"),
+        kv_heads=heads if gpt2 else size("num_key_value_heads", heads),
+        head_dim=hidden // heads if gpt2 else size("head_dim", hidden // heads),
+        intermediate=size("intermediate_size", 4 * hidden if gpt2 else None),
         vocabulary=size("vocab_size"),
-        positions=0,
-        limit=size("max_position_embeddings") if "max_position_embeddings" in config else None,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        activation=config.get("hidden_act", "silu"),
-        qkv_bias=family == "qwen2" or config.get("attention_bias", False),
-        out_bias=family != "qwen2" and config.get("attention_bias", False),
-        mlp_bias=config.get("mlp_bias", False),
+        positions=(limit or 0) if gpt2 else 0,
+        limit=limit,
+        tied=bool(value("tie_word_embeddings", False)),
+        activation=value("hidden_act", "silu"),
+        qkv_bias=family == "qwen2" or biases,
+        out_bias=family != "qwen2" and biases,
+        mlp_bias=bool(value("mlp_bias", False)),
         qk_norm=family == "qwen3",
-        parallel=config.get("use_parallel_residual", False),
+        parallel=bool(value("use_parallel_residual", False)),
     )

@@ -1,6 +1,7 @@
 """Memory estimate of a run before it starts: bytes on each GPU, in host memory and on NVMe.
 
-The estimate is computed from the numbers in a model's config.json, for each strategy. It needs no
+The estimate is computed from the numbers in a model's config.json, for each strategy, as a list of
+terms (name, bytes, phases). The peak is the largest sum of the terms of one phase. It needs no
 PyTorch, no weights and no GPU. The tests compare it with measurements: live tensors by category
 (support/memory/live.py) in a real run and in a simulated one (--simulate_gpus).
 
@@ -12,28 +13,32 @@ Activations and loss: support/memory/activations.py.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from support.cli.ds_config import bucket_sizes
 from support.memory.activations import (
-    activation_bytes,
+    BACKWARD,
+    END,
+    LOSS,
+    STEP,
+    UPDATE,
+    Term,
+    activation_terms,
     gradients_of_head,
-    kept_by_loss,
-    peak_of_loss,
-    saved_by_block,
+    loss_terms,
 )
 from support.memory.workload import Workload
 from support.strategy import STRATEGIES
-from support.units import GB
+from support.units import GB, MB
 
 # Allowances, not measured: for memory outside of tensors (the CUDA context, cuBLAS workspaces,
 # NCCL), and for fragmentation.
 CUDA_CONTEXT, GPU_SLACK = 1 * GB, 1.05
 
-# On a CPU: resident memory of Python and the libraries, and the ratio of glibc's heap to the live
-# tensors (tiny-gpt2, fp32, 64 sequences of 512 tokens, torch 2.13: 6.7 GB resident for 5.1 GB of
-# live tensors).
-CPU_LIBRARIES, CPU_SLACK = GB // 2, 1.3
+# On a CPU: resident memory of Python and the libraries (and of DeepSpeed, with its ops), and the
+# ratio of glibc's heap, which keeps freed memory for reuse, to the live tensors. Measured with
+# torch 2.13; docs/MEMORY_COMPARISON.md compares the plan with runs.
+CPU_LIBRARIES, DEEPSPEED_LIBRARIES, CPU_SLACK = 410 * MB, 70 * MB, 1.2
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class MemoryEstimate:
     nvme: int  # on disk, for this rank
     sent: int  # bytes that this rank sends per step
     device: str  # "cuda" or "cpu"
+    terms: tuple[Term, ...]  # of which the peak, `host` and `nvme` are sums
 
     @property
     def total(self) -> int:
@@ -63,63 +69,57 @@ class MemoryEstimate:
         """
         if self.device == "cuda":
             return int(GPU_SLACK * self.peak) + CUDA_CONTEXT
-        return int(CPU_SLACK * (self.peak + self.host)) + CPU_LIBRARIES
+        deepspeed = DEEPSPEED_LIBRARIES if STRATEGIES[self.strategy].uses_deepspeed else 0
+        return int(CPU_SLACK * (self.peak + self.host)) + CPU_LIBRARIES + deepspeed
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes by kind."""
-        return {name: size for name, size in asdict(self).items() if isinstance(size, int)}
+        return {name: size for name, size in vars(self).items() if isinstance(size, int)}
+
+    def at(self, phase: str) -> int:
+        """Return the sum of the terms of a phase."""
+        return sum_of(self.terms, phase)
+
+    def phase_of_peak(self) -> str:
+        """Return the phase of STEP that has the peak."""
+        return max(STEP, key=self.at)
 
 
-@dataclass(frozen=True)
-class _States:
-    """Memory that a strategy needs in addition to activations and logits, in bytes of one rank.
-
-    The names that MemoryEstimate has, too, mean the same.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    steady: int  # held during the whole forward pass
-    # Total at the end of backward, when activations are freed and the embedding's gradients are
-    # computed.
-    at_end: int
-    update: int  # in addition to `steady`, while weights are updated
-    sent: int  # as in MemoryEstimate, before the factor (N - 1) / N for N ranks
-    buffers: int = 0
-    # In addition to `steady`, from forward on, and during backward.
-    gathered: int = 0
-    in_backward: int = 0
-    host: int = 0
-    nvme: int = 0
+def sum_of(terms: tuple[Term, ...] | list[Term], phase: str) -> int:
+    """Return the sum of the terms of a phase."""
+    return sum(term.size for term in terms if phase in term.phases)
 
 
 def predict(work: Workload, strategy: str) -> MemoryEstimate:
     """Return the memory estimate of one of STRATEGIES."""
     row = STRATEGIES[strategy]
     if row.engine == "ddp":
-        states = _dp(work)
+        states, sent = _dp(work)
     elif row.engine == "fsdp":
-        states = _fsdp(work, strategy)
+        states, sent = _fsdp(work, strategy)
     elif row.stage == 3:
-        states = _stage3(work, row.uses_nvme)
+        states, sent = _stage3(work, row.uses_nvme)
     else:
-        states = _stages12(work, row.stage, row.offloads)
-    activations = activation_bytes(work, strategy)
-    recomputed = saved_by_block(work, strategy) if work.gradient_checkpointing else 0
-    in_backward = gradients_of_head(work, strategy) + states.in_backward + recomputed
-    working = activations + max(peak_of_loss(work, strategy), in_backward + work.dequantized)
-    same = ("parameters", "gradients", "optimizer", "buffers", "host", "nvme")
+        states, sent = _stages12(work, row.stage, row.offloads)
+    activations = activation_terms(work, strategy)
+    dequantized = Term("weight converted from 4 bits", work.dequantized, (BACKWARD,))
+    terms = [*states, *activations, *loss_terms(work, strategy), dequantized]
+    in_fp16 = work.precision == "fp16"  # backward computes the gradients of the output layer
+    on_device = {term.name: term.size for term in states if set(term.phases) & set(STEP)}
     return MemoryEstimate(
         strategy=strategy,
-        **{name: getattr(states, name) for name in same},
-        activations=activations,
-        logits=kept_by_loss(work, strategy),
-        peak=max(
-            states.steady + states.gathered + working, states.at_end, states.steady + states.update
-        ),
-        sent=states.sent * (work.world_size - 1) // work.world_size,
+        parameters=on_device["parameters"],
+        gradients=on_device.get("gradients", 0),
+        optimizer=on_device.get("optimizer states", 0),
+        buffers=on_device.get("communication buffers", 0),
+        activations=sum_of(activations, LOSS),
+        logits=0 if in_fp16 else gradients_of_head(work, strategy),
+        peak=max(sum_of(terms, phase) for phase in STEP),
+        host=sum_of(terms, "host"),
+        nvme=sum_of(terms, "nvme"),
+        sent=sent * (work.world_size - 1) // work.world_size,
         device=work.device,
+        terms=tuple(term for term in terms if term.size),
     )
 
 
@@ -128,93 +128,90 @@ def predict_all(work: Workload) -> list[MemoryEstimate]:
     return [predict(work, strategy) for strategy in work.strategies]
 
 
-def _dp(work: Workload) -> _States:
-    """Estimate DDP: all states whole, in fp32, and frozen weights in the dtype of computations.
+# Each of these functions returns the terms of a strategy without activations and loss, and the
+# bytes that a rank sends per step, before the factor (N - 1) / N for N ranks.
 
-    Gradient buckets persist between steps.
-    """
-    trained = sum(work.trained)
-    parameters = 4 * trained + work.frozen_bytes
-    largest = max(work.trained)
-    optimizer = work.optimizer_states(work.trained)
-    states = parameters + 4 * trained + optimizer
-    persistent = work.world_size > 1 or work.accumulation > 1
-    # Between micro-batches the gradients are not yet in DDP's buckets: zero_grad() has removed the
-    # views of the buckets.
-    if work.world_size > 1 and work.accumulation > 1:
-        states += 4 * trained
+
+def _dp(work: Workload) -> tuple[list[Term], int]:
+    """Estimate DDP: all states whole, in fp32, and frozen weights in the dtype of computations."""
+    trained, largest = sum(work.trained), max(work.trained)
+    several = work.world_size > 1
+    # DDP's buckets, or gradients that accumulate, persist between steps.
+    persistent = several or work.accumulation > 1
     # Each use of a tied embedding has its own gradient, and their sum is a third tensor. Without
     # buckets the sum becomes the gradient.
     uses = 2 + persistent if work.model.tied and not work.lora else 1
-    return _States(
-        parameters,
-        4 * trained,
-        optimizer,
-        steady=states if persistent else states - 4 * trained,
-        at_end=states + uses * 4 * largest,
-        update=(0 if persistent else 4 * trained) + _temporaries(work) * largest,
-        sent=2 * 4 * trained,
-    )
+    terms = [
+        Term("parameters", 4 * trained + work.frozen_bytes, STEP),
+        Term("optimizer states", work.optimizer_states(work.trained), STEP),
+        Term("gradients", 4 * trained, STEP if persistent else (END, UPDATE)),
+        Term("gradients of the embedding", uses * 4 * largest, (END,)),
+        Term("optimizer's temporaries", _temporaries(work) * largest, (UPDATE,)),
+    ]
+    # Between micro-batches the gradients are not yet in DDP's buckets: zero_grad() has removed the
+    # views of the buckets.
+    if several and work.accumulation > 1:
+        terms.append(Term("accumulated gradients", 4 * trained, STEP))
+    return terms, 2 * 4 * trained
 
 
-def _stages12(work: Workload, stage: int, offload: bool) -> _States:
+def _stages12(work: Workload, stage: int, offload: bool) -> tuple[list[Term], int]:
     """Estimate zero1, zero2 and offload: a flat working copy, this rank's masters and moments."""
     m, c = work.model, work.item
-    total, trained = sum(work.sizes), sum(work.trained)
+    trained, largest = sum(work.trained), max(work.trained)
     shares = [_share(group, work) for group in _groups(work)]
-    largest, share = max(work.trained), sum(shares)
-    # fp32 masters and the optimizer's states (K bytes per parameter in ZeRO's terms).
-    optimizer = 0 if offload else 4 * share + work.optimizer_states(shares)
-    parameters = c * trained + work.frozen_bytes
+    share = sum(shares)
     gradients = 0 if offload else c * _kept_gradients(work)
-    # Gradients of earlier micro-batches. Stage 1 keeps them whole until it reduces the last one's.
-    accumulated = 0
-    if work.accumulation > 1:
-        accumulated = c * trained if stage == 1 else gradients
-    # Staging buffer for the largest gradient, with a counterpart in host memory.
-    buffers = c * largest if offload else 0
-    steady = parameters + optimizer + buffers + accumulated
     # Two buckets if reductions overlap with computation (overlap_comm).
     buckets = 2 if offload or work.world_size > 1 else 1
-    in_backward = buckets * c * bucket_sizes(m.hidden, total, False)["reduce_bucket_size"]
+    bucket = c * bucket_sizes(m.hidden, sum(work.sizes), False)["reduce_bucket_size"]
     uses = (3 if m.tied else 2) + (c == 4)  # the last gradient's parts (see _dp) and copies
-    last_gradient = uses * c * largest + max(0, gradients - c * largest)
-    # fp32 gradients, and in 16 bit the new working copy; or the norm of one gradient in fp64.
-    copies = 4 + c if c < 4 else 4
-    update = (0 if accumulated else gradients) + max(8 * min(largest, share), copies * share)
-    update += _temporaries(work) * share
+    terms = [
+        Term("parameters", c * trained + work.frozen_bytes, STEP),
+        Term("buckets of gradients", buckets * bucket, (BACKWARD, END)),
+        Term("gradients of the embedding", uses * c * largest, (END,)),
+        Term("other reduced gradients", max(0, gradients - c * largest), (END,)),
+    ]
+    accumulates = work.accumulation > 1
+    if accumulates and stage == 1:  # whole until those of the last micro-batch are reduced
+        terms.append(Term("other gradients", c * trained - gradients, STEP))
+    if offload:
+        # Staging buffer for the largest gradient, with a counterpart in host memory.
+        terms.append(Term("communication buffers", c * largest, STEP))
+        terms += _host_of_offload(work)
+    else:
+        # fp32 masters and the optimizer's states (K bytes per parameter in ZeRO's terms).
+        terms.append(Term("optimizer states", 4 * share + work.optimizer_states(shares), STEP))
+        terms.append(Term("gradients", gradients, STEP if accumulates else (UPDATE,)))
+        # The norm of one gradient is computed in fp64, before the fp32 gradients exist.
+        norm, copies = 8 * min(largest, share), (4 + c if c < 4 else 4) * share
+        name = "fp32 gradients, new weights" if c < 4 else "copy of the gradients"
+        terms.append(Term(name, max(norm, copies), (UPDATE,)))
+        size = _temporaries(work) * share
+        terms.append(Term("optimizer's temporaries", size, (UPDATE,)))
     reductions = 1 if stage == 1 else work.accumulation
-    return _States(
-        parameters,
-        gradients,
-        optimizer,
-        steady=steady,
-        at_end=steady + in_backward + last_gradient,
-        update=0 if offload else update,
-        sent=(2 * reductions + 1) * c * trained,
-        buffers=buffers,
-        in_backward=in_backward,
-        host=_host_of_offload(work) if offload else 0,
-    )
+    return terms, (2 * reductions + 1) * c * trained
 
 
-def _host_of_offload(work: Workload) -> int:
-    """Return the bytes of host memory that DeepSpeed's stage 2 uses for its CPU optimizer.
+def _host_of_offload(work: Workload) -> list[Term]:
+    """Return what DeepSpeed's stage 2 keeps in host memory for its CPU optimizer.
 
-    They follow stage_1_and_2.py (cpu_offload). With "pin_memory", as in ds_config_offload.json, all
+    It follows stage_1_and_2.py (cpu_offload). With "pin_memory", as in ds_config_offload.json, all
     of it is page-locked except the moments, which CPU Adam allocates.
     """
-    c, host = work.item, 0
-    for group in _groups(work):
-        share = _share(group, work)
-        # Masters, fp32 gradients, and a copy of the weights in the working type for the transfer
-        # back to the GPU; the optimizer's states.
-        host += _page_locked(work, [4 * share, 4 * share, c * share])
-        host += work.optimizer_states([share])
-    host += _page_locked(work, [c * max(work.trained)])  # staging for the largest gradient
+    c, shares = work.item, [_share(group, work) for group in _groups(work)]
+    fp32, copies = (_page_locked(work, [size * share for share in shares]) for size in (4, c))
+    terms = [
+        Term("fp32 weights", fp32, ("host",)),
+        Term("fp32 gradients", fp32, ("host",)),
+        Term("weights to copy to the GPU", copies, ("host",)),
+        Term("moments", work.optimizer_states(shares), ("host",)),
+        Term("largest gradient", _page_locked(work, [c * max(work.trained)]), ("host",)),
+    ]
     if work.accumulation > 1:  # one tensor per parameter
-        host += _page_locked(work, [c * size for size in work.trained])
-    return host
+        size = _page_locked(work, [c * size for size in work.trained])
+        terms.append(Term("accumulated gradients", size, ("host",)))
+    return terms
 
 
 def _page_locked(work: Workload, sizes: list[int]) -> int:
@@ -228,7 +225,7 @@ def _page_locked(work: Workload, sizes: list[int]) -> int:
     return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
 
-def _stage3(work: Workload, swaps: bool) -> _States:
+def _stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
     """Estimate zero3 and infinity: a shard of every parameter, gathered while it is used."""
     c, n, sizes = work.item, work.world_size, work.sizes
     total, largest = sum(sizes), max(sizes)
@@ -243,71 +240,73 @@ def _stage3(work: Workload, swaps: bool) -> _States:
         c * sum(persistent) if n > 1 else 0
     )
     masters_and_states = 4 * trained + work.optimizer_states([trained])
-    gradients, optimizer = (0, 0) if swaps else (c * trained, masters_and_states)
-    gathered = 0 if n == 1 and not swaps else c * (largest + min(2 * bucket, total - largest))
-    steady = parameters + gradients + optimizer + c * bucket
-    # ds_config_infinity.json: 5 buffers for parameters and 4 for the states of a sub-group, which
-    # DeepSpeed page-locks without rounding (csrc/pin_memory/deepspeed_pin_tensor.cpp); and the
-    # gradients, in one tensor that PyTorch page-locks.
-    in_host = c * 5 * (largest // n + 4096) + 4 * 4 * sub_group
-    in_host += _page_locked(work, [c * trained])
-    # At the end of backward the embedding is whole, with the gradients of its uses (see _dp), and
-    # so is the largest matrix of a transformer block.
+    gathers = n > 1 or swaps
+    gathered = c * (largest + min(2 * bucket, total - largest)) if gathers else 0
     uses = 2 if work.model.tied else 1
-    at_end = c * ((largest if gathered else 0) + uses * max(work.trained) + max(work.model.block()))
-    # The norm of one gradient in fp64, or the fp32 copies of a sub-group.
-    update = max(8 * max(work.trained) // n, (4 + (c if c < 4 else 0)) * sub_group)
-    update += _temporaries(work) * sub_group
-    return _States(
-        parameters,
-        gradients,
-        optimizer,
-        steady=steady,
-        at_end=steady + at_end,
-        update=0 if swaps else update,
-        sent=c * (2 * total + sum(work.trained)) * work.accumulation,
-        buffers=c * bucket,
-        gathered=gathered,
-        host=in_host if swaps else 0,
-        nvme=masters_and_states + 4 * trained + c * shards if swaps else 0,
-    )
+    terms = [
+        Term("parameters", parameters, STEP),
+        Term("communication buffers", c * bucket, STEP),
+        Term("gathered parameters", gathered, (LOSS, BACKWARD)),
+        # At the end of backward the embedding is whole, and so is the largest matrix of a block.
+        Term("gathered embedding", c * largest if gathers else 0, (END,)),
+        Term("gradients of the embedding", uses * c * max(work.trained), (END,)),
+        Term("gathered matrix of a block", c * max(work.model.block()), (END,)),
+    ]
+    if swaps:
+        # ds_config_infinity.json: 5 buffers for parameters and 4 for the states of a sub-group,
+        # which DeepSpeed page-locks without rounding (csrc/pin_memory/deepspeed_pin_tensor.cpp);
+        # and the gradients, in one tensor that PyTorch page-locks.
+        terms += [
+            Term("5 buffers for parameters", c * 5 * (largest // n + 4096), ("host",)),
+            Term("4 buffers for states", 4 * 4 * sub_group, ("host",)),
+            Term("gradients", _page_locked(work, [c * trained]), ("host",)),
+            Term("fp32 weights, moments", masters_and_states, ("nvme",)),
+            Term("fp32 gradients", 4 * trained, ("nvme",)),
+            Term("parameters", c * shards, ("nvme",)),
+        ]
+    else:
+        # The norm of one gradient in fp64, or the fp32 copies of a sub-group.
+        copies = max(8 * max(work.trained) // n, (4 + (c if c < 4 else 0)) * sub_group)
+        terms += [
+            Term("optimizer states", masters_and_states, STEP),
+            Term("gradients", c * trained, STEP),
+            Term("fp32 copies of a sub-group", copies, (UPDATE,)),
+            Term("optimizer's temporaries", _temporaries(work) * sub_group, (UPDATE,)),
+        ]
+    return terms, c * (2 * total + sum(work.trained)) * work.accumulation
 
 
-def _fsdp(work: Workload, strategy: str) -> _States:
+def _fsdp(work: Workload, strategy: str) -> tuple[list[Term], int]:
     """Estimate FSDP2: shards of all states, with the dtypes of _dp.
 
     Transformer blocks are gathered one by one. Parameters outside of them are gathered for a whole
     pass.
     """
-    m, n, sizes = work.model, work.world_size, work.sizes
+    m, n = work.model, work.world_size
     # Bytes per gathered element. In fp16 parameters are gathered in fp32, because autocast is used.
     c = work.stream(strategy)
     trained, block = _parts(work.trained, n), sum(m.block())
-    shards = 4 * trained + work.item * _parts(work.frozen, n)
-    total, outside = sum(sizes), m.total - m.layers * block
+    total, outside = sum(work.sizes), m.total - m.layers * block
     with_adapters = block + (sum(work.lora.of_block(m)) if work.lora else 0)
-    # Gradients are not sharded until the last micro-batch.
-    accumulated = 4 * sum(work.trained) if work.accumulation > 1 else 0
-    optimizer = work.optimizer_states([trained])
-    steady = shards + optimizer + accumulated
-    in_backward = (c if work.lora else 2 * c) * with_adapters
-    # At the end of backward, parameters outside of the transformer blocks are whole, with their
-    # gradient (three tensors for a tied embedding, see _dp), and in 16 bit its fp32 copy for the
-    # reduction.
     gathered = 0 if n == 1 and c == 4 else c * outside
-    gradients = 0 if work.lora else max(3 * c if m.tied else 0, c + (4 if c < 4 else 0)) * outside
-    not_reduced = 4 * (trained if work.lora else trained - outside // n) + in_backward
-    return _States(
-        shards,
-        4 * trained,
-        optimizer,
-        steady=steady,
-        at_end=steady + not_reduced + gathered + gradients,
-        update=4 * trained,
-        sent=2 * c * work.accumulation * total + 4 * sum(work.trained),
-        gathered=gathered,
-        in_backward=in_backward,
-    )
+    # The gradient of the parameters outside of blocks is whole at the end of backward (three
+    # tensors for a tied embedding, see _dp), and in 16 bit so is its fp32 copy for the reduction.
+    whole = 0 if work.lora else max(3 * c if m.tied else 0, c + (4 if c < 4 else 0)) * outside
+    reduced = trained if work.lora else trained - outside // n
+    terms = [
+        Term("parameters", 4 * trained + work.item * _parts(work.frozen, n), STEP),
+        Term("optimizer states", work.optimizer_states([trained]), STEP),
+        Term("gradients", 4 * trained, (UPDATE,)),
+        Term("gathered outside of blocks", gathered, (LOSS, BACKWARD, END)),
+        Term("a gathered block", c * with_adapters, (BACKWARD, END)),
+        Term("reduced gradients", 4 * reduced, (END,)),
+        Term("gradients outside of blocks", whole, (END,)),
+    ]
+    if not work.lora:
+        terms.append(Term("gradients of a block", c * with_adapters, (BACKWARD, END)))
+    if work.accumulation > 1:  # gradients are not sharded until the last micro-batch
+        terms.append(Term("accumulated gradients", 4 * sum(work.trained), STEP))
+    return terms, 2 * c * work.accumulation * total + 4 * sum(work.trained)
 
 
 def _temporaries(work: Workload) -> int:

@@ -7,7 +7,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from support.memory.architectures import Architecture, gpt2
+from support.known_models import gpt2_config
+from support.memory.architectures import Architecture, read_architecture
 from support.memory.estimate import MemoryEstimate, predict
 from support.memory.workload import Workload, adapters
 
@@ -105,7 +106,8 @@ def gpt2_of_width(hidden: int, like: Architecture) -> Architecture:
     linear = round(12 + (hidden - 768) * (48 - 12) / (1600 - 768))
     layers = linear if hidden >= 768 else hidden // 64
     vocabulary = like.vocabulary if like.family == "gpt2" else 50257
-    return gpt2(layers, hidden // 64, hidden, vocabulary, like.positions or 1024)
+    config = gpt2_config(layers, hidden // 64, hidden, vocabulary, like.positions or 1024)
+    return read_architecture(config, "")
 
 
 def largest_gpt2(work: Workload, strategy: str, limits: Limits) -> Architecture | None:

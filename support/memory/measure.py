@@ -294,8 +294,9 @@ def of_this_rank(
 
 
 def over_ranks(ranks: list[dict]) -> dict:
-    """Return the "memory" entry of results.json; support/report/schema.py explains each key."""
+    """Return the "memory" entry of results.json; docs/OUTPUTS.md explains each key."""
     live = [rank["live"] or {} for rank in ranks]
+    by_rank = [rank_bytes.get("categories") for rank_bytes in live]
     return {
         **{
             f"{kind}_bytes": [rank["device"][kind] for rank in ranks]
@@ -306,8 +307,8 @@ def over_ranks(ranks: list[dict]) -> dict:
         "nvme_bytes": sum(rank["nvme"] for rank in ranks),
         "nvme_written_bytes_per_step": sum(rank["nvme_written"] for rank in ranks),
         "device_used": [rank["unseen"] for rank in ranks],
-        "categories_bytes": live[0].get("categories"),
-        "categories_bytes_by_rank": [rank_bytes.get("categories") for rank_bytes in live],
+        "categories_bytes": _largest(by_rank),
+        "categories_bytes_by_rank": by_rank,
         "device_categories_bytes_by_rank": [rank_bytes.get("on_device") for rank_bytes in live],
         "moments_bytes": live[0].get("moments"),
         "placement": live[0].get("placement"),
@@ -316,4 +317,16 @@ def over_ranks(ranks: list[dict]) -> dict:
             for phase, kinds in ranks[0]["phases"].items()
         },
         "step_bytes_by_rank": [rank["step"] for rank in ranks],
+    }
+
+
+def _largest(ranks: list[dict[str, int | None] | None]) -> dict[str, int | None] | None:
+    """Return the largest number of bytes of any rank by category; None if one was not measured."""
+    measured = [rank for rank in ranks if rank is not None]
+    if len(measured) < len(ranks):
+        return None
+    sizes = {kind: [rank[kind] for rank in measured] for kind in measured[0]}
+    return {
+        kind: None if None in of_ranks else max(size for size in of_ranks if size is not None)
+        for kind, of_ranks in sizes.items()
     }

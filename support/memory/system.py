@@ -16,12 +16,13 @@ import torch
 def host_bytes() -> tuple[int, int]:
     """Return (current, peak) resident memory of this process in bytes."""
     now = psutil.Process().memory_info().rss
-    try:  # VmHWM starts with this program; ru_maxrss can be inherited from the parent process
+    # VmHWM starts with this program; ru_maxrss can be inherited from the parent process.
+    with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text()
-        return now, int(re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[1]) * 1024
-    except (OSError, TypeError):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+            return now, 1024 * int(found[1])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return now, unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def allocator_bytes(device: torch.device) -> tuple[int, int | None]:

@@ -4,11 +4,11 @@ resolve   finds, downloads or initializes a model: from --model to a ModelSpec
 weights   read from a folder, drawn from the seed, distributed to the ranks
 layers    settings and layers whose names depend on the architecture
 loss      the next-token loss, computed in chunks of the logits by the output layer
-dropout   dropout on a CPU with fast random numbers, and attention with it
 isolation attention within a document, where a sequence has several
 lora      LoRA adapters: attached by peft, merged into the weights for an export
 generate  a sample of text at the end of a run
 export    the trained model as a folder for `from_pretrained`
+trained   what the export reads of a trained run
 card      the model card of that folder
 push      the upload of that folder to the Hugging Face hub
 """

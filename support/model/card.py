@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
 
 from support.cli.paths import is_local_model
 from support.known_models import EMBEDDED_MODEL
@@ -20,6 +21,51 @@ RESULTS = {
     "Optimizer steps": "steps",
     "Tokens per second": "tokens_per_second",
 }
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ name }}, {{ "trained" if scratch else "fine-tuned" }}
+{%- if dataset %} on {{ dataset.name }}{% endif %}
+{%- if adapters %}: LoRA adapters, r {{ adapters.lora_r }}, alpha {{ "%g" % adapters.lora_alpha }}
+{%- endif %}
+
+{{ "{:,}".format(facts.parameters) }} parameters; {{ "random weights of the architecture of"
+if scratch else "base model" }} `{{ facts.model }}`. Trained with
+`real_model_example.py --strategy {{ facts.strategy }}` on {{ facts.world_size }} {{ devices }}.
+
+## Results
+
+{{ results }}
+
+Benchmarks of [lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness), in the
+folder with these files:
+
+```bash
+pip install lm-eval
+{{ lm_eval }}
+```
+
+## Training
+
+{{ hyperparameters }}
+{%- if dataset %}
+
+Data: {{ dataset.name }}, SHA-256 of {{ "its files' names, sizes, beginnings and ends, or of its \
+commit," if dataset.streaming else "the corpus" }} `{{ dataset.sha256 }}`.
+{%- endif %}
+{%- if facts.versions %}
+
+Versions: {% for name, number in facts.versions.items() %}{{ name }} {{ number }}
+{{- "" if loop.last else ", " }}{% endfor %}.
+{%- endif %}
+{%- if facts.command %}
+
+```bash
+{{ facts.command }}
+```
+{%- endif %}
+"""
 
 
 def model_card(facts: dict, identity: dict) -> str:
@@ -30,59 +76,31 @@ def model_card(facts: dict, identity: dict) -> str:
             model.
         identity: the run signature, see compatibility.run_signature.
     """
-    base, dataset = facts["model"], (facts.get("dataset") or {}).get("name")
-    scratch = identity["told"].get("from_scratch") or base == EMBEDDED_MODEL
+    base = facts["model"]
+    scratch = bool(identity["told"].get("from_scratch") or base == EMBEDDED_MODEL)
     hyperparameters = {**identity["soft"], **identity["told"], "from_scratch": scratch}
-    adapters = (
-        identity["hard"] if "lora_r" in identity["hard"] and not facts.get("merged") else None
+    has_adapters = "lora_r" in identity["hard"] and not facts.get("merged")
+    metadata = ModelCardData(
+        library_name="peft" if has_adapters else "transformers",
+        pipeline_tag="text-generation",
+        base_model=None if scratch or is_local_model(base) else base,
     )
-    metadata = [
-        "---",
-        f"library_name: {'peft' if adapters else 'transformers'}",
-        "pipeline_tag: text-generation",
-    ]
-    metadata += [f"base_model: {base}"] if not scratch and not is_local_model(base) else []
-    metadata += ["---"]
-    results = {title: facts.get(key) for title, key in RESULTS.items()}
-    versions = ", ".join(
-        f"{name} {number}" for name, number in (facts.get("versions") or {}).items()
+    gpu = (facts.get("hardware") or {}).get("gpu")
+    devices = f"× {gpu}" if gpu else "CPU processes" if "hardware" in facts else "ranks"
+    card = ModelCard.from_template(
+        metadata,
+        template_str=TEMPLATE,
+        name=Path(base).name,
+        facts=facts,
+        dataset=facts.get("dataset"),
+        scratch=scratch,
+        adapters=identity["hard"] if has_adapters else None,
+        devices=devices,
+        results=_table(((title, facts.get(key)) for title, key in RESULTS.items()), "Measured"),
+        hyperparameters=_table(hyperparameters.items(), "Hyperparameter"),
+        lm_eval=_lm_eval(facts, has_adapters),
     )
-    parts = [
-        "\n".join(metadata),
-        f"# {Path(base).name}, {'trained' if scratch else 'fine-tuned'}"
-        + (f" on {dataset}" if dataset else "")
-        + (
-            f": LoRA adapters, r {adapters['lora_r']}, alpha {adapters['lora_alpha']:g}"
-            if adapters
-            else ""
-        ),
-        f"{facts['parameters']:,} parameters; "
-        f"{'random weights of the architecture of' if scratch else 'base model'} `{base}`. "
-        f"Trained with `real_model_example.py --strategy {facts['strategy']}` "
-        f"on {facts['world_size']} {_devices(facts)}.",
-        "## Results\n\n" + _table(results.items(), "Measured"),
-        "Benchmarks of [lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness):"
-        f"\n\n```bash\npip install lm-eval\n{_lm_eval(facts, bool(adapters))}\n```",
-        "## Training\n\n" + _table(hyperparameters.items(), "Hyperparameter"),
-    ]
-    if facts.get("dataset"):
-        streamed = facts["dataset"].get("streaming")
-        hashed = (
-            "its files' names, sizes, beginnings and ends, or of its commit,"
-            if streamed
-            else "the corpus"
-        )
-        parts.append(f"Data: {dataset}, SHA-256 of {hashed} `{facts['dataset'].get('sha256')}`.")
-    if versions:
-        parts.append(f"Versions: {versions}.")
-    if facts.get("command"):
-        parts.append(f"```bash\n{facts['command']}\n```")
-    return "\n\n".join(parts) + "\n"
-
-
-def card_of_repository(card: str, repository: str) -> str:
-    """Return a model card whose `lm_eval` command names the repository instead of the folder."""
-    return re.sub(r"\b(pretrained|peft)=\.(?='? --tasks )", rf"\1={repository}", card)
+    return str(card)
 
 
 def _lm_eval(facts: dict, adapters: bool) -> str:
@@ -97,12 +115,6 @@ def _lm_eval(facts: dict, adapters: bool) -> str:
         "--tasks hellaswag,arc_easy,winogrande --batch_size auto"
         + (" --apply_chat_template" if is_chat else "")
     )
-
-
-def _devices(facts: dict) -> str:
-    if "hardware" not in facts:
-        return "ranks"
-    return f"× {facts['hardware']['gpu']}" if facts["hardware"]["gpu"] else "CPU processes"
 
 
 def _table(rows: Iterable[tuple[str, object]], title: str) -> str:

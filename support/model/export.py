@@ -1,8 +1,7 @@
 """Export the trained model as a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-    config.json, generation_config.json, tokenizer files    written by `describe`, as in checkpoints
-    model.safetensors                                       or several files and an index,
-                                                            model.safetensors.index.json
+    config.json, generation_config.json, tokenizer files    by `ModelSpec.describe`
+    model.safetensors                                       or several files and an index
     README.md                                               the model card
 
 Weights are written one at a time, each directly to its position in its file. An export therefore
@@ -12,30 +11,26 @@ needs memory for the largest weight on one rank; no rank needs memory for a seco
 from __future__ import annotations
 
 import contextlib
-import copy
 import shutil
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-import transformers
 
+from support.cli.arguments import Arguments
 from support.errors import FirstError, TrainingError, UserError
 from support.files.atomic import finish_folder, start_folder, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
 from support.model import lora
 from support.model.card import model_card
-from support.model.weights import DTYPES, as_dtype, persistent_buffers
+from support.model.trained import TrainedModel
+from support.model.weights import DTYPES, persistent_buffers
 from support.optimizers import OPTIMIZERS
 from support.units import GB, perplexity_of
 from support.unwrap import unwrapped
-
-if TYPE_CHECKING:
-    from support.checkpoints.manager import CheckpointManager
 
 
 class ExportFailed(TrainingError):
@@ -75,7 +70,7 @@ def _identity(folder: Path) -> tuple | None:
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
-def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
+def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target:
     """Return the destination of a run's export.
 
     It is the folder named by --export_hf, by default `hf` in the run's own folder.
@@ -90,7 +85,7 @@ def target_of(args, output_dir: Path, earlier: dict | None) -> Target:
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite, own)
 
 
-def finish(trained: CheckpointManager, results, target: Target, args, state) -> Path | None:
+def finish(trained: TrainedModel, results, target: Target, args: Arguments, state) -> Path | None:
     """Export the trained model, unless the flags exclude it or a complete run has exported it.
 
     Every rank calls this function.
@@ -130,7 +125,7 @@ def finish(trained: CheckpointManager, results, target: Target, args, state) -> 
     return Path(exported["folder"])
 
 
-def _rescue(trained: CheckpointManager, args, card: str) -> str:
+def _rescue(trained: TrainedModel, args: Arguments, card: str) -> str:
     """Export the trained model to the temporary directory of rank 0's host.
 
     Every rank calls this function.
@@ -152,7 +147,7 @@ def _rescue(trained: CheckpointManager, args, card: str) -> str:
     return f"The trained model was written to {folder} instead."
 
 
-def export_model(trained: CheckpointManager, target: Target, args, card: str) -> dict:
+def export_model(trained: TrainedModel, target: Target, args: Arguments, card: str) -> dict:
     """Write the model that a run has trained. Every rank calls this function.
 
     Returns:
@@ -165,13 +160,13 @@ def export_model(trained: CheckpointManager, target: Target, args, card: str) ->
     start, errors = time.monotonic(), FirstError()
     temporary = errors.attempt(start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
-    if temporary:
+    if temporary and folder:
         ctx.temporary.extend(temporary.paths)
-        errors.attempt(describe, spec, folder, dtype, args.merge_lora)
+        errors.attempt(spec.describe, folder, dtype, args.merge_lora)
     write = _write_merged if spec.lora and args.merge_lora else _write_trained
     write(trained, folder, dtype, errors)
     final = None
-    if temporary:
+    if temporary and folder:
         errors.attempt(write_text, folder / "README.md", card)
         final = errors.attempt(finish_folder, temporary, target.folder, target.may_be_replaced)
         temporary.remove()
@@ -194,37 +189,36 @@ def export_model(trained: CheckpointManager, target: Target, args, card: str) ->
 
 
 def _write_trained(
-    trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    trained: TrainedModel, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the trained weights: the model's, or its adapters'.
 
     Every rank calls this function. A rank whose `folder` is None only contributes its shards.
     """
-    if trained.spec.lora:
-        rename, buffers, stem = lora.peft_name, {}, "adapter_model"
-    else:
-        buffers = persistent_buffers(unwrapped(trained.model))
-        rename, stem = str, "model"
+    adapters = trained.spec.lora is not None
+    buffers = {} if adapters else persistent_buffers(unwrapped(trained.model))
+    stem = "adapter_model" if adapters else "model"
+    names = {name: lora.peft_name(name) if adapters else name for name in trained.state.shapes}
     files = None
     if folder:
-        shapes = {rename(name): shape for name, shape in trained.state.shapes.items()}
+        shapes = {names[name]: shape for name, shape in trained.state.shapes.items()}
         files = errors.attempt(WeightFiles, folder, shapes, dtype, buffers, FILE_BYTES, stem)
     for name, weight in trained.state.whole_weights():
         if files:
-            errors.attempt(files.write, rename(name), weight)
+            errors.attempt(files.write, names[name], weight)
     if files:
         errors.attempt(files.finish)
 
 
 def _write_merged(
-    trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    trained: TrainedModel, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the whole model with the adapters added, on the rank that has a `folder`."""
     adapters = {
         name: weight.clone() if folder else None for name, weight in trained.state.whole_weights()
     }
 
-    def write() -> None:
+    def write(folder: Path) -> None:
         # The frozen weights are read again from their files: memory-mapped, not copied.
         model = trained.spec.load(trained.ctx, dtype="auto")
         shapes = {
@@ -238,10 +232,10 @@ def _write_merged(
         files.finish()
 
     if folder:
-        errors.attempt(write)
+        errors.attempt(write, folder)
 
 
-def check_room(args, ctx, target: Target, output_dir: Path, spec, saves: int) -> None:
+def check_room(args: Arguments, ctx, target: Target, output_dir: Path, spec, saves: int) -> None:
     """Check before training that the disks have room for the files that the run will write.
 
     Raises:
@@ -283,33 +277,3 @@ def _disk(folder: Path) -> Path:
     """Return the mount point of the disk that contains `folder`, or will contain it."""
     parents = (folder.absolute(), *folder.absolute().parents)
     return next(parent for parent in parents if parent.is_mount())
-
-
-def describe(spec, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
-    """Write everything of a model except its weights: configurations and tokenizer.
-
-    For a model with adapters, write the tokenizer and the adapters' configuration.
-
-    Args:
-        folder: created if it does not exist.
-        dtype: the type of the weights, recorded in the configuration; None leaves it unchanged.
-        whole: describe the model itself although it has adapters, because they have been added to
-            its weights.
-    """
-    folder.mkdir(exist_ok=True)
-    spec.tokenizer.save_pretrained(folder)
-    if spec.lora and not whole:
-        spec.lora.describe(folder)
-        return
-    config = copy.deepcopy(spec.config)
-    config.use_cache = True  # disabled for training only
-    config.get_text_config().update(spec.own_settings)
-    config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    if dtype is not None:
-        config.update(as_dtype(dtype))
-    config.save_pretrained(folder)
-    try:
-        spec.generation.save_pretrained(folder)
-    except ValueError:
-        # Older versions of transformers reject the generation configuration of some models.
-        write_text(folder / "generation_config.json", spec.generation.to_json_string())

@@ -1,30 +1,35 @@
 """Document isolation: attention within a document where a sequence has several documents.
 
-The positions restart at 0 where a document begins. transformers (from 4.53.3) makes of them a
-block-diagonal mask, [batch, 1, length, length], for SDPA, which all layers share. The package
-flash-attn is not used: transformers 5.23 finds documents in positions only for a batch of one row.
+The positions restart at 0 where a document begins. transformers (from 4.53.3) turns them into a
+mask that all layers share. For SDPA this is a dense tensor, [batch, 1, length, length]. On CUDA
+`choose_block_mask` replaces it by FlexAttention's BlockMask, whose kernel skips the blocks between
+documents. The package flash-attn is not used: transformers 5.23 finds documents in positions only
+for a batch of one row.
 """
 
 from __future__ import annotations
-
-import contextlib
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from support.cli.arguments import Arguments
 from support.errors import UserError
-from support.model.weights import from_config
+from support.model.weights import NOT_WITH_FAKE_TENSORS, from_config
 
 OLDEST_TRANSFORMERS = Version("4.53.3")
+# transformers 4.56 can register masks; older torch needs a slow compilation of the kernel.
+OLDEST_FOR_BLOCK_MASK = {transformers: Version("4.56"), torch: Version("2.7")}
 # Layers that mix tokens without attention: a mask does not stop them at the end of a document.
 MIXERS = (nn.Conv1d, nn.RNNBase)
+BLOCK_MASK = "documents"  # the name that choose_block_mask registers
 
 
-def check_isolation(config, tokenizer, args) -> None:
+def check_isolation(config: PretrainedConfig, tokenizer, args: Arguments) -> None:
     """Check that the model can keep the documents of a sequence apart.
 
     Args:
@@ -38,7 +43,15 @@ def check_isolation(config, tokenizer, args) -> None:
             f"{flag} needs transformers {OLDEST_TRANSFORMERS} or newer, and "
             f"{transformers.__version__} is installed: pip install --upgrade transformers."
         )
-    if not masks_documents(config):
+    try:
+        masked = masks_documents(config)
+    except NOT_WITH_FAKE_TENSORS as error:
+        raise UserError(
+            f"{flag}: whether {args.model} ({config.model_type}) keeps documents apart cannot be "
+            f"checked, because in transformers {transformers.__version__} its forward pass needs "
+            "values of tensors: leave the flag out, or try a newer transformers."
+        ) from error
+    if not masked:
         raise UserError(
             f"{flag}: in transformers {transformers.__version__} the layers of {args.model} "
             f"({config.model_type}) do not use the attention mask that keeps documents apart: "
@@ -51,7 +64,7 @@ def check_isolation(config, tokenizer, args) -> None:
         )
 
 
-def masks_documents(config) -> bool:
+def masks_documents(config: PretrainedConfig) -> bool:
     """Return whether each layer's only mixing of tokens is attention with the mask of documents.
 
     The model runs twice: once with two documents, once with one. If transformers finds two, each
@@ -60,20 +73,17 @@ def masks_documents(config) -> bool:
     Args:
         config: of a causal language model with attention by SDPA.
     """
-    # Fake tensors have no memory. On the meta device transformers 4 cannot compute rotary
-    # positions. The grouped matrix multiplication of experts accepts bf16 only.
-    for dtype in (torch.float32, torch.bfloat16):
-        with contextlib.suppress(Exception), torch.no_grad(), FakeTensorMode():
-            model = from_config(config, dtype)
-            with_two, with_one = _attentions(model, two=True), _attentions(model, two=False)
-            return (
-                with_two.keys() == with_one.keys()
-                and len(with_two) >= config.get_text_config().num_hidden_layers
-                and all(with_two.values())
-                and not any(with_one.values())
-                and not any(isinstance(module, MIXERS) for module in model.modules())
-            )
-    return False  # a model that reads the values of its tensors cannot run with fake ones
+    # Fake tensors have no memory. The grouped matrix multiplication of experts accepts bf16 only.
+    with torch.no_grad(), FakeTensorMode():
+        model = from_config(config, torch.bfloat16).eval()  # dropout fails on fake CPU tensors
+        with_two, with_one = _attentions(model, two=True), _attentions(model, two=False)
+    return (
+        with_two.keys() == with_one.keys()
+        and len(with_two) >= config.get_text_config().num_hidden_layers
+        and all(with_two.values())
+        and not any(with_one.values())
+        and not any(isinstance(module, MIXERS) for module in model.modules())
+    )
 
 
 def _attentions(model: nn.Module, two: bool) -> dict[int, bool]:
@@ -104,3 +114,51 @@ def _attentions(model: nn.Module, two: bool) -> dict[int, bool]:
         masking_utils.find_packed_sequence_indices = find
         ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
     return masked
+
+
+def choose_block_mask(config: PretrainedConfig, device: torch.device) -> bool:
+    """Let the model compute attention with a BlockMask, if the device and the model allow it.
+
+    A dense mask for 32 sequences of 1,024 tokens has 33 million elements, which SDPA converts to
+    the dtype of the computations; with it neither FlashAttention nor cuDNN can run. The CPU keeps
+    the dense mask, because FlexAttention does not train there. So does a model with dropout in
+    its attention, which FlexAttention does not support.
+
+    Args:
+        config: of a model that passes `masks_documents`; changed in place.
+    Returns:
+        True if the model now uses a BlockMask.
+    """
+    text_config = config.get_text_config()
+    dropout = any(
+        getattr(text_config, name, 0) for name in ("attn_pdrop", "attention_dropout", "dropout")
+    )
+    new_enough = all(
+        Version(Version(library.__version__).base_version) >= oldest
+        for library, oldest in OLDEST_FOR_BLOCK_MASK.items()
+    )
+    if device.type != "cuda" or dropout or not new_enough:
+        return False
+    _register_block_mask()
+    config._attn_implementation = BLOCK_MASK
+    return True
+
+
+def use_sdpa(config: PretrainedConfig) -> None:
+    """Undo `choose_block_mask` for generation, where FlexAttention would compile each length."""
+    if config._attn_implementation == BLOCK_MASK:
+        config._attn_implementation = "sdpa"
+
+
+def _register_block_mask() -> None:
+    """Register transformers' functions for FlexAttention under a name that every model accepts.
+
+    transformers 5.23 refuses "flex_attention" for models that its authors have not tested with it,
+    such as GPT-2. The functions are called as those for SDPA, which `masks_documents` has checked.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(BLOCK_MASK, ALL_ATTENTION_FUNCTIONS["flex_attention"])
+    AttentionMaskInterface.register(BLOCK_MASK, MASKS["flex_attention"])

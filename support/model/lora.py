@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from support.cli.arguments import Arguments
 from support.errors import UserError
 from support.memory.workload import ALL_LINEAR, is_target, target_names
 
@@ -40,16 +41,17 @@ class Lora:
     settled: Any = None  # peft's configuration of the adapters; None until `attach` has been called
 
     @classmethod
-    def of(cls, args) -> Lora | None:
+    def of(cls, args: Arguments) -> Lora | None:
         """Return the configuration that the flags request; None without --lora_r."""
         if args.lora_r is None:
             return None
-        targets = args.lora_targets
-        if targets not in (None, ALL_LINEAR):
-            targets = target_names(targets)
+        targets: list[str] | str | None = args.lora_targets
+        if args.lora_targets and args.lora_targets != ALL_LINEAR:
+            targets = target_names(args.lora_targets)
         folder = Path(args.model)
         base = str(folder.resolve()) if folder.is_dir() else args.model
-        return cls(args.lora_r, args.lora_alpha, args.lora_dropout, targets, base, args.seed)
+        alpha = args.lora_alpha or 2.0 * args.lora_r
+        return cls(args.lora_r, alpha, args.lora_dropout, targets, base, args.seed)
 
     def attach(self, model: nn.Module) -> None:
         """Attach the adapters to a model and freeze all other parameters.

@@ -1,99 +1,100 @@
 """Next-token loss, computed from chunks of the logits.
 
 The logits of a batch ([tokens, vocabulary]) and the tensors that cross_entropy derives from them
-are the largest tensors of a step: 2.3 GB for GPT-2 and 4,096 tokens. Here the output layer returns
-the loss itself. It computes the logits of a few hundred tokens, their loss and its gradient, and
-frees them before the next chunk. PyTorch 2.13 has the same method as
-torch.nn.functional.linear_cross_entropy, but older versions do not, and it ignores autocast.
+are the largest tensors of a step: 2.3 GB for GPT-2 and 4,096 tokens. A model that `add_loss` has
+changed returns the loss itself if it gets targets. Its output layer computes the logits of a few
+hundred tokens, their loss and its gradient, and frees them before the next chunk. PyTorch 2.13 has
+the same method as torch.nn.functional.linear_cross_entropy, but older versions do not, and it
+ignores autocast.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from support.chunks import LOGITS_CHUNK
+from support.chunks import number_of_chunks
 from support.labels import IGNORED
+from support.model.weights import NOT_WITH_FAKE_TENSORS, from_config
 from support.unwrap import unwrapped
 
 # Types whose gradients need the factor of the loss scaler, see ChunkedLoss.
 COMPUTED_IN_BACKWARD = (torch.float16,)
+# On CUDA the rows and columns of 16-bit matrices are padded to a multiple of this. cuBLAS uses slow
+# kernels if rows are not 16-byte aligned, and GPT-2's vocabulary of 50,257 is odd.
+ALIGNMENT = 128
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # hidden, weight, bias
 
 
-def returns_plain_logits(model: nn.Module) -> bool:
-    """Return whether a model's logits are the unmodified result of its output layer.
+class LossMixin(nn.Module):
+    """Forward method of a causal language model that returns the loss if it gets targets."""
 
-    Some models scale or cap their logits (Gemma 2, Cohere, Granite), or have adapters on the output
-    layer.
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        **options: Any,
+    ):
+        """Return the sum of the cross entropies / `tokens`, or the model's usual output.
 
-    Args:
-        model: a causal language model on the meta device; its dtype may be changed.
-    """
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        return False
-    outputs: list[tuple[torch.Tensor, int]] = []
-    hook = head.register_forward_hook(
-        lambda _module, _inputs, output: outputs.append((output, output._version))
-    )
-    try:
-        # On the meta device the grouped matrix multiplication of experts accepts bf16 only.
-        for dtype in (torch.float32, torch.bfloat16):
-            with contextlib.suppress(Exception), torch.no_grad():
-                ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-                logits = model.to(dtype)(input_ids=ids, use_cache=False).logits
-                return (
-                    len(outputs) == 1
-                    and logits is outputs[0][0]
-                    and logits._version == outputs[0][1]
-                )
-            outputs.clear()
-        return False  # a model that reads the values of its tensors cannot run on the meta device
-    finally:
-        hook.remove()
+        Args:
+            input_ids: int64 [batch, length].
+            targets: int64 [batch, length], the next token of each position, negative for those that
+                do not count; None: return the model's output with its logits.
+            tokens: the divisor, a scalar tensor. An integer: FSDP's mixed precision would convert
+                a floating-point argument to bf16.
+            options: keyword arguments of the transformers model.
+        Returns:
+            The loss, a scalar in fp32.
+        """
+        if targets is None:
+            return super().forward(input_ids, **options)
+        hidden = decoder_of(self)(input_ids, use_cache=False, **options)[0]
+        return self.get_output_embeddings()(hidden, targets, tokens)
 
 
 class OutputLayer(nn.Linear):
-    """Output layer that returns the loss inside `loss_in_place_of_logits`, and logits otherwise."""
+    """Output layer that returns the loss if it gets targets, and logits otherwise."""
 
-    # [batch, length], the next token of each position, negative for those that do not count; None:
-    # return logits.
-    targets: torch.Tensor | None = None
-    divisor: torch.Tensor | None = None  # scalar tensor that divides the summed loss
-    kept_bytes: int = 0  # bytes of the gradients that the last loss keeps until backward
+    kept_bytes: int = 0  # measured: bytes of the gradients that the last loss keeps until backward
 
-    @classmethod
-    def replace_head(cls, model: nn.Module) -> None:
-        """Change the class of the model's output layer to this class; the parameters stay."""
-        model.get_output_embeddings().__class__ = cls
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Compute logits [batch, length, vocabulary], or the loss: a scalar in fp32.
 
         Args:
             hidden: [batch, length, hidden size].
+            targets, tokens: as in LossMixin.
         """
-        if self.targets is None:
+        if targets is None or tokens is None:
             return super().forward(hidden)
-        return self._loss(hidden)
+        return self._loss(hidden, targets, tokens)
 
     @torch.compiler.disable  # the loop over chunks records no graph, so compiling it gains nothing
-    def _loss(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _loss(
+        self, hidden: torch.Tensor, targets: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
         device, dtype = hidden.device.type, hidden.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        inputs = (hidden.flatten(0, 1), self.weight, self.bias)
-        targets = self.targets.flatten()
-        with torch.autocast(device, enabled=False):
+        inputs, targets = (hidden.flatten(0, 1), self.weight, self.bias), targets.flatten()
+        # Profilers show the name "head"; benchmarks/gpu_check.py sums the time of its kernels.
+        with torch.autocast(device, enabled=False), torch.profiler.record_function("head"):
             if not torch.is_grad_enabled():
-                return _loss_and_gradients(
-                    inputs, targets, 1 / self.divisor, dtype, needed=(False, False, False)
-                )[0]
-            loss = ChunkedLoss.apply(*inputs, targets, self.divisor, dtype)
+                needed = (False, False, False)
+                return _loss_and_gradients(inputs, targets, 1 / tokens, dtype, needed)[0]
+            loss = ChunkedLoss.apply(*inputs, targets, tokens, dtype)
         if loss.requires_grad and dtype not in COMPUTED_IN_BACKWARD:
             self.kept_bytes = sum(
                 saved.nbytes for saved in loss.grad_fn.saved_tensors if saved is not None
@@ -101,24 +102,61 @@ class OutputLayer(nn.Linear):
         return loss
 
 
-@contextlib.contextmanager
-def loss_in_place_of_logits(
-    model: nn.Module, targets: torch.Tensor, divisor: torch.Tensor
-) -> Iterator[bool]:
-    """Make the model return the loss in place of its logits, if its output layer is an OutputLayer.
+def decoder_of(model: nn.Module) -> nn.Module:
+    """Return the part of a causal language model that is followed by the output layer."""
+    # Not in all models of transformers 4. OPT calls it directly, and not its base model.
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
 
-    Yields:
-        Whether the model returns the loss.
+
+def add_loss(model: nn.Module) -> None:
+    """Make a causal language model return the loss if it gets targets; the parameters stay.
+
+    As FSDP2 does, this changes the class of the model: a module around it would change the names of
+    its parameters.
+
+    Args:
+        model: its logits are the unmodified output of its output layer, see `returns_plain_logits`.
     """
-    head = unwrapped(model).get_output_embeddings()
-    if not isinstance(head, OutputLayer):
-        yield False
-        return
-    head.targets, head.divisor = targets, divisor
-    try:
-        yield True
-    finally:
-        head.targets = head.divisor = None
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (LossMixin, cls), {"__module__": cls.__module__})
+    model.get_output_embeddings().__class__ = OutputLayer
+
+
+def returns_plain_logits(config) -> bool:
+    """Return whether a model's logits are the output layer's result for the decoder's output.
+
+    Some models scale or cap their logits (Gemma 2, Cohere, Granite).
+
+    Args:
+        config: of a causal language model.
+    """
+    decoded, inputs, outputs = [], [], []
+    # Some models convert their logits to fp32. With fake tensors, which have no memory, the grouped
+    # matrix multiplication of experts accepts bf16 only.
+    has_experts = any("expert" in name for name in config.get_text_config().to_dict())
+    with torch.no_grad(), FakeTensorMode():
+        dtype = torch.bfloat16 if has_experts else torch.float32
+        model = from_config(config, dtype).eval()  # dropout fails on fake CPU tensors
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+        decoder = decoder_of(model)
+        if type(head) is not nn.Linear or decoder is None or decoder is model:
+            return False
+        decoder.register_forward_hook(lambda _m, _i, out: decoded.append(_view(out[0])))
+        head.register_forward_pre_hook(lambda _m, args: inputs.append(_view(args[0])))
+        head.register_forward_hook(lambda _m, _i, out: outputs.append(_view(out)))
+        # Not token ids: some models compare them with the padding token, and need their values.
+        embedded = torch.zeros(1, 2, embedding.shape[1], dtype=embedding.dtype)
+        try:
+            logits = model(inputs_embeds=embedded, use_cache=False).logits
+        except NOT_WITH_FAKE_TENSORS:
+            return False  # experts of transformers 4 read values, for example
+    return len(inputs) == len(decoded) == 1 and inputs == decoded and outputs == [_view(logits)]
+
+
+def _view(tensor: torch.Tensor) -> tuple:
+    """Return what is equal for two tensors if they are the same values in the same memory."""
+    place = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, tensor._version, place
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -171,58 +209,108 @@ class ChunkedLoss(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def _loss_and_gradients(inputs, targets, scale, dtype, needed):
+def _loss_and_gradients(
+    inputs: Inputs,
+    targets: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    needed: Sequence[bool],
+    alignment: int | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Compute the loss of all chunks and its gradients, both multiplied by `scale`.
 
     Args:
         inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
             None.
         targets: [tokens].
-        scale: a scalar tensor in fp32.
+        scale: a scalar in fp32.
         dtype: of the matrix multiplications; sums over chunks are in fp32.
         needed: whether each of the inputs needs a gradient.
+        alignment: the vocabulary and the rows of a chunk are padded to a multiple of it; None:
+            ALIGNMENT in 16 bits on CUDA, 1 elsewhere.
     Returns:
-        The loss in fp32, and a list with the gradient of each input, or None.
+        The loss in fp32, and the gradient of each input, or None.
     """
-    hidden, weight, bias = (None if x is None else x.to(dtype) for x in inputs)
+    hidden, weight = inputs[0].to(dtype), inputs[1].to(dtype)
+    bias = None if inputs[2] is None else inputs[2].to(dtype)
+    device, vocabulary = hidden.device.type, len(weight)
+    if alignment is None:
+        alignment = ALIGNMENT if device == "cuda" and dtype.itemsize == 2 else 1
+    tail = -vocabulary % alignment  # columns that no target names
+    if tail:
+        weight = F.pad(weight, (0, 0, 0, tail))
+        bias = bias if bias is None else F.pad(bias, (0, tail))
+    fp32 = {"dtype": torch.float32, "device": hidden.device}
     grad_hidden = torch.empty_like(inputs[0]) if needed[0] else None
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
-    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
-    loss = torch.zeros((), device=hidden.device)
-    for chunk in _chunks(hidden.shape[0], weight.shape[0], hidden.device.type):
-        logits = F.linear(hidden[chunk], weight, bias)
-        log_p = F.log_softmax(logits, -1, dtype=torch.float32)
-        valid = targets[chunk] >= 0
-        target = targets[chunk].where(valid, 0)[:, None]
-        log_p_of_target = log_p.gather(1, target)
-        loss -= log_p_of_target[:, 0].where(valid, 0).sum()
-        if not any(needed):
-            del logits, log_p
-            continue
-        # The derivative with respect to the logits is p - 1 for the target and p for all others.
-        # expm1 avoids cancellation where p is close to 1.
-        derivative = log_p.exp_().scatter_(1, target, log_p_of_target.expm1())
-        grad_logits = torch.mul(derivative, (valid * scale)[:, None], out=logits)
-        if needed[0]:
-            grad_hidden[chunk] = grad_logits @ weight
-        if needed[1] and dtype == torch.float32:
-            grad_weight.addmm_(grad_logits.T, hidden[chunk])
-        elif needed[1]:
-            grad_weight += grad_logits.T @ hidden[chunk]
-        if needed[2]:
+    grad_weight = torch.zeros(weight.shape, **fp32) if needed[1] else None
+    grad_bias = torch.zeros(len(weight), **fp32) if needed[2] else None
+    loss = torch.zeros((), **fp32)
+    rows = -(-len(hidden) // number_of_chunks(len(hidden), len(weight), device))
+    rows += -rows % alignment
+    for start in range(0, len(hidden), rows):
+        part = hidden.narrow(0, start, min(rows, len(hidden) - start))
+        logits = _logits(part, weight, bias)
+        if tail:
+            logits.narrow(1, vocabulary, tail).fill_(-torch.inf)
+        part_targets = targets.narrow(0, start, len(part))
+        log_p, grad_logits = _cross_entropy(logits, part_targets, scale, dtype, any(needed))
+        loss -= log_p
+        if grad_hidden is not None:
+            grad_hidden.narrow(0, start, len(part)).copy_(grad_logits @ weight)
+        if grad_weight is not None and dtype == torch.float32:
+            grad_weight.addmm_(grad_logits.T, part)
+        elif grad_weight is not None:
+            grad_weight += grad_logits.T @ part
+        if grad_bias is not None:
             grad_bias += grad_logits.sum(0, dtype=torch.float32)
-        del logits, log_p, derivative, grad_logits  # before the next chunk allocates its own
-    gradients = (grad_hidden, grad_weight, grad_bias)
+        del logits, grad_logits  # before the next chunk allocates its own
+    gradients = [grad_hidden, grad_weight, grad_bias]
+    if tail:
+        gradients[1:] = [g if g is None else g.narrow(0, 0, vocabulary) for g in gradients[1:]]
     return loss * scale, [
-        g if g is None else g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)
+        None if g is None or x is None else g.to(x.dtype)
+        for g, x in zip(gradients, inputs, strict=True)
     ]
 
 
-def _chunks(tokens: int, vocabulary: int, device: str) -> list[slice]:
-    """Return slices of equal size, except the last, each with at most about LOGITS_CHUNK logits."""
-    count = -(-tokens * vocabulary // LOGITS_CHUNK[device])
-    size = -(-tokens // count)
-    return [slice(start, start + size) for start in range(0, tokens, size)]
+def _cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    with_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the targets' log-probabilities, and the gradient of the scaled loss.
+
+    The gradient of the logits is in `dtype`, and in their memory if they have this dtype.
+    """
+    log_p = F.log_softmax(logits, -1, dtype=torch.float32)
+    valid = targets >= 0
+    target = targets.where(valid, 0).unsqueeze(1)
+    log_p_of_target = log_p.gather(1, target)
+    summed = log_p_of_target.squeeze(1).where(valid, 0).sum()
+    if not with_gradient:
+        return summed, logits
+    # The derivative with respect to the logits is p - 1 for the target and p for all others.
+    # expm1 avoids cancellation where p is close to 1.
+    derivative = log_p.exp_().scatter_(1, target, log_p_of_target.expm1())
+    factor = (valid * scale).unsqueeze(1)
+    if logits.dtype == dtype:
+        return summed, torch.mul(derivative, factor, out=logits)
+    return summed, derivative.mul_(factor).to(dtype)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute the logits of a chunk: in fp32 on CUDA, and elsewhere in the inputs' dtype.
+
+    log_softmax would first convert 16-bit logits, which reads and writes all of them once more.
+    cuBLAS has the sums in fp32 anyway. torch has this product since version 2.8.
+    """
+    in_fp32 = hidden.device.type == "cuda" and hidden.dtype.itemsize == 2
+    if not in_fp32 or "dtype" not in torch.ops.aten.mm.overloads():
+        return F.linear(hidden, weight, bias)
+    logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return logits if bias is None else logits.add_(bias)
 
 
 def next_token_loss(
@@ -235,6 +323,7 @@ def next_token_loss(
     """Run the forward pass and return the sum of the next-token cross entropies / `tokens`.
 
     Args:
+        model: may be wrapped by DDP, FSDP2 or DeepSpeed.
         inputs: token ids, int64 [batch, length].
         labels: int64 [batch, length]; IGNORED for tokens without a loss.
         tokens: scalar tensor, the valid tokens of the whole step on all ranks. The losses of all
@@ -247,11 +336,9 @@ def next_token_loss(
     # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     options = {} if positions is None else {"position_ids": positions}
-    with loss_in_place_of_logits(model, targets, tokens) as chunked:
-        output = model(input_ids=inputs, use_cache=False, **options).logits
-    if chunked:  # the output layer computed the loss in chunks, so the full logits never existed
-        return output
-    logits = output.flatten(0, 1).float()
+    if isinstance(unwrapped(model), LossMixin):
+        return model(inputs, targets=targets, tokens=tokens.long(), **options)
+    logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
     return (
         F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") / tokens
     )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from support import progress
+from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import TrainingError, UserError, first_line
 from support.files.hub_cache import login_command
-from support.model.card import card_of_repository
 
 
-def open_repository(args, folder: Path, ctx: DistContext) -> str | None:
+def open_repository(args: Arguments, folder: Path, ctx: DistContext) -> str | None:
     """Create the repository of --push_to_hub, so that a missing permission ends the run at once.
 
     Args:
@@ -72,28 +71,13 @@ def _upload(repository: str, folder: Path, ctx: DistContext) -> dict:
         disable_progress_bars()
     ctx.console.print0(f"⏳ Pushing {folder} to {repository}")
     try:
-        commit = HfApi().create_commit(
-            repository, _files_of(folder, repository), commit_message="Add the trained model"
+        commit = HfApi().upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="Add the trained model"
         )
-    except Exception as error:
+    except Exception as error:  # the client raises a dozen classes; the first line has the reason
         raise TrainingError(
             f"The push to {repository} failed: {first_line(error, 200).rstrip('.')}. The trained "
             f"model is in {folder}: `hf upload {repository} {folder}` pushes it."
         ) from error
     ctx.console.print0(f"🤗 {commit.commit_url}")
     return {"repository": repository, "commit": commit.oid}
-
-
-def _files_of(folder: Path, repository: str) -> list[Any]:
-    """Return the files of a commit; the card's command names the repository, not the folder."""
-    from huggingface_hub import CommitOperationAdd
-
-    contents: dict[str, bytes | Path] = {
-        file.relative_to(folder).as_posix(): file
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
-    if "README.md" in contents:
-        card = (folder / "README.md").read_text(encoding="utf-8")
-        contents["README.md"] = card_of_repository(card, repository).encode()
-    return [CommitOperationAdd(path, content) for path, content in contents.items()]

@@ -1,13 +1,14 @@
 """Resolve --model to an architecture, a tokenizer and a local folder with the weights.
 
 Every kind of --model results in a local folder, which each strategy loads in its own way. Random
-weights, too, are drawn once per node from the seed and saved to a temporary folder: ZeRO-3 would
+weights are also drawn once per node from the seed and saved to a temporary folder: ZeRO-3 would
 draw other numbers than an unsharded model, and the strategies could not be compared. A single
-process of dp keeps them in memory.
+process of dp draws them when it loads the model.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,25 +27,25 @@ from transformers import (
 )
 
 from support import patches
-from support.cli.arguments import isolates_documents
+from support.cli.arguments import Arguments, isolates_documents
 from support.cli.hub import scratch_without_hub
 from support.cli.paths import is_local_model
 from support.cluster.context import DistContext
 from support.errors import UserError, first_line, refused_as
+from support.files.atomic import write_text
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder, login_command
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
-from support.model.dropout import Dropout, attention_with_dropout
-from support.model.isolation import check_isolation
+from support.model.isolation import check_isolation, choose_block_mask
 from support.model.layers import fuse_gelu, max_positions, set_dropout
 from support.model.lora import Lora
-from support.model.loss import OutputLayer, returns_plain_logits
+from support.model.loss import add_loss, returns_plain_logits
 from support.model.weights import (
     NO_REMOTE_CODE,
+    as_dtype,
     draw_weights,
     from_config,
     from_folder,
-    from_tensors,
     grow_vocabulary,
     weights_dtype,
 )
@@ -55,7 +56,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass
 class ModelSpec:
-    """Description of a model: everything except its weights in memory."""
+    """Description of a model: everything except its weights in memory.
+
+    The counts of parameters include adapters and count tied weights once.
+    """
 
     # Transformers configuration, with the run's changes (dropout, vocabulary) applied.
     config: transformers.PretrainedConfig
@@ -64,44 +68,37 @@ class ModelSpec:
     weights: str  # local folder that `load` reads
     seed: int  # for weights that the folder lacks
     lora: Lora | None = None  # the model's adapters, or None
-    # Of the weights that `load` returns; adapters are always in fp32.
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of the weights that `load` returns; adapters are in fp32
     # `load` returns the weights of linear layers in 4 bits, on the rank's device.
     load_in_4bit: bool = False
-    # The weights, or rows of the embedding, were drawn from the seed for this run and are not
-    # stored elsewhere.
+    # The weights, or rows of the embedding, were drawn from the seed for this run.
     random: bool = False
-    # The weights themselves, for the first call of `load`, if `weights` lacks them.
-    drawn: dict[str, torch.Tensor] | None = field(default=None, repr=False)
-    parameters: int = 0  # number of parameters, adapters included; tied weights count once
-    trainable: int = 0  # number of parameters that are trained
-    # Number of those that take part in matrix multiplications, and number of these that are
-    # trained.
-    matmul_parameters: int = 0
-    trainable_matmul: int = 0
-    largest_parameter: int = 0
-    tied: bool = False  # the output layer shares the weight of the input embedding
-    # The output layer computes the loss in chunks; see support/model/loss.py.
-    chunked_loss: bool = False
+    draws_weights: bool = False  # `load` draws them, because `weights` has only a config.json
     # Original values of the settings that the run has replaced in the configuration; an exported
     # model gets them back.
     own_settings: dict = field(default_factory=dict)
+    parameters: int = field(init=False)
+    trainable: int = field(init=False)
+    matmul_parameters: int = field(init=False)  # those that take part in matrix multiplications
+    trainable_matmul: int = field(init=False)
+    largest_parameter: int = field(init=False)
+    tied: bool = field(init=False)  # the output layer shares the weight of the input embedding
+    # The output layer computes the loss in chunks; see support/model/loss.py.
+    chunked_loss: bool = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        self.chunked_loss = returns_plain_logits(self.config)
         model = self.on_meta_device()
-        self.chunked_loss = returns_plain_logits(model)
-        sizes = {parameter: parameter.numel() for parameter in model.parameters()}
-        self.parameters, self.largest_parameter = sum(sizes.values()), max(sizes.values())
-        self.trainable = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+        head = model.get_output_embeddings()
         # An embedding lookup is no matrix multiplication, unless the output layer shares the table.
         lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        head = model.get_output_embeddings()
         self.tied = head is not None and head.weight in lookups
         lookups -= {head.weight} if self.tied else set()
-        self.matmul_parameters = self.parameters - sum(sizes[weight] for weight in lookups)
-        self.trainable_matmul = self.trainable - sum(
-            sizes[weight] for weight in lookups if weight.requires_grad
-        )
+        weights = list(model.parameters())
+        matrices = [weight for weight in weights if weight not in lookups]
+        self.parameters, self.trainable = _counts(weights)
+        self.matmul_parameters, self.trainable_matmul = _counts(matrices)
+        self.largest_parameter = max(weight.numel() for weight in weights)
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:
@@ -121,34 +118,67 @@ class ModelSpec:
             dtype: of the weights, instead of `self.dtype`; with "auto" they are memory-mapped from
                 the file, not copied.
         """
-        torch.manual_seed(self.seed)  # for weights that the checkpoint lacks
-        if self.drawn:
-            tensors, self.drawn = self.drawn, None
-            model, info = from_tensors(tensors, self.config)
-        else:
-            in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
-            model, info = from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
-        if info["missing_keys"]:
-            names = sorted(info["missing_keys"])
+        torch.manual_seed(self.seed)
+        if self.draws_weights:
+            return self._prepare(from_config(self.config))
+        in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
+        model, info = from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
+        if names := sorted(info["missing_keys"]):
             shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
             ctx.console.warn(
                 f"The checkpoint has no weights for {shown}: they are initialized randomly."
             )
         return self._prepare(model)
 
+    def describe(self, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
+        """Write everything of the model except its weights: configurations and tokenizer.
+
+        For a model with adapters, write the tokenizer and the adapters' configuration.
+
+        Args:
+            folder: created if it does not exist.
+            dtype: the type of the weights, recorded in the configuration; None leaves it unchanged.
+            whole: describe the model itself although it has adapters, because they have been added
+                to its weights.
+        """
+        folder.mkdir(exist_ok=True)
+        self.tokenizer.save_pretrained(folder)
+        if self.lora and not whole:
+            self.lora.describe(folder)
+            return
+        config = copy.deepcopy(self.config)
+        config.use_cache = True  # disabled for training only
+        config.get_text_config().update(self.own_settings)
+        config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+        if dtype is not None:
+            config.update(as_dtype(dtype))
+        config.save_pretrained(folder)
+        try:
+            self.generation.save_pretrained(folder)
+        except ValueError:
+            # Older versions of transformers reject the generation configuration of some models.
+            write_text(folder / "generation_config.json", self.generation.to_json_string())
+
     def _prepare(self, model: nn.Module) -> nn.Module:
         if self.lora:
             self.lora.attach(model)
-        if self.chunked_loss:
-            OutputLayer.replace_head(model)
-        Dropout.replace_all(model)
+        if self.chunked_loss and type(model.get_output_embeddings()) is nn.Linear:  # no adapters
+            add_loss(model)
         return model
+
+
+def _counts(weights: list[nn.Parameter]) -> tuple[int, int]:
+    """Return the number of parameters in `weights`, and of those that are trained."""
+    return (
+        sum(weight.numel() for weight in weights),
+        sum(weight.numel() for weight in weights if weight.requires_grad),
+    )
 
 
 # -------------------------------------------------------------------------------- resolving --model
 
 
-def find_model(args, ctx: DistContext) -> ModelSpec:
+def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     """Resolve --model to a `ModelSpec`.
 
     Weights are downloaded, or drawn from the seed, once per node.
@@ -166,8 +196,6 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
     for notice in prepared["notices"]:
         ctx.console.warn(notice)
     config.use_cache = False
-    patches.replace_packed_sequence_check(isolates_documents(args))
-    patches.wrap_sdpa(attention_with_dropout)
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
         set_dropout(config, args.dropout, ctx)
@@ -179,19 +207,20 @@ def find_model(args, ctx: DistContext) -> ModelSpec:
             generation,
             prepared["weights"],
             args.seed,
-            Lora.of(args),
-            weights_dtype(args, ctx),
-            args.load_in_4bit,
-            prepared["random"],
-            prepared["drawn"],
+            lora=Lora.of(args),
+            dtype=weights_dtype(args, ctx),
+            load_in_4bit=args.load_in_4bit,
+            random=prepared["random"],
+            draws_weights=prepared["draws_weights"],
             own_settings=own_settings,
         )
     if isolates_documents(args):
         check_isolation(config, tokenizer, args)
+        choose_block_mask(config, ctx.device)
     return spec
 
 
-def download_model(args, ctx: DistContext) -> PreTrainedTokenizerBase:
+def download_model(args: Arguments, ctx: DistContext) -> PreTrainedTokenizerBase:
     """Download or build everything in the cache that `find_model` and `ModelSpec.load` will need.
 
     Weight files are downloaded, but no weights are loaded or drawn.
@@ -203,7 +232,7 @@ def download_model(args, ctx: DistContext) -> PreTrainedTokenizerBase:
     return _read_tokenizer(_locate(args, ctx).tokenizer, args)
 
 
-def find_tokenizer(args, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int | None]:
+def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int | None]:
     """Resolve --model without its weights; it is downloaded once per node.
 
     Returns:
@@ -219,7 +248,13 @@ def find_tokenizer(args, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int
     return _read_tokenizer(found["tokenizer"], args), found["positions"]
 
 
-def _be_quiet(args) -> None:
+def configure_transformers(args: Arguments) -> None:
+    """Keep transformers from reading tensors on the device in each forward pass."""
+    patches.replace_packed_sequence_check(isolates_documents(args))
+    patches.skip_padding_check()
+
+
+def _be_quiet(args: Arguments) -> None:
     if not args.verbose:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -234,7 +269,7 @@ class Location(NamedTuple):
     notices: tuple[str, ...] = ()
 
 
-def _locate(args, ctx: DistContext) -> Location:
+def _locate(args: Arguments, ctx: DistContext) -> Location:
     """Find the parts of --model on this machine, and download or build those that are missing."""
     if args.model == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
@@ -265,7 +300,7 @@ def _locate(args, ctx: DistContext) -> Location:
     return Location(config, folder, None if args.from_scratch else folder)
 
 
-def _prepare_folders(args, ctx: DistContext) -> dict:
+def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
     """Prepare folders with weights and tokenizer that every rank of the node can load.
 
     The first rank of each node calls this function.
@@ -274,15 +309,14 @@ def _prepare_folders(args, ctx: DistContext) -> dict:
     config, notices = location.config, list(location.notices)
     entries = len(_read_tokenizer(location.tokenizer, args))
     larger = entries > config.get_text_config().vocab_size
-    weights, drawn = location.weights, None
+    weights, draws_weights = location.weights, False
     if weights is None:
-        # A single process keeps the weights in memory: the file of GPT-2 124M takes 0.8 s to
+        # A single process draws the weights while it loads: the file of GPT-2 124M takes 0.8 s to
         # write. The strategies of other engines shard while they read a file, and --merge_lora
         # reads it again.
-        keep = not (larger or args.lora_r or ctx.failures.store)
-        keep = keep and STRATEGIES[args.strategy].engine == "ddp"
-        weights, drawn = draw_weights(config, args.seed, ctx, on_disk=not keep)
-        drawn = drawn if keep else None
+        draws_weights = not (larger or args.lora_r or ctx.failures.store)
+        draws_weights = draws_weights and STRATEGIES[args.strategy].engine == "ddp"
+        weights = draw_weights(config, args.seed, ctx, on_disk=not draws_weights)
     if larger:
         weights = grow_vocabulary(weights, config, entries, args.seed, ctx)
         notices.append(
@@ -294,7 +328,7 @@ def _prepare_folders(args, ctx: DistContext) -> dict:
         "tokenizer": location.tokenizer,
         "notices": notices,
         "random": weights != location.weights,
-        "drawn": drawn,
+        "draws_weights": draws_weights,
     }
 
 
@@ -319,7 +353,7 @@ def _read_generation(folder: str, config, name: str) -> GenerationConfig:
         return GenerationConfig.from_model_config(config)
 
 
-def _read_tokenizer(folder: str, args) -> PreTrainedTokenizerBase:
+def _read_tokenizer(folder: str, args: Arguments) -> PreTrainedTokenizerBase:
     """Load the tokenizer in a folder, with the template of --chat_template."""
     patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
     if not any(file for pattern in patterns for file in Path(folder).glob(pattern)):
@@ -410,7 +444,7 @@ def gpt2_config(
     )
 
 
-def embedded_tokenizer(args, ctx: DistContext) -> str:
+def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
     """Return the folder of tiny-gpt2's tokenizer; train it if it is not in the cache.
 
     It is a byte-level BPE tokenizer, trained on the Python reference in about a second.

@@ -11,20 +11,29 @@ import torch.distributed as dist
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch._subclasses import fake_tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from support import patches
+from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import UserError, first_line
 from support.files.atomic import TemporaryFolder
 from support.files.safetensors_writer import save_file
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Errors of a forward pass with fake tensors that do not show an error of the model.
+NOT_WITH_FAKE_TENSORS = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
 # Without this, transformers asks on the terminal whether to run remote code.
 NO_REMOTE_CODE = {"trust_remote_code": False}
 
 
-def weights_dtype(args, ctx: DistContext) -> torch.dtype:
+def weights_dtype(args: Arguments, ctx: DistContext) -> torch.dtype:
     """Return the dtype of a model's weights in memory, before an engine converts them.
 
     Weights that are updated need fp32. With adapters the model's own weights are frozen, so they
@@ -47,7 +56,7 @@ def _fsdp_shards_mixed_dtypes() -> bool:
 
 def from_folder(
     folder: str,
-    config,
+    config: PretrainedConfig,
     dtype: torch.dtype | str = torch.float32,
     in_4bit: torch.device | None = None,
 ) -> tuple[PreTrainedModel, dict]:
@@ -91,14 +100,7 @@ def _quantization(dtype, device: torch.device) -> dict:
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def from_tensors(tensors: dict[str, torch.Tensor], config) -> tuple[PreTrainedModel, dict]:
-    """Return a model in fp32 with these parameters and buffers (not copied), and loading info."""
-    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None, config=config, state_dict=tensors, output_loading_info=True, **as_dtype(torch.float32)
-    )
-
-
-def from_config(config, dtype: torch.dtype = torch.float32) -> nn.Module:
+def from_config(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return a newly initialized model."""
     # A copy, because transformers writes the dtype into the configuration that it gets.
     return AutoModelForCausalLM.from_config(
@@ -136,22 +138,21 @@ def as_dtype(dtype: torch.dtype | str) -> dict:
     return {"dtype" if renamed else "torch_dtype": dtype}
 
 
-def draw_weights(
-    config, seed: int, ctx: DistContext, on_disk: bool
-) -> tuple[str, dict[str, torch.Tensor]]:
-    """Initialize a model from the seed and save it to a temporary folder.
+def draw_weights(config: PretrainedConfig, seed: int, ctx: DistContext, on_disk: bool) -> str:
+    """Save a newly initialized model to a temporary folder, or only its configuration.
 
     Args:
-        on_disk: also save the weights, and not only the configuration.
+        on_disk: also draw the weights from the seed and save them.
     Returns:
-        The folder, which is removed at the end of the run, and the parameters and buffers.
+        The folder, which is removed at the end of the run.
     """
     torch.manual_seed(seed)
-    model = from_config(config)
-    return _save_temporarily(model, ctx, on_disk), _tensors_of(model)
+    return _save_temporarily(config, from_config(config) if on_disk else None, ctx)
 
 
-def grow_vocabulary(folder: str, config, entries: int, seed: int, ctx: DistContext) -> str:
+def grow_vocabulary(
+    folder: str, config: PretrainedConfig, entries: int, seed: int, ctx: DistContext
+) -> str:
     """Enlarge a model's embeddings to `entries` rows and save the model to a temporary folder.
 
     This happens once per node, because ZeRO-3 would draw other numbers for the new rows.
@@ -162,26 +163,23 @@ def grow_vocabulary(folder: str, config, entries: int, seed: int, ctx: DistConte
     model, _ = from_folder(folder, config)
     torch.manual_seed(seed)
     model.resize_token_embeddings(entries)
-    return _save_temporarily(model, ctx)
+    return _save_temporarily(model.config, model, ctx)
 
 
-def _save_temporarily(model: nn.Module, ctx: DistContext, with_weights: bool = True) -> str:
+def _save_temporarily(config: PretrainedConfig, model: nn.Module | None, ctx: DistContext) -> str:
     temporary = TemporaryFolder(
         Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
     )
     ctx.temporary.extend(temporary.paths)
-    folder = str(temporary.path)
+    folder = temporary.path
     # model.save_pretrained writes nothing on ranks other than 0, but every node needs the folder.
-    model.config.update(as_dtype(torch.float32))
-    model.config.save_pretrained(folder)
-    if with_weights:
-        save_file(_tensors_of(model), Path(folder) / "model.safetensors")
-    return folder
-
-
-def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return parameters | persistent_buffers(model)
+    config = copy.deepcopy(config)
+    config.update(as_dtype(torch.float32))
+    config.save_pretrained(folder)
+    if model is not None:
+        tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        save_file(tensors | persistent_buffers(model), folder / "model.safetensors")
+    return str(folder)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,24 +1,22 @@
 """What a run reports, and what a comparison of runs reports.
 
-divergence     why two runs differ: their losses step by step, and what else differs
-effects        the effect on the losses of what may differ between two runs
-page           one HTML page about a run or a comparison
-compare        reads the runs of a comparison, checks that they did the same work, and compares them
-verdict        the conclusions of a comparison in sentences
-tables         the report on a comparison as text, Markdown and JSON
-plots          the figures of a comparison and of two runs, and the charts of a page
-scaling        forecast of the step time on more ranks
-run_record     the files of a run, from the output folder to the exported model
-metrics_log    measures a run step by step: time, losses, tokens and memory, into metrics.jsonl
-step_timer     time of each phase of a step
-results        results.json: what a run was, how it ended, and what it measured
-summary        the measured part of results.json, combined over the ranks
-output_dir     the output folder of a run and its lock
-console_lines  the lines that a run prints about its set-up and its results
-profiling      --profile and --memory_snapshot: recordings for other tools
-trackers       --report_to: the numbers of metrics.jsonl in TensorBoard and Weights & Biases
-peak_flops     peak arithmetic rates of GPUs, the reference of MFU
-cost           what a run will cost: steps, hours, price and energy, from a measured or assumed rate
-measure_rate   a short run of planned work, for its rate
-slurm_budget   the Slurm jobs that a run needs, and how often it should save
+run              a run from its output folder to the exported model, with results.json
+results          facts of results.json at the start of a run
+output_dir       the output folder of a run and its lock
+metrics_log      logs every step: metrics.jsonl, console, trackers
+metrics_file     reads and writes metrics.jsonl
+step_meter       measures a step: time by phase, memory, traffic
+summary          the measured part of results.json, combined over the ranks
+console_lines    the lines that a run prints about its set-up and its results
+profiling        --profile and --memory_snapshot: recordings for other tools
+trackers         --report_to: the numbers of metrics.jsonl in TensorBoard and Weights & Biases
+compare          reads runs, and compares each with the first: numbers and losses
+causes           what else differs between two runs, and what it can change
+comparison_text  the comparison as tables and sentences, in text, Markdown and JSON
+plots            the figure of a comparison, and the charts of a page
+page             one HTML page about a run or a comparison (page.html)
+peak_flops       peak arithmetic rates of GPUs, the reference of MFU
+cost             what a run will cost: hours, price, energy, Slurm jobs, and speed on more ranks
 """
+
+PHASES = ("data", "forward", "backward", "update")  # of an optimizer step

@@ -1,22 +1,28 @@
-"""Read the runs of a comparison, check that they did the same work, and compute its numbers.
+"""Compare runs: read their files, and compute the numbers of a comparison.
 
-Imports nothing heavy. verdict.py draws the conclusions; tables.py and plots.py show the numbers.
+Two runs and seven strategies are the same case: each row has one or several runs, and the first row
+with a completed run is the reference. Imports nothing heavy. comparison_text.py and plots.py show
+the numbers.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from support.cli.ds_config import lookup
+from support.checkpoints.recognize import newest_of_trainer
+from support.errors import UserError
+from support.files import atomic
 from support.files.user_files import shown
-from support.strategy import STRATEGIES, Strategy
+from support.report.causes import Difference, differences_of, facts_of
+from support.report.metrics_file import read_metrics
+from support.strategy import STRATEGIES
 
 # Largest relative difference between losses that rounding explains, by precision. On a GPU fp32
 # matrices are multiplied in TF32, which keeps 10 bits of each factor's mantissa.
@@ -26,39 +32,19 @@ TOLERANCES = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 5e-3, "fp16": 5e-3}
 # sequence makes the loss jump. If a strategy trains another model, the difference lasts. So in
 # these precisions a difference is the median over this many steps.
 LASTING_STEPS = 5
+# The control does the same work as the reference. If its speed differs by more than this share,
+# other load on the machine has changed the speeds.
+LARGEST_SPEED_CHANGE = 0.15
+TRAINER_STATE = "trainer_state.json"
+TRAINER_DECIMALS = 4  # to which transformers before 5.0 rounds the losses that it logs
 
-# Keys of results.json whose values must be equal in all runs of a comparison, and their types.
-SAME_WORK = {
-    "model": str,
-    "parameters": int,
-    "trainable_parameters": int,
-    "world_size": int,
-    "simulated_world_size": int | None,
-    "device": str,
-    "precision": str,
-    "batch_size": int,
-    "gradient_accumulation_steps": int,
-    "global_batch_size": int,
-    "seq_length": int,
-    "seed": int,
-    "steps": int,
-    "samples": int,
-    "dataset.sha256": str,
-    "hardware.cpu": str,
-    "hardware.cores": int,
-    "hardware.gpu": str | None,
-    "versions.torch": str | None,
-    "versions.deepspeed": str | None,
-    "versions.transformers": str | None,
-}
-# Keys of further values that the report shows.
-PROVENANCE = {
-    "started_at": str,
-    "dataset.name": str,
-    "hardware.ram_bytes": int,
-    "hardware.gpu_memory_bytes": int | None,
-    "versions": dict,
-}
+# Keys of results.json that must be equal in all runs of a comparison of strategies.
+SAME_WORK = """
+    model parameters trainable_parameters world_size simulated_world_size device precision
+    batch_size gradient_accumulation_steps global_batch_size seq_length seed steps samples
+    dataset.sha256 hardware.cpu hardware.cores hardware.gpu versions.torch versions.deepspeed
+    versions.transformers
+""".split()
 # torchrun's report lists the ranks that exited. The one that was killed need not be the first:
 # torchrun may name as the cause another rank, which failed because its connection broke.
 KILLED = re.compile(r"exitcode\s*: -9 ")
@@ -66,7 +52,6 @@ KILLED = re.compile(r"exitcode\s*: -9 ")
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 STATES = ("parameters", "gradients", "optimizer")
-PHASES = ("data", "forward", "backward", "update")
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -88,126 +73,174 @@ def state_bytes(sizes: dict[str, float]) -> float:
     return sum(sizes[kind] for kind in STATES)
 
 
+def lookup(results: Any, key: str) -> Any:
+    """Return the value at a dotted key of results.json; None if it is missing."""
+    for part in key.split("."):
+        results = results.get(part) if isinstance(results, dict) else None
+    return results
+
+
 # ------------------------------------------------------------------------------------------ one run
 
 
 @dataclass
-class Attempt:
-    """One run of one strategy: its files, and the outcome that compare_strategies.sh recorded."""
+class Span:
+    """The mean loss of the steps after `start` up to `end`; of one step in our own runs."""
 
-    folder: Path  # <strategy>/<repeat>
-    strategy: str
-    status: str  # completed, skipped, oom, timeout, failed, interrupted or other_work
-    reason: str  # why the run did not complete; empty otherwise
-    command: str
-    results: dict  # results.json, or {}
-    steps: list[dict]  # the record of each optimizer step in metrics.jsonl
+    start: int
+    end: int
+    loss: float
+
+
+@dataclass
+class RecordedRun:
+    """What a run recorded, and how it ended."""
+
+    place: Path  # the output folder, or the file of Trainer
+    results: dict = field(default_factory=dict)  # results.json; {} for Trainer
+    # completed, skipped, oom, timeout, failed, interrupted, other_work, or as in results.json
+    status: str = "completed"
+    reason: str = ""  # why the run did not complete
+    spans: list[Span] = field(default_factory=list)  # training losses in the order of the steps
+    evaluations: dict[int, float] = field(default_factory=dict)  # the losses, by step
+    lrs: dict[int, float] = field(default_factory=dict)  # the learning rates, by step
+    facts: dict[str, object] = field(default_factory=dict)  # by the names of EFFECTS
+    unreadable: int = 0  # lines of metrics.jsonl
+    slack: float = 0.0  # largest difference of a loss that comes from its number of decimals
+    numbers: dict[str, Any] = field(default_factory=dict)  # see `numbers_of`; {} if not measured
 
     @property
     def completed(self) -> bool:
         return self.status == "completed"
 
     @property
-    def simulated_ranks(self) -> int | None:
-        """The number of ranks of a memory simulation; None for a run that trained."""
-        return self.results.get("simulated_world_size")
+    def of_trainer(self) -> bool:
+        return self.place.is_file()
 
     @property
-    def losses(self) -> list[float]:
-        return [step["loss"] for step in self.steps]
+    def command(self) -> str:
+        return read_text(self.place / "command.txt").strip() or str(self.results.get("command", ""))
 
-    def number(self, key: str) -> float:
-        """Return the number at a dotted key of results.json; see `_numbers`."""
-        return _numbers([lookup(self.results, key)], key)[0]
+    @property
+    def kept(self) -> bool:
+        """Whether RESUME=1 kept the run from an earlier comparison."""
+        return (self.place / "kept.txt").is_file()
 
-    def largest(self, key: str) -> float:
-        """Return the largest number in the list at a dotted key of results.json."""
-        return max(_numbers(lookup(self.results, key), key))
-
-
-def read_attempt(folder: Path) -> Attempt:
-    """Read the folder of one run, <strategy>/<repeat>.
-
-    A run with a missing, incomplete or damaged file has the status "failed".
-    """
-    results = read_json(folder / "results.json")
-    steps = [record for record in read_json_lines(folder / "metrics.jsonl") if "loss" in record]
-    status, reason = _status(folder, results, len(steps))
-    command = _read_text(folder / "command.txt").strip() or str(results.get("command", ""))
-    attempt = Attempt(folder, folder.parent.name, status, reason, command, results, steps)
-    if attempt.completed:
-        try:
-            _check_values(attempt)
-        except DAMAGE as error:
-            attempt.status = "failed"
-            attempt.reason = (
-                "results.json or metrics.jsonl cannot be used "
-                f"({type(error).__name__}: {shown(str(error))}): was it edited, or made by "
-                "--eval_only or an older version?"
-            )
-    return attempt
+    @property
+    def extent(self) -> str:
+        """Describe the steps that have a loss."""
+        if not self.spans:
+            return "no step"
+        return f"steps {self.spans[0].start + 1:,} to {self.spans[-1].end:,}"
 
 
-def _check_values(attempt: Attempt) -> None:
-    """Check every number and text that the report shows; raise one of DAMAGE."""
-    row = Row(attempt.strategy, [attempt])
-    _measure(row)
-    for key, kind in {**SAME_WORK, **PROVENANCE}.items():
-        value = lookup(attempt.results, key)
-        if not isinstance(value, kind):
-            raise ValueError(f"{key} is {value!r}")
-        if isinstance(value, int):
-            attempt.number(key)
-    if attempt.results["gradient_accumulation_steps"] < 1:
-        raise ValueError("gradient_accumulation_steps is 0")
-    if attempt.results["hardware"]["gpu"]:
-        attempt.number("hardware.gpu_memory_bytes")
-    if not attempt.simulated_ranks:
-        attempt.number("train_loss_first")
-        _numbers(attempt.losses, "a loss")
-        _numbers([step.get("lr") for step in attempt.steps], "a learning rate")
-        _compare(row, row, TOLERANCES[attempt.results["precision"]], 1)
-
-
-def _numbers(values: Iterable, name: str) -> list[float]:
-    """Return numbers that were read from a file as a list.
-
-    Raises:
-        ValueError: one is missing, or is not a finite, non-negative number; the message names it.
-    """
-    values = list(values)
-    for value in values:
-        if not (isinstance(value, int | float) and 0 <= value < 1e30):
-            raise ValueError(f"{name} is {value!r}")
-    return values
-
-
-def _status(folder: Path, results: dict, steps: int) -> tuple[str, str]:
-    """Return (status, reason) of a run; see `Attempt`.
+def read_run(path: Path) -> RecordedRun:
+    """Read an output folder, or the trainer_state.json of Hugging Face's Trainer.
 
     Args:
-        folder: holds outcome.txt ("exit N", "timeout N" or "interrupted") and log.txt.
-        steps: number of optimizer steps in metrics.jsonl.
+        path: the folder, a file in it, or the folder of Trainer or of one of its checkpoints.
+    Raises:
+        UserError: there is no run.
     """
-    outcome, _, number = _read_text(folder / "outcome.txt").strip().partition(" ")
+    if path.is_file() and path.name in ("results.json", "metrics.jsonl"):
+        path = path.parent
+    if path.is_file():
+        return _read_trainer(path)
+    if not any((path / name).exists() for name in ("results.json", "metrics.jsonl")):
+        state = newest_of_trainer(path) / TRAINER_STATE
+        if state.is_file():
+            return _read_trainer(state)
+        known = f"an output folder with results.json and metrics.jsonl, or a {TRAINER_STATE}"
+        raise UserError(f"{shown(path)} is no run: name {known}.")
+    return read_folder(path)
+
+
+def read_folder(path: Path) -> RecordedRun:
+    """Read the output folder of a run; files that are missing or damaged are left out."""
+    run = RecordedRun(path, read_json(path / "results.json"))
+    try:
+        records, unreadable = read_metrics(path / "metrics.jsonl")
+    except OSError:
+        records, unreadable = [], []
+    _add_records(run, records)
+    run.unreadable = len(unreadable)
+    run.facts = facts_of(run.results)
+    run.status, run.reason = _status(run)
+    try:
+        run.numbers = numbers_of(run.results)
+    except DAMAGE as error:
+        if run.completed:
+            run.reason = f"results.json lacks a number ({type(error).__name__}: {shown(error)})"
+    return run
+
+
+def _read_trainer(path: Path) -> RecordedRun:
+    state = read_json(path)
+    history = state.get("log_history")
+    if not isinstance(history, list):
+        raise UserError(f"{shown(path)} has no log_history: is it the file of a Trainer?")
+    run = RecordedRun(path)
+    _add_records(run, [record for record in history if isinstance(record, dict)])
+    losses = [span.loss for span in run.spans]
+    if all(round(loss, TRAINER_DECIMALS) == loss for loss in losses if math.isfinite(loss)):
+        run.slack = 0.5 * 10**-TRAINER_DECIMALS
+    names = {"num_train_epochs": "epochs"}
+    keys = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps")
+    run.facts = {names.get(key, key): state[key] for key in keys if key in state}
+    return run
+
+
+def _add_records(run: RecordedRun, records: list[dict]) -> None:
+    """Add the losses of metrics.jsonl or of a log_history.
+
+    A resumed run may repeat steps: the later record counts.
+    """
+    for record in records:
+        step = record.get("step")
+        if type(step) is not int:
+            continue
+        if isinstance(record.get("eval_loss"), int | float):
+            run.evaluations[step] = record["eval_loss"]
+        if "loss" not in record or step < 1:
+            continue
+        while run.spans and run.spans[-1].end >= step:
+            run.spans.pop()
+        start = step - 1
+        if run.of_trainer:  # its loss is the mean since the last record
+            start = run.spans[-1].end if run.spans else 0
+        # null: NaN and infinity have no other form in JSON.
+        loss = record["loss"] if isinstance(record["loss"], int | float) else math.nan
+        run.spans.append(Span(start, step, loss))
+        lr = record.get("learning_rate" if run.of_trainer else "lr")
+        if isinstance(lr, int | float):
+            run.lrs[step] = lr
+
+
+def _status(run: RecordedRun) -> tuple[str, str]:
+    """Return (status, reason) of a run, whose folder may hold the files of a comparison.
+
+    These are outcome.txt ("exit N", "timeout N" or "interrupted") and log.txt.
+    """
+    folder, results = run.place, run.results
+    outcome, _, number = read_text(folder / "outcome.txt").strip().partition(" ")
     if outcome == "timeout":
         return "timeout", f"not finished after {number} s"
     if outcome == "interrupted":
         return "interrupted", "stopped by the user"
     written_status = results.get("status")
-    if written_status == "completed" and outcome in ("exit", "") and number in ("0", ""):
-        if not results.get("simulated_world_size") and steps != results.get("steps"):
-            return "failed", "metrics.jsonl does not hold every step"
+    if written_status == "completed" and number in ("0", ""):
         return "completed", ""
-    log = _read_text(folder / "log.txt")
+    log = read_text(folder / "log.txt")
     if KILLED.search(log):
         sender = "which the kernel sends when the host has no memory left"
         return "oom", f"a rank was killed by SIGKILL, {sender}"
-    code = f"ended with exit code {number or 'unknown'}"
+    code = f"ended with exit code {number or 'unknown'}" if outcome else ""
     reason = str(results.get("reason") or last_error(log) or code)
-    if written_status == "oom":
-        return "oom", reason
-    return ("skipped" if results.get("error_kind") == "missing_requirement" else "failed"), reason
+    if results.get("error_kind") == "missing_requirement":
+        return "skipped", reason
+    if outcome and written_status != "oom":
+        return "failed", reason
+    return str(written_status or "unknown"), reason
 
 
 def last_error(log: str) -> str:
@@ -220,7 +253,8 @@ def last_error(log: str) -> str:
     return marked[0] if marked else (lines or [""])[-1]
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file; "" if there is none."""
     # Only regular files: reading a pipe would block.
     try:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -230,312 +264,81 @@ def _read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict:
     """Return the object in a JSON file; {} if there is none."""
-    return next(iter(_objects([_read_text(path)])), {})
+    try:
+        value = atomic.read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_json_lines(path: Path) -> list[dict]:
-    """Return the objects in a file with one per line, up to the first line that is not JSON.
+    """Return the readable records of metrics.jsonl; [] if there is no such file."""
+    try:
+        return read_metrics(path)[0]
+    except OSError:
+        return []
 
-    The last line of a run that was killed may be incomplete.
+
+# -------------------------------------------------------------------------------- numbers of a run
+
+
+def numbers_of(results: dict) -> dict[str, Any]:
+    """Return the numbers of a run that a comparison shows; docs/COMPARISON.md explains the keys.
+
+    Memory is that of the rank that holds most.
+
+    Raises:
+        one of DAMAGE: results.json lacks a number, as that of a run that failed does.
     """
-    return _objects(_read_text(path).splitlines())
-
-
-def _objects(texts: list[str]) -> list[dict]:
-    values = []
-    for text in texts:
-        try:
-            values.append(json.loads(text))
-        except (ValueError, RecursionError):  # not JSON, thousands of digits, deep nesting
-            break
-    return [value for value in values if isinstance(value, dict)]
-
-
-# ----------------------------------------------------------------------------------------- all runs
-
-
-# A number; None if there is none, as of a strategy that did not complete.
-Measured = Any
-
-
-@dataclass
-class Row:
-    """One strategy: medians over its completed repeats.
-
-    Bytes are those of the rank that needs most, unless the comment says otherwise. None: not known.
-    """
-
-    strategy: str
-    attempts: list[Attempt]
-    # Peak of the GPU's allocator; on a CPU the model states that a GPU would hold.
-    memory_bytes: Measured = None
-    planned_bytes: float | None = None  # the estimate of memory_bytes (support/memory/estimate.py)
-    planned: dict[str, float] = field(default_factory=dict)  # the whole estimate, by kind
-    # Largest sum of live tensors in the measured step; not known on a CPU for ordinary runs, nor
-    # where part of the tensors would not be on a GPU.
-    step_peak_bytes: float | None = None
-    activations: float | None = None  # bytes at the end of forward, if the run measured them
-    logits: float | None = None
-    # Live bytes at the end of backward by category: on the device, and in host memory.
-    categories: dict[str, float] = field(default_factory=dict)
-    host_categories: dict[str, float] = field(default_factory=dict)
-    # 1 minus the ratio of memory_bytes to the reference's. None for the reference, and for a
-    # strategy that only shards, on one rank.
-    saved: float | None = None
-    host_bytes: Measured = None  # peak of the process in host memory
-    nvme_bytes: Measured = None  # of all ranks
-    # _low and _high: the slowest and fastest repeat; with one repeat the tenth and ninetieth
-    # percentile of its steps.
-    samples_per_second: Measured = None
-    samples_per_second_low: Measured = None
-    samples_per_second_high: Measured = None
-    tokens_per_second_per_gpu: Measured = None
-    speed: Measured = None  # samples_per_second relative to the reference's
-    speed_low: Measured = None
-    speed_high: Measured = None
-    final_loss: Measured = None
-    difference: Measured = None  # largest difference of a loss; see `differences`
-    difference_step: Measured = None
-    departs_at: Measured = None  # first step whose difference exceeds the tolerance
-    departing_loss: Measured = None  # the loss of that step
-    sent_bytes: float | None = None  # by a rank per step, the mean over the ranks
-    volume: Measured = None  # of the collectives of a step, in units of P; see `volumes`
-    collectives: dict = field(default_factory=dict)  # results.json's communication_per_step
-    phases_seconds: dict[str, float] = field(default_factory=dict)  # of a step
-
-    @property
-    def completed(self) -> list[Attempt]:
-        return [attempt for attempt in self.attempts if attempt.completed]
-
-    @property
-    def incomplete(self) -> Attempt | None:
-        """The first repeat that did not complete."""
-        return next((attempt for attempt in self.attempts if not attempt.completed), None)
-
-    @property
-    def status(self) -> str:
-        if not self.attempts:
-            return "not run"
-        return self.incomplete.status if self.incomplete else "completed"
-
-    @property
-    def definition(self) -> Strategy:
-        """What the strategy shards and offloads; the control is dp with another learning rate."""
-        return STRATEGIES["dp" if self.strategy == "control" else self.strategy]
-
-    @property
-    def failed(self) -> bool:
-        """Whether the strategy neither completed nor was skipped; a skip is not a failure."""
-        return self.status not in ("completed", "skipped")
-
-
-@dataclass
-class Comparison:
-    """All strategies of one comparison."""
-
-    name: str  # of the comparison's folder
-    rows: list[Row]  # in the order of STRATEGIES
-    # The row that the others are compared with, the first that completed: dp's, unless dp failed or
-    # was left out. None if none completed.
-    reference: Row | None
-    step_cap: int | None  # the default --max_steps that was added to the user's arguments
-    tolerance: Measured  # largest relative loss difference that counts as the same model
-    work: dict = field(default_factory=dict)  # the reference's values of SAME_WORK
-    # The reference run again with a higher learning rate, to see whether the losses would show a
-    # difference. It is not in `rows`.
-    control: Row | None = None
-
-    @property
-    def simulated(self) -> bool:
-        """Whether the runs are memory simulations, which have no speed and no losses."""
-        return bool(self.work.get("simulated_world_size"))
-
-    @property
-    def trained(self) -> bool:
-        """Whether there are completed runs that are no simulations."""
-        return self.reference is not None and not self.simulated
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.work.get("device") == "cuda"
-
-    @property
-    def lasting(self) -> int:
-        """Number of steps over which a loss difference is the median."""
-        return lasting_steps(self.work.get("precision"), self.work.get("device") == "cpu")
-
-    @property
-    def repeated(self) -> bool:
-        """Whether there are several repeats, so that the spread is that of the repeats."""
-        return any(len(row.attempts) > 1 for row in self.rows)
-
-    @property
-    def compared(self) -> list[Row]:
-        """Completed rows other than the reference."""
-        return [row for row in self.rows if row.completed and row is not self.reference]
-
-    @property
-    def same_model(self) -> bool | None:
-        """Whether all compared strategies train the same model; None if none could be compared."""
-        return not self.departing if self.compared and not self.simulated else None
-
-    @property
-    def commands(self) -> list[str]:
-        """The command line of each run."""
-        return [run.command for row in self.rows for run in row.attempts if run.command]
-
-    @property
-    def facts(self) -> dict:
-        """results.json of the reference's first completed run, or {}."""
-        return self.reference.completed[0].results if self.reference else {}
-
-    @property
-    def departing(self) -> list[Row]:
-        """Rows of the strategies that do not train the same model."""
-        return [row for row in self.rows if row.departs_at is not None]
-
-    @property
-    def exit_code(self) -> int:
-        """1 if a loss curve departs, a strategy failed or nothing completed; else 0."""
-        return int(
-            self.reference is None or bool(self.departing) or any(row.failed for row in self.rows)
-        )
-
-
-def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
-    """Read <folder>/<strategy>/<repeat>/ and compare.
-
-    Args:
-        folder: the folder that compare_strategies.sh filled; its planned.txt names strategies that
-            may not have run yet.
-        tolerance: replaces the value in TOLERANCES.
-    """
-    planned_names = _read_text(folder / "planned.txt").split()
-    rows = [
-        _read_row(folder / name)
-        for name in STRATEGIES
-        if name in planned_names or (folder / name).is_dir()
-    ]
-    reference = next((row for row in rows if row.completed), None)
-    cap = _read_text(folder / "step_cap.txt").strip()
-    step_cap = int(cap) if cap.isdecimal() else None
-    comparison = Comparison(folder.resolve().name, rows, reference, step_cap, tolerance)
-    if reference is None:
-        return comparison
-    results = comparison.facts
-    comparison.work = {key: lookup(results, key) for key in SAME_WORK}
-    comparison.tolerance = tolerance or tolerance_of(results["precision"], comparison.on_gpu)
-    control = _read_row(folder / "control")
-    for row in (*rows, control):
-        _set_other_work_apart(row, comparison.work)
-        _measure(row)
-    for row in (*rows, control):
-        _compare(row, reference, comparison.tolerance, comparison.lasting)
-    comparison.control = control if control.completed else None
-    return comparison
-
-
-def _read_row(folder: Path) -> Row:
-    repeats = [path for path in folder.glob("*") if path.name.isdecimal()]
-    repeats.sort(key=lambda path: int(path.name))
-    return Row(folder.name, [read_attempt(path) for path in repeats])
-
-
-def _set_other_work_apart(row: Row, work: dict) -> None:
-    """Set the status "other_work" for runs that did not do the reference's work.
-
-    A run with another batch size, seed, text or library version proves nothing, so its numbers are
-    left out.
-    """
-    for attempt in row.completed:
-        for key, expected in work.items():
-            if (value := lookup(attempt.results, key)) != expected:
-                attempt.status = "other_work"
-                attempt.reason = f"{key} is {value}, the reference's is {expected}"
-
-
-def _measure(row: Row) -> None:
-    """Fill in the fields that do not depend on the reference."""
-    if row.completed:
-        _measure_memory(row)
-        if not row.completed[0].simulated_ranks:
-            _measure_speed(row)
-            _measure_traffic(row)
-
-
-def _measure_memory(row: Row) -> None:
+    memory, on_gpu = results["memory"], results["device"] == "cuda"
     kinds = (*STATES, "buffers", "other")
-    fullest = []  # (bytes on the device, bytes anywhere), by kind, of one rank of each repeat
-    for attempt in row.completed:
-        memory = attempt.results["memory"]
-        by_rank = (memory[f"{where}categories_bytes_by_rank"] for where in ("device_", ""))
-        ranks = zip(*by_rank, strict=True)
-        fullest.append(max(ranks, key=lambda rank: sum(rank[0][kind] for kind in kinds)))
-    row.categories = {
-        kind: median(_numbers([device[kind] for device, _ in fullest], kind)) for kind in kinds
+    by_rank = (memory[f"{where}categories_bytes_by_rank"] for where in ("device_", ""))
+    device, anywhere = max(
+        zip(*by_rank, strict=True), key=lambda rank: sum(rank[0][kind] for kind in kinds)
+    )
+    planned = memory.get("predicted_bytes")
+    strategy = STRATEGIES[results["strategy"]]
+    numbers = {
+        "memory_bytes": max(memory["peak_bytes"]) if on_gpu else state_bytes(device),
+        "planned_bytes": planned and (planned["peak"] if on_gpu else state_bytes(planned)),
+        "planned": planned,
+        "categories": {kind: device[kind] for kind in kinds},
+        "host_categories": {k: anywhere[k] - device[k] for k in ("gradients", "optimizer")},
+        "activations": device.get("activations"),
+        "logits": device.get("logits"),
+        "host_bytes": max(memory["host_peak_bytes"]),
+        "nvme_bytes": memory["nvme_bytes"],
     }
-    for kind in ("gradients", "optimizer"):
-        in_host = [anywhere[kind] - device[kind] for device, anywhere in fullest]
-        row.host_categories[kind] = median(_numbers(in_host, kind))
-    on_gpu = row.completed[0].results["device"] == "cuda"
-    peak = median(attempt.largest("memory.peak_bytes") for attempt in row.completed)
-    row.memory_bytes = peak if on_gpu else state_bytes(row.categories)
-    row.host_bytes = median(attempt.largest("memory.host_peak_bytes") for attempt in row.completed)
-    row.nvme_bytes = median(attempt.number("memory.nvme_bytes") for attempt in row.completed)
-
-    memory = row.completed[0].results["memory"]
-    if memory.get("predicted_bytes"):
-        row.planned = memory["predicted_bytes"]
-        _numbers(row.planned.values(), "memory.predicted_bytes")
-        row.planned_bytes = row.planned["peak"] if on_gpu else state_bytes(row.planned)
-    ranks = memory["device_categories_bytes_by_rank"]
-    if ranks[0].get("activations") is not None:
-        row.activations = max(_numbers([rank["activations"] for rank in ranks], "activations"))
-        row.logits = max(_numbers([rank["logits"] for rank in ranks], "logits"))
     steps = memory.get("step_bytes_by_rank") or [None]
-    if steps[0] and (on_gpu or not row.definition.offloads):
-        peaks = [phase["peak"] for step in steps for phase in step.values()]
-        row.step_peak_bytes = max(_numbers(peaks, "memory.step_bytes_by_rank"))
+    if steps[0] and (on_gpu or not strategy.offloads):
+        numbers["step_peak_bytes"] = max(phase["peak"] for s in steps for phase in s.values())
+    if not results.get("simulated_world_size"):
+        numbers |= _speed_of(results)
+        numbers["final_loss"] = float(results["train_loss_last"])
+        numbers["collectives"] = collectives = results.get("communication_per_step") or {}
+        numbers["sent_bytes"] = results.get("communication_bytes_per_step")
+        if results["world_size"] > 1 and collectives:
+            numbers["volume"] = sum(volumes(collectives, results["parameters"]).values())
+    return numbers
 
 
-def _measure_speed(row: Row) -> None:
-    def numbers(key: str) -> list[float]:
-        return [attempt.number(key) for attempt in row.completed]
-
-    speeds = numbers("samples_per_second")
-    row.samples_per_second = median(speeds)
-    row.tokens_per_second_per_gpu = median(numbers("tokens_per_second_per_gpu"))
-    row.final_loss = median(numbers("train_loss_last"))
-    row.phases_seconds = {
-        phase: median(numbers(f"step_phases_seconds.{phase}")) for phase in PHASES
+def _speed_of(results: dict) -> dict[str, Any]:
+    """Return the throughput of a run, with the spread of its steps: the middle 80 percent."""
+    speed, seconds = float(results["samples_per_second"]), results["step_seconds"]
+    return {
+        "samples_per_second": speed,
+        "samples_per_second_low": speed * min(1.0, seconds["median"] / seconds["p90"]),
+        "samples_per_second_high": speed * max(1.0, seconds["median"] / seconds["p10"]),
+        "tokens_per_second_per_gpu": float(results["tokens_per_second_per_gpu"]),
+        "phases_seconds": dict(results["step_phases_seconds"]),
     }
-    # With one repeat: the spread of its steps, without the slowest and the fastest tenth.
-    if len(row.attempts) == 1:
-        results, steps = row.completed[0].results, row.completed[0].steps
-        rates = [step["tokens_per_second"] for step in steps[results["warmup_steps_excluded"] :]]
-        rates = sorted(_numbers(rates, "tokens_per_second"))
-        tenth = (len(rates) - 1) // 10
-        speeds = [rate / results["seq_length"] for rate in rates[tenth : len(rates) - tenth]]
-    row.samples_per_second_low, row.samples_per_second_high = min(speeds), max(speeds)
-
-
-def _measure_traffic(row: Row) -> None:
-    key = "communication_bytes_per_step"
-    counted = [attempt for attempt in row.completed if attempt.results.get(key) is not None]
-    if counted:
-        row.sent_bytes = median(attempt.number(key) for attempt in counted)
-        results = counted[0].results
-        row.collectives = results["communication_per_step"]
-        if results["world_size"] > 1:
-            volume = sum(volumes(row.collectives, results["parameters"]).values())
-            row.volume = _numbers([volume], "communication_per_step")[0]
 
 
 def volumes(collectives: dict, parameters: int) -> dict[str, float]:
-    """Return the volume of each kind of collective, in units of P.
+    """Return the volume of each kind of collective in units of P, the number of parameters.
 
     The volume is the number of elements of any type, counted twice for an all-reduce, as in the
-    ZeRO paper.
+    ZeRO paper (arXiv 1910.02054, section 7).
 
     Returns:
         {"all_gather": …, "all_reduce": …, …}
@@ -548,45 +351,356 @@ def volumes(collectives: dict, parameters: int) -> dict[str, float]:
     return totals
 
 
-def _compare(row: Row, reference: Row, tolerance: float, lasting: int) -> None:
-    """Fill in the fields that are relative to the reference."""
-    if not row.completed:
-        return
-    first = row.completed[0]
-    several_ranks = (first.simulated_ranks or first.results["world_size"]) > 1
-    if row is not reference and (several_ranks or row.definition.offloads):
-        row.saved = 1 - row.memory_bytes / reference.memory_bytes
-    if first.simulated_ranks:
-        return
-    base = reference.samples_per_second
-    row.speed = row.samples_per_second / base
-    row.speed_low = row.samples_per_second_low / base
-    row.speed_high = row.samples_per_second_high / base
-    expected = reference.completed[0]
-    points = [
-        (difference, step, attempt.losses[step - 1])
-        for attempt in row.completed
-        for step, difference in enumerate(differences(attempt, expected, lasting), 1)
-    ]
-    row.difference, row.difference_step, _ = max(points, key=lambda point: point[0])
-    beyond = [(step, loss) for difference, step, loss in points if difference > tolerance]
-    if beyond:
-        row.departs_at, row.departing_loss = min(beyond, key=lambda point: point[0])
+def medians(values: list[Any]) -> Any:
+    """Return the median of numbers, or of the numbers in dicts by key; None if one is None."""
+    if any(value is None for value in values):
+        return None
+    if isinstance(values[0], dict):
+        return {key: medians([value.get(key) for value in values]) for key in values[0]}
+    return median(values)
 
 
-def differences(attempt: Attempt, reference: Attempt, lasting: int) -> list[float]:
-    """Return the relative difference of the loss from the reference's, step by step.
+# ---------------------------------------------------------------------------------- the comparison
+
+
+@dataclass(frozen=True)
+class Point:
+    """A loss of the reference (a) and of a run (b): of one step, or a mean of several steps."""
+
+    first: int
+    last: int
+    a: float
+    b: float
+    relative: float  # difference relative to the reference; see `points_of`
+
+    @property
+    def steps(self) -> str:
+        one = self.first == self.last
+        return f"step {self.last:,}" if one else f"steps {self.first:,} to {self.last:,} (means)"
+
+    @property
+    def losses(self) -> str:
+        digits = ".4f" if self.relative > 1e-4 else ".8g"
+        return f"{self.a:{digits}} and {self.b:{digits}}, {self.relative:.1e} relative"
+
+
+# The numbers of a row: those of `numbers_of`, and those relative to the reference.
+NUMBERS = """
+    memory_bytes planned_bytes planned step_peak_bytes activations logits categories host_categories
+    saved host_bytes nvme_bytes samples_per_second samples_per_second_low samples_per_second_high
+    tokens_per_second_per_gpu speed speed_low speed_high final_loss difference difference_step
+    departs_at departing_loss sent_bytes volume collectives phases_seconds
+""".split()
+
+
+@dataclass
+class Row:
+    """The runs of one strategy, or a single run, and their medians."""
+
+    name: str
+    runs: list[RecordedRun]
+    numbers: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NUMBERS))
+    points: list[Point] = field(default_factory=list)  # losses of the steps that the reference has
+    evaluations: list[Point] = field(default_factory=list)
+    first: Point | None = None  # the first loss beyond the tolerance
+    first_evaluation: Point | None = None
+    differences: list[Difference] = field(default_factory=list)  # of facts
+    tolerance: float = 0.0  # largest relative difference of an equal loss
+    lasting: int = 1  # number of steps over which a loss difference is the median
+
+    @property
+    def completed(self) -> list[RecordedRun]:
+        return [run for run in self.runs if run.completed]
+
+    @property
+    def status(self) -> str:
+        broken = [run.status for run in self.runs if not run.completed]
+        return (broken or ["completed" if self.runs else "not run"])[0]
+
+    @property
+    def reason(self) -> str:
+        return next((run.reason for run in self.runs if not run.completed), "")
+
+    @property
+    def failed(self) -> bool:
+        """Whether the row neither completed nor was skipped; a skip is not a failure."""
+        return self.status not in ("completed", "skipped")
+
+    @property
+    def measured(self) -> bool:
+        """Whether the row has numbers."""
+        return self.numbers["memory_bytes"] is not None
+
+    @property
+    def kept(self) -> bool:
+        return any(run.kept for run in self.runs)
+
+    @property
+    def largest(self) -> Point | None:
+        """The loss that differs most from the reference's."""
+        return max(self.points, key=lambda point: point.relative, default=None)
+
+    @property
+    def departs(self) -> bool:
+        return bool(self.first or self.first_evaluation)
+
+    @property
+    def causes(self) -> list[Difference]:
+        """Differences that explain the first differing loss, the most likely first.
+
+        Without a differing training loss, those that explain a differing evaluation. What can
+        change step 1 would have been seen there: of several causes, those that begin to have an
+        effect just before the first differing step come first.
+        """
+        if self.first is None:
+            on = "evaluations" if self.first_evaluation else ""
+            return [entry for entry in self.differences if entry.effect.on == on]
+        found = [entry for entry in self.differences if entry.effect.on == "losses"]
+        latest = self.first.last + self.lasting - 1  # the first medians share their steps
+        found = [entry for entry in found if entry.effect.first_step <= latest]
+        return sorted(found, key=lambda entry: -entry.effect.first_step)
+
+
+@dataclass
+class Comparison:
+    """Rows of runs, compared with the first row that has a completed run."""
+
+    name: str
+    rows: list[Row]
+    reference: Row | None
+    tolerance: float | None  # largest relative loss difference that counts as equal
+    lasting: int = 1  # number of steps over which a loss difference is the median
+    of_strategies: bool = False  # the rows are strategies, whose runs must do the same work
+    step_cap: int | None = None  # the default --max_steps that was added to the user's arguments
+    # The reference run again with a higher learning rate, to see whether the losses would show a
+    # difference. It is not in `rows`.
+    control: Row | None = None
+
+    @property
+    def facts(self) -> dict:
+        """results.json of the reference's first run, or {}."""
+        return (
+            (self.reference.completed or self.reference.runs)[0].results if self.reference else {}
+        )
+
+    @property
+    def work(self) -> dict:
+        return {key: lookup(self.facts, key) for key in SAME_WORK} if self.facts else {}
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the runs are memory simulations, which have no speed and no losses."""
+        return bool(self.facts.get("simulated_world_size"))
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.facts.get("device") == "cuda"
+
+    @property
+    def repeated(self) -> bool:
+        return any(len(row.runs) > 1 for row in self.rows)
+
+    @property
+    def compared(self) -> list[Row]:
+        """Rows other than the reference with a loss that could be compared."""
+        rows = [row for row in self.rows if row is not self.reference]
+        return [row for row in rows if row.points or row.evaluations]
+
+    @property
+    def departing(self) -> list[Row]:
+        """Rows whose losses differ by more than the tolerance."""
+        return [row for row in self.rows if row.departs]
+
+    @property
+    def same_model(self) -> bool | None:
+        """Whether the losses of all compared rows agree; None if none could be compared."""
+        return not self.departing if self.compared else None
+
+    @property
+    def speeds_are_comparable(self) -> bool:
+        """Whether neither the control nor RESUME=1 indicates that the load differed."""
+        if self.control and self.control.measured and self.control.numbers["speed"]:
+            return abs(self.control.numbers["speed"] - 1) <= LARGEST_SPEED_CHANGE
+        return len({row.kept for row in self.rows if row.completed}) < 2
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a loss differs, a strategy failed or nothing could be compared; else 0."""
+        if not self.of_strategies:
+            return 0 if self.same_model and len(self.compared) == len(self.rows) - 1 else 1
+        failed = any(row.failed for row in self.rows)
+        return int(self.reference is None or bool(self.departing) or failed)
+
+
+def compare_runs(runs: list[RecordedRun], tolerance: float) -> Comparison:
+    """Compare runs of any kind with the first one, step by step."""
+    rows = [Row(name, [run]) for name, run in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", runs, strict=False)]
+    comparison = Comparison(" ".join(str(run.place) for run in runs), rows, rows[0], tolerance)
+    for row in rows:
+        _measure(row)
+        _compare(row, comparison)
+    return comparison
+
+
+def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
+    """Read and compare the strategies in <folder>/<strategy>/<repeat>/.
 
     Args:
-        attempt, reference: runs with the same number of steps.
-        lasting: number of steps of which each value is the median: the step and those before it.
-            The first values are all the median of the first `lasting` steps.
-    Raises:
-        ValueError: the numbers of steps differ.
+        folder: the folder that compare_strategies.sh filled; its planned.txt names strategies that
+            may not have run yet.
+        tolerance: replaces the value in TOLERANCES.
     """
-    pairs = zip(attempt.losses, reference.losses, strict=True)
-    per_step = [abs(loss - expected) / max(abs(expected), 1e-12) for loss, expected in pairs]
+    planned_names = read_text(folder / "planned.txt").split()
+    names = [n for n in STRATEGIES if n in planned_names or (folder / n).is_dir()]
+    rows = [_read_row(folder / name) for name in names]
+    reference = next((row for row in rows if row.completed), None)
+    cap = read_text(folder / "step_cap.txt").strip()
+    comparison = Comparison(folder.resolve().name, rows, reference, tolerance, of_strategies=True)
+    comparison.step_cap = int(cap) if cap.isdecimal() else None
+    if reference is None:
+        return comparison
+    precision = comparison.facts["precision"]
+    comparison.tolerance = tolerance or tolerance_of(precision, comparison.on_gpu)
+    comparison.lasting = lasting_steps(precision, not comparison.on_gpu)
+    control = _read_row(folder / "control")
+    for row in (*rows, control):
+        for run in row.completed:
+            for key, expected in comparison.work.items():
+                if (value := lookup(run.results, key)) != expected:
+                    run.status = "other_work"
+                    run.reason = f"{key} is {shown(value)}, the reference's is {shown(expected)}"
+        _measure(row)
+        _compare(row, comparison)
+    comparison.control = control if control.completed else None
+    return comparison
+
+
+def _read_row(folder: Path) -> Row:
+    repeats = [path for path in folder.glob("*") if path.name.isdecimal()]
+    runs = [read_strategy_run(path) for path in sorted(repeats, key=lambda path: int(path.name))]
+    return Row(folder.name, runs)
+
+
+def read_strategy_run(folder: Path) -> RecordedRun:
+    """Read a run of compare_strategies.sh; it has failed unless its files have all numbers."""
+    run = read_folder(folder)
+    if run.completed and not run.numbers:
+        run.status, run.reason = "failed", f"{run.reason}: was it edited, or made by --eval_only?"
+    elif run.completed and run.results.get("precision") not in TOLERANCES:
+        run.status, run.reason = "failed", "results.json lacks the precision"
+    elif run.completed and not run.results.get("simulated_world_size"):
+        if [span.end for span in run.spans] != [*range(1, run.results.get("steps", 0) + 1)]:
+            run.status, run.reason = "failed", "metrics.jsonl does not hold every step"
+    elif run.status not in ("completed", "skipped", "oom", "timeout", "interrupted"):
+        run.status = "failed"
+    return run
+
+
+def _measure(row: Row) -> None:
+    """Fill in the medians over the row's completed runs."""
+    measured = [run.numbers for run in row.completed if run.numbers]
+    if not measured:
+        return
+    row.numbers |= {key: medians([run.get(key) for run in measured]) for key in measured[0]}
+    if len(measured) > 1 and row.numbers["samples_per_second"] is not None:
+        speeds = [run["samples_per_second"] for run in measured]
+        row.numbers |= {"samples_per_second_low": min(speeds)}
+        row.numbers |= {"samples_per_second_high": max(speeds)}
+
+
+def _compare(row: Row, comparison: Comparison) -> None:
+    """Fill in what is relative to the reference."""
+    reference, numbers = comparison.reference, row.numbers
+    runs = row.completed if comparison.of_strategies else row.runs
+    if reference is None or comparison.tolerance is None or not runs:
+        return
+    base, tolerance = (reference.completed or reference.runs)[0], comparison.tolerance
+    row.tolerance, row.lasting = tolerance, comparison.lasting
+    for run in runs:
+        row.points += points_of(base, run, comparison.lasting)
+        both = sorted(base.evaluations.keys() & run.evaluations.keys())
+        pairs = [(step, base.evaluations[step], run.evaluations[step]) for step in both]
+        row.evaluations += [Point(n, n, a, b, relative(a, b)) for n, a, b in pairs]
+    beyond = [point for point in row.points if point.relative > tolerance]
+    row.first = min(beyond, key=lambda point: point.last, default=None)
+    row.first_evaluation = next((p for p in row.evaluations if p.relative > tolerance), None)
+    row.differences = compare_facts(base, runs[0])
+    if row.largest:
+        numbers |= {"difference": row.largest.relative, "difference_step": row.largest.last}
+    if row.first:
+        numbers |= {"departs_at": row.first.last, "departing_loss": row.first.b}
+    if not (row.measured and reference.measured):
+        return
+    sharded = STRATEGIES[runs[0].results["strategy"]]
+    ranks = base.results.get("simulated_world_size") or base.results["world_size"]
+    if (
+        row is not reference
+        and reference.numbers["memory_bytes"]
+        and (ranks > 1 or sharded.offloads)
+    ):
+        numbers["saved"] = 1 - numbers["memory_bytes"] / reference.numbers["memory_bytes"]
+    if speed := reference.numbers["samples_per_second"]:
+        for suffix in ("", "_low", "_high"):
+            if (value := numbers[f"samples_per_second{suffix}"]) is not None:
+                numbers[f"speed{suffix}"] = value / speed
+
+
+def compare_facts(a: RecordedRun, b: RecordedRun) -> list[Difference]:
+    """Return what differs between two runs; of a run of Trainer only what both recorded."""
+    different_kinds = a.of_trainer != b.of_trainer
+    # A run of an earlier version recorded no flags, one that failed early no run signature.
+    keys = ("flags", "run_signature")
+    complete = all(isinstance(run.results.get(key), dict) for run in (a, b) for key in keys)
+    steps = sorted(a.lrs.keys() & b.lrs.keys())
+    rate = None
+    if steps and not different_kinds:
+        rate = next((step for step in steps if relative(a.lrs[step], b.lrs[step]) > 1e-9), 0)
+    only_common = different_kinds or not (complete or a.of_trainer)
+    return differences_of(a.facts, b.facts, only_common, rate)
+
+
+def relative(a: float, b: float, slack: float = 0.0) -> float:
+    """Return the difference relative to `a`; infinite if one is not finite."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return 0.0 if repr(a) == repr(b) else math.inf
+    return max(0.0, abs(a - b) - slack) / max(abs(a), 1e-12)
+
+
+def points_of(reference: RecordedRun, run: RecordedRun, lasting: int = 1) -> list[Point]:
+    """Return the losses of the steps that both runs have.
+
+    Runs that log means over different numbers of steps are compared in the means between the steps
+    at which both logged.
+
+    Args:
+        lasting: number of steps of which each difference is the median: the step and those before
+            it. The first differences are all the median of the first `lasting` steps.
+    """
+    both = (reference, run)
+    edges = [{edge for span in one.spans for edge in (span.start, span.end)} for one in both]
+    starts = [{span.start: span for span in one.spans} for one in both]
+    found = []
+    for start, end in itertools.pairwise(sorted(edges[0] & edges[1])):
+        a, b = (_mean_loss(spans, start, end) for spans in starts)
+        if a is not None and b is not None:
+            found.append((start + 1, end, a, b))
+    per_step = [relative(a, b, reference.slack + run.slack) for _, _, a, b in found]
     return [
-        median(per_step[max(0, step - lasting) : max(step, lasting)])
-        for step in range(1, len(per_step) + 1)
+        Point(*point, median(per_step[max(0, number - lasting) : max(number, lasting)]))
+        for number, point in enumerate(found, 1)
     ]
+
+
+def _mean_loss(spans: dict[int, Span], start: int, end: int) -> float | None:
+    """Return the mean loss of the steps after `start` up to `end`; None if one has no loss.
+
+    Args:
+        spans: by their start.
+    """
+    total, step = 0.0, start
+    while step < end:
+        if (span := spans.get(step)) is None:
+            return None
+        total += span.loss * (span.end - span.start)
+        step = span.end
+    return total / (end - start)

@@ -6,18 +6,21 @@ import platform
 import time
 from pathlib import Path
 
+from support.checkpoints.format import list_checkpoints
+from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import UserError
 from support.files import folders
 from support.files.atomic import lock
 
 
-def new_output_dir(args, ctx: DistContext) -> Path:
+def new_output_dir(args: Arguments, ctx: DistContext) -> Path:
     """Create the output folder, named by --output_dir or by rank 0, and lock it.
 
     Raises:
-        UserError: the folder cannot be created, is in use by another run, or is not on a disk that
-            all nodes share although the run writes checkpoints or the export.
+        UserError: the folder cannot be created, is in use by another run, has checkpoints that no
+            flag allows to replace, or is not on a disk that all nodes share although the run writes
+            checkpoints or the export.
     """
     started = time.strftime("%Y%m%d-%H%M%S")
     name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{started}"
@@ -26,13 +29,19 @@ def new_output_dir(args, ctx: DistContext) -> Path:
             name += "x"
         folders.create("--output_dir", Path(name))
         ctx.lock = lock_folder(Path(name))
+        may_hold_a_run = args.overwrite or args.resume is not None
+        if not may_hold_a_run and list_checkpoints(Path(name) / "checkpoints"):
+            raise UserError(
+                f"--output_dir {name} holds the checkpoints of another run: --resume continues it, "
+                "--overwrite replaces it; or name another folder."
+            )
     folder = Path(ctx.broadcast_from_rank0(name))
     if ctx.nodes > 1 and not (args.no_save and args.no_export):
-        check_all_see(folder, ctx)
+        check_all_see(folder, ctx, args)
     return folder
 
 
-def check_all_see(folder: Path, ctx: DistContext) -> None:
+def check_all_see(folder: Path, ctx: DistContext, args: Arguments) -> None:
     """Check that every rank sees the output folder, because each writes its part of a checkpoint.
 
     All ranks call it at the start, so that the run does not fail hours later at its first save.
@@ -42,9 +51,10 @@ def check_all_see(folder: Path, ctx: DistContext) -> None:
         time.sleep(0.1)
     hosts = ctx.all_gather("" if (folder / ".lock").exists() else platform.node())
     if hosts_without_folder := sorted({*hosts} - {""}):
+        missing = [f"--{flag}" for flag in ("no_save", "no_export") if not getattr(args, flag)]
         raise UserError(
             f"--output_dir {folder} is on no disk that {', '.join(hosts_without_folder)} shares "
-            "with rank 0: name one that all nodes see, or use --no_save --no_export."
+            f"with rank 0: name one that all nodes see, or add {' '.join(missing)}."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,12 +12,11 @@ from support.files import folders
 
 # Numbers of steps. The first steps are skipped because they differ from the later ones.
 SKIPPED, RECORDED = 2, 3
+SNAPSHOT_ENTRIES = 100_000  # allocations and releases that the snapshot keeps
 
 
 class Trace:
-    """The trace that --profile asks for: PyTorch's profiler over steps 3 to 5.
-
-    Each rank writes one file, which ui.perfetto.dev opens.
+    """The trace of --profile: PyTorch's profiler over steps 3 to 5, a file for each rank.
 
     Args:
         folder: where the files are written; it is created if it does not exist.
@@ -58,33 +56,31 @@ class Trace:
             )
 
 
-SNAPSHOT_ENTRIES = 100_000  # allocations and releases that the snapshot keeps
+class MemorySnapshot:
+    """The snapshot of --memory_snapshot: every allocation on the GPU with its stack.
 
-
-def record_memory(file: str, ctx: DistContext) -> Callable[[], None]:
-    """Record every allocation on the GPU with its stack, for pytorch.org/memory_viz.
-
-    The file is also written when memory runs out. With several ranks each rank
-    writes its own file.
+    The file is also written when memory runs out. With several ranks each rank writes a file.
 
     Args:
-        file: the argument of --memory_snapshot; its folder is created if it does not exist.
-    Returns:
-        A function that writes the file at the end of the run.
+        file: path of the file; its folder is created if it does not exist.
+    Raises:
+        UserError: there is no GPU.
     """
-    if ctx.device.type != "cuda":
-        raise UserError(
-            "--memory_snapshot records the GPU's allocator, and there is no GPU: --profile_memory "
-            "shows memory on a CPU, too."
-        )
-    path = Path(file)
-    path = path if ctx.world_size == 1 else path.with_stem(f"{path.stem}-rank{ctx.rank}")
-    folders.create("--memory_snapshot: the folder", path.parent)
-    torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python")
 
-    def write() -> list[str]:
-        torch.cuda.memory._dump_snapshot(str(path))
-        return [f"📁 {path} (for pytorch.org/memory_viz)"]
+    def __init__(self, file: str, ctx: DistContext):
+        if ctx.device.type != "cuda":
+            raise UserError(
+                "--memory_snapshot records the GPU's allocator, and there is no GPU: "
+                "--profile_memory shows memory on a CPU, too."
+            )
+        path = Path(file)
+        path = path if ctx.world_size == 1 else path.with_stem(f"{path.stem}-rank{ctx.rank}")
+        self.path = path
+        folders.create("--memory_snapshot: the folder", path.parent)
+        torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python")
+        ctx.failures.memory_facts.append(lambda: [self.write()])
 
-    ctx.failures.memory_facts.append(write)
-    return lambda: ctx.console.print0(write()[0])
+    def write(self) -> str:
+        """Write the file, and return a line that names it."""
+        torch.cuda.memory._dump_snapshot(str(self.path))
+        return f"📁 {self.path} (for pytorch.org/memory_viz)"

@@ -7,6 +7,7 @@ import re
 import uuid
 from pathlib import Path
 
+from support.cli.arguments import Arguments
 from support.cli.paths import EVENT_FILES
 from support.cluster.context import DistContext
 from support.console import Console
@@ -138,7 +139,7 @@ def wandb_run_of(folder: Path, step: int, project: str | None) -> tuple[str, str
     return identifier, project
 
 
-def start_trackers(args, ctx: DistContext, folder: Path, step: int) -> Trackers:
+def start_trackers(args: Arguments, ctx: DistContext, folder: Path, step: int) -> Trackers:
     """Start the trackers that --report_to names.
 
     Args:

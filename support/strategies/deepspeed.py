@@ -7,11 +7,13 @@ import copy
 import io
 import logging
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
 
 from support import patches
+from support.cli.arguments import Arguments
 from support.cli.ds_config import ModelSizes, complete_ds_config, configured_strategy
 from support.cluster.context import DistContext
 from support.model.weights import DTYPES
@@ -19,7 +21,7 @@ from support.strategies import ops, requirements
 from support.strategy import Strategy
 
 
-def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
+def configure_deepspeed(args: Arguments, ctx: DistContext, spec) -> dict:
     """Complete DeepSpeed's configuration for this model and device, and initialize DeepSpeed.
 
     Every rank calls this function.
@@ -30,13 +32,14 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
         UserError: the folder of --nvme_path is missing or not writable, or the configuration has an
             "auto" that cannot be filled in.
         MissingRequirement: the file system of --nvme_path is too small, or cannot bypass the page
-            cache; or an op cannot be compiled.
+            cache; or an op cannot be compiled; or too little memory may be locked.
     """
     import deepspeed
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    config, nvme_folder = copy.deepcopy(args.ds_config_dict), None
+    config: dict[str, Any] = copy.deepcopy(args.ds_config_dict or {})
+    nvme_folder = None
     strategy = configured_strategy(args)
     if strategy.uses_nvme:
 
@@ -63,6 +66,10 @@ def configure_deepspeed(args, ctx: DistContext, spec) -> dict:
         spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
     )
     config = complete_ds_config(config, ctx.precision, sizes, ctx.world_size, nvme_folder)
+    if strategy.uses_nvme:
+        buffers = config["zero_optimization"].get("offload_param", {})
+        elements = buffers.get("buffer_count", 5) * buffers.get("buffer_size", 0)
+        requirements.check_locked_memory(DTYPES[ctx.precision].itemsize * elements)
     if args.eval_only:
         config.pop("optimizer", None)
     return config
@@ -82,7 +89,7 @@ def _prepare_ops(strategy: Strategy, ctx: DistContext, verbose: bool) -> None:
     patches.load_compiled_ops(ops.needed_ops(strategy), ops.load)
 
 
-def partition_parameters(model: nn.Module, args, ctx: DistContext) -> nn.Module:
+def partition_parameters(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Module:
     """Partition the parameters of a model in place, for stage 3; infinity moves them to NVMe.
 
     Args:

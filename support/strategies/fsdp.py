@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 
 
-def sharding_options(args, ctx: DistContext) -> dict[str, Any]:
+def sharding_options(args: Arguments, ctx: DistContext) -> dict[str, Any]:
     """Return keyword arguments of `fully_shard`: `mesh`, `mp_policy` and `offload_policy`.
 
     In bf16 the model computes in bf16, but the shards are kept and the gradients are reduced in

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from support.cli.arguments import Arguments
+
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Return two parameter groups: weight decay for matrices, no decay for biases and norms."""
@@ -22,12 +24,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [group for group in groups if group["params"]]  # LoRA adapters are all matrices
 
 
-def create(model: nn.Module, args) -> torch.optim.Optimizer:
+def create(model: nn.Module, args: Arguments) -> torch.optim.Optimizer:
     """Return the optimizer of dp and fsdp; DeepSpeed's is the same, see `for_deepspeed`."""
     return _create(parameter_groups(model, args.weight_decay), args)
 
 
-def for_deepspeed(model: nn.Module, args) -> dict[str, Any]:
+def for_deepspeed(model: nn.Module, args: Arguments) -> dict[str, Any]:
     """Return the arguments of deepspeed.initialize that determine the optimizer.
 
     The configuration describes AdamW, or another optimizer of the user's file, and DeepSpeed
@@ -39,7 +41,7 @@ def for_deepspeed(model: nn.Module, args) -> dict[str, Any]:
     return arguments
 
 
-def _create(groups: list[dict], args) -> torch.optim.Optimizer:
+def _create(groups: list[dict], args: Arguments) -> torch.optim.Optimizer:
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if args.optim == "adamw":
         return torch.optim.AdamW(groups, lr=args.lr, **adam, fused=True)
@@ -56,7 +58,7 @@ def _create(groups: list[dict], args) -> torch.optim.Optimizer:
     return AdamW8bit(groups, lr=args.lr, **adam)
 
 
-def learning_rate(step: int, total_steps: int, args) -> float:
+def learning_rate(step: int, total_steps: int, args: Arguments) -> float:
     """Return the learning rate of a step: linear warm-up to --lr, then --lr_scheduler.
 
     Args:

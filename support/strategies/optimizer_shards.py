@@ -1,13 +1,15 @@
 """Locations of each parameter's fp32 weight and optimizer states on this rank, for every strategy.
 
-One description covers all seven strategies, because every optimizer updates flat fp32 tensors
-("masters"). For dp these are the parameters themselves, for FSDP its local shards, for DeepSpeed
-one partition per group (stages 1 and 2) or per sub-group (stage 3, whose sub-groups infinity keeps
-on NVMe). A piece maps a range of elements of a parameter to its offset in a master.
+Every optimizer updates flat fp32 tensors ("masters"). A piece maps a range of elements of a
+parameter to its offset in a master. There is one class for each layout of the masters:
 
-AdamW's moments have an element for each of the master's. Those of 8-bit AdamW are converted to fp32
-and back, so that every strategy can read them. Adafactor's states are rows and columns of whole
-parameters; only dp has them, on every rank (`whole_states`). SGD without momentum has no states.
+    PlainState    dp: the parameters themselves; fsdp: this rank's shard of each parameter
+    Zero12State   DeepSpeed's stages 1 and 2: one partition per parameter group
+    Zero3State    DeepSpeed's stage 3: one partition per sub-group; infinity keeps them on NVMe
+
+AdamW's moments have an element for each of the master's. 8-bit moments are converted to fp32 and
+back, so that every strategy can read them. Adafactor's states are rows and columns of whole
+parameters; only dp has them, on every rank. SGD without momentum has no states.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +36,7 @@ from support.unwrap import (
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Consecutive elements of one parameter in a master."""
 
     name: str
@@ -44,98 +45,74 @@ class Piece:
     numel: int
 
 
-@dataclass
-class Shard:
+class Shard(NamedTuple):
     """One master on this rank."""
 
     key: torch.Tensor  # the tensor that is the key of the optimizer's state
-    # The parameters that this master and its counterparts on the other ranks hold together, in the
-    # same order on every rank.
+    # The parameters that all ranks' masters of this group hold, in the same order on every rank.
     names: list[str]
     pieces: list[Piece]  # the elements in this rank's master, without DeepSpeed's padding
-    group: int  # DeepSpeed's index of the group or sub-group
+    group: int = 0  # DeepSpeed's index of the group or sub-group
+
+
+def optimizer_family(optimizer) -> str | None:
+    """Return the family of an optimizer (see support/optimizers.py), or None.
+
+    None for an optimizer that checkpoints do not support: a DeepSpeed file may name any.
+    """
+    base = base_optimizer(optimizer)
+    if isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "ds_opt_adam"):
+        return "adamw"
+    if isinstance(base, torch.optim.SGD):
+        momentum = any(group["momentum"] for group in base.param_groups)
+        return None if momentum else "sgd"
+    return {"AdamW8bit": "adamw", "Adafactor": "adafactor"}.get(type(base).__name__)
+
+
+def sharded_state(model: nn.Module, optimizer, device: torch.device) -> ShardedState:
+    """Return the state of the layout that a strategy uses.
+
+    Args:
+        model: without the wrapper of DDP or DeepSpeed.
+        optimizer: as the strategy created it; for DeepSpeed its wrapper.
+        device: of the tensors that ranks exchange.
+    """
+    if not hasattr(optimizer, "optimizer"):
+        return PlainState(model, optimizer, device)
+    is_stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    return (Zero3State if is_stage3 else Zero12State)(model, optimizer, device)
 
 
 class ShardedState:
     """All masters of this rank, for reading and writing.
 
-    Args:
-        device: of the tensors that ranks exchange.
+    Attributes:
+        shapes: {name: shape} of the trained parameters.
+        base: PyTorch's optimizer.
+        shards: the masters of this rank.
+        replicated: whether every rank holds all elements.
+        is_copy: whether another rank holds the same elements and saves them.
     """
 
+    replicated = is_copy = False
+
     def __init__(self, model: nn.Module, optimizer, device: torch.device):
-        self.device = device
-        self.wrapper = optimizer if hasattr(optimizer, "optimizer") else None
-        self.base = base_optimizer(optimizer)
-        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.shapes = {
-            name: full_shape(p) for name, p in model.named_parameters() if p.requires_grad
-        }
-        self.stage3 = hasattr(self.wrapper, "fp32_partitioned_groups_flat")
-        self.optimizer_family = ShardedState.family(optimizer)
+        self.device, self.wrapper = device, optimizer
+        self.base: Any = base_optimizer(optimizer)
+        self.family = optimizer_family(optimizer)
         self.is_8bit = type(self.base).__name__ == "AdamW8bit"
-        sharded = next((p for p in model.parameters() if is_dtensor(p)), None)
-        self.replicated = self.wrapper is None and sharded is None
-        # Under HYBRID_SHARD every node holds all pieces; those of the first node are used.
-        self.is_copy = (
-            sharded is not None
-            and sharded.device_mesh.ndim > 1
-            and sharded.device_mesh.get_local_rank(0) > 0
-        )
-        if self.wrapper is None:
-            self.shards = list(self._plain_shards(model))
-        else:
-            self.shards = list(self._stage3_shards() if self.stage3 else self._stage12_shards())
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.shapes = {name: full_shape(parameter) for name, parameter in self.trained.items()}
+        self._name_of = {id(parameter): name for name, parameter in self.trained.items()}
+        self.shards = list(self._find_shards())
 
-    @staticmethod
-    def family(optimizer) -> str | None:
-        """Return the family of the optimizer (see support/optimizers.py), or None.
-
-        None for an optimizer that is not supported here: a DeepSpeed configuration may name any.
-        """
-        base = base_optimizer(optimizer)
-        if isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "ds_opt_adam"):
-            return "adamw"
-        if isinstance(base, torch.optim.SGD):
-            momentum = any(group["momentum"] for group in base.param_groups)
-            return None if momentum else "sgd"
-        return {"AdamW8bit": "adamw", "Adafactor": "adafactor"}.get(type(base).__name__)
-
-    # ------------------------------------------------------------------------ layout of the masters
-
-    def _plain_shards(self, model: nn.Module) -> Iterator[Shard]:
-        for number, (name, parameter) in enumerate(model.named_parameters()):
-            if parameter.requires_grad:
-                start, numel = _local_range(parameter)
-                pieces = [Piece(name, start, 0, numel)] if numel else []
-                yield Shard(parameter, [name], pieces, number)
-
-    def _stage12_shards(self) -> Iterator[Shard]:
-        for group, parameters in enumerate(self.wrapper.bit16_groups):
-            names, pieces = [self.names[id(p)] for p in parameters], []
-            for name, parameter in zip(names, parameters, strict=True):
-                mapping = parameter._hp_mapping
-                if mapping is not None:
-                    part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    pieces.append(Piece(name, part.start, place.start, part.numel))
-            yield Shard(self.wrapper.single_partition_of_fp32_groups[group], names, pieces, group)
-
-    def _stage3_shards(self) -> Iterator[Shard]:
-        rank = dist.get_rank()
-        for group, master in enumerate(self.wrapper.fp32_partitioned_groups_flat):
-            parameters = self.wrapper.fp16_groups[group]
-            names, pieces = [self.names[id(p)] for p in parameters], []
-            for name, parameter in zip(names, parameters, strict=True):
-                _, offset, numel = self.wrapper.grad_position[self.wrapper.get_param_id(parameter)]
-                start = rank * numel  # the same numel on every rank; the last ranks have padding
-                if (real := min(numel, parameter.ds_numel - start)) > 0:
-                    pieces.append(Piece(name, start, offset, real))
-            yield Shard(master, names, pieces, group)
-
-    # -------------------------------------------------------------------------- reading and writing
+    def _find_shards(self) -> Iterator[Shard]:
+        raise NotImplementedError
 
     @contextmanager
-    def open(self, shard: Shard, write: bool = False, moments: bool = True):
+    def open(
+        self, shard: Shard, write: bool = False, moments: bool = True
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the flat tensors of one shard: {"weight", "exp_avg", "exp_avg_sq"}.
 
         The moments are missing before the first update. A shard that is stored on NVMe is in memory
@@ -148,47 +125,26 @@ class ShardedState:
         Raises:
             TrainingError: DeepSpeed has optimizer states that were not found here.
         """
-        swapped = self.stage3 and self.wrapper._swappable_optimizer_subgroup(shard.group)
-        if swapped:
-            self.wrapper._optimizer_states_and_gradient_swap_in(shard.group)
-        written = False
-        try:
-            tensors = {"weight": shard.key.data}
-            if moments:
-                tensors |= self._moments(shard, create=write)
-            yield {name: local_part(tensor).view(-1) for name, tensor in tensors.items()}
-            if write and self.is_8bit and moments:
-                quantize(tensors, self.base.state[shard.key])
-            if write and self.stage3:
-                # Updates the working copy from the master.
-                self.wrapper._reassign_or_swap_out_partitioned_parameters(shard.group)
-            written = write
-        finally:
-            if swapped and written:
-                self.wrapper._optimizer_states_and_gradient_swap_out(shard.group)
-            elif swapped:
-                self.wrapper._release_swap_buffers(shard.group)
+        tensors = {"weight": shard.key.data}
+        if moments and self.family == "adamw":
+            tensors |= self._moments(shard, create=write)
+        yield {name: local_part(tensor).view(-1) for name, tensor in tensors.items()}
+        if write and self.is_8bit and moments:
+            quantize(tensors, self.base.state[shard.key])
 
     def _moments(self, shard: Shard, create: bool) -> dict[str, torch.Tensor]:
-        """Return Adam's moments of a shard; {} before the first update, unless they are created.
-
-        Those of 8-bit AdamW are fp32 copies. Other optimizers have no moments.
-        """
-        if self.optimizer_family != "adamw":
-            return {}
-        if create and self.is_8bit:
-            if not self.base.state.get(shard.key):
-                create_8bit_state(self.base, shard.key)
-        elif create:
-            state = self.base.state[shard.key]
-            for moment in MOMENTS:
-                if moment not in state or state[moment].numel() != shard.key.numel():
-                    state[moment] = torch.zeros_like(shard.key.data)
+        """Return Adam's moments of a shard, as fp32 copies if they have 8 bits."""
         # A plain get: `state` is a defaultdict, and an empty entry would look like a state.
         state = self.base.state.get(shard.key, {})
-        # PyTorch's AdamW has no state for a parameter that never got a gradient. DeepSpeed updates
-        # all masters together, so a missing state is an error.
-        if not state and self.wrapper is not None and self.adam_step > 0:
+        if create and self.is_8bit and not state:
+            create_8bit_state(self.base, shard.key)
+        for moment in MOMENTS if create and not self.is_8bit else ():
+            if moment not in state or state[moment].numel() != shard.key.numel():
+                self.base.state[shard.key][moment] = torch.zeros_like(shard.key.data)
+        state = self.base.state.get(shard.key, {})
+        # DeepSpeed updates all masters together, so a missing state is an error. PyTorch's AdamW
+        # has no state for a parameter that never got a gradient.
+        if not state and self.wrapper is not self.base and self.adam_step > 0:
             raise TrainingError(
                 "Some of DeepSpeed's optimizer states were not found, so no checkpoint can be "
                 "saved: use --no_save."
@@ -197,37 +153,8 @@ class ShardedState:
             return dequantize(state) if state else {}
         return {moment: state[moment] for moment in MOMENTS if moment in state}
 
-    def whole_states(self) -> dict[str, torch.Tensor]:
-        """Return Adafactor's states by "<parameter>/<state>"; {} for other optimizers."""
-        if self.optimizer_family != "adafactor":
-            return {}
-        return {
-            f"{shard.names[0]}/{kind}": value
-            for shard in self.shards
-            for kind, value in self.base.state.get(shard.key, {}).items()
-            if kind.startswith("exp_avg_sq")
-        }
-
-    def load_whole_states(self, saved: dict[str, torch.Tensor]) -> None:
-        """Set the states of Adafactor; a parameter without saved states gets new ones.
-
-        Other optimizers are unchanged.
-
-        Raises:
-            ValueError: a tensor has another shape than this parameter's state.
-        """
-        for shard in self.shards if self.optimizer_family == "adafactor" else ():
-            name, shape = shard.names[0], self.shapes[shard.names[0]]
-            shapes = {"exp_avg_sq": shape}
-            if len(shape) >= 2:
-                shapes = {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": shape[:-2] + shape[-1:]}
-            state = {kind: saved[f"{name}/{kind}"] for kind in shapes if f"{name}/{kind}" in saved}
-            if not state:
-                continue
-            if {kind: tuple(value.shape) for kind, value in state.items()} != shapes:
-                raise ValueError(f"the states of {name} have other shapes")
-            state = {kind: value.float().to(shard.key.device) for kind, value in state.items()}
-            self.base.state[shard.key] = {"RMS": 0, **state}
+    def finish_writing(self) -> None:
+        """Update the working copies of the parameters from the masters; all ranks call it."""
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield (name, weight) of every trained parameter, assembled from the ranks in fp32.
@@ -258,35 +185,115 @@ class ShardedState:
 
     def set_adam_step(self, step: int) -> None:
         """Set the number of updates for every master whose optimizer counts them."""
-        if self.optimizer_family == "sgd":
+        if self.family == "sgd":
             return
         on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
-        own = hasattr(self.base, "ds_opt_adam")
+        is_cpu_adam = hasattr(self.base, "ds_opt_adam")
         # DeepSpeed's CPU Adam, bitsandbytes and Adafactor store an int.
-        as_int = own or self.is_8bit or self.optimizer_family == "adafactor"
+        as_int = is_cpu_adam or self.is_8bit or self.family == "adafactor"
         for shard in self.shards:
-            if self.optimizer_family == "adafactor" and not self.base.state.get(shard.key):
+            if self.family == "adafactor" and not self.base.state.get(shard.key):
                 continue  # it creates all states together
             device = local_part(shard.key).device if on_device else "cpu"
             self.base.state[shard.key]["step"] = (
                 step if as_int else torch.tensor(float(step), device=device)
             )
-        if own:
+        if is_cpu_adam:
             replay_bias_correction(self.base, step)
 
-    def finish_writing(self) -> None:
-        """Update DeepSpeed's working copies of the parameters from the masters.
 
-        Other ranks need these copies.
-        """
-        if self.wrapper is None:
-            return
-        if not self.stage3:
-            self.wrapper.update_lp_params()
-            self.wrapper._hp_optimizer_states_linked = False
-        elif self.wrapper.persistent_parameters:
-            self.wrapper.persistent_parameters[0].partition(self.wrapper.persistent_parameters)
-            self.wrapper.persistent_parameters[0].all_gather(self.wrapper.persistent_parameters)
+class PlainState(ShardedState):
+    """dp and fsdp: a master is a parameter, or this rank's rows of it."""
+
+    def _find_shards(self) -> Iterator[Shard]:
+        mesh = getattr(next(iter(self.trained.values())), "device_mesh", None)  # FSDP's
+        self.replicated = mesh is None
+        # Under HYBRID_SHARD every node holds all pieces; those of the first node are used.
+        self.is_copy = mesh is not None and mesh.ndim > 1 and mesh.get_local_rank(0) > 0
+        for name, parameter in self.trained.items():
+            start, numel = _local_range(parameter)
+            yield Shard(parameter, [name], [Piece(name, start, 0, numel)] if numel else [])
+
+    def adafactor_states(self) -> dict[str, torch.Tensor]:
+        """Return Adafactor's states by "<parameter>/<state>"; {} for other optimizers."""
+        return {
+            f"{shard.names[0]}/{kind}": value
+            for shard in (self.shards if self.family == "adafactor" else ())
+            for kind, value in self.base.state.get(shard.key, {}).items()
+            if kind.startswith("exp_avg_sq")
+        }
+
+    def load_adafactor_states(self, saved: dict[str, torch.Tensor]) -> None:
+        """Set the states of Adafactor; a parameter without saved states gets new ones."""
+        for shard in self.shards:
+            prefix = f"{shard.names[0]}/"
+            state = {
+                key.removeprefix(prefix): value.float().to(shard.key.device)
+                for key, value in saved.items()
+                if key.startswith(prefix)
+            }
+            if state:
+                self.base.state[shard.key] = {"RMS": 0, **state}
+
+
+class Zero12State(ShardedState):
+    """Stages 1 and 2: a master is this rank's partition of a parameter group."""
+
+    def _find_shards(self) -> Iterator[Shard]:
+        for group, parameters in enumerate(self.wrapper.bit16_groups):
+            names, pieces = [self._name_of[id(p)] for p in parameters], []
+            for name, parameter in zip(names, parameters, strict=True):
+                if (mapping := parameter._hp_mapping) is not None:
+                    part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    pieces.append(Piece(name, part.start, place.start, part.numel))
+            yield Shard(self.wrapper.single_partition_of_fp32_groups[group], names, pieces, group)
+
+    def finish_writing(self) -> None:
+        """See the base class."""
+        self.wrapper.update_lp_params()
+        self.wrapper._hp_optimizer_states_linked = False
+
+
+class Zero3State(ShardedState):
+    """Stage 3: a master is this rank's partition of a sub-group."""
+
+    def _find_shards(self) -> Iterator[Shard]:
+        rank = dist.get_rank()
+        for group, master in enumerate(self.wrapper.fp32_partitioned_groups_flat):
+            parameters = self.wrapper.fp16_groups[group]
+            names, pieces = [self._name_of[id(p)] for p in parameters], []
+            for name, parameter in zip(names, parameters, strict=True):
+                _, offset, numel = self.wrapper.grad_position[self.wrapper.get_param_id(parameter)]
+                start = rank * numel  # the same numel on every rank; the last ranks have padding
+                if (real := min(numel, parameter.ds_numel - start)) > 0:
+                    pieces.append(Piece(name, start, offset, real))
+            yield Shard(master, names, pieces, group)
+
+    @contextmanager
+    def open(
+        self, shard: Shard, write: bool = False, moments: bool = True
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """See the base class."""
+        on_nvme, written = self.wrapper._swappable_optimizer_subgroup(shard.group), False
+        if on_nvme:
+            self.wrapper._optimizer_states_and_gradient_swap_in(shard.group)
+        try:
+            with super().open(shard, write, moments) as tensors:
+                yield tensors
+            if write:  # update the working copy
+                self.wrapper._reassign_or_swap_out_partitioned_parameters(shard.group)
+            written = write
+        finally:
+            if on_nvme and written:
+                self.wrapper._optimizer_states_and_gradient_swap_out(shard.group)
+            elif on_nvme:
+                self.wrapper._release_swap_buffers(shard.group)
+
+    def finish_writing(self) -> None:
+        """See the base class."""
+        if persistent := self.wrapper.persistent_parameters:
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
 
 
 # bitsandbytes' names of Adam's moments in 8 bits: the codes, their values, and the scale of each
@@ -299,7 +306,7 @@ BLOCK_8BIT = 256
 PART_8BIT = 2**16 * BLOCK_8BIT  # elements that are converted at a time
 
 
-def create_8bit_state(optimizer, key: torch.Tensor) -> None:
+def create_8bit_state(optimizer: Any, key: torch.Tensor) -> None:
     """Create the state of a master with moments of 0, as the first update of bitsandbytes does."""
     group = optimizer.param_groups[0]
     params, group["params"] = group["params"], [key]  # stage 3's groups are empty between steps
@@ -307,6 +314,13 @@ def create_8bit_state(optimizer, key: torch.Tensor) -> None:
         optimizer.init_state(group, key, 0, 0)
     finally:
         group["params"] = params
+
+
+def _parts_8bit(numel: int) -> Iterator[tuple[slice, slice]]:
+    """Yield consecutive parts of a tensor, each as its elements and its blocks of 8-bit codes."""
+    for start in range(0, numel, PART_8BIT):
+        stop = min(start + PART_8BIT, numel)
+        yield slice(start, stop), slice(start // BLOCK_8BIT, -(-stop // BLOCK_8BIT))
 
 
 def dequantize(state: dict) -> dict[str, torch.Tensor]:
@@ -318,24 +332,15 @@ def dequantize(state: dict) -> dict[str, torch.Tensor]:
 
     moments = {}
     for moment, (codes, values, scale) in NAMES_8BIT.items():
-        moments[moment] = state[codes]
-        if state[codes].dtype == torch.uint8:
-            moments[moment] = torch.empty(state[codes].numel())
-            for part, blocks in _parts_8bit(state[codes].numel()):
-                moments[moment][part] = dequantize_blockwise(
-                    state[codes].view(-1)[part],
-                    absmax=state[scale][blocks],
-                    code=state[values],
-                    blocksize=BLOCK_8BIT,
-                )
+        flat = moments[moment] = state[codes]
+        if flat.dtype != torch.uint8:
+            continue
+        moments[moment] = torch.empty(flat.numel())
+        for part, blocks in _parts_8bit(flat.numel()):
+            moments[moment][part] = dequantize_blockwise(
+                flat.view(-1)[part], absmax=state[scale][blocks], code=state[values], blocksize=256
+            )
     return moments
-
-
-def _parts_8bit(numel: int) -> Iterator[tuple[slice, slice]]:
-    """Yield consecutive parts of a tensor, each as its elements and its blocks of 8-bit codes."""
-    for start in range(0, numel, PART_8BIT):
-        stop = min(start + PART_8BIT, numel)
-        yield slice(start, stop), slice(start // BLOCK_8BIT, -(-stop // BLOCK_8BIT))
 
 
 def quantize(moments: dict[str, torch.Tensor], state: dict) -> None:
@@ -366,8 +371,7 @@ def replay_bias_correction(cpu_adam, step: int) -> None:
     Its C++ code keeps β₁ᵗ and β₂ᵗ as running products in fp32. If it started at t, it would compute
     powers instead, which differ in the last bit. The products are therefore computed again, with
     updates of a single element at learning rate 0. Once βᵗ is too small to change 1 - βᵗ in fp32,
-    powers give the same result. The time therefore does not grow with the length of the run, nor if
-    a checkpoint claims 10¹² steps.
+    powers give the same result, so the time does not grow with the length of the run.
     """
     group, tensors = cpu_adam.param_groups[0], [torch.zeros(1) for _ in range(4)]
     slower = max(*group["betas"], 0.5)

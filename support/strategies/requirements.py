@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import tempfile
 from importlib.metadata import version
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
+from support.cli.arguments import Arguments
 from support.cli.ds_config import configured_strategy
 from support.errors import MissingRequirement, UserError
 from support.files.atomic import TemporaryFolder
@@ -19,10 +21,11 @@ from support.strategy import Strategy
 from support.units import GB
 
 OLDEST_INFINITY_ON_CPU = Version("0.19.4")  # of DeepSpeed
+CAP_IPC_LOCK = 14  # of linux/capability.h
 NVME_PREFIX = "distributed_training_nvme_"  # of the names of folders with infinity's files
 
 
-def check_requirements(args) -> None:
+def check_requirements(args: Arguments) -> None:
     """Check what the strategy needs of this machine, before any data is read.
 
     Raises:
@@ -33,7 +36,7 @@ def check_requirements(args) -> None:
     if not torch.cuda.is_available():
         check_cpu_support(strategy)
     missing = ops.missing_ops(strategy)
-    check_compiler(missing)
+    check_builds(missing)
     if "async_io" in missing:
         check_libaio()
 
@@ -56,15 +59,61 @@ def check_cpu_support(strategy: Strategy) -> None:
     raise MissingRequirement(f"--strategy {needed}: {advice}.")
 
 
-def check_compiler(missing: list[str]) -> None:
-    """Check for the C++ compiler that the missing ops need."""
-    compiler = os.environ.get("CXX", "c++")
-    if missing and shutil.which(compiler) is None:
+def check_builds(missing: list[str]) -> None:
+    """Check for a C++ compiler and a writable folder, which the missing ops need.
+
+    Raises:
+        MissingRequirement: one of them is missing.
+    """
+    if not missing:
+        return
+    compiler, names = os.environ.get("CXX", "c++"), ", ".join(missing)
+    if shutil.which(compiler) is None:
         raise MissingRequirement(
-            f"DeepSpeed's {', '.join(missing)} must be compiled for offload and infinity, but "
+            f"DeepSpeed's {names} must be compiled for offload and infinity, but "
             f"there is no C++ compiler ({compiler}): apt install build-essential, or module load "
             "gcc on a cluster. The other strategies need none without --compile."
         )
+    folder = ops.ops_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise MissingRequirement(
+            f"DeepSpeed's {names} must be compiled, but {folder} cannot be written "
+            f"({error.strerror}): set TORCH_EXTENSIONS_DIR to a folder that can, or compile them "
+            "with `python scripts/build_ops.py` where it is writable."
+        ) from error
+
+
+def check_locked_memory(needed: int) -> None:
+    """Check that infinity may lock its I/O buffers in memory (ulimit -l).
+
+    DeepSpeed's allocation returns a null pointer otherwise.
+
+    Args:
+        needed: bytes that each rank locks at least.
+    Raises:
+        MissingRequirement: the limit is smaller.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or limit >= needed or _has_capability(CAP_IPC_LOCK):
+        return
+    raise MissingRequirement(
+        f"--strategy infinity locks {needed / GB:.2f} GB of I/O buffers in memory on each rank, "
+        f"and this shell allows {limit / GB:.3f} GB: run `ulimit -l unlimited` first (in a "
+        "container --ulimit memlock=-1, under Slurm PropagateResourceLimitsExcept=MEMLOCK), or use "
+        "offload."
+    )
+
+
+def _has_capability(number: int) -> bool:
+    """Return whether this process has a capability of Linux."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    masks = [line.split()[1] for line in lines if line.startswith("CapEff")]
+    return bool(masks) and bool(int(masks[0], 16) >> number & 1)
 
 
 def check_libaio() -> None:

@@ -38,17 +38,20 @@ SLURM_WINS = ("srun", 1, 2, 0, 1, 1, "n1", 20707)
 # master's address and port) or an error.
 LAUNCHES = {
     "srun alone": (TASK, {}, SLURM_WINS),
-    "the batch script exported RANK": (TASK | EXPORTED, EXPORTED, SLURM_WINS),
-    "and everything else": (
-        TASK
-        | EXPORTED
-        | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
-        EXPORTED,
-        (*SLURM_WINS[:-1], 29500),
+    "the batch script exported RANK": (TASK | EXPORTED, EXPORTED, "same rank: unset RANK"),
+    "a size of 1": (TASK | {"RANK": "0", "WORLD_SIZE": "1"}, {}, "same rank: unset RANK"),
+    "a shell in each task numbers the ranks itself": (
+        TASK | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"},
+        {},
+        ("python", 1, 2, 1, 2, 0, "n1", 29500),
     ),
-    "a size of 1": (TASK | {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0"}, SLURM_WINS),
-    "a size of 8": (TASK | {"RANK": "0", "WORLD_SIZE": "8"}, {"RANK": "0"}, SLURM_WINS),
-    "in a container that hides the task": (TASK | EXPORTED, None, SLURM_WINS),
+    "torchrun without the other node": (
+        TASK
+        | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+        | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "7"},
+        {},
+        "torchrun in each of them starts a separate run",
+    ),
     "torchrun in each task": (
         TASK
         | {
@@ -78,20 +81,12 @@ LAUNCHES = {
         {"RANK": "0"},
         ("torchrun", 0, 8, 0, 4, 0, "n1", 1234),
     ),
-    "deepspeed in one task": (
+    "deepspeed in each task": (
         TASK
-        | {
-            "RANK": "3",
-            "WORLD_SIZE": "4",
-            "LOCAL_RANK": "3",
-            "LOCAL_SIZE": "4",
-            "CROSS_RANK": "0",
-            "CROSS_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "1234",
-        },
+        | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+        | {"CROSS_RANK": "0", "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
         {},
-        ("deepspeed", 3, 4, 3, 4, 0, "127.0.0.1", 1234),
+        "srun started 2 tasks, and deepspeed in each of them starts a separate run: use `srun",
     ),
     "a shell in each task that starts four": (
         SHELL_IN_TASK,
@@ -193,7 +188,7 @@ LAUNCHES = {
 
 @pytest.mark.attack
 @pytest.mark.parametrize("case", LAUNCHES)
-def test_detect_launch(stubs, monkeypatch, capfd, case):
+def test_detect_launch(stubs, monkeypatch, case):
     from support.cluster.launch import detect_launch
     from support.errors import UserError
 
@@ -201,7 +196,7 @@ def test_detect_launch(stubs, monkeypatch, capfd, case):
     for name in [
         name
         for name in os.environ
-        if re.match("SLURM_|MASTER_|RANK|WORLD_SIZE|LOCAL_|CROSS_|TORCHELASTIC", name)
+        if re.match("SLURM_|MASTER_|RANK|WORLD_SIZE|LOCAL_|GROUP_|CROSS_|TORCHELASTIC", name)
     ]:
         monkeypatch.delenv(name)
     with subprocess.Popen(
@@ -240,5 +235,3 @@ def test_detect_launch(stubs, monkeypatch, capfd, case):
     assert [
         value for value, want in zip(values, wanted, strict=True) if want not in (value, None)
     ] == [], values
-    overruled = "RANK" in env and found.launcher == "srun"
-    assert ("RANK=0" in capfd.readouterr().out) == overruled or env["WORLD_SIZE"] != "2"

@@ -1,13 +1,13 @@
 """Attacks on jobs of a real Slurm: how they are requested, and what they export."""
 
 import os
-import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from conftest import PROJECT
+from conftest import PROJECT, SCRIPT
 from generated_scripts import SLURM
 
 # How sbatch asks (the files ask for 4 GPUs on each node), and tasks, GPUs and ranks on each node.
@@ -95,41 +95,31 @@ def test_slurm_gives_a_job_what_it_requested(slurm, generate, tmp_path):
         ), lines
 
 
-@pytest.mark.attack
-def test_srun_after_an_export(slurm):
-    """RANK, WORLD_SIZE and a compressed list of nodes come from the batch script, the same in every
-    task.
-    """
+def on_two_nodes(*command, **env) -> subprocess.CompletedProcess:
+    """Run a command with srun as one task on each of two nodes."""
+    srun = ["srun", "--nodes=2", "--ntasks=2", "--cpus-per-task=1", "--gpus-per-node=0"]
+    return subprocess.run(
+        [*srun, *map(str, command)],
+        env={**os.environ, **env},
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_srun_after_an_export_of_rank(slurm):
     program = "from support.cluster.launch import detect_launch; print(detect_launch())"
-    env = {
-        **os.environ,
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "node[1-2]",
-        "LOCAL_RANK": "0",
-    }
-    command = [
-        "srun",
-        "--nodes=2",
-        "--ntasks=4",
-        "--ntasks-per-node=2",
-        "--cpus-per-task=1",
-        "--gpus-per-node=0",
-        sys.executable,
-        "-c",
-        program,
-    ]
-    done = subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    place = r"rank=(\d+), local_rank=(\d+), world_size=(\d+), local_world_size=(\d+), node=(\d)"
-    found = sorted("".join(numbers) for numbers in re.findall(place, done.stdout))
-    assert found == ["00420", "11420", "20421", "31421"], done.stdout
-    assert (
-        done.stdout.count("master_addr='node1'") == 4
-        and len(set(re.findall(r"master_port=\d+", done.stdout))) == 1
+    done = on_two_nodes(sys.executable, "-c", program, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
+    assert done.returncode != 0 and "several tasks have the same rank: unset RANK" in done.stderr
+
+
+def test_a_launcher_in_each_task_is_not_several_runs(slurm, tmp_path):
+    """Otherwise both runs would train, and no message would say so."""
+    launcher = Path(sys.executable).parent / "deepspeed"
+    done = on_two_nodes(
+        launcher, "--num_gpus=1", SCRIPT, "--max_steps", "1", "--output_dir", tmp_path / "out"
     )
-    assert (
-        done.stdout.count("RANK=0 WORLD_SIZE=2 was exported")
-        == done.stdout.count("MASTER_ADDR=node[1-2]")
-        == 1
-    )
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and "starts a separate run: use `srun python" in said
+    assert "Training Complete" not in said and not (tmp_path / "out").exists()

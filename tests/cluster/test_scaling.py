@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from conftest import SCRIPT, finish, free_port, start
 
-from support.report.scaling import Network, read_step
+from support.report.cost import Network, read_step
 from support.units import GB, MB
 
 WORK = "--seq_length 8 --batch_size 1 --optim sgd --precision fp32 --max_steps 12".split()

@@ -45,7 +45,7 @@ INSTALLED = {
     "compare-strategies": "compare_strategies.sh",
     "report-run": "scripts/report.py",
 }
-CODE_SUFFIXES = (".py", ".sh", ".slurm", ".template", ".md", ".def")
+CODE_SUFFIXES = (".py", ".sh", ".slurm", ".jinja", ".md", ".def")
 LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)")
 INLINE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
 COMMENT = re.compile(r"<!--.*?-->")

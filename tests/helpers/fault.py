@@ -60,31 +60,31 @@ def let_deepspeed_witness(file: str) -> None:
     when the run is over.
     """
     from support.report import metrics_log as metering
-    from support.report import results as reporting
+    from support.report.run import Run
 
-    end_step, complete = metering.MetricsLogger.end_step, reporting.Results.complete
+    end_step, complete = metering.MetricsLogger.end_step, Run.complete
 
     def end(metrics, *args):
         from deepspeed.comm import comm
 
         end_step(metrics, *args)
         if (
-            metrics.state.step == 2
+            metrics.meter.step == 2
         ):  # stage 3 gathers more in its first step, in which it learns the order of the layers
             comm.comms_logger.comms_dict.clear()
 
-    def write(results):
+    def write(run):
         from deepspeed.comm import comm
 
         counts = {
             op: {size: found[0] for size, found in sizes.items()}
             for op, sizes in comm.comms_logger.comms_dict.items()
         }
-        if results.ctx.is_main:
+        if run.ctx.is_main:
             Path(file).write_text(json.dumps(counts))
-        complete(results)
+        complete(run)
 
-    metering.MetricsLogger.end_step, reporting.Results.complete = end, write
+    metering.MetricsLogger.end_step, Run.complete = end, write
 
 
 def let_the_live_model_speak(file: str) -> None:
@@ -135,9 +135,9 @@ def main() -> None:
 
         compute, calls = loss.OutputLayer._loss, [0]
 
-        def not_a_number(layer, hidden):
+        def not_a_number(layer, *inputs):
             calls[0] += 1
-            return compute(layer, hidden) * (float("nan") if calls[0] == int(values[0]) else 1)
+            return compute(layer, *inputs) * (float("nan") if calls[0] == int(values[0]) else 1)
 
         loss.OutputLayer._loss = not_a_number
     elif kind == "infinite":

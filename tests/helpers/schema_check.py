@@ -1,65 +1,97 @@
-"""Comparison of results.json and metrics.jsonl with support/report/schema.py."""
+"""Comparison of results.json and metrics.jsonl with the tables of docs/OUTPUTS.md.
+
+A row is `key`, "type, unit", meaning. A type is int, number, text, bool, any, object, "list of …",
+"map to …", or "TYPE or null". "Keys: `a` (…), `b`." in a meaning names the keys of an object.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from support.report import schema
-from support.report.schema import Key
-
-SIMPLE: dict[str, Any] = {
-    "int": int,
-    "number": (int, float),
-    "text": str,
-    "bool": bool,
-    "any": object,
+PAGE = Path(__file__).parents[2] / "docs" / "OUTPUTS.md"
+ROW = re.compile(r"^\| `(\w+)` \| ([^|]+?) \| (.+) \|$", re.M)
+BY_STATUS = {  # the tables that a file must have
+    "completed": ["In every", "Once model", "Once training", "completed or", "run completed:"],
+    "preempted": ["In every", "Once model", "Once training", "completed or"],
 }
+SIMPLE: dict[str, Any] = {"int": int, "number": (int, float), "text": str, "bool": bool}
+SIMPLE |= {"object": dict, "map": dict, "list": list, "any": object}
 
 
-BEFORE_END = schema.AT_START + schema.BEFORE_END
-REQUIRED = {"completed": BEFORE_END + schema.AT_END, "preempted": BEFORE_END}
+@functools.cache
+def tables() -> dict[str, dict[str, tuple[str, set[str]]]]:
+    """{introduction of a table: {key: (type, keys of its objects)}}."""
+    found = {}
+    text = PAGE.read_text().partition("\n## results.json\n")[2]
+    for part in re.split(r"\n\n(?=[^|\n]+:\n\n\| key)", text):
+        keys = {}
+        for name, kind, meaning in ROW.findall(part):
+            inner = re.search(r"Keys: (.+)", meaning)
+            keys[name] = (
+                kind,
+                set(re.findall(r"`(\w+)`(?= \(|,|$)", inner[1])) if inner else set(),
+            )
+        found[part.strip().partition("\n")[0]] = keys
+    return found
+
+
+def table(*starts: str) -> dict[str, tuple[str, set[str]]]:
+    """The keys of all tables whose introduction contains one of the texts."""
+    return {
+        key: entry
+        for introduction, keys in tables().items()
+        if any(start in introduction for start in starts)
+        for key, entry in keys.items()
+    }
 
 
 def problems_of_results(results: dict) -> Iterator[str]:
-    """Yield what in results.json does not agree with the schema, given how the run ended."""
-    required = REQUIRED.get(str(results.get("status")), schema.AT_START)
-    yield from (f"{key.name} is missing" for key in required if key.name not in results)
-    yield from _problems(results, (replace(key, optional=True) for key in schema.RESULTS), "")
+    """Yield what in results.json does not agree with the page, given how the run ended."""
+    required = table(*BY_STATUS.get(str(results.get("status")), ["In every"]))
+    yield from (f"{key} is missing" for key in required if key not in results)
+    known = table("In every", "Once", "If the run")
+    yield from problems_of(results, known, "")
+    if isinstance(results.get("memory"), dict):
+        yield from problems_of(results["memory"], table("of `memory`"), "memory.")
+    if isinstance(results.get("dataset"), dict):
+        yield from problems_of(results["dataset"], table("of `dataset`"), "dataset.")
 
 
 def problems_of_metrics(record: dict) -> Iterator[str]:
-    """Yield what in a line of metrics.jsonl does not agree with the schema."""
-    yield from _problems(record, schema.EVALUATION if "eval_loss" in record else schema.STEP, "")
+    """Yield what in a line of metrics.jsonl does not agree with the page."""
+    keys = table("Of an evaluation" if "eval_loss" in record else "Of a step")
+    yield from (f"{key} is missing" for key in keys if key not in record)
+    yield from problems_of(record, keys, "")
 
 
-def _problems(value: dict, keys: Iterable[Key], where: str) -> Iterator[str]:
-    by_name = {key.name: key for key in keys}
-    for key in by_name.values():
-        if not key.optional and key.name not in value:
-            yield f"{where}{key.name} is missing"
-    for name, inner in value.items():
-        if name not in by_name:
-            yield f"{where}{name} is not in the schema"
-        else:
-            yield from _type_problems(inner, by_name[name].type, by_name[name], f"{where}{name}")
+def problems_of(value: dict, keys: dict[str, tuple[str, set[str]]], where: str) -> Iterator[str]:
+    for name, item in value.items():
+        if name not in keys:
+            yield f"{where}{name} is not in {PAGE.name}"
+            continue
+        kind, inner = keys[name]
+        kind = kind.partition(",")[0]
+        if item is None and kind.endswith(" or null"):
+            continue
+        first = kind.split()[0]
+        if not isinstance(item, SIMPLE[first]) or (first in ("int", "number") and item is True):
+            yield f"{where}{name} is {item!r}, not {kind}"
+        for entry in objects_of(item, kind) if inner else ():
+            if extra := entry.keys() ^ inner:
+                yield f"{where}{name} has other keys than the page: {sorted(extra)}"
 
 
-def _type_problems(value, kind: str, key: Key, where: str) -> Iterator[str]:
-    kind, nullable = (kind[:-8], True) if kind.endswith(" or null") else (kind, False)
-    inner = kind.split(" ", 2)[-1].removeprefix("(").removesuffix(")")
-    if value is None and nullable:
-        return
-    if kind == "object" and isinstance(value, dict):
-        yield from _problems(value, key.keys, f"{where}.")
-    elif kind.startswith("map to ") and isinstance(value, dict):
-        for name, item in value.items():
-            yield from _type_problems(item, inner, key, f"{where}.{name}")
-    elif kind.startswith("list of ") and isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from _type_problems(item, inner, key, f"{where}[{number}]")
-    elif not isinstance(value, SIMPLE.get(kind, ())) or (
-        kind in ("int", "number") and value is True
-    ):
-        yield f"{where} is {value!r}, not {kind}"
+def objects_of(value: Any, kind: str) -> Iterator[dict]:
+    """The objects in a value of a type such as "list of (map to object or null)"."""
+    if isinstance(value, list):
+        for item in value:
+            yield from objects_of(item, kind.partition("of ")[2])
+    elif isinstance(value, dict) and "map to" in kind:
+        for item in value.values():
+            yield from objects_of(item, kind.partition("map to ")[2])
+    elif isinstance(value, dict):
+        yield value

@@ -38,6 +38,7 @@ def stream_of(file, tokenizer, **flags):
     run = SimpleNamespace(
         is_main=True,
         rank=0,
+        device=SimpleNamespace(type="cpu"),
         world_size=1,
         all_gather=lambda value: [value],
         broadcast_from_rank0=lambda value: value,

@@ -258,26 +258,6 @@ def scripts() -> Tokenizer:
     )
 
 
-def fixed_length() -> Tokenizer:
-    return (
-        _bpe(_split("(?s).{7}"))
-        if not hasattr(pre_tokenizers, "FixedLength")
-        else _bpe(pre_tokenizers.FixedLength(7))
-    )
-
-
-def three_words() -> Tokenizer:
-    """Pre-tokens of three words, counted from the beginning of the document."""
-    return _bpe(pre_tokenizers.Sequence([_split(r"(?:\S+\s+){3}"), _byte_level()]))
-
-
-def quotes() -> Tokenizer:
-    """What is between quotes is one pre-token: a quote means the opposite after an odd number of
-    them.
-    """
-    return _bpe(pre_tokenizers.Sequence([_split('"[^"]*"'), _byte_level()]))
-
-
 KINDS = [
     gpt2,
     roberta,
@@ -293,9 +273,6 @@ KINDS = [
     unigram_unsplit,
     bert,
     scripts,
-    fixed_length,
-    three_words,
-    quotes,
 ]
 
 

@@ -8,27 +8,10 @@ from conftest import assert_close
 
 # Global batches of 6 blocks on 40: an epoch has 7 steps, the last one short. The schedule spans the
 # whole run.
-WORK = [
-    "--seq_length",
-    "32",
-    "--num_samples",
-    "40",
-    "--epochs",
-    "2",
-    "--dropout",
-    "0",
-    "--eval_samples",
-    "9",
-    "--precision",
-    "fp32",
-    "--lr_scheduler",
-    "cosine",
-    "--warmup_steps",
-    "3",
-    "--save_every",
-    "2",
-    "--no_export",
-]
+WORK = (
+    "--seq_length 32 --num_samples 40 --epochs 2 --dropout 0 --eval_samples 9 --precision fp32 "
+    "--lr_scheduler cosine --warmup_steps 3 --save_every 2 --no_export"
+).split()
 SPLIT = {
     1: ["--batch_size", "2", "--gradient_accumulation_steps", "3"],
     2: ["--batch_size", "1", "--gradient_accumulation_steps", "3"],
@@ -163,16 +146,7 @@ def test_other_global_batch_is_refused_and_forced_keeps_the_position_in_the_data
 
 
 def test_another_precision_goes_on_too(script):
-    work = [
-        "--seq_length",
-        "32",
-        "--num_samples",
-        "24",
-        "--batch_size",
-        "4",
-        "--no_eval",
-        "--no_export",
-    ]
+    work = ("--seq_length 32 --num_samples 24 --batch_size 4 --no_eval --no_export").split()
     whole = script(*work, "--precision", "fp32", "--save_every", "3")
     run = script(
         *work, "--precision", "bf16", "--strategy", "zero1", "--resume", checkpoint(whole, 3)

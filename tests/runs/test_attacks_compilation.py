@@ -99,20 +99,22 @@ def test_nothing_is_compiled_twice(builder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.soak),
-        pytest.param(signal.SIGINT, marks=pytest.mark.soak),
-    ],
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)]
 )
-def test_killed_compilation_leaves_no_compiler_and_no_lock(builder, tmp_path, number):
+def test_ended_compilation_leaves_no_compiler(builder, tmp_path, number):
     first = builder(1000)
     running = running_compilers(tmp_path)
     first.send_signal(number)
     first.communicate(timeout=20)
     _, alive = psutil.wait_procs(running, 10)
     assert alive == []
+
+
+def test_killed_compilation_leaves_no_lock(builder, tmp_path):
+    first = builder(20)
+    running_compilers(tmp_path)
+    first.kill()
+    first.communicate(timeout=20)
     out, err = finish(builder(), 120)
     assert "cpu_adam: compiled in" in out, out + err
     [folder] = (tmp_path / "extensions").iterdir()

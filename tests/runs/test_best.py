@@ -5,26 +5,10 @@ import json
 import pytest
 
 # 24 blocks, seen again and again at a high rate: what was held out gets worse before long.
-WORK = [
-    "--seq_length",
-    "32",
-    "--num_samples",
-    "24",
-    "--batch_size",
-    "8",
-    "--epochs",
-    "20",
-    "--lr",
-    "3e-3",
-    "--precision",
-    "fp32",
-    "--eval_every",
-    "4",
-    "--eval_samples",
-    "16",
-    "--lr_scheduler",
-    "constant",
-]
+WORK = (
+    "--seq_length 32 --num_samples 24 --batch_size 8 --epochs 20 --lr 3e-3 --precision fp32 "
+    "--eval_every 4 --eval_samples 16 --lr_scheduler constant"
+).split()
 
 
 def test_early_stopping_keeps_and_exports_the_best(script, tmp_path):

@@ -31,24 +31,10 @@ from conftest import (
 )
 
 # Global batches of 8 blocks: an epoch has 5 steps, the last one short. Dropout on.
-WORK = [
-    "--dropout",
-    "0.1",
-    "--seq_length",
-    "32",
-    "--num_samples",
-    "37",
-    "--batch_size",
-    "2",
-    "--epochs",
-    "2",
-    "--eval_samples",
-    "9",
-    "--lr_scheduler",
-    "cosine",
-    "--warmup_steps",
-    "3",
-]
+WORK = (
+    "--dropout 0.1 --seq_length 32 --num_samples 37 --batch_size 2 --epochs 2 --eval_samples 9 "
+    "--lr_scheduler cosine --warmup_steps 3"
+).split()
 ON_TWO = [*WORK, "--gradient_accumulation_steps", "2"]
 ON_ONE = [*WORK, "--gradient_accumulation_steps", "4", "--precision", "fp32"]
 PARAMETERS = 4_339_200

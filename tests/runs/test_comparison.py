@@ -127,7 +127,7 @@ def test_simulated_comparison(tmp_path, compare):
     code, out, found = compare(
         tmp_path, "tiny-gpt2", *SMALL, STRATEGIES="dp zero2 fsdp", SIMULATE_GPUS=4
     )
-    assert code == 0 and "memory simulation" in out, out
+    assert code == 0 and "memory simulation" in flat(out), out
     assert (
         found["work"]["simulated_world_size"] == 4
         and found["work"]["world_size"] == 1
@@ -257,14 +257,16 @@ def test_files(all_seven):
     name = "comparison_results_tiny-gpt2"
     for suffix in (".txt", ".json", ".md", ".png"):
         assert f"{name}{suffix}" in out
-    text = (folder / f"{name}.txt").read_text()
+    text, markdown = ((folder / f"{name}.{suffix}").read_text() for suffix in ("txt", "md"))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    text = flat(text)
     for strategy in STRATEGIES:  # the table, and the exact command
         assert re.search(rf"^{strategy} +completed ", text, re.M)
-        assert re.search(rf"--precision bf16 --strategy {strategy}$", text, re.M)
+        assert re.search(rf"--precision bf16 --strategy {strategy}$", markdown, re.M)
     assert (
         "torch 2" in text and re.search(r"cores? of", text) and re.search(r"20\d\d-\d\d-\d\d", text)
     )
-    assert (folder / f"{name}.md").read_text().count("| completed") == 7
+    assert markdown.count("| completed") == 7
     from matplotlib.image import imread
 
     picture = imread(folder / f"{name}.png")
@@ -284,157 +286,20 @@ def test_report_is_rebuilt_from_saved_runs_alone(all_seven, tmp_path, report):
         }
 
 
-@pytest.mark.parametrize(
-    "strategy, change, status, said",
-    [
-        ("zero2", {"seed": 43}, "other_work", "seed is 43"),
-        ("zero3", {"steps": 80}, "failed", "every step"),
-        (
-            "zero1",
-            {"train_loss_last": None},
-            "failed",
-            "train_loss_last is None",
-        ),  # an older version's, or --eval_only's
-        ("fsdp", {"simulated_world_size": 4}, "other_work", "simulated_world_size"),
-    ],
-)
-def test_a_result_of_other_work_is_never_mixed_in(
-    all_seven, tmp_path, strategy, change, status, said, report
-):
-    copy = tmp_path / "tiny-gpt2"
-    shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2", copy)
-    file = copy / strategy / "1" / "results.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    code, out, found = report(copy, tmp_path)
-    row = by_strategy(found)[strategy]
-    assert code == 1
-    assert row["status"] == status and said in row["reason"] and row["samples_per_second"] is None
-    assert said in flat(out)
-
-
-def test_tolerance_follows_the_precision(all_seven, tmp_path, report):
-    """What is rounding in bf16 is another model in fp32."""
-    copy = tmp_path / "tiny-gpt2"
-    shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2", copy)
-    for results in copy.glob("*/1/results.json"):
-        results.write_text(json.dumps({**json.loads(results.read_text()), "precision": "fp32"}))
-    code, _, found = report(copy, tmp_path)
-    assert code == 1 and not found["same_model"] and "zero1" in found["departing"]
-
-
-@pytest.mark.parametrize("steps, same", [([2], True), ([9, 10], True), (range(8, 21), False)])
-def test_in_bf16_a_difference_counts_that_lasts(all_seven, tmp_path, steps, same, report):
-    copy = tmp_path / "tiny-gpt2"
-    for strategy in ("dp", "zero1"):
-        shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2" / strategy, copy / strategy)
-    file = copy / "zero1" / "1" / "metrics.jsonl"
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    moved = [
-        {**record, "loss": record["loss"] * (1.02 if record["step"] in steps else 1)}
-        for record in records
-    ]
-    file.write_text("".join(json.dumps(record) + "\n" for record in moved))
-    code, _, found = report(copy, tmp_path)
-    assert (code, found["same_model"]) == (0 if same else 1, same)
-
-
-def test_repeats_give_medians_and_spread(all_seven, tmp_path, report):
-    runs = all_seven[0] / "comparison_runs" / "tiny-gpt2"
-    copy = tmp_path / "tiny-gpt2"
-    for repeat, factor in enumerate((1.0, 2.0, 1.5), 1):
-        for strategy in ("dp", "zero1"):
-            shutil.copytree(runs / strategy / "1", copy / strategy / str(repeat))
-            file = copy / strategy / str(repeat) / "results.json"
-            results = json.loads(file.read_text())
-            results["samples_per_second"] = 100.0 * (factor if strategy == "zero1" else 1.0)
-            file.write_text(json.dumps(results))
-    _, _, found = report(copy, tmp_path)
-    row = by_strategy(found)["zero1"]
-    assert (row["samples_per_second"], row["speed"], row["speed_low"], row["speed_high"]) == (
-        150,
-        1.5,
-        1.0,
-        2.0,
-    )
-
-
-def test_repeats_of_the_reference_that_differ(all_seven, tmp_path, report):
-    """No strategy is left that could be recommended."""
-    runs = all_seven[0] / "comparison_runs" / "tiny-gpt2"
-    copy = tmp_path / "tiny-gpt2"
-    for repeat in ("1", "2"):
-        shutil.copytree(runs / "dp" / "1", copy / "dp" / repeat)
-    file = copy / "dp" / "2" / "metrics.jsonl"
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    lines = [json.dumps(r | ({"loss": 1.5 * r["loss"]} if "loss" in r else {})) for r in records]
-    file.write_text("\n".join(lines) + "\n")
-    code, out, found = report(copy, tmp_path)
-    assert code == 1 and found["departing"] == ["dp"], out
-    assert "own repeats differ" in flat(out) and "Fastest" not in out
-
-
-def test_a_repeat_that_fails_shows_and_the_others_count(all_seven, tmp_path, report):
-    copy = tmp_path / "tiny-gpt2"
-    for repeat in (1, 2):
-        for strategy in ("dp", "zero1"):
-            shutil.copytree(
-                all_seven[0] / "comparison_runs" / "tiny-gpt2" / strategy / "1",
-                copy / strategy / str(repeat),
-            )
-    (copy / "zero1" / "2" / "outcome.txt").write_text("exit 1\n")
-    (copy / "zero1" / "2" / "results.json").write_text(
-        '{"status": "failed", "reason": "its own reason"}'
-    )
-    code, out, found = report(copy, tmp_path)
-    row = by_strategy(found)["zero1"]
-    assert code == 1 and row["status"] == "failed" and row["final_loss"] is not None
-    assert "1 of 2 repeats completed" in flat(out) and "its own reason" in flat(out)
-
-
-def test_figures_of_a_gpu(all_seven, tmp_path, report):
-    """There is no GPU here: the saved runs are changed to say what a GPU's would, and the report
-    must follow.
-    """
-    copy = tmp_path / "tiny-gpt2"
-    shutil.copytree(all_seven[0] / "comparison_runs" / "tiny-gpt2", copy)
-    peaks = {
-        "dp": 8,
-        "zero1": 6,
-        "zero2": 5,
-        "zero3": 4,
-        "offload": 3,
-        "infinity": 3.5,
-        "fsdp": 4.5,
-    }
-    for file in copy.glob("*/1/results.json"):
-        results = json.loads(file.read_text())
-        results["device"] = "cuda"
-        results["hardware"].update(gpu="a GPU", gpu_memory_bytes=16 * 2**30)
-        results["memory"]["peak_bytes"] = [2**30, peaks.get(results["strategy"], 1) * 2**30]
-        file.write_text(json.dumps(results))
-    code, out, found = report(copy, tmp_path)
-    rows = by_strategy(found)
-    assert code == 0
-    assert {name: row["memory_bytes"] / 2**30 for name, row in rows.items()} == peaks
-    assert rows["zero2"]["saved"] == 1 - 5 / 8
-    assert (
-        "Least GPU memory: offload, 3.00 GB per rank at its peak" in flat(out)
-        and "2 GPUs" in out
-        and "On a CPU" not in out
-    )
-
-
 def test_resume_does_only_what_is_missing(all_seven, compare):
     folder, _, before = all_seven
     runs = folder / "comparison_runs" / "tiny-gpt2"
     kept = {
         file: file.stat().st_mtime_ns
         for file in runs.glob("*/1/results.json")
-        if file.parent.parent.name != "zero1"
+        if file.parent.parent.name not in ("zero1", "control")
     }
     (runs / "zero1" / "1" / "outcome.txt").write_text("interrupted\n")
     code, out, found = compare(folder, "tiny-gpt2", *BF16, RESUME=1)
-    assert code == 0 and out.count("(kept)") == 7  # the control, too
+    assert code == 0 and out.count("(kept)") == 6
+    status = {row["strategy"]: row["attempts"][0]["kept"] for row in found["strategies"]}
+    assert [name for name, kept in status.items() if not kept] == ["zero1"]
+    assert not found["control"]["attempts"][0]["kept"]  # it shows whether the load has changed
     assert by_strategy(found)["zero1"]["status"] == "completed"
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
     assert by_strategy(found)["zero1"]["final_loss"] == by_strategy(before)["zero1"]["final_loss"]
@@ -498,7 +363,7 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_s
     assert rows["zero1"]["departs_at"] == 2  # step 1 comes before any update
     said = flat(out)
     assert "SIGKILL" in rows["fsdp"]["reason"]
-    assert "zero1 does not train the same model" in said
+    assert "zero1: the losses differ from those of dp from step 2" in said
     assert "a planted crash" in rows["zero2"]["reason"]
     assert "comparison_runs/tiny-gpt2/zero2/1/log.txt" in said
     assert f"{limit} s" in rows["zero3"]["reason"]
@@ -534,13 +399,12 @@ def test_without_libaio_infinity_is_skipped_and_dp_may_be_left_out(
         and "apt install libaio-dev" in rows["infinity"]["reason"]
     )
     assert rows["zero1"]["status"] == "completed" and rows["zero1"]["saved"] is None
-    assert found["reference"] == "zero1" and "dp, the plain reference, was left out" in out
+    assert found["reference"] == "zero1" and "dp, the plain reference, was left out" in flat(out)
     assert found["same_model"] is None and found["control"] is None  # nothing was compared
     assert "One process cannot show" in out
-    assert (
-        found["work"]["steps"] == found["step_cap"] == 30
-        and "30 steps (the comparison's default cap), 2 repeats" in out
-    )
+    assert found["work"]["steps"] == found[
+        "step_cap"
+    ] == 30 and "30 steps (the comparison's default cap), 2 repeats" in flat(out)
     started = [
         row["attempts"][repeat]["started_at"]
         for repeat in (0, 1)

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import PROJECT, assert_close, finish, free_port, load_exported, start
 
-from support.checkpoints.convert import load_tensors
+from support.checkpoints.foreign import load_tensors
 
 CONVERT = [sys.executable, PROJECT / "scripts" / "convert_checkpoint.py"]
 WORK = ["--seq_length", "32", "--num_samples", "8", "--batch_size", "2", "--no_eval"]
@@ -150,7 +150,7 @@ def test_a_damaged_or_wrong_source_is_refused(saved, convert, tmp_path):
         ((copy, "--inspect"), "damaged"),
         ((tmp_path / "no", "--inspect"), "no such folder"),
         ((saved.folder, "--to", "hf"), "OUT"),
-        ((PROJECT / "docs", "--inspect"), "manifest"),
+        ((PROJECT / "docs", "--inspect"), "contains no checkpoint"),
         ((PROJECT / "docs", "--to", "checkpoint", tmp_path / "x"), "Trainer"),
     ]:
         code, out = convert(*args)

@@ -44,6 +44,38 @@ def test_cpu_part(tmp_path, strategies):
     assert " ".join(command) in report
 
 
+def test_features_on_a_cpu(tmp_path, monkeypatch, capsys):
+    """The cheap ones, with runs that are not made up."""
+    cheap = [gpu_check.check_accumulation, gpu_check.check_packing, gpu_check.check_export]
+    monkeypatch.setattr(gpu_check, "FEATURES", cheap)
+    code = gpu_check.main(["7", "--strategies", "dp", "--out", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()[1:-1]
+    assert code == 0 and [line.partition(":")[0] for line in lines] == [
+        *("PASS features", "PASS accumulation", "PASS packing with isolation"),
+        "PASS the export loaded again",
+    ], lines
+
+
+def test_shares_of_kernels():
+    def event(category, name, start, seconds):
+        return {"cat": category, "name": name, "ts": start, "dur": seconds}
+
+    events = [
+        event("kernel", "flash_fwd", 0, 10),
+        event("kernel", "vectorized_elementwise", 10, 20),
+        event("gpu_user_annotation", "head", 40, 30),
+        event("kernel", "gemm", 40, 25),
+        event("kernel", "gemm", 80, 20),
+        event("cpu_op", "aten::mm", 0, 1000),
+    ]
+    shares = gpu_check.kernel_shares(events)
+    assert {part: round(share, 6) for part, share in shares.items() if share} == {
+        **{"head": 0.25, "attention": 0.1, "elementwise": 0.2},
+        **{"matrix products": 0.2, "idle": 0.25},
+    }
+    assert gpu_check.kernel_shares(events[2:3]) == {}
+
+
 def test_broken_run_is_a_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "SCRIPT", FAULT)
     monkeypatch.setattr(bench, "SCRIPT", FAULT)
@@ -124,6 +156,7 @@ class Pretended(bench.Bench):
         results = {
             "memory": memory,
             "world_size": int(tasks),
+            "eval_loss": 4.0,
             "tokens_per_second": 1e5,
             "mfu": 0.3,
             "step_seconds": {"median": 0.05},
@@ -140,14 +173,24 @@ class Pretended(bench.Bench):
             run["files"]["hf/model.safetensors"] = ""
         if flags.get("--max_steps") == "1000000":
             run |= {"code": 75, "status": "preempted", "losses": {1: 5, 2: 4, 3: 3}}
-        if int(flags.get("--batch_size", 1)) >= 256:
+        if int(flags.get("--batch_size", 1)) >= 256 and "--auto_micro_batch" not in flags:
             advice = "--batch_size 64 --gradient_accumulation_steps 4: 60.1 of 80.0 GB"
             run |= {"code": 3, "status": "oom", "log": f"❌ CUDA out of memory\n  {advice}"}
         if "synchronizing_calls.py" in command[1]:
-            calls = [{"count": 20, "call": "torch/x.py:1", "project": "support/y.py:2"}]
+            calls = [{"count": 10, "call": "torch/x.py:1", "project": "support/y.py:2"}]
             run["files"][command[2]] = json.dumps({"steps": 10, "calls": calls})
+        if "--lora_r" in flags:
+            run["files"]["hf/adapter_model.safetensors"] = ""
+        if "--profile" in flags:
+            kernel = {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 2}
+            trace = Path(flags["--profile"]) / "trace-rank0.json"
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            trace.write_text(json.dumps({"traceEvents": [kernel]}))
         if "benchmarks.peers" in command:
-            run["log"] = f"round 1\n### {flags['--cases']}\n\n| {flags['--only']} | 100000 |\n"
+            # As benchmarks/peers.py does: a program alone has no ratio.
+            programs = flags["--only"].split(",")
+            ratio = "1.10" if len(programs) == 2 else "FAIL"
+            run["log"] = f"round 1\n\n| {programs[-1]} | 100000 | {ratio} |\n"
         return run
 
     @staticmethod
@@ -186,11 +229,12 @@ def test_all_parts_pass_where_all_runs_are_right(pretend):
         assert f"PASS fp16 {strategy}: " in "\n".join(lines)
         assert f"PASS srun, 2 ranks, {strategy}: " in "\n".join(lines)
     assert "| dp | 17.850 | 17.000 | +5.0% | 20.000 | 1.000 | — | 2.000 |" in report
-    assert "32 sequences, compiled\n\n| Trainer | 100000 |" in report
-    assert "| zero3 | 2 | torch/x.py:1 | support/y.py:2 |" in report
+    assert "32 sequences, compiled\n\n| Trainer | 100000 | 1.10 |" in report
+    assert "| matrix products | 100.0% |" in report
+    assert "| zero3 | 1 | torch/x.py:1 | support/y.py:2 |" in report
     text = "\n".join(commands)
     assert "--fsdp_config" in text and "--batch_size 64 --gradient_accumulation_steps 4" in text
-    assert text.count("benchmarks.peers") == 8 and text.count("--simulate_gpus 8") == 7
+    assert text.count("benchmarks.peers") == 4 and text.count("--simulate_gpus 8") == 7
     assert text.count("--model gpt2-medium") == text.count("--simulate_gpus 4") == 3
 
 
@@ -218,6 +262,13 @@ def peak_of(size):
         **results,
         "memory": {**results["memory"], "step_bytes_by_rank": [{"forward": {"peak": size * GB}}]},
     }
+
+
+def many_calls(flags, run):
+    if flags["folder"] == "sync-fsdp":
+        [file] = run["files"]
+        call = {"count": 15, "call": "torch/x.py:1", "project": "support/y.py:2"}
+        run["files"][file] = json.dumps({"steps": 10, "calls": [call]})
 
 
 @pytest.mark.parametrize(
@@ -257,6 +308,7 @@ def peak_of(size):
         (3, at("oom", code=1), "out of memory: exit code 1 instead of 3"),
         (3, at("oom", log="❌ CUDA out of memory"), "out of memory: no smaller batch is advised"),
         (3, at("oom-advice", code=3), "following the advice: exit code 3"),
+        (3, many_calls, "synchronizing calls fsdp: 1.5 a step (limit 1)"),
         (3, at("sync-dp", files=without("sync")), "synchronizing calls dp: nothing was recorded"),
         (
             4,
@@ -270,16 +322,21 @@ def peak_of(size):
         ),
         (
             5,
-            at("speed-eager-4-ours", log="a line"),
-            "speed, One GPU, bf16, 4 sequences, eager, ours: no result: a line",
+            at("speed-compiled", code=1, log="TypeError: y"),
+            "speed, One GPU, bf16, 32 sequences, compiled: no result: TypeError: y",
         ),
-        (
-            5,
-            at("speed-compiled-Trainer", code=1, log="TypeError: y"),
-            "speed, One GPU, bf16, 32 sequences, compiled, Trainer: no result: TypeError: y",
-        ),
+        (5, at("profile", code=1), "profile of a step: exit code 1"),
         (6, at("torchrun-zero3", losses=slower_by(2e-3)), "torchrun, 2 ranks, zero3: loss off"),
         (6, at("srun-dp", results={"world_size": 1}), "srun, 2 ranks, dp: 1 ranks instead of 2"),
+        (7, at("compile-fsdp", losses=slower_by(2e-3)), "--compile fsdp: loss off"),
+        (7, at("accumulation", losses=slower_by(2e-3)), "accumulation: loss off"),
+        (7, at("lora", losses=slower_by(0.2)), "LoRA: loss off"),
+        (7, at("lora", files=without("adapter")), "LoRA: no exported adapters"),
+        (7, at("lora-4bit", losses=slower_by(0.2)), "LoRA, 4 bit: loss off"),
+        (7, at("packing", losses=slower_by(2e-3)), "packing with isolation: loss off"),
+        (7, at("prove", code=1), "--prove: exit code 1"),
+        (7, at("auto-micro-batch", code=3), "--auto_micro_batch: exit code 3"),
+        (7, at("export-reloaded", results={"eval_loss": 4.1}), "the export loaded again: loss off"),
     ],
 )
 def test_every_check_can_fail(pretend, part, fault, failed):

@@ -1,18 +1,21 @@
 """Attention stays within a document, and a model that cannot do so is recognized without weights."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support import patches
-from support.data.batches import label_text
+from support.data.sequences import Padding, micro_batch
 from support.errors import UserError
 from support.labels import IGNORED
-from support.model import isolation
+from support.model import isolation, loss
+from support.model import resolve as models
 
 # Older versions do not know some of these models, and isolate documents in fewer of them.
 pytestmark = pytest.mark.skipif(
@@ -49,8 +52,15 @@ REFUSED = ["opt", "bloom", "mamba", "falcon_h1", "lfm2", "gptj", "gpt_neo"]
 DOCUMENTS = [[5, 9, 2, 7, 7, 3, 0], [8, 1, 6, 4, 2, 9]]
 
 
+DROPOUT = (
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout"),
+    *("dropout", "activation_dropout", "resid_dropout", "embed_dropout"),
+)
+
+
 def config_of(name: str):
-    sizes = {**SIZES, **OTHERS.get(name, {})}
+    """With dropout, as many models of the hub have it."""
+    sizes = {**SIZES, **OTHERS.get(name, {}), **dict.fromkeys(DROPOUT, 0.1)}
     return AutoConfig.for_model(name, **sizes)
 
 
@@ -88,6 +98,23 @@ def test_logits_of_a_document_do_not_depend_on_the_document_before(name):
     assert not torch.allclose(*plain, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ISOLATING)
+def test_packed_loss_is_the_loss_of_the_documents_alone(name):
+    torch.manual_seed(0)
+    model = models.from_config(config_of(name)).eval()
+    assert loss.returns_plain_logits(model.config)
+    loss.add_loss(model)
+    tokens = torch.tensor(sum(len(document) - 1 for document in DOCUMENTS))
+
+    def loss_of(rows):
+        inputs, labels, positions = label_text(torch.tensor([rows]), end_of_text=0)
+        with torch.no_grad():
+            return loss.next_token_loss(model, inputs, labels, tokens, positions).item()
+
+    packed, alone = loss_of(DOCUMENTS[0] + DOCUMENTS[1]), sum(map(loss_of, DOCUMENTS))
+    assert packed == pytest.approx(alone, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_mixing_of_tokens_is_recognized(name):
     assert not isolation.masks_documents(config_of(name))
@@ -105,6 +132,52 @@ def test_what_cannot_be_isolated_is_refused(monkeypatch):
     monkeypatch.setattr(transformers, "__version__", "4.52.4")
     with pytest.raises(UserError, match=r"4\.53\.3 or newer"):
         isolation.check_isolation(config_of("gpt2"), tokenizer, args)
+
+
+def label_text(inputs, end_of_text):
+    parts = [[(row.numpy(), end_of_text)] for row in inputs]
+    return micro_batch(parts, Padding(inputs.shape[1], 1, fixed=False))
+
+
+def test_an_error_of_the_probe_is_not_taken_for_an_answer(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("a planted failure")
+
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "forward", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        isolation.masks_documents(config_of("gpt2"))
+
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_block_mask_gives_the_logits_of_the_dense_mask(name, monkeypatch):
+    """Without compilation, which takes 30 s on a CPU; FlexAttention does not train there."""
+    sizes = {**SIZES, **OTHERS.get(name, {}), **dict.fromkeys(DROPOUT, 0.0)}
+    dense = AutoConfig.for_model(name, **{**sizes, "head_dim": 16, "hidden_size": 64, "n_embd": 64})
+    block = copy.deepcopy(dense)
+    assert isolation.choose_block_mask(block, CUDA) and not isolation.choose_block_mask(dense, CPU)
+    assert not isolation.choose_block_mask(config_of(name), CUDA)  # attention dropout
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(dense).eval()
+    other = AutoModelForCausalLM.from_config(block).eval()
+    other.load_state_dict(model.state_dict())
+    first, second = DOCUMENTS
+    _, _, positions = label_text(torch.tensor([first + second]), end_of_text=0)
+    expected = logits_of(model, first + second, positions)
+    masks = []
+
+    def uncompiled(*args, training, **options):
+        masks.append(options["block_mask"])
+        return flex_attention(*args, **options)
+
+    module = "transformers.integrations.flex_attention.compile_friendly_flex_attention"
+    monkeypatch.setattr(module, uncompiled)
+    with torch.compiler.set_stance("force_eager"):  # also for the mask
+        found = logits_of(other, first + second, positions)
+    assert len(masks) == 2 and type(masks[0]).__name__ == "BlockMask"
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_positions_restart_after_an_end_of_text():

@@ -2,6 +2,8 @@
 GPU.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,10 @@ import transformers
 from conftest import FAULT
 from operations import Operations
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from support import patches
+from support import chunks, patches
 from support.data.batches import IGNORED
 from support.model import loss
 from support.model import resolve as models
@@ -36,7 +40,8 @@ LLAMA = transformers.LlamaConfig(**SIZES)
 def setting(monkeypatch):
     """Ten tokens at a time; and no check of the positions, which on the meta device have no values."""
     patches.replace_packed_sequence_check(isolate=False)
-    monkeypatch.setitem(loss.LOGITS_CHUNK, "cpu", 10 * VOCABULARY)
+    patches.skip_padding_check()
+    monkeypatch.setitem(chunks.LOGITS_CHUNK, "cpu", 10 * VOCABULARY)
 
 
 def output_layer(dtype, bias=False) -> nn.Linear:
@@ -54,12 +59,8 @@ def batch(dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden, targets
 
 
-def in_parts(head, hidden, targets, divisor=20.0) -> torch.Tensor:
-    head.targets, head.divisor = targets, torch.tensor(divisor)
-    try:
-        return head(hidden)
-    finally:
-        head.targets = head.divisor = None
+def in_parts(head, hidden, targets) -> torch.Tensor:
+    return head(hidden, targets, torch.tensor(20))
 
 
 def gradients_of(value, *tensors, factor=1.0):
@@ -94,6 +95,46 @@ def test_loss_and_gradients_are_those_of_cross_entropy(dtype, close, bias):
         assert (found - right).norm() < close * right.norm()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_padded_vocabulary_changes_neither_loss_nor_gradients(dtype, close, bias):
+    """As on CUDA, where the vocabulary and the rows of a chunk are multiples of 128."""
+    head, (hidden, targets) = output_layer(dtype, bias), batch(dtype)
+    inputs = (hidden.detach()[0], head.weight.detach(), head.bias.detach() if bias else None)
+    rest = (targets[0], torch.tensor(0.05), dtype, (True, True, bias))
+    expected, expected_gradients = loss._loss_and_gradients(*(inputs, *rest))
+    found, gradients = loss._loss_and_gradients(*(inputs, *rest), alignment=8)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    for a, b in zip(gradients, expected_gradients, strict=True):
+        assert (a is b is None) or (a.shape == b.shape and (a - b).norm() <= close * b.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_on_cuda_are_aligned(dtype):
+    """Fake tensors on CUDA: the kernels do not run, but shapes and dtypes are theirs."""
+    shapes = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "mm" in str(func):
+                shapes.extend((x.shape, x.dtype) for x in args if isinstance(x, torch.Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Record():
+        hidden = torch.empty(300, HIDDEN, device="cuda", dtype=dtype)
+        weight = torch.empty(VOCABULARY, HIDDEN, device="cuda", dtype=dtype)
+        targets = torch.zeros(300, device="cuda", dtype=torch.long)
+        scale = torch.ones((), device="cuda")
+        value, [_, of_weight, _] = loss._loss_and_gradients(
+            (hidden, weight, None), targets, scale, dtype, (False, True, False)
+        )
+    assert value.dtype == torch.float32
+    assert of_weight.shape == weight.shape
+    assert {found for _, found in shapes} == {dtype}  # fp32 sums come from 16-bit products
+    columns = {shape[-1] for shape, _ in shapes} - {HIDDEN, 300}
+    assert columns == ({128} if dtype == torch.bfloat16 else {VOCABULARY})
+
+
 def test_under_autocast_the_weights_gradient_is_summed_in_fp32():
     head, (hidden, targets) = output_layer(torch.float32), batch(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -125,7 +166,7 @@ def test_memory_is_that_of_one_part(dtype, item, monkeypatch):
     """Of 100 tokens in parts of 10, `item` bytes for an element of the logits; and what the weight
     needs.
     """
-    monkeypatch.setitem(loss.LOGITS_CHUNK, "cpu", 10 * 5000)
+    monkeypatch.setitem(chunks.LOGITS_CHUNK, "cpu", 10 * 5000)
     head = nn.Linear(4, 5000, bias=False, dtype=dtype)
     head.__class__ = loss.OutputLayer
     hidden = torch.randn(1, 100, 4, dtype=dtype, requires_grad=True)
@@ -140,6 +181,11 @@ def test_memory_is_that_of_one_part(dtype, item, monkeypatch):
             peak = max(peak, live)
     part, weight = item * 10 * 5000, (4 + dtype.itemsize) * 4 * 5000
     assert part < peak < 1.1 * (part + weight)
+
+
+def test_large_batches_on_cuda_have_at_most_eight_chunks():
+    found = [chunks.number_of_chunks(rows * 1024, 50304, "cuda") for rows in (1, 4, 32, 64)]
+    assert found == [1, 4, 8, 8]
 
 
 def test_evaluation_computes_no_gradients():
@@ -173,9 +219,16 @@ CONFIGS = {
 @pytest.mark.parametrize("family", CONFIGS)
 def test_models_that_change_their_logits_compute_them_all(family):
     config, plain = CONFIGS[family]
-    with torch.device("meta"):
-        model = models.from_config(config)
-    assert loss.returns_plain_logits(model) == plain
+    assert loss.returns_plain_logits(config) == plain
+
+
+def test_an_error_of_the_probe_is_not_taken_for_an_answer(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("a planted failure")
+
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "forward", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        loss.returns_plain_logits(GPT2)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
@@ -192,7 +245,7 @@ def test_script_computes_the_same_loss_either_way(family):
         ignore_index=IGNORED,
     )
     if plain:
-        loss.OutputLayer.replace_head(model)
+        loss.add_loss(model)
     found = loss.next_token_loss(model, ids, labels, torch.tensor(19.0 + 11.0))
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert model(input_ids=ids).logits.shape == (
@@ -205,8 +258,10 @@ def test_script_computes_the_same_loss_either_way(family):
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_a_step_does_not_wait_for_the_gpu(config):
     """Whoever reads a value of a tensor on a GPU waits for the GPU."""
+    config = copy.deepcopy(config)
+    config.pad_token_id = 0  # without the patch, transformers compares token ids with it
     model = models.from_config(config).train()
-    loss.OutputLayer.replace_head(model)
+    loss.add_loss(model)
     ids, tokens = torch.randint(0, VOCABULARY, (2, 20)), torch.tensor(38.0)
     with Operations() as operations:
         loss.next_token_loss(model, ids, ids, tokens).backward()

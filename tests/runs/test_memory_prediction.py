@@ -10,9 +10,7 @@ from memory_checks import STATES, WORK, assert_as_predicted, planned, simulate
 # Each strategy, each number of ranks and both precisions at least once; the soak has the product.
 COVERING = [
     ("dp", 1, "fp32"),
-    ("dp", 4, "bf16"),
     ("zero1", 1, "bf16"),
-    ("zero1", 2, "bf16"),
     ("zero2", 8, "fp32"),
     ("zero3", 4, "bf16"),
     ("offload", 2, "fp32"),
@@ -29,19 +27,11 @@ PRODUCT = [
 
 
 def check_prediction(script, model, strategy, ranks, precision, *args):
-    run = simulate(
-        script,
-        *model,
-        "--strategy",
-        strategy,
-        "--precision",
-        precision,
-        *args,
-        ranks=ranks,
-        timeout=900,
-    )
+    flags = ["--strategy", strategy, "--precision", precision, *args]
+    run = simulate(script, *model, *flags, ranks=ranks, timeout=900)
     assert run.results["simulated_world_size"] == ranks
     assert_as_predicted(run.results["memory"], run.results["strategy"], run.results["precision"])
+    return run
 
 
 @pytest.mark.parametrize("strategy, ranks, precision", COVERING)
@@ -54,21 +44,13 @@ def test_prediction_with_checkpointing(script):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["dp", "zero1", "fsdp", pytest.param("zero2", marks=pytest.mark.soak)]
+    "strategy",
+    ["dp", "zero1", *(pytest.param(s, marks=pytest.mark.soak) for s in ("fsdp", "zero2"))],
 )
 def test_prediction_with_accumulation(script, strategy):
-    check_prediction(
-        # DDP builds its buckets anew in the second step.
-        script,
-        WORK,
-        strategy,
-        4,
-        "bf16",
-        "--gradient_accumulation_steps",
-        "3",
-        "--max_steps",
-        "3",
-    )
+    # DDP builds its buckets anew in the second step.
+    flags = ["--gradient_accumulation_steps", "3", "--max_steps", "3"]
+    check_prediction(script, WORK, strategy, 4, "bf16", *flags)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +89,7 @@ def test_prediction_for_other_families(script, tiny_tokenizer, tmp_path, family)
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = ["--model", tmp_path, "--from_scratch", "--dataset", "pydocs", *WORK]
-    run = simulate(script, *model, "--strategy", "zero2", "--precision", "bf16", ranks=2)
-    assert_as_predicted(run.results["memory"], run.results["strategy"], run.results["precision"])
+    run = check_prediction(script, model, "zero2", 2, "bf16")
     found = planned("--model", tmp_path, "--gpus", 2, "--gpu_memory", 16)
     assert found["parameters"] == run.results["parameters"]
 
@@ -126,22 +107,16 @@ LORA_IN_SOAK = [
 
 @pytest.mark.parametrize(
     "strategy, ranks, precision, args",
-    [
-        ("dp", 2, "bf16", []),
-        ("fsdp", 2, "bf16", []),
-        ("zero2", 4, "fp32", ["--gradient_checkpointing"]),
-        *LORA_IN_SOAK,
-    ],
+    [("dp", 2, "bf16", []), ("fsdp", 2, "bf16", []), *LORA_IN_SOAK],
 )
 def test_prediction_for_adapters(script, strategy, ranks, precision, args):
     check_prediction(script, [*WORK, "--lora_r", "8"], strategy, ranks, precision, *args)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero3"])
-def test_prediction_for_a_llamas_adapters(script, llama, strategy):
-    """Stage 3 has linear layers of its own, which keep their inputs although they are frozen."""
+def test_prediction_for_a_llamas_adapters(script, llama):
+    """Stage 3 replaces linear layers by its own, which keep their inputs although frozen."""
     model = ["--model", llama, "--dataset", "pydocs", *WORK, "--lora_r", "8"]
-    check_prediction(script, model, strategy, 2, "bf16", "--lora_targets", "q_proj,down_proj")
+    check_prediction(script, model, "zero3", 2, "bf16", "--lora_targets", "q_proj,down_proj")
 
 
 @pytest.mark.soak
@@ -158,17 +133,9 @@ def test_simulation_trains_nothing_and_says_so(script):
     run = simulate(script, *WORK, "--strategy", "zero2", ranks=4)
     assert "simulation" in run.out and "Loss" not in run.out and "Training Complete" not in run.out
     assert run.losses == [] and not (run.folder / "hf").exists()
-    results = run.results
-    assert (results["status"], results["world_size"], results["simulated_world_size"]) == (
-        "completed",
-        1,
-        4,
-    )
-    assert (
-        results["train_loss_last"] is None
-        and results["samples_per_second"] is None
-        and results["eval_loss"] is None
-    )
+    expected = {"status": "completed", "world_size": 1, "simulated_world_size": 4}
+    expected |= dict.fromkeys(("train_loss_last", "samples_per_second", "eval_loss"))
+    assert run.results.items() >= expected.items()
 
 
 @pytest.mark.parametrize(
@@ -176,10 +143,7 @@ def test_simulation_trains_nothing_and_says_so(script):
     [
         (["--simulate_gpus", "0"], "--simulate_gpus"),
         (["--simulate_gpus", "2", "--save_every", "2"], "--save_every"),
-        (["--simulate_gpus", "2", "--resume", "--output_dir", "somewhere"], "--resume"),
         (["--simulate_gpus", "2", "--max_steps", "1"], "--max_steps 2"),
-        (["--simulate_gpus", "2", "--generate", "The"], "--generate"),
-        (["--simulate_gpus", "2", "--profile", "trace"], "--profile"),
         (["--memory_snapshot", "file.pickle"], "no GPU"),
     ],
 )
@@ -191,18 +155,6 @@ def test_what_cannot_be_measured_is_refused(script, args, said):
 def test_simulation_under_a_launcher_is_refused(script):
     run = script("--simulate_gpus", "2", launcher="torchrun", ranks=2, ok=False)
     assert run.code != 0 and "without a launcher" in run.error
-
-
-def test_sharding_more_holds_less(script):
-    """zero1 at most dp, zero2 at most zero1, zero3 at most zero2, in model states and in the peak
-    of a step.
-    """
-    assert_order(
-        [
-            simulate(script, *WORK, "--strategy", s, "--precision", "bf16", ranks=8)
-            for s in STRATEGIES[:4]
-        ]
-    )
 
 
 # gpt2-large is as much as 24 GiB hold; gpt2-xl is not.

@@ -12,29 +12,10 @@ from pathlib import Path
 import pytest
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "checkpoint_format_1"
-WORK = [
-    "--model",
-    "model",
-    "--dataset",
-    "text.txt",
-    "--seq_length",
-    "32",
-    "--batch_size",
-    "4",
-    "--max_steps",
-    "8",
-    "--save_every",
-    "4",
-    "--precision",
-    "fp32",
-    "--lr",
-    "1e-2",
-    "--eval_every",
-    "3",
-    "--output_dir",
-    "run",
-    "--resume",
-]
+WORK = (
+    "--model model --dataset text.txt --seq_length 32 --batch_size 4 --max_steps 8 "
+    "--save_every 4 --precision fp32 --lr 1e-2 --eval_every 3 --output_dir run --resume"
+).split()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from schema_check import REQUIRED
+from schema_check import BY_STATUS, table
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_console(run):
     lines = run.out.splitlines()
     wanted = [
         r"=== Distributed Setup ===",
-        r"Rank: 0/1",
+        r"Rank: 0/2",
         r"Local Rank: 0",
         r"World Size: 2",
         r"Backend: gloo",
@@ -53,10 +53,11 @@ def test_console(run):
         r"Evaluation .*",
         r"✅ Training Complete!",
         r"Process Memory: \d+\.\d\d GB resident \| \d+\.\d\d GB peak",
-        r"Throughput: [\d,.]+ samples/sec \| [\d,]+ tokens/sec \| [\d,]+ tokens/sec/process \| MFU N/A "
+        r"Throughput: [\d,.]+ samples/sec \| [\d,]+ tokens/sec \| [\d,]+ tokens/sec/process "
         r"\(first 5 of 22 steps left out\)",
         r"🤗 .*/hf",
         r"📁 .*/results.json",
+        r"📊 A page with its curves: python scripts/report.py .*",
     ]
     position = 0
     for pattern in wanted:
@@ -83,14 +84,16 @@ def test_nothing_of_other_libraries_shows(script):
             "--no_eval",
         )
         assert run.err == ""
-        shown = r"[🚀📋🔧🔎📚✅📁🤗ℹ⏳]|Epoch|Process Memory|Throughput"
+        shown = r"[🚀📋🔧🔎📚✅📁📊🤗ℹ⏳]|Epoch|Process Memory|Throughput"
         assert all(re.match(shown, line) for line in run.out.splitlines()), run.out
 
 
 def test_results_json(run):
     results = run.results
-    required = {key.name for key in REQUIRED["completed"]}
-    assert set(results) == required | {"export"}  # the types are checked for every run: conftest.py
+    assert set(results) == {
+        *table(*BY_STATUS["completed"]),
+        "export",
+    }  # the types are checked for every run: conftest.py
     assert (results["schema_version"], results["status"], results["reason"]) == (
         1,
         "completed",

@@ -57,12 +57,16 @@ def chat(turns):
 
 def cached(folder, split="train"):
     """(ids, learned) of each example in a cache."""
-    [stream] = folder.glob(f"*/{split}.bin")
-    ids = np.fromfile(stream, dtype="uint16")
-    learned = np.fromfile(stream.with_name(f"{split}.learned.bin"), dtype=np.uint8)
-    ends = np.fromfile(stream.with_name(f"{split}.rows.bin"), dtype=np.int64).reshape(-1, 2)[:, 0]
-    starts = [0, *ends[:-1]]
-    return [(ids[a:b].tolist(), learned[a:b].tolist()) for a, b in zip(starts, ends, strict=True)]
+    [stored] = folder.glob(f"*/{split}.bin")
+    tokens = np.fromfile(stored, dtype="int32")
+    index = np.fromfile(stored.with_name(f"{split}.index.bin"), dtype=np.int64).reshape(-1, 3)
+    rows = [tokens[start:end] for start, end, _ in index]
+    assert [np.flatnonzero(row[1:] >= 0)[0] + 1 for row in rows] == (
+        index[:, 2] - index[:, 0]
+    ).tolist()
+    return [
+        (np.where(row < 0, ~row, row).tolist(), (row >= 0).astype(int).tolist()) for row in rows
+    ]
 
 
 def expected(tokenizer, text):

@@ -1,6 +1,5 @@
 """What a start imports; most of the time until the first step is spent on imports."""
 
-import json
 import os
 import subprocess
 import sys
@@ -49,11 +48,12 @@ def test_help_errors_and_plans_import_only_small_modules(command, code):
     assert not modules & (heavy | slow_in_the_standard_library)
 
 
-@pytest.mark.parametrize("name", ["build_ops.py", "compare_runs.py", "real_model_example.py"])
+@pytest.mark.parametrize("name", ["build_ops.py", "real_model_example.py"])
 def test_without_the_packages_one_line_names_the_environment(name):
     """As with the Python of the system, when the environment is not active."""
     program = SCRIPT if name == SCRIPT.name else SCRIPTS / name
-    done = subprocess.run([sys.executable, "-S", program, "a", "b"], capture_output=True, text=True)
+    args = ["--max_steps", "1"] if program == SCRIPT else ["a", "b"]
+    done = subprocess.run([sys.executable, "-S", program, *args], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "source .venv/bin/activate" in done.stderr
 
@@ -68,20 +68,3 @@ def test_dp_imports_no_library_of_other_strategies_and_features(tmp_path):
     assert code == 0 and "transformers" in modules
     libraries = {"datasets", "deepspeed", "peft", "matplotlib", "tensorboard", "wandb"}
     assert not modules & libraries
-
-
-def test_a_cached_dataset_of_the_hub_is_not_loaded_again_unless_it_has_changed(hub, tmp_path):
-    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
-    command = [SCRIPT, *ONE_STEP, "--dataset", "wikitext", "--output_dir", tmp_path / "out"]
-
-    def start() -> tuple[bool, dict]:
-        code, modules = imported_by(*command, **env)
-        assert code == 0
-        dataset = json.loads((tmp_path / "out" / "results.json").read_text())["dataset"]
-        return "datasets" in modules, dataset
-
-    first, again = start(), start()
-    assert first[0] and not again[0] and first[1] == again[1]
-    [file] = (tmp_path / "hf" / "datasets").rglob("*-train.arrow")
-    os.utime(file, (0, 0))
-    assert start() == first

@@ -3,14 +3,12 @@
 import json
 import threading
 import time
-from copy import copy
 
 import pytest
 import torch
 from streams import stream_of
 from tokenizer_zoo import tokenizer_of
 
-from support.data import templates
 from support.errors import UserError
 
 
@@ -140,23 +138,3 @@ def test_positions_of_a_stream_restart_where_a_document_begins(tmp_path):
     begins[:, 0] = True
     assert torch.equal(positions == 0, begins) and torch.equal(labels == -100, begins)
     assert begins[:, 1:].any() and positions.diff()[~begins[:, 1:]].eq(1).all()
-
-
-LOOPS = "{%% for a in range(99999) %%}{%% for b in range(99999) %%}%s{%% endfor %%}{%% endfor %%}"
-
-
-@pytest.mark.parametrize(
-    "text, reason",
-    [("", "does not end"), ("{{ 'abc' * (999 + a) }}", "more memory than a row may have")],
-)
-def test_a_chat_template_is_limited_in_the_thread_that_reads(tmp_path, monkeypatch, text, reason):
-    monkeypatch.setattr(templates, "SECONDS", 3)
-    monkeypatch.setattr(templates, "WATCH_SECONDS", 0.05)
-    monkeypatch.setattr(templates, "BYTES", 1 << 28)
-    messages = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]
-    (tmp_path / "chat.jsonl").write_text(8 * (json.dumps({"messages": messages}) + "\n"))
-    tokenizer = copy(tokenizer_of("gpt2"))
-    tokenizer.chat_template = LOOPS % text
-    stream, _ = stream_of(tmp_path / "chat.jsonl", tokenizer, max_bad_rows=0)
-    with pytest.raises(UserError, match=f"chat template.*{reason}"):
-        next(stream.step_batches(torch.device("cpu")))

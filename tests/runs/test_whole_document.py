@@ -1,36 +1,28 @@
-"""Documents are tokenized in chunks, and the ids are those of the whole document."""
+"""Long documents are tokenized in pieces, and the ids are those of the whole document."""
 
 from __future__ import annotations
 
+import json
 import random
-from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
+import numpy as np
+import psutil
 import pytest
 from tokenizer_zoo import CHINESE, EMOJI, KINDS, MARKS, SPECIAL, random_text, tokenizer_of
 
-from support.data.long_documents import DocumentTokenizer
+from support.cli.parse import parse_arguments
+from support.data.documents import DocumentTokenizer
+from support.data.formats import Document, RowOptions
+from support.data.rows import open_source
+from support.data.tokenize import tokenize_once
 from support.errors import UserError
+from support.files.cache import Cache
 
 ALL = [make.__name__ for make in KINDS]
-SPLIT_WORDS = [
-    kind for kind in ALL if kind not in ("fixed_length", "three_words", "unigram_unsplit", "quotes")
-]
-SOAK = (
-    "roberta",
-    "qwen",
-    "o200k",
-    "deepseek",
-    "superwords",
-    "unigram_unsplit",
-    "scripts",
-    "fixed_length",
-    "quotes",
-)
-SOME = [pytest.param(kind, marks=[pytest.mark.soak] if kind in SOAK else []) for kind in ALL]
 PYDOCS = "\n".join(topics[name] for name in sorted(topics))
-SMALL = {"chunk": 100, "overlap": 100, "batch": 700}
 
 
 def whole(tokenizer, text: str) -> list[int]:
@@ -38,58 +30,40 @@ def whole(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def check(tokenizer, text: str, **sizes) -> tuple[int, int]:
-    """Compare with the whole document; returns how many seams were looked for, and how many found."""
-    documents, seams = DocumentTokenizer(tokenizer, **sizes), []
-    find = documents.find_seam
-    documents.find_seam = lambda left, right: seams.append(find(left, right)) or seams[-1]
-    assert documents.ids(text) == whole(tokenizer, text)
-    return len(seams), len(seams) - seams.count(None)
-
-
-def in_parts(tokenizer, text: str, **sizes) -> tuple[int, list[int]]:
-    """How many parts a text has, and their ids, tokenized one by one from the last to the first."""
-    documents = DocumentTokenizer(tokenizer, **sizes)
-    parts = list(documents.parts([text[at : at + 1000] for at in range(0, len(text), 1000)]))
-    ids = [documents.part_ids(part) for part in reversed(parts)]
-    return len(parts), [id for part in reversed(ids) for id in part]
+def in_pieces(tokenizer, text: str, size: int, read: int = 777) -> tuple[int, list[int]]:
+    """How many pieces a text has, and their ids, tokenized one by one from the last to the first."""
+    documents = DocumentTokenizer(tokenizer, size)
+    document = Document("x", [text[at : at + read] for at in range(0, len(text), read)])
+    pieces = list(documents.pieces(document))
+    assert "".join(piece.text for piece in pieces) == text
+    ids = [documents.encode([piece])[0].tolist() for piece in reversed(pieces)]
+    return len(pieces), [id for part in reversed(ids) for id in part]
 
 
 def documents_of_every_sort() -> dict[str, str]:
     draw = random.Random(1)
     sentences = [
         "".join(draw.choices(CHINESE[:-2], k=draw.randint(3, 30))) + draw.choice(CHINESE[-2:])
-        for _ in range(160)
+        for _ in range(1000)
     ]
-    spaces = "".join(
-        draw.choice([" ", "\n", "\t", "\r\n", "\u3000"]) * draw.choice([1, 2, 300]) + "word"
-        for _ in range(30)
-    )
+    spaces = [" ", "\n", "\t", "\r\n", "\u3000"]
+    runs = (draw.choice(spaces) * draw.choice([1, 2, 300]) + "word" for _ in range(60))
+    marks = ("e" + "".join(draw.choices(MARKS[1:3], k=draw.choice([1, 300]))) for _ in range(60))
     return {
-        "prose": PYDOCS[:8000],
-        "one line": " ".join(PYDOCS.split())[:5000],
-        "one line without spaces": "".join(PYDOCS.split())[:5000],
-        "one letter": "a" * 3000,
-        "digits": "".join(draw.choices("0123456789", k=3000)),
-        "thousands": ",".join(f"{draw.randrange(1000):03}" for _ in range(800)),
-        "source code": Path(random.__file__).read_text(encoding="utf-8")[:6000],
+        "prose": PYDOCS[:40_000],
+        "one line": " ".join(PYDOCS.split())[:40_000],
+        "one line without spaces": "".join(PYDOCS.split())[:10_000],
+        "one letter": "a" * 5000,
+        "source code": Path(random.__file__).read_text(encoding="utf-8"),
         "chinese": "".join(sentences),
-        "chinese without punctuation": "".join(draw.choices(CHINESE[:-2], k=1500)),
-        "emojis": "".join(draw.choices(EMOJI, k=800)),
-        "marks": "".join(
-            "e" + "".join(draw.choices(MARKS[1:3], k=draw.choice([1, 2, 300]))) for _ in range(30)
-        ),
-        "whitespace": spaces,
-        "spaces, and a line end far away": "word \n" + " " * 900 + "\n" + " " * 400 + "end",
+        "chinese lines": "\n".join(sentences),
+        "emojis": "".join(draw.choices(EMOJI, k=2000)),
+        "marks": "".join(marks),
+        "whitespace": "".join(runs),
         "special tokens": "".join(
-            draw.choice([*SPECIAL, "  ", " some words", "\n"]) for _ in range(500)
+            draw.choice([*SPECIAL, "  ", " some words", "\n"]) for _ in range(1500)
         ),
-        "capitals, and a letter without case far away": "\u6f22"
-        + "A" * 900
-        + "\u6f22"
-        + "A" * 400
-        + "b",
-        "quotes": " ".join(draw.choice(['"', "it", "is", "said,", '"']) for _ in range(900)),
+        "random": random_text(1, 20_000),
     }
 
 
@@ -97,102 +71,74 @@ DOCUMENTS = documents_of_every_sort()
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_random_documents(kind):
-    found = 0
-    for seed in range(6):
-        overlap = (96, 128, 200, 256)[seed % 4]
-        found += check(
-            tokenizer_of(kind), random_text(seed, 2500), chunk=overlap, overlap=overlap, batch=1000
-        )[1]
-    assert found >= 8 or kind not in SPLIT_WORDS
+def test_whole_document(kind):
+    tokenizer, numbers = tokenizer_of(kind), {}
+    for name, text in DOCUMENTS.items():
+        numbers[name], ids = in_pieces(tokenizer, text, 1000)
+        assert ids == whole(tokenizer, text), name
+    assert numbers["prose"] > 25 and numbers["chinese lines"] > 8
+    # A Unigram model is not cut between words.
+    assert numbers["one line"] > 15 or kind in ("xlnet", "unigram_unsplit")
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", ALL)
-def test_more_random_documents(kind):
-    for seed in range(100, 600):
-        overlap = (64, 96, 128, 200)[seed % 4]
-        check(tokenizer_of(kind), random_text(seed, 6000), chunk=32, overlap=overlap, batch=2000)
+def test_pieces_of_the_real_size():
+    tokenizer = tokenizer_of("gpt2")
+    number, ids = in_pieces(tokenizer, PYDOCS, 1 << 16)
+    assert number >= 4 and ids == whole(tokenizer, PYDOCS)
+    again = in_pieces(tokenizer, PYDOCS, 1 << 16, read=100_001)
+    assert again == (number, ids)  # it does not matter how the file is read
 
 
-@pytest.mark.parametrize("kind", SOME)
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_whole_document(kind, name):
-    tokenizer, text = tokenizer_of(kind), DOCUMENTS[name]
-    sought, found = check(tokenizer, text, **SMALL)
-    if name in ("prose", "one line", "source code") and kind in SPLIT_WORDS:
-        assert found > 0.9 * sought > 30
-    try:
-        number, ids = in_parts(tokenizer, text, **SMALL)
-    except UserError as error:  # rather than other tokens
-        assert kind == "three_words" and "far away" in str(error)
-        return
-    assert ids == whole(tokenizer, text)
-    if name == "prose" and kind in SPLIT_WORDS:
-        assert number > 40
+def test_documents_are_in_their_order(tmp_path):
+    """Short rows in one batch, an empty one, and a long one in pieces."""
+    tokenizer = tokenizer_of("gpt2")
+    lines = [*PYDOCS.splitlines()[:5000], "", PYDOCS[:300_000], "end"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    source, advanced = open_source(str(tmp_path / "a.jsonl"), parse_arguments([]), RowOptions()), []
+    prepared = tokenize_once(source, tokenizer, Cache(tmp_path, [], print), advanced.append, 0)
+    split = prepared["splits"]["train"]
+    found = np.fromfile(f"{prepared['folder']}/train.bin", dtype=split["dtype"]).tolist()
+    end = tokenizer.eos_token_id
+    expected = [id for line in lines if line for id in [end, *whole(tokenizer, line)]]
+    assert found == expected[1:] and sum(advanced) == sum(map(len, lines))
+    assert split["tokens"] == len(found) and split["rows"] == len(lines)
 
 
-def test_chunks_of_the_real_size():
-    """Also: empty documents are left out, and documents are marked."""
-    for kind in ("gpt2", "llama2", "xlnet", "bert"):
-        tokenizer = tokenizer_of(kind)
-        texts = [PYDOCS[:150_000], "", "short", PYDOCS[150_000:300_000]]
-        pieces = [
-            [text[at : at + 777] for at in range(0, len(text), 777)] or [""] for text in texts
-        ]
-        characters, found = [], []
-        for begins, ids in DocumentTokenizer(tokenizer).encode(pieces, characters.append):
-            found += [[]] if begins else []
-            found[-1] += ids
-        assert found == [whole(tokenizer, text) for text in texts if text]
-        assert sum(map(len, texts)) <= sum(characters) < 1.1 * sum(map(len, texts))
-        number, ids = in_parts(tokenizer, texts[0])
-        assert number == 3 and ids == found[0]
+def test_a_slow_tokenizer_with_a_large_id(tmp_path):
+    """The number of tokens is small and an id is not."""
+
+    class Gap:
+        is_fast, eos_token_id, chat_template = False, None, None
+
+        def __call__(self, texts, **_):
+            return {"input_ids": [[70_000] * len(text) for text in texts]}
+
+        def get_vocab(self):
+            return {"a": 70_000}
+
+    (tmp_path / "a.txt").write_text("aa")
+    source = open_source(str(tmp_path / "a.txt"), parse_arguments([]), RowOptions())
+    prepared = tokenize_once(source, Gap(), Cache(tmp_path, [], print), lambda n: None, 0)
+    dtype = prepared["splits"]["train"]["dtype"]
+    assert np.fromfile(f"{prepared['folder']}/train.bin", dtype=dtype).tolist() == [70_000, 70_000]
 
 
-def test_a_slow_tokenizer_gets_whole_documents():
-    class Slow:
-        is_fast, asked = False, []
+def test_an_error_in_the_text_ends_tokenization():
+    def pieces():
+        yield PYDOCS[:5000]
+        raise UserError("line 7")
 
-        def __call__(self, texts, **options):
-            from transformers import BatchEncoding
-
-            self.asked += texts
-            return BatchEncoding({"input_ids": [[ord(c) for c in text] for text in texts]})
-
-    tokenizer = Slow()
-    assert DocumentTokenizer(tokenizer).ids(PYDOCS) == [ord(c) for c in PYDOCS]
-    assert tokenizer.asked == [PYDOCS]
-    [part] = DocumentTokenizer(tokenizer).parts([PYDOCS[:100_000], PYDOCS[100_000:]])
-    assert part.text == PYDOCS
+    documents = [Document("a", ["a" * 500]), Document("b", pieces())]
+    with pytest.raises(UserError, match="line 7"):
+        list(DocumentTokenizer(tokenizer_of("gpt2")).encode_documents(documents, print))
 
 
-# ------------------------------------------------------------------------- corpora, of the real size
-
-
-@cache
-def corpus(name: str) -> str:
-    """Python's reference, or the source code of its library, of which 20 chunks."""
-    if name == "reference":
-        return PYDOCS
-    files = sorted(Path(random.__file__).parent.glob("*.py"))
-    return "".join(file.read_text(encoding="utf-8") for file in files)[: 20 * 65_536 - 1000]
-
-
-CORPORA = [
-    pytest.param(
-        kind, name, marks=[] if (kind, name) == ("gpt2", "reference") else [pytest.mark.soak]
-    )
-    for kind in ("gpt2", "llama2", "llama3", "xlnet", "bert")
-    for name in ("reference", "sources")
-]
-
-
-@pytest.mark.parametrize("kind, name", CORPORA)
-def test_corpus(kind, name):
-    tokenizer, text = tokenizer_of(kind), corpus(name)
-    sought, found = check(tokenizer, text)
-    assert sought == found == len(text) // 65_536
-    if kind == "gpt2":
-        parts = {"reference": 8, "sources": 20}[name]
-        assert in_parts(tokenizer, text) == (parts, whole(tokenizer, text))
+def test_a_text_that_cannot_be_cut_and_does_not_fit_into_memory(monkeypatch):
+    """The library would end the process; a long line of words is cut, and needs little memory."""
+    free = SimpleNamespace(available=200 << 20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    documents = DocumentTokenizer(tokenizer_of("gpt2"))
+    with pytest.raises(UserError, match=r"a.txt has 5,000,000 characters without a place"):
+        list(documents.encode_documents([Document("a.txt", ["a" * 5_000_000])], print))
+    words = Document("a.txt", ["the quick brown fox " * 250_000])
+    assert sum(1 for _ in documents.encode_documents([words], lambda n: None)) > 30

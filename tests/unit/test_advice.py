@@ -44,9 +44,8 @@ import pytest
         ("ModuleNotFoundError", "No module named 'deepspeed'", "pip install deepspeed"),
         (
             "RuntimeError",
-            "_histc_cuda does not have a deterministic implementation, but you set 'torch.use_deterministic_algo"
-            "rithms(True)'. You can turn off determinism just for this operation, or you can use",
-            "needs _histc_cuda",
+            "[enforce fail at gloo/transport/tcp/device.cc:85] Unable to find address for: eth7",
+            "GLOO_SOCKET_IFNAME",
         ),
     ],
 )
@@ -61,6 +60,8 @@ def test_library_error_gets_advice(name, text, said):
     "text, on_host",
     [
         ("CUDA error: out of memory", False),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", False),
+        ("CUDA error: out of memory; cudaHostAlloc(&ptr, size, flags) failed", True),
         ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
         ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),
     ],

@@ -12,7 +12,7 @@ from support.errors import UserError
 from support.memory.architectures import find_architecture
 from support.memory.workload import Workload, adapters
 from support.report import cost, peak_flops
-from support.report.slurm_budget import Times, budget_of, young_daly
+from support.report.cost import Times, budget_of, young_daly
 
 NO_WORK = dict.fromkeys(("tokens", "dataset_tokens", "epochs", "max_steps"))
 
@@ -29,8 +29,8 @@ def test_work_is_that_of_a_run(sequences, epochs, batch):
 def test_padding_is_no_work():
     """The measured rate counts tokens only, so a step of padded examples has fewer of them."""
     run = {"tokens": 20_480, "samples": 400, "seq_length": 256}
-    share = cost._share_of_tokens(run)
-    assert share == 0.2 and cost._share_of_tokens(run | {"tokens": None}) == 1
+    share = cost.share_of_tokens(run)
+    assert share == 0.2 and cost.share_of_tokens(run | {"tokens": None}) == 1
     args = SimpleNamespace(**NO_WORK | {"max_steps": 100}, seq_length=256)
     assert cost.amount_of_work(args, 4, share)[1:] == (20_480, 100)
     args = SimpleNamespace(**NO_WORK | {"tokens": 20_480}, seq_length=256)
@@ -72,11 +72,7 @@ def test_a_device_without_the_precision_has_no_rate():
         ("a100", 312),
         ("A100-SXM4-80GB", 312),
         ("rtx 4090", 165.2),
-        ("RTX 3090", 71),
-        ("L4", 121),
-        ("MI300X", 1307.4),
         ("MI250X", 191.5),
-        ("H200", 989.4),
         ("H100 NVL", 835.5),
     ],
 )

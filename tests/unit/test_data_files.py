@@ -15,8 +15,8 @@ from tokenizer_zoo import tokenizer_of
 from support.cli.parse import parse_arguments
 from support.data.batches import IGNORED, open_split
 from support.data.formats import BadRow, RowOptions
-from support.data.sources import open_source
-from support.data.stream_reader import StreamCorpus
+from support.data.rows import Source, open_source
+from support.data.sequences import Padding
 from support.data.streaming import Place, Stream
 from support.data.tokenize import tokenize_once
 from support.errors import UserError
@@ -35,6 +35,7 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
         is_main=True,
         rank=0,
         world_size=2,
+        device=SimpleNamespace(type="cpu"),
         console=SimpleNamespace(print=lines.append, warn=lines.append),
     )
     args = SimpleNamespace(
@@ -48,8 +49,10 @@ def test_ranks_of_a_stream_send_each_bad_row_once():
         seed=0,
         isolate_documents=False,
         packing=False,
+        compile=False,
+        simulate_gpus=None,
     )
-    corpus = StreamCorpus("", open_rows=list)
+    corpus = Source("", {"train": iter})
     stream = Stream(args, run, tokenizer_of("gpt2"), corpus)
 
     def arrive():
@@ -91,7 +94,7 @@ def test_an_example_without_a_target_in_the_sequence_is_skipped(tmp_path):
     early = [("assistant", "a long answer"), ("user", " and" * 50)]
     prepared = tokenized(tokenizer, tmp_path, [late, early])
     args = SimpleNamespace(seq_length=16, packing=False, **NO_FLAGS)
-    file, facts = open_split(prepared, "train", args)
+    file, facts = open_split(prepared, "train", args, Padding(args.seq_length, 8, False))
     assert (facts["blocks"], facts["skipped"], facts["truncated"]) == (1, 1, 1)
     assert (file.read(np.arange(1))[1][:, 1:] != IGNORED).any()
 
@@ -101,7 +104,9 @@ def test_the_plain_template_without_an_end_of_text_token(tmp_path):
     tokenizer.eos_token, tokenizer.chat_template = None, None
     prepared = tokenized(tokenizer, tmp_path, [[("user", "fox?"), ("assistant", "dog")]])
     args = SimpleNamespace(seq_length=64, packing=False, **NO_FLAGS)
-    inputs, labels, _ = open_split(prepared, "train", args)[0].read(np.arange(1))
+    inputs, labels, _ = open_split(prepared, "train", args, Padding(args.seq_length, 8, False))[
+        0
+    ].read(np.arange(1))
     learned = inputs[0][labels[0] != IGNORED]
     assert "".join(tokenizer.convert_ids_to_tokens(learned)) == "dog"
 

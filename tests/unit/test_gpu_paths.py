@@ -5,6 +5,7 @@ None of this shows that a GPU does what is asked for; benchmarks/gpu_check.sh do
 """
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from support.data import batches as data
 from support.errors import UserError
 from support.memory import measure as memory
 from support.memory import system
-from support.report import step_timer
+from support.report import PHASES
+from support.report.step_meter import StepMeter
 
 GPU = torch.device("cuda", 0)
 GB = 2**30
@@ -137,10 +139,11 @@ def event(monkeypatch):
 def test_phases_of_a_step_are_timed_by_the_gpu_without_waiting_for_it(event, monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
-    timer = step_timer.StepTimer(GPU)
-    timer.mark(None)
+    memory = MagicMock(device=GPU)
+    timer = StepMeter(memory, MagicMock(), MagicMock(), first_step=0, measured_step=9)
+    timer.pause()
     for step in range(1, 4):
-        for number, phase in enumerate(step_timer.PHASES):
+        for number, phase in enumerate(PHASES):
             event.clock += 1000 * step * (number + 1)
             timer.mark(phase)
         timer.end_step()
@@ -237,3 +240,20 @@ def test_check_shows_the_gpu_and_who_holds_it(monkeypatch, others, status):
         and "compute capability 8.0" in line.text
     )
     assert joined.text == "NVLink (4 on this host)"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_throughput_timer_of_deepspeed_synchronizes_only_if_enabled(monkeypatch, enabled):
+    """`timers: {throughput: {enabled: false}}`: with it, step 3 of a compiled run failed as well."""
+    from deepspeed.runtime.config import get_timers_config
+    from deepspeed.utils import timer
+
+    calls = []
+    accelerator = SimpleNamespace(synchronize=lambda device=None: calls.append(device))
+    monkeypatch.setattr(timer, "get_accelerator", lambda: accelerator)
+    config = get_timers_config({"timers": {"throughput": {"enabled": enabled}}})
+    throughput = timer.ThroughputTimer(config, batch_size=1)
+    for _ in range(4):
+        throughput.start()
+        throughput.stop(global_step=True)
+    assert bool(calls) == enabled

@@ -1,15 +1,21 @@
 """Estimates of memory and the advice that follows from them."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from conftest import STRATEGIES
 
+from support.memory.advise import remedies
+from support.memory.architectures import find_architecture
+from support.memory.estimate import predict
+from support.memory.fit import Limits, recommend
+from support.memory.measure import over_ranks
+from support.memory.workload import USUAL_TARGETS, Workload, adapters
+
 
 def test_adapters_go_where_peft_puts_them():
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
-
-    from support.memory.workload import USUAL_TARGETS
 
     families = {
         "gpt2": "gpt2",
@@ -67,12 +73,8 @@ LOCKED_BY_DEEPSPEED = 5 * 2 * (LARGEST + 4096) + 4 * 4 * 28_311_552
     ],
 )
 def test_cuda_locks_host_memory_in_powers_of_two(strategy, accumulation, on_cpu, with_cuda):
-    from support.memory import architectures
-    from support.memory.estimate import predict
-    from support.memory.workload import Workload
-
     def host(device):
-        model = architectures.find_architecture("gpt2")
+        model = find_architecture("gpt2")
         work = Workload(model, 1, 4, 512, accumulation=accumulation, device=device)
         return predict(work, strategy).host
 
@@ -81,14 +83,9 @@ def test_cuda_locks_host_memory_in_powers_of_two(strategy, accumulation, on_cpu,
 
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-xl"])
 def test_every_way_that_is_advised_fits(model):
-    from support.memory import architectures
-    from support.memory.advise import remedies
-    from support.memory.fit import Limits
-    from support.memory.workload import Workload
-
     advised = 0
     for gpu, ranks, batch, strategy in itertools.product((3, 8, 24), (1, 4), (2, 6), STRATEGIES):
-        work = Workload(architectures.find_architecture(model), ranks, batch, 512)
+        work = Workload(find_architecture(model), ranks, batch, 512)
         limits = Limits(gpu << 30, 16 << 30, None, ranks)
         needs = remedies(work, strategy, limits).values()
         assert all(limits.hold(need) and need.total <= 0.9 * limits.gpu for need in needs)
@@ -106,10 +103,6 @@ def test_every_way_that_is_advised_fits(model):
     ],
 )
 def test_adapters_of_a_model_with_7_billion_parameters_fit_24_gb(name, parameters):
-    from support.memory.architectures import find_architecture
-    from support.memory.fit import Limits, recommend
-    from support.memory.workload import Workload, adapters
-
     model = find_architecture(name)
     assert model.total == parameters
     work = Workload(model, 1, 1, 512, lora=adapters(model, 16, None))
@@ -119,12 +112,6 @@ def test_adapters_of_a_model_with_7_billion_parameters_fit_24_gb(name, parameter
 
 
 def test_checkpointing_is_recommended_before_offloading():
-    from dataclasses import replace
-
-    from support.memory.architectures import find_architecture
-    from support.memory.fit import Limits, recommend
-    from support.memory.workload import Workload, adapters
-
     model = find_architecture("Llama-2-7B")
     work = Workload(model, 1, 1, 4096, lora=adapters(model, 16, None))
     need, changed = recommend(work, Limits(24 << 30))
@@ -136,11 +123,17 @@ def test_checkpointing_is_recommended_before_offloading():
     assert recommend(packed, Limits(8 << 30))[0].strategy == "dp"
 
 
+@pytest.mark.parametrize("model", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+def test_sharding_more_is_planned_to_hold_less(model):
+    for precision, ranks in itertools.product(("fp32", "bf16"), (2, 4, 8)):
+        work = Workload(find_architecture(model), ranks, precision=precision)
+        needs = [predict(work, strategy) for strategy in STRATEGIES[:4]]
+        states = [need.parameters + need.gradients + need.optimizer for need in needs]
+        assert states == sorted(states, reverse=True)
+
+
 def test_states_of_the_optimizers():
     """GPT-2's matrices have these rows and columns; its vectors have 121,344 elements."""
-    from support.memory.architectures import find_architecture
-    from support.memory.workload import Workload
-
     rows_and_columns = 12 * (4 * 768 + 2 * 768 + 2 * 5 * 768) + (50257 + 768) + (1024 + 768)
     model = find_architecture("gpt2")
     expected = {
@@ -152,3 +145,16 @@ def test_states_of_the_optimizers():
     for optimizer, size in expected.items():
         work = Workload(model, 1, optimizer=optimizer)
         assert work.optimizer_states(work.trained) == pytest.approx(size, rel=1e-3), optimizer
+
+
+def test_memory_by_category_is_that_of_the_largest_rank():
+    def rank(gradients, activations):
+        live = {"categories": {"gradients": gradients, "activations": activations}}
+        device = dict.fromkeys(("allocated", "reserved", "peak"))
+        kinds = dict.fromkeys(("host_peak", "pinned", "nvme", "nvme_written", "unseen", "step"), 0)
+        return {**kinds, "device": device, "phases": {}, "live": live}
+
+    memory = over_ranks([rank(34, 9), rank(57, 8)])
+    assert memory["categories_bytes"] == {"gradients": 57, "activations": 9}
+    memory = over_ranks([rank(34, None), rank(57, None)])  # on a CPU without --profile_memory
+    assert memory["categories_bytes"] == {"gradients": 57, "activations": None}

@@ -8,9 +8,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from support.report import PHASES, step_meter
 from support.report import metrics_log as metering
 from support.report import peak_flops as peaks
-from support.report import step_timer
+from support.report.metrics_file import MetricsFile, read_metrics
+from support.report.step_meter import StepMeter
 from support.train_state import TrainState
 
 STEPS, COMPUTE, LOG, PAUSE = 12, 1.0, 0.5, 100.0  # steps, and seconds
@@ -30,8 +32,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     read = lambda: clock.now  # noqa: E731
-    for module in (metering, step_timer):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=read, time=read))
+    monkeypatch.setattr(step_meter, "time", SimpleNamespace(perf_counter=read, time=read))
     return clock
 
 
@@ -58,9 +59,10 @@ def open_metrics(tmp_path, clock, bar=False, **flags) -> metering.MetricsLogger:
     step_memory = MagicMock(slows_down=False)
     for name in ("begin", "mark", "after_backward", "end"):
         getattr(step_memory, name).side_effect = lambda *_: clock.work(PAUSE)
-    memory_by_phase = MagicMock()
+    memory_by_phase = MagicMock(device=run.device)
     memory_by_phase.device_bytes.return_value = {"allocated": 2**30}
-    metrics = metering.MetricsLogger(args, run, tmp_path, state, memory_by_phase, step_memory)
+    meter = StepMeter(memory_by_phase, step_memory, MagicMock(), 0, STEPS)
+    metrics = metering.MetricsLogger(args, run, tmp_path, state, meter)
     metrics.trackers = MagicMock(active=False)
     metrics.trackers.log.side_effect = lambda record: clock.work(LOG)
     return metrics
@@ -68,12 +70,12 @@ def open_metrics(tmp_path, clock, bar=False, **flags) -> metering.MetricsLogger:
 
 def train(metrics, clock, steps: int) -> None:
     for _ in range(steps):
-        for phase in step_timer.PHASES:
+        for phase in PHASES:
             clock.work(COMPUTE / 4)
             metrics.mark(phase)
             if phase == "backward":
                 metrics.after_backward()
-        metrics.state.advance()
+        metrics._state.advance()
         metrics.end_step(torch.ones(()), 0.1, None, torch.tensor(16))
 
 
@@ -83,21 +85,21 @@ def test_throughput_includes_the_log_and_excludes_pauses(tmp_path, clock):
     metrics.start_epoch()
     train(metrics, clock, 7)
     clock.work(PAUSE)  # a save
-    metrics.restart_clock()
+    metrics.meter.pause()
     train(metrics, clock, 2)
     metrics.flush()  # a checkpoint asks for them
     clock.work(PAUSE)  # an evaluation in the middle of an epoch
     metrics.start_epoch()
     train(metrics, clock, STEPS - 9)
     each = [COMPUTE] + [COMPUTE + LOG] * (STEPS - 1)  # nothing was logged before the first
-    assert [sum(step.values()) for step in metrics.timer.steps] == pytest.approx(each)
+    assert [sum(step.values()) for step in metrics.meter.steps] == pytest.approx(each)
     speed = metrics.speed()
     assert speed["warmup_steps_excluded"] == 3
     assert speed["tokens_per_second"] == pytest.approx(16 / (COMPUTE + LOG))
     assert speed["step_seconds"]["median"] == pytest.approx(COMPUTE + LOG)
     assert sum(speed["step_phases_seconds"].values()) == pytest.approx(COMPUTE + LOG)
     assert speed["step_phases_seconds"]["data"] == pytest.approx(COMPUTE / 4 + LOG)
-    assert metrics.state.training_seconds == pytest.approx(sum(each))
+    assert metrics._state.training_seconds == pytest.approx(sum(each))
 
 
 def test_a_trace_is_no_part_of_a_step(tmp_path, clock):
@@ -106,18 +108,18 @@ def test_a_trace_is_no_part_of_a_step(tmp_path, clock):
     metrics.trace.end_step.side_effect = lambda: clock.work(PAUSE)
     metrics.start_epoch()
     train(metrics, clock, 4)
-    assert [sum(step.values()) for step in metrics.timer.steps] == pytest.approx(
+    assert [sum(step.values()) for step in metrics.meter.steps] == pytest.approx(
         [COMPUTE] + [COMPUTE + LOG] * 3
     )
 
 
 def test_memory_is_read_where_a_line_is_logged(tmp_path, clock):
     metrics = open_metrics(tmp_path, clock, bar=True)
-    metrics.args.logging_steps = 5
+    metrics._args.logging_steps = 5
     metrics.start_epoch()
     train(metrics, clock, STEPS)
     assert (
-        metrics.memory_by_phase.device_bytes.call_count == 4
+        metrics.meter.memory_by_phase.device_bytes.call_count == 4
     )  # after the steps 1, 6, 11, and the last
     shown = [call.args[0] for call in metrics._bar.set_postfix_str.call_args_list]
     assert len(shown) == STEPS and all("1.00 GB" in text for text in shown)
@@ -192,8 +194,8 @@ def test_steps_before_an_evaluation_are_logged_before_it(tmp_path, clock):
     after a later one.
     """
     metrics = open_metrics(tmp_path, clock)
-    metrics.ctx.device = SimpleNamespace(type="cuda")
-    metrics.args.logging_steps = 10
+    metrics._ctx.device = SimpleNamespace(type="cuda")
+    metrics._args.logging_steps = 10
     metrics.start_epoch()
     train(metrics, clock, steps=4)
     metrics.start_evaluation()
@@ -203,3 +205,40 @@ def test_steps_before_an_evaluation_are_logged_before_it(tmp_path, clock):
     logged = [call.args[0] for call in metrics.trackers.log.call_args_list]
     assert [record["step"] for record in logged] == [1, 2, 3, 4, 4, 5, 6]
     assert "eval_loss" in logged[4]
+
+
+def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(tmp_path, monkeypatch):
+    """Also a line of which a part was written."""
+    from support.report import metrics_file
+
+    notices, room = [], [30]
+
+    class Disk:
+        def __init__(self, path):
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, data):
+            if not room[0]:
+                raise OSError(28, "No space left on device")
+            size = min(room[0], len(data))
+            room[0] -= size
+            return self.file.write(data[:size])
+
+    monkeypatch.setattr(metrics_file, "open", lambda path, *a, **k: Disk(path), raising=False)
+    file = MetricsFile(tmp_path / "metrics.jsonl", SimpleNamespace(warn=notices.append))
+    for number in range(1, 5):
+        file.append({"step": number, "loss": 1.0})
+    assert len(notices) == 1 and "No space left" in notices[0]
+    assert read_metrics(file.path) == ([{"step": 1, "loss": 1.0}], [])
+    room[0] = 1000
+    file.append({"step": 5, "loss": 1.0})
+    assert [record["step"] for record in read_metrics(file.path)[0]] == [1, 2, 3, 4, 5]
+    room[0] = 0
+    file.append({"step": 6, "loss": 1.0})
+    assert len(notices) == 2

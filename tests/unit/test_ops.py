@@ -3,12 +3,13 @@
 import importlib
 import importlib.util
 from pathlib import Path
+from resource import RLIM_INFINITY
 
 import pytest
 
 from support import patches
-from support.files import atomic
-from support.strategies import op_builds, ops
+from support.errors import MissingRequirement
+from support.strategies import ops, requirements
 from support.strategy import STRATEGIES
 
 
@@ -60,10 +61,26 @@ def test_features_are_those_that_a_compiler_uses(monkeypatch, tmp_path, line, fe
     assert ops._cpu_features() == features
 
 
-def test_file_system_without_locks(monkeypatch, tmp_path):
-    monkeypatch.setattr(atomic, "lock", lambda path: path.touch())
-    with op_builds._only_builder(tmp_path, print):
-        pass
+def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(ops, "ops_folder", lambda: tmp_path / "file" / "ops")
+    requirements.check_builds([])
+    with pytest.raises(MissingRequirement, match="TORCH_EXTENSIONS_DIR"):
+        requirements.check_builds(["cpu_adam"])
+
+
+@pytest.mark.parametrize("capable, limit", [(True, 1), (False, 2**20), (False, RLIM_INFINITY)])
+def test_memory_may_be_locked(monkeypatch, capable, limit):
+    monkeypatch.setattr(requirements, "_has_capability", lambda number: capable)
+    monkeypatch.setattr(requirements.resource, "getrlimit", lambda _: (limit, limit))
+    requirements.check_locked_memory(2**20)
+
+
+def test_memory_may_not_be_locked(monkeypatch):
+    monkeypatch.setattr(requirements, "_has_capability", lambda number: False)
+    monkeypatch.setattr(requirements.resource, "getrlimit", lambda _: (65536, 65536))
+    with pytest.raises(MissingRequirement, match="ulimit -l unlimited"):
+        requirements.check_locked_memory(2**20)
 
 
 def test_op_that_was_installed_with_deepspeed(monkeypatch, tmp_path):
@@ -74,42 +91,6 @@ def test_op_that_was_installed_with_deepspeed(monkeypatch, tmp_path):
     (tmp_path / "ops" / "adam").mkdir(parents=True)
     (tmp_path / "ops" / "adam" / "cpu_adam_op.cpython-311-x86_64-linux-gnu.so").touch()
     assert ops.is_compiled("cpu_adam")
-
-
-def test_slow_files_are_compiled_as_one(monkeypatch, tmp_path):
-    """With headers of the same name, with and without an include guard, and in a cycle."""
-    csrc = tmp_path / "my package" / "csrc"
-    files = {
-        "slow.cpp": '#include "a.h"',
-        "direct.cpp": "#include <torch/extension.h>",
-        "fast.cpp": '#include "fast.h"',
-        "a.h": '#include "b.h"\n#include "a.h"',
-        "b.h": "#include <torch/torch.h>",
-        "fast.h": '#include "fast.h"',
-    }
-    csrc.mkdir(parents=True)
-    for name, text in files.items():
-        (csrc / name).write_text(text)
-    (tmp_path / "build" / "op").mkdir(parents=True)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "build"))
-    calls = []
-    sources = [str(csrc / name) for name in ("slow.cpp", "direct.cpp", "fast.cpp")]
-    op_builds._compile_as_unit(
-        lambda *args, **options: calls.append((args, options)),
-        "op",
-        sources,
-        extra_include_paths=[str(csrc)],
-        extra_cflags=["-O3"],
-    )
-    [((name, [unit, fast]), options)] = calls
-    copied = tmp_path / "build" / "op" / "csrc"
-    assert name == "op" and fast == str(copied / "fast.cpp")
-    assert options == {"extra_include_paths": [str(copied)], "extra_cflags": ["-O3"]}
-    assert Path(unit).read_text() == "".join(
-        f'#include "{copied / name}"\n' for name in ("slow.cpp", "direct.cpp")
-    )
-    assert (copied / "b.h").read_text().startswith("#pragma once\n")
-    assert (csrc / "b.h").read_text() == files["b.h"]
 
 
 def test_deepspeed_loads_our_ops_and_compiles_the_others(monkeypatch):

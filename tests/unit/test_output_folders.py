@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import os
+import platform
 from types import SimpleNamespace
 
 import pytest
 
 
 @pytest.mark.parametrize("content", ["..", "/etc", "../other", "a/b", "", ".", "x" * 5000, "a\nb"])
-def test_latest_universal_names_a_folder_next_to_it(tmp_path, content):
-    from support.checkpoints.convert import UniversalCheckpoint
-    from support.errors import UserError
+def test_a_mark_names_a_folder_next_to_it(tmp_path, content):
+    from support.checkpoints.recognize import named_in
 
+    (tmp_path / "other").mkdir()
     (tmp_path / "universal").mkdir()
     (tmp_path / "universal" / "latest_universal").write_text(content)
-    with pytest.raises(UserError, match="latest_universal"):
-        UniversalCheckpoint(tmp_path / "universal")
+    assert named_in(tmp_path / "universal" / "latest_universal") is None
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"x", b"\x80\x04\x95", b"PK\x03\x04", b"\x80\x02cos\nsystem\nU\x04trueR."]
 )
 def test_files_of_another_program_are_data(tmp_path, content):
-    from support.checkpoints.convert import UniversalCheckpoint
+    from support.checkpoints.foreign import open_foreign
     from support.errors import UserError
 
     place = tmp_path / "zero" / "weight"
     place.mkdir(parents=True)
     (place / "fp32.pt").write_bytes(content)
-    with pytest.raises(UserError, match=r"fp32\.pt"):
-        UniversalCheckpoint(tmp_path)
+    opened = open_foreign(tmp_path, trusted=True, scratch=tmp_path)
+    with pytest.raises(UserError, match=r"fp32\.pt"), opened:
+        pass
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "文", "😀"])
@@ -106,16 +106,6 @@ def test_what_cannot_be_removed_hides_no_error(tmp_path):
     assert not paths and not ordinary.exists()
 
 
-def test_a_lock_file_of_nonsense(tmp_path):
-    """Others may write into a shared temporary folder."""
-    from support.files.atomic import TemporaryFolder
-
-    (tmp_path / "x-deep.lock").write_text("[" * 1000)
-    (tmp_path / "x-other.lock").write_text("5")
-    TemporaryFolder(tmp_path, "x-").remove()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x-deep.lock", "x-other.lock"]
-
-
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     import errno
     import fcntl
@@ -123,8 +113,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     from support.files import atomic as files
     from support.report.output_dir import lock_folder
 
-    (tmp_path / "x-1").mkdir()
-    (tmp_path / "x-1.lock").write_text(json.dumps(files._this_machine()))
+    left = tmp_path / f"x-{platform.node()}-1"
+    left.mkdir()
+    (tmp_path / f"{left.name}.lock").write_text("")
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -132,7 +123,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert lock_folder(tmp_path) is None
     files.TemporaryFolder(tmp_path, "x-").remove()
-    assert (tmp_path / "x-1").exists()  # whose owner may live
+    assert left.exists()  # whose owner may live
 
 
 @pytest.mark.parametrize(
@@ -176,8 +167,7 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
     from support.files.atomic import remove_leftovers
 
     (tmp_path / "precious").write_text("content")
-    gone = [".results.123.json", ".metrics.9.jsonl", ".latest.77", ".partial-12ab34cd-best"]
-    gone += [".step-00000004.partial", ".partial-step-00000004"]
+    gone = [".partial-12ab34cd-best", ".partial-step-00000004"]
     for name in gone:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
@@ -197,3 +187,26 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
     remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "precious"])
     assert (tmp_path / "precious").read_text() == "content"
+
+
+def test_the_folder_of_a_run_is_not_a_model(tmp_path):
+    """The error names the exported model in it."""
+    from support.cli.parse import parse_arguments
+    from support.errors import UserError
+    from support.startup import check_model_path
+
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"use its model, --model {tmp_path}/hf"):
+        check_model_path(parse_arguments(["--model", str(tmp_path)]))
+
+
+def test_a_folder_that_not_all_nodes_share_names_only_flags_that_are_not_given(tmp_path):
+    from support.cli.parse import parse_arguments
+    from support.errors import UserError
+    from support.report.output_dir import check_all_see
+
+    (tmp_path / ".lock").touch()
+    ctx = SimpleNamespace(all_gather=lambda own: [own, "node2"])
+    with pytest.raises(UserError, match=r"node2 shares with rank 0: .* add --no_save\.$"):
+        check_all_see(tmp_path, ctx, parse_arguments(["--no_export"]))

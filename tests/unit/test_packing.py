@@ -12,8 +12,8 @@ from tokenizer_zoo import tokenizer_of
 from support.cli.parse import parse_arguments
 from support.data.batches import open_split, split_sequences
 from support.data.formats import RowOptions
-from support.data.packing import pack
-from support.data.sources import open_source
+from support.data.rows import open_source
+from support.data.sequences import Padding, pack
 from support.data.tokenize import tokenize_once
 from support.errors import UserError
 from support.files.cache import Cache
@@ -59,6 +59,9 @@ def arguments(packing: bool) -> SimpleNamespace:
     return SimpleNamespace(seq_length=LENGTH, batch_size=4, packing=packing, **flags, **limits)
 
 
+PADDING = Padding(LENGTH, 8, False)
+
+
 def examples_of(inputs, labels, positions) -> list[tuple[list, list]]:
     """(ids, labels) of each example in a micro-batch, without the padding."""
     examples = []
@@ -76,31 +79,30 @@ def test_packed_sequences_have_the_same_examples(pairs, tmp_path):
     source = open_source(str(pairs), parse_arguments([]), RowOptions())
     prepared = tokenize_once(source, tokenizer_of("gpt2"), Cache(tmp_path, [], print), id, 0)
     (plain, held_out, facts), (packed, held_out_packed, packed_facts) = (
-        split_sequences(prepared, arguments(packing)) for packing in (False, True)
+        split_sequences(prepared, arguments(packing), PADDING) for packing in (False, True)
     )
     for alone, together in ((plain, packed), (held_out, held_out_packed)):
         everything = np.arange(together.num_sequences)
-        wanted = alone.examples(np.arange(alone.num_sequences))
-        found = examples_of(*together.read(everything))
-        for _, labels in wanted:
-            labels[0] = IGNORED
-        assert sorted(found) == sorted((ids.tolist(), labels.tolist()) for ids, labels in wanted)
+        inputs, labels, _ = alone.read(np.arange(alone.num_sequences))
+        rows = zip(alone.lengths, inputs.tolist(), labels.tolist(), strict=True)
+        wanted = [(ids[:length], own[:length]) for length, ids, own in rows]
+        assert sorted(examples_of(*together.read(everything))) == sorted(wanted)
         assert together.tokens(everything) == alone.tokens(np.arange(alone.num_sequences))
     assert held_out.num_sequences == 4 and packed.num_sequences < plain.num_sequences / 1.5
     shares = [f["train"]["padding_share"] for f in (facts, packed_facts)]
     assert shares[1] < 0.1 < shares[0]
     # The share is that of the batches of the first epoch.
-    from support.data.batches import epoch_order, step_batches
+    from support.data.batches import step_batches
 
     for file, share in zip((plain, packed), shares, strict=True):
-        order = epoch_order(file.num_sequences, 0, 1)
+        order = file.epoch_order(0, 1)
         steps = list(step_batches(file, order, 4, 1, 0, 1))
         size = sum(step.batches[0][0].shape[1] * 4 for step in steps[:-1])
         last = file.num_sequences - 4 * (len(steps) - 1)
         size += steps[-1].batches[0][0].shape[1] * last
         assert 1 - sum(step.tokens for step in steps) / size == pytest.approx(share, abs=1e-4)
     first = packed.take(2)
-    assert first.num_sequences == 2 and len(first.lengths(np.arange(2))) == 2
+    assert first.num_sequences == 2 and len(first.lengths) == 2
 
 
 def test_a_packed_stream_has_each_example_once_in_a_pass(pairs):
@@ -134,7 +136,7 @@ def test_packing_is_refused_for_text(tmp_path):
     source = open_source(str(tmp_path / "rows.jsonl"), parse_arguments([]), RowOptions())
     prepared = tokenize_once(source, tokenizer, Cache(tmp_path, [], print), id, 0)
     with pytest.raises(UserError, match="use --isolate_documents"):
-        open_split(prepared, "train", arguments(packing=True))
+        open_split(prepared, "train", arguments(packing=True), PADDING)
     stream, _ = stream_of(tmp_path / "rows.jsonl", tokenizer, packing=True)
     with pytest.raises(UserError, match="use --isolate_documents"):
         next(stream.step_batches(torch.device("cpu")))
@@ -149,6 +151,7 @@ def test_a_percentage_is_held_out_only_without_a_validation_split(pairs, tmp_pat
     counts = []
     for flags in ([], ["--validation_file", str(pairs)]):
         source = open_source(str(pairs), parse_arguments(flags), RowOptions())
-        train, validation, _ = split_sequences(tokenize_once(source, tokenizer, cache, id, 0), args)
+        prepared = tokenize_once(source, tokenizer, cache, id, 0)
+        train, validation, _ = split_sequences(prepared, args, PADDING)
         counts.append((train.num_sequences, validation.num_sequences))
     assert counts == [(30, 10), (40, 40)]

@@ -19,19 +19,11 @@ PATCHES = {
     patches.replace_packed_sequence_check: (
         "transformers.masking_utils:find_packed_sequence_indices",
     ),
-    patches.wrap_sdpa: ("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",),
-    patches.limit_template_operators: (
-        "jinja2.sandbox:SandboxedEnvironment.intercepted_binops",
-        "jinja2.sandbox:SandboxedEnvironment.default_binop_table",
+    patches.skip_padding_check: (
+        "transformers:PreTrainedModel.warn_if_padding_and_no_attention_mask",
     ),
     patches.override_collectives: ("torch:ops.c10d.allreduce_", "torch:library.Library.impl"),
-    patches.cache_cpu_info: ("cpuinfo:get_cpu_info",),
     patches.quote_library_path: ("torch.utils.cpp_extension:TORCH_LIB_PATH",),
-    patches.compile_without_loading: (
-        "torch.utils.cpp_extension:load",
-        "torch.utils.cpp_extension:_import_module_from_library",
-        "torch.utils.cpp_extension:subprocess.run",
-    ),
     patches.load_compiled_ops: ("deepspeed.ops.op_builder.builder:OpBuilder.jit_load",),
     patches.skip_shared_memory_op: ("deepspeed.comm.torch:build_shm_op",),
     patches.keep_4bit_layout: ("bitsandbytes.nn.modules:has_avx512bf16",),

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import peers, peers_report
-from benchmarks.peers import ONE, PEERS, Case, Run, Setting
+from benchmarks.peers import ONE, PEERS
+from benchmarks.peers_report import Case, Run, Setting
 from support.text_tables import replace_section
 
 GB = 2**30
@@ -39,37 +40,37 @@ def test_medians_over_rounds_of_the_median_step():
     assert ours.speed == peers_report.Spread(512, 256, 1024)  # steps of 2, 4 and 1 s, 1,024 tokens
     # Of round 3 the Trainer has no run.
     assert ours.speed_ratio == peers_report.Spread(1.5, 1, 2)
-    assert (ours.memory, ours.memory_ratio) == (2 * GB, 0.625)
-    assert (ours.start, ours.start_ratio, trainer.start_ratio) == (5, 0.5, 1)
+    assert (ours.memory, ours.memory_ratio.median) == (2 * GB, 0.625)
+    assert (ours.start, ours.start_ratio.median, trainer.start_ratio.median) == (5, 0.5, 1)
     assert (trainer.program, trainer.speed.median, trainer.mfu) == ("Trainer", 256, None)
 
 
 def test_skipped_steps_are_left_out_and_logged_steps_are_averaged():
     run = run_of("ours", 1, [1, 1])
-    assert peers_report.tokens_per_second(run, 2) == 1024
-    assert peers_report.tokens_per_second(replace(run, stamps=run.stamps[:3]), 0) == 10.24
+    assert run.speed(2) == 1024
+    assert replace(run, stamps=run.stamps[:3]).speed(0) == 10.24
     every_tenth = replace(run, stamps=[(1, 0), (10, 90), (20, 100), (30, 110), (40, 200)])
-    assert peers_report.tokens_per_second(every_tenth, 10) == 1024
+    assert every_tenth.speed(10) == 1024
 
 
 def test_memory_is_the_sum_over_the_ranks_or_that_of_the_gpu():
     run = run_of("ours", 1, [1], gigabytes=[2, 3])
-    assert peers_report.memory_of(run) == 5 * GB
-    assert peers_report.memory_of(replace(run, peak_gpu=GB)) == GB
+    assert run.memory == 5 * GB
+    assert replace(run, peak_gpu=GB).memory == GB
 
 
 def test_a_program_without_rounds_in_common_has_no_ratio():
     [row] = peers_report.rows_of(CASE, [run_of("ours", 1, [1])], skip=2)
-    line = peers_report.table(CASE, [row])[-1]
+    line = peers_report.table([(CASE, [row])])[-1]
     assert row.speed_ratio is None
-    assert line == "| ours | 1024 | — | 2.00 | — | 5.0 | — |"
+    assert line == "| One process (4 × 256 tokens) | ours | 1 | 1024 | — | 2.00 | — | 5.0 | — |"
 
 
 def test_mfu_of_all_programs_is_in_proportion_to_their_speed():
     runs = [run_of("ours", 1, [1], mfu_per_rate=1e-4, peak_gpu=GB), run_of("Trainer", 1, [2])]
-    lines = peers_report.table(CASE, peers_report.rows_of(CASE, runs, skip=2))
-    assert "| ours | 1024 | 2.00 | 10.2% | 1.00 |" in lines[4]
-    assert "| 5.1% |" in lines[5] and "peak GPU memory" in lines[2]
+    lines = peers_report.table([(CASE, peers_report.rows_of(CASE, runs, skip=2))])
+    assert "| ours | 1 | 1024 | 2.00 | 10.2% | 1.00 |" in lines[2]
+    assert "| 5.1% |" in lines[3] and "peak GPU memory" in lines[0]
 
 
 def test_each_program_of_a_setting_runs_once_a_round():
@@ -113,23 +114,22 @@ def test_report_is_written_only_if_it_is_asked_for(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(peers, "FIGURE", tmp_path / "figure.png")
     machine = {"cores": 2, "cpu": "a CPU", "ram_bytes": 24 * GB, "gpu": None}
     facts = {"hardware": machine, "versions": {"torch": "2.13"}, "started_at": "2026-11-22T10:00"}
-    facts["logging"] = [0.01, 0.02, 0.04]
     peers.save_runs(tmp_path / "measurements.json", RUNS, facts)
     command = ["--rounds", "0", "--keep", "--cases", "one", "--out", str(tmp_path)]
     assert peers.main(command) == 0
-    assert "| ours | 512 (256–1024) | 1.50 (1.00–2.00) |" in capsys.readouterr().out
+    assert "| ours | 3 | 512 (256–1024) | 1.50 (1.00–2.00) |" in capsys.readouterr().out
     assert "512" not in results.read_text() and not (tmp_path / "figure.png").exists()
     assert peers.main([*command, "--write"]) == 0
     text = results.read_text()
-    assert "| ours | 512 (256–1024) |" in text and "CPU cores: 2, a CPU; 24 GB" in text
-    assert "Rounds: 3 (Trainer 2)." in text
-    assert "20.0 (10.0–40.0) ms" in text and "1.00% of the 2.0 s" in text
+    assert "| ours | 3 | 512 (256–1024) |" in text and "CPU cores: 2, a CPU; 24 GB" in text
+    assert "| Trainer | 2 |" in text
     assert text.startswith("a\n") and text.endswith("\nb\n") and (tmp_path / "figure.png").exists()
 
 
 @pytest.mark.parametrize("model, parameters", [("gpt2", 124_439_808), ("tiny-gpt2", 4_339_200)])
 def test_the_models_of_the_drivers_have_the_size_of_ours(model, parameters):
-    config = peers.model_config(Setting(model=model))
+    config = peers.model_config(Setting(model=model, dropout=0.2))
+    assert config["attn_pdrop"] == 0.2
     width, layers = config["n_embd"], config["n_layer"]
     block = 12 * width**2 + 13 * width
     embeddings = (config["vocab_size"] + config["n_positions"]) * width

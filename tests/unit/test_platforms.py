@@ -22,7 +22,7 @@ from support.strategy import STRATEGIES
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 # Names of packages whose modules have other names.
-PACKAGES = {"cpuinfo": "py-cpuinfo", "yaml": "PyYAML"}
+PACKAGES = {"httpx": "huggingface_hub", "markupsafe": "jinja2", "yaml": "PyYAML"}
 # Imported only if the user has installed them, or asks for what needs them.
 OPTIONAL = {"bitsandbytes", "peft", "tensorboard", "wandb"}
 # Launched or named by users, or needed by a library, but imported nowhere.

@@ -7,8 +7,8 @@ from transformers import AutoTokenizer
 
 from support.data.chat import prompt_of
 from support.errors import UserError
-from support.model.card import card_of_repository, model_card
-from support.report.run_record import RunRecord
+from support.model.card import model_card
+from support.report.run import Run
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
@@ -51,7 +51,7 @@ def test_what_is_prompted_with_the_template(tokenizer, kind, eval_only, is_chat)
     tokenizer.chat_template = TEMPLATE  # as base models have, too
     args = SimpleNamespace(generate="the dog", eval_only=eval_only)
     spec = SimpleNamespace(tokenizer=tokenizer)
-    assert RunRecord._prompt(None, args, spec, {"kind": kind}).is_chat is is_chat
+    assert Run._prompt(args, spec, {"kind": kind}).is_chat is is_chat
 
 
 def test_command_of_the_model_card():
@@ -62,7 +62,5 @@ def test_command_of_the_model_card():
     command = "lm_eval --model hf --model_args "
     card = model_card({**facts, "dataset": {"name": "x", "kind": "mixed"}}, whole)
     assert f"{command}pretrained=. " in card and "--apply_chat_template" not in card
-    assert f"{command}pretrained=a/b " in card_of_repository(card, "a/b")
     card = model_card({**facts, "dataset": {"name": "x", "kind": "chat"}}, adapters)
     assert f"{command}'pretrained=/my gpt2,peft=.' " in card and "--apply_chat_template" in card
-    assert f"{command}'pretrained=/my gpt2,peft=a/b' " in card_of_repository(card, "a/b")

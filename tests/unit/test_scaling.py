@@ -5,7 +5,7 @@ import json
 import pytest
 
 from support.errors import UserError
-from support.report.scaling import Network, read_step
+from support.report.cost import Network, read_step
 
 MB = 1_000_000
 RESULTS = {

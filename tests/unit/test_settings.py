@@ -8,31 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.cli.ds_config import bucket_sizes
-from support.cli.parse import parse_arguments
 from support.units import GB
-
-
-def test_printed_settings_are_read_back(tmp_path):
-    from support.cli.run_file import as_yaml
-
-    args = [
-        "--lr",
-        "2e-5",
-        "--resume",
-        "--output_dir",
-        "0x10",
-        "--no_eval",
-        "--no_fused_gelu",
-        "--report_to",
-        "tensorboard,wandb",
-        "--seed",
-        "7",
-    ]
-    first = parse_arguments(args)
-    (tmp_path / "run.yaml").write_text(as_yaml(first))
-    again = parse_arguments(["--config", str(tmp_path / "run.yaml")])
-    assert vars(again) | {"given": first.given, "config": None} == vars(first)
-    assert again.output_dir == "0x10" and again.resume == "" and again.seed == 7
 
 
 def test_advice_for_any_batch_is_there_at_once():
@@ -72,10 +48,15 @@ def test_the_split_that_fits_is_the_largest(batch_size):
 def test_results_of_several_machines_name_their_host(nodes, host_is_named):
     from types import SimpleNamespace
 
-    from support.report.console_lines import place_of
+    from support.report.console_lines import say_files
 
-    shown = place_of(Path("runs/x/results.json"), SimpleNamespace(nodes=nodes))
-    assert shown.startswith("runs/x/results.json") and (platform.node() in shown) == host_is_named
+    lines = []
+    console = SimpleNamespace(print0=lines.append)
+    ctx = SimpleNamespace(nodes=nodes, console=console, simulated=False)
+    say_files(ctx, Path("runs/my x/results.json"))
+    assert lines[0].startswith("📁 runs/my x/results.json")
+    assert (platform.node() in lines[0]) == host_is_named
+    assert lines[1].endswith("python scripts/report.py 'runs/my x'")
 
 
 def test_bucket_sizes_of_any_model():

@@ -1,19 +1,16 @@
 """Flags that Hugging Face's Trainer has, and what they do to the optimizer and the schedule."""
 
-import ast
-import importlib.util
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import PROJECT
 
 from support.cli import aliases
-from support.cli.flags import GROUPS, HelpFormatter, build_parser
+from support.cli.flags import FLAGS, HelpFormatter, build_parser
 from support.cli.fsdp_config import FsdpOptions
 from support.cli.parse import ignored_flags, parse_arguments
-from support.cli.run_file import as_yaml
 from support.data.batches import evaluation_batches
 from support.errors import UserError
 from support.strategies.optimizer import create, learning_rate
@@ -22,81 +19,94 @@ ADAM = ["--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-6"]
 
 
 def test_tables_name_existing_flags_once():
-    ours = {name[2:] for rows in GROUPS.values() for name, _ in rows}
-    assert {*aliases.RENAMED, *aliases.DEFAULTS} <= ours
-    assert not {*aliases.IGNORED, *aliases.REFUSED} & ours
-    assert not {*aliases.IGNORED} & {*aliases.REFUSED}
+    assert {*aliases.RENAMED} <= {*FLAGS} and not {*aliases.IGNORED} & {*FLAGS}
+    names = [name for names in aliases.RENAMED.values() for name in names]
+    assert len({*names, *aliases.IGNORED}) == len(names) + len(aliases.IGNORED)
 
 
-# The flags of run_clm.py, next to those of Trainer.
-RUN_CLM = """
-    model_name_or_path model_type config_overrides config_name tokenizer_name cache_dir
-    use_fast_tokenizer model_revision token trust_remote_code dtype torch_dtype low_cpu_mem_usage
-    dataset_name dataset_config_name train_file validation_file max_train_samples max_eval_samples
-    streaming block_size overwrite_cache validation_split_percentage preprocessing_num_workers
-    keep_linebreaks
-""".split()
-
-
-def flags_of_trainer() -> dict[str, bool]:
-    """The fields of TrainingArguments, and whether they are true by default; read, not imported."""
-    folder = Path(importlib.util.find_spec("transformers").origin).parent
-    tree = ast.parse((folder / "training_args.py").read_text())
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    fields = [n for n in classes["TrainingArguments"].body if isinstance(n, ast.AnnAssign)]
-    return {
-        field.target.id: "default=True" in ast.unparse(field)
-        for field in fields
-        if not field.target.id.startswith(("_", "framework"))
-    }
-
-
-def test_every_flag_of_trainer_and_run_clm_is_known():
-    """Used, ignored or refused with a reason: none is reported as a typing error."""
-    known = {*build_parser()._option_string_actions}
-    fields = flags_of_trainer()
-    assert {"learning_rate", "data_seed", "hub_token"} <= {*fields}
-    off = {f"no_{name}" for name, on in fields.items() if on}
-    assert "no_dataloader_pin_memory" in off
-    assert not {f"--{name}" for name in {*fields, *off, *RUN_CLM}} - known
+@pytest.mark.parametrize(
+    "flags, values",
+    [
+        (["--learning_rate", "1e-3", "--num_train_epochs", "3.0"], {"lr": 1e-3, "epochs": 3}),
+        (["--micro_batch_size", "2"], {"batch_size": 2}),
+        (["--mixed_precision", "no"], {"precision": "fp32"}),
+        (["--bf16"], {"precision": "bf16"}),
+        (["--bf16", "False", "--fp16", "True"], {"precision": "fp16"}),
+        (["--fp16", "false"], {"precision": "fp32"}),
+        (["--torch_compile", "False"], {"compile": False}),
+        (["--lr_scheduler_type", "constant_with_warmup"], {"lr_scheduler": "constant"}),
+        (["--optim", "adamw_torch_fused"], {"optim": "adamw"}),
+        (["--save_strategy", "epoch"], {"save_epochs": True}),
+        (["--save_strategy", "steps"], {"save_every": 500}),
+        (["--save_strategy", "best", "--load_best_model_at_end"], {"load_best_at_end": True}),
+        (["--eval_strategy", "steps", "--eval_steps", "7"], {"eval_every": 7}),
+        (["--evaluation_strategy", "steps", "--logging_steps", "9"], {"eval_every": 9}),
+        (["--eval_strategy", "no"], {"eval": False}),
+        (["--eval_strategy", "no", "--do_eval", "--do_train"], {"eval_every": aliases.AT_THE_END}),
+        (["--do_train", "--do_eval"], {"eval": True, "eval_only": False}),
+        (["--do_train", "--do_eval", "False"], {"eval": False, "eval_only": False}),
+        (["--do_eval"], {"eval_only": True}),
+        (["--do_eval", "--do_train", "false", "--lr", "1e-3"], {"eval_only": True}),
+        (["--resume_from_checkpoint", "True", "--output_dir", "x"], {"resume": ""}),
+        (["--resume_from_checkpoint", "a/b"], {"resume": "a/b"}),
+        (["--use_peft", "--lora_target_modules", "q_proj", "--lora_r", "4"], {"lora_r": 4}),
+        (["--label_names", "a", "b", "--no_dataloader_pin_memory"], {"batch_size": 4}),
+        (["--fsdp"], {"strategy": "fsdp"}),
+        (["--fsdp", "no_shard"], {"strategy": "dp"}),
+        (["--fsdp", ""], {"strategy": "dp"}),
+        (["--use_fsdp"], {"strategy": "fsdp"}),
+        (["--deepspeed", "--strategy", "zero3"], {"strategy": "zero3"}),
+        (["--use_deepspeed", "--strategy", "zero1"], {"strategy": "zero1"}),
+        ([f"--deepspeed={PROJECT}/ds_config_offload.json"], {"strategy": "offload"}),
+        (["--deepspeed", "--ds_config", f"{PROJECT}/ds_config_stage1.json"], {"strategy": "zero1"}),
+        (["--eval", "--no_eval"], {"eval": False}),  # the last one counts
+        (["--lr", "1e-3", "--lr", "1e-4"], {"lr": 1e-4}),
+    ],
+)
+def test_what_a_flag_sets(flags, values):
+    args = parse_arguments(flags)
+    assert {name: getattr(args, name) for name in values} == values
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--no_keep_linebreaks"], "--keep_linebreaks cannot be used here: .*true is accepted"),
-        (["--data_seed", "7"], "--data_seed the value of --seed is accepted"),
-        (["--model", "gpt2", "--tokenizer_name", "opt"], "the value of --model is accepted"),
-        (["--adafactor"], "use --optim adafactor"),
+        (["--learning_rat", "2"], "did you mean --learning_rate"),
+        (["--batch-size", "2"], "did you mean --batch_size"),
+        (["--label_smoothing_factor", "0.1"], "--label_smoothing_factor: see docs/COMING_FROM.md"),
+        (["--hub_token=secret"], "^((?!secret).)*$"),
+        (["--nproc-per-node=2"], "flag of the launcher"),
+        (["--learning_rate", "x"], "argument --learning_rate: x is not a number"),
+        (["--learning_rate", "1e-3", "--lr", "1e-4"], "--learning_rate and --lr are two names"),
+        (["--bf16", "--fp16"], "--bf16 and --fp16 both set --precision"),
+        (["--precision", "fp32", "--bf16"], "--precision and --bf16 both set"),
+        (["--deepspeed", "a.json", "--ds_config", "b.json"], "both set --ds_config"),
         (["--streaming", "--max_train_samples", "9"], "^--streaming and --max_train_samples can"),
         (["--no_save", "--save_steps", "9"], "^--no_save and --save_steps cannot"),
+        (["--save_strategy", "no", "--save_steps", "7"], "no and --save_steps 7"),
         (["--save_strategy", "best"], "needs --load_best_at_end"),
         (["--eval_steps", "0.1"], "--eval_steps: 0.1 .* shares of all steps are not used"),
-        (["run.json"], "run.json is the value of no flag: did you mean --config run.json"),
+        (["--num_train_epochs", "1.5"], "--num_train_epochs: 1.5.*--max_steps"),
+        (["--do_train", "False"], "leaves nothing to do"),
+        (["--do_eval", "--num_train_epochs", "3"], "--num_train_epochs needs training"),
+        (["--use_peft"], "--use_peft needs --lora_r"),
+        (["--use_peft", "false", "--lora_r", "4"], "cannot both hold"),
+        (["--fsdp", "full-shard"], "full-shard is not in"),
+        (["--fsdp", "--strategy", "zero2"], "--fsdp .*contradicts"),
+        (["--use_fsdp", "--deepspeed"], "cannot both"),
+        (["--deepspeed"], "--deepspeed needs a configuration"),
+        (["--deepspeed", "--strategy", "dp"], "contradicts --strategy dp"),
+        (["--output_dir", ""], "is a variable of the shell not set"),
+        (["--resume", "", "--output_dir", "x"], "--resume: it is empty"),
+        (["--seed", str(2**63)], "--seed"),
+        (["run.json"], "run.json .*: did you mean --config run.json"),
         (["--report_to", "tensorboard", "wandb"], "wandb .*: write several with commas between"),
+        (["--report_to", "mlflow"], "mlflow is not a tracker"),
     ],
 )
-def test_what_to_use_instead_of_a_flag(flags, message):
+def test_a_flag_that_is_refused(flags, message):
     with pytest.raises(UserError, match=message):
         parse_arguments(flags)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--no_dataloader_pin_memory", "--no_remove_unused_columns"],
-        ["--seed", "7", "--data_seed", "7"],
-        ["--model", "gpt2", "--tokenizer_name", "gpt2", "--config_name", "gpt2"],
-        ["--save_strategy", "best", "--load_best_model_at_end"],
-        [
-            "--activation_checkpointing",
-            "--activation_checkpointing_kwargs",
-            '{"use_reentrant": false}',
-        ],
-    ],
-)
-def test_flags_that_change_nothing(flags):
-    parse_arguments(flags)
 
 
 def test_help_lists_the_other_names():
@@ -201,22 +211,11 @@ def test_words_of_fsdp():
     assert options("hybrid_shard auto_wrap").hybrid and options("full_shard,offload").offload
 
 
-def test_words_of_fsdp_are_printed_in_a_run_file(tmp_path):
-    args = parse_arguments(["--fsdp", "shard_grad_op offload"])
-    (tmp_path / "run.yaml").write_text(as_yaml(args))
-    again = parse_arguments(["--config", str(tmp_path / "run.yaml")])
-    assert again.fsdp == args.fsdp and not again.fsdp.reshard_after_forward
-
-
 def test_ignored_flags_and_other_defaults_are_reported():
-    args = parse_arguments(["--do_train", "--num_train_epochs", "1", "--log_level", "info"])
-    lines = "\n".join(ignored_flags(args))
-    assert "--log_level is ignored" in lines and "--seq_length 256 (there 1024)" in lines
-    assert "--batch_size 4 (there 8)" in lines and "--validation_split 0.1 (there 0.05)" in lines
-    same = ["--model", "gpt2", "--bf16", "--per_device_train_batch_size", "8"]
-    line = ignored_flags(parse_arguments(["--do_train", *same]))[-1]
-    assert "--seq_length 512 (there" in line and "batch" not in line and "precision" not in line
-    assert "--epochs" not in lines and not hasattr(args, "log_level")
+    flags = ["--do_train", "--num_train_epochs", "1", "--log_level", "info", "--use_cache"]
+    ignored, defaults = ignored_flags(parse_arguments(flags))
+    assert ignored.startswith("Ignored") and "--log_level, --use_cache" in ignored
+    assert "--batch_size, --seq_length" in defaults and "--epochs" not in defaults
     assert ignored_flags(parse_arguments([])) == []
     without = ["--logging_dir", "x", "--report_to", "none"]  # a usual pair in old command lines
     assert ignored_flags(parse_arguments(without)) == [

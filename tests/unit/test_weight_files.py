@@ -1,31 +1,24 @@
-"""Safetensors files that are written one tensor at a time."""
+"""The weight files of an export."""
+
+import json
 
 import pytest
-import safetensors.torch
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from support.files import safetensors_writer as writer
 
-# The library has an entry None for a type that this version of PyTorch lacks.
-TYPES = [d for d in safetensors.torch._SIZE if d is not None and "float4" not in str(d)]
 
-
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_every_type_is_written_as_the_library_writes_it(tmp_path, dtype):
-    tensor = (torch.arange(6) % 2).to(torch.float32).view(2, 3).to(dtype)
-    writer.save_file({"x": tensor}, tmp_path / "ours.safetensors")
-    save_file({"x": tensor}, tmp_path / "library.safetensors")
-    ours, library = (
-        load_file(tmp_path / f"{name}.safetensors")["x"] for name in ("ours", "library")
-    )
-    assert ours.dtype == library.dtype == dtype and ours.shape == (2, 3)
-    assert ours.view(torch.uint8).equal(library.view(torch.uint8))
-
-
-def test_a_type_that_the_format_lacks_is_named(tmp_path):
-    with pytest.raises(TypeError, match=r"x: .*complex128"):
-        writer.save_file({"x": torch.zeros(1, dtype=torch.complex128)}, tmp_path / "file")
+def test_files_of_limited_size_have_an_index(tmp_path):
+    shapes = dict.fromkeys("abc", (256,))
+    files = writer.WeightFiles(tmp_path, shapes, torch.float32, {}, file_bytes="2KB")
+    for number, name in enumerate(shapes):
+        files.write(name, torch.full((256,), float(number)))
+    files.finish()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) == 3
+    for number, name in enumerate(shapes):
+        assert load_file(tmp_path / index[name])[name].eq(number).all()
 
 
 def test_weights_are_converted_and_buffers_keep_their_types(tmp_path):

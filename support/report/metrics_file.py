@@ -1,0 +1,98 @@
+"""metrics.jsonl: one JSON object per line, for each optimizer step and each evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from support.files.atomic import only_finite, open_regular, set_aside, write_text
+
+if TYPE_CHECKING:  # `compare_report.py --help` must be fast, and the console imports tqdm
+    from support.console import Console
+
+
+def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
+    """Return the records of metrics.jsonl, and the numbers of the lines that cannot be read.
+
+    An incomplete last line, which a killed run may leave, is dropped and not listed.
+
+    Raises:
+        OSError: the file is missing, cannot be read, or is not a regular file.
+    """
+    with open_regular(path) as file:
+        lines = file.read().split(b"\n")
+    records, unreadable = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            record = None
+        is_record = isinstance(record, dict) and record.keys() & {"loss", "eval_loss"}
+        if is_record and type(record.get("step")) is int:
+            records.append(record)
+        elif number < len(lines):
+            unreadable.append(number)
+    return records, unreadable
+
+
+class MetricsFile:
+    """The metrics.jsonl that a run writes (rank 0).
+
+    Lines that do not fit on a full disk are kept in memory and written before the next line.
+    """
+
+    def __init__(self, path: Path, console: Console):
+        self.path, self._console = path, console
+        self._unwritten = b""
+        self._warned = False
+
+    def cut_at(self, step: int) -> None:
+        """Remove the records after a checkpoint, because these steps are trained again.
+
+        A damaged file is renamed, and its readable lines are kept.
+        """
+        records: list[dict] = []
+        damage = ""
+        if os.path.lexists(self.path):
+            try:
+                records, unreadable = read_metrics(self.path)
+            except OSError as error:
+                damage = str(error.strerror)
+            else:
+                more = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
+                damage = f"line {unreadable[0]}{more}" if unreadable else ""
+        if damage:
+            new_path = set_aside(self.path, f"{self.path.name}.damaged")
+            self._console.warn(
+                f"{self.path} is damaged ({damage}): what cannot be read is left out, "
+                f"and the file as it was is {new_path.name}."
+            )
+        # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
+        # run repeats the evaluation of the checkpoint's own step.
+        kept = [r for r in records if r["step"] < step or (r["step"] == step and "loss" in r)]
+        write_text(self.path, "".join(json.dumps(only_finite(record)) + "\n" for record in kept))
+
+    def append(self, record: dict) -> None:
+        """Write a record; if the disk is full, print a notice and keep the record for later."""
+        self._unwritten += json.dumps(only_finite(record)).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that could not be written before."""
+        if not self._unwritten:
+            return
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                while self._unwritten:  # a nearly full disk may take a part of a line
+                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
+        except OSError as error:
+            if not self._warned:
+                self._console.warn(
+                    f"{self.path} cannot be written ({error.strerror}): training continues, and "
+                    "the missing lines are written as soon as there is space."
+                )
+            self._warned = True
+        else:
+            self._warned = False

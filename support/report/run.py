@@ -1,0 +1,330 @@
+"""A run from its output folder to the exported model: results.json, metrics, export, sample."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from support.checkpoints.manager import CheckpointManager, TrainingObjects, saves_due
+from support.cli.arguments import Arguments
+from support.cluster.context import DistContext
+from support.cluster.restart import Restart, restart_values
+from support.data.batches import total_steps
+from support.data.chat import Prompt, prompt_of
+from support.errors import UserError
+from support.files.atomic import only_finite, overwrite, remove_leftovers, set_aside, write_text
+from support.memory.measure import MemoryByPhase
+from support.model import export, push
+from support.model.generate import generate
+from support.model.resolve import ModelSpec
+from support.report import console_lines, output_dir, profiling
+from support.report.metrics_log import MetricsLogger, create_meter, errors_as_notices
+from support.report.results import facts_at_start, locked, progress, read_results
+from support.report.summary import summarize
+from support.train_state import TrainState
+from support.units import human_count
+
+
+class Run:
+    """A run: its output folder, results.json, measurements and export. All ranks call the methods.
+
+    results.json is written at the start with the status "running", and again at the end. With
+    --resume an earlier run's file is kept until this run has loaded its checkpoint.
+
+    Attributes:
+        facts: the content of results.json.
+        before: the earlier run's results.json, on every rank; None if there is none.
+        kept: whether the file is still the earlier run's.
+        target: where the model is exported to.
+        memory: memory after each phase of the run.
+        metrics, manager: set by `start_training`.
+    """
+
+    target: export.Target
+    memory: MemoryByPhase
+    metrics: MetricsLogger
+    manager: CheckpointManager
+    _snapshot: profiling.MemorySnapshot | None = None
+
+    def __init__(self, ctx: DistContext, folder: Path, facts: dict):
+        self.ctx, self.folder, self.facts = ctx, folder, facts
+        self.path = folder / "results.json"
+        self.before: dict | None = None
+        self.kept = False
+        self._damage = ""  # why an earlier run's file cannot be read (rank 0)
+
+    @classmethod
+    def open(cls, args: Arguments, ctx: DistContext) -> Run:
+        """Create and lock the output folder, write results.json, start to record memory."""
+        console_lines.say_setup(ctx)
+        run = cls(ctx, output_dir.new_output_dir(args, ctx), facts_at_start(args, ctx))
+        if ctx.is_main:
+            run.before, run._damage = read_results(run.path)
+            run.kept = args.resume is not None and (run.before is not None or bool(run._damage))
+            if not run.kept:
+                # Before the other ranks continue: if one fails, the file must be this run's.
+                run._begin()
+        run.before, run.kept, run.facts["started_at"] = ctx.broadcast_from_rank0(
+            (run.before, run.kept, run.facts["started_at"])
+        )
+        ctx.failures.on_failure.append(run.fail)
+        run.target = export.target_of(args, run.folder, run.before)
+        run.target.repository = push.open_repository(args, run.folder, ctx)
+        memory = run.memory = MemoryByPhase(ctx.device)
+        ctx.hang.folder, ctx.hang.doing = run.folder, lambda: memory.doing
+        ctx.failures.memory_facts.append(memory.describe)
+        if args.memory_snapshot:
+            run._snapshot = profiling.MemorySnapshot(args.memory_snapshot, ctx)
+        return run
+
+    # ---------------------------------------------------------------------------- results.json
+
+    @property
+    def was_complete(self) -> bool:
+        """Whether the earlier run, whose file is kept, had completed."""
+        return self.kept and self.before is not None and self.before["status"] == "completed"
+
+    def update(self, **facts: Any) -> None:
+        """Add or replace facts; they are written with the next status."""
+        self.facts.update(facts)
+
+    def _begin(self) -> None:
+        """Write this run's file in place of an earlier run's (rank 0); rename a damaged one."""
+        self.kept = False
+        if not self.ctx.is_main:
+            return
+        if self.ctx.lock:
+            remove_leftovers(self.folder)
+        if self._damage:
+            new_path = set_aside(self.path, f"{self.path.name}.damaged")
+            self.ctx.console.warn(
+                f"{self.path} is damaged ({self._damage}): ignored, and renamed to {new_path.name}."
+            )
+            self._damage = ""
+        self._write()
+
+    def _text(self) -> str:
+        return json.dumps(only_finite(self.facts), indent=2) + "\n"
+
+    def _write(self) -> None:
+        if self.ctx.is_main:
+            write_text(self.path, self._text())
+
+    def fail(self, error: UserError) -> bool:
+        """Write why the run failed, unless the file already says how it ended; for any rank.
+
+        An earlier run's file that is still kept is not changed.
+
+        Returns:
+            False if another rank has already written an error.
+        """
+        if self.kept:
+            return True
+        with locked(self.folder):
+            recorded, _ = read_results(self.path)
+            is_this_run = recorded and recorded.get("started_at") == self.facts["started_at"]
+            if recorded and is_this_run and recorded["status"] != "running":
+                return recorded["status"] in ("completed", "preempted")
+            self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
+            try:
+                write_text(self.path, self._text())
+            except OSError:  # a full disk; a rename needs space for a second file
+                overwrite(self.path, self._text())
+        return True
+
+    # ---------------------------------------------------------------------------- before training
+
+    def announce_model(self, args: Arguments, spec: ModelSpec) -> None:
+        """Print what is trained, before the data is read."""
+        verb = "Evaluating" if args.eval_only else "Fine-tuning"
+        verb = "Simulating the memory of" if self.ctx.simulated else verb
+        base = spec.parameters - (spec.trainable if spec.lora else 0)
+        print0 = self.ctx.console.print0
+        print0(f"🚀 {verb} {args.model} ({human_count(base)} parameters)")
+        print0(f"📋 Strategy: {args.strategy.upper()}")
+        if spec.own_settings and args.verbose:
+            same = "the same function in one kernel (--no_fused_gelu keeps it)"
+            print0(f"🔧 gelu_new is computed as gelu_pytorch_tanh, {same}")
+        if not spec.chunked_loss:
+            print0(
+                "🔧 All logits of a batch are computed at once: this model changes them, or has "
+                "adapters on its output layer"
+            )
+
+    def model_loaded(self, args: Arguments, spec: ModelSpec, dataset: dict, train_data) -> None:
+        """Print and record the sizes of the model and of the data.
+
+        Args:
+            dataset: the dataset's entry in results.json.
+        """
+        self.memory.note("model_loaded")
+        if args.generate:  # fails on an unusable prompt before the training
+            self._prompt(args, spec, dataset)
+        print0 = self.ctx.console.print0
+        print0(f"✅ Model loaded: {spec.parameters:,} parameters ({spec.parameters / 1e6:.1f}M)")
+        if spec.lora:
+            trained = f"{spec.trainable:,} of {spec.parameters:,} parameters are trained"
+            print0(f"🔧 LoRA: {trained} ({spec.trainable / spec.parameters:.2%})")
+            if spec.random and not (args.merge_lora or args.no_export):
+                self.ctx.console.warn(
+                    "The frozen weights are random, and the adapters cannot be used without them: "
+                    "--merge_lora exports both."
+                )
+        count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
+        if not train_data.num_sequences:
+            count = "validation data only"
+        print0(f"✅ Dataset ready: {count}")
+        self.update(
+            parameters=spec.parameters,
+            trainable_parameters=spec.trainable,
+            seq_length=args.seq_length,
+            dataset=dataset,
+        )
+
+    def was_complete_before(self, args: Arguments, state: TrainState) -> bool:
+        """Whether a resumed run has no step left to train.
+
+        The newest checkpoint may be an older one if the earlier run stopped early with the same
+        --early_stopping_patience, or if --load_best_at_end kept only the best weights.
+        """
+        if not self.was_complete or self.before is None:
+            return False
+        if state.finished:
+            return True
+        if args.resume != "":  # a checkpoint was named
+            return False
+        patience = args.early_stopping_patience
+        stops_early = bool(patience) and self.before.get("stopped_early") == patience
+        steps = total_steps(args, self.ctx.world_size, state.num_sequences)
+        return stops_early or (args.load_best_at_end and self.before["steps"] >= steps)
+
+    def start_training(
+        self,
+        args: Arguments,
+        objects: TrainingObjects,
+        manager: CheckpointManager,
+        state: TrainState,
+    ) -> None:
+        """Check the disks, then replace the files of an earlier run, and start the metrics."""
+        ctx, spec = self.ctx, manager.spec
+        saves = saves_due(args, state.counters(), state.total_steps, state.num_sequences)
+        export.check_room(args, ctx, self.target, self.folder, spec, saves)
+        meter = create_meter(args, ctx, objects, spec, self.memory, state)
+        metrics = MetricsLogger(args, ctx, self.folder, state, meter)
+        self.metrics, self.manager = metrics, manager
+        manager.around_save = metrics.outside_steps
+        # All checks have passed: only now may files of an earlier run be changed.
+        manager.take_over(state.best)
+        self.update(run_signature=manager.identity)
+        self._begin()
+        if ctx.is_main:
+            metrics.file.cut_at(state.step)
+        ctx.hang.state = state
+        # Adam's states exist from the first update on, so the second step may need the most memory.
+        if values := restart_values(args, self.folder):
+            useful = partial(self._smaller_batch_may_help, args, state)
+            ctx.failures.restart = Restart(ctx.launch, values, useful, ctx.stop)
+            # A rank may run out of memory while another still starts a tracker or removes files.
+            dist.barrier()
+        training = f"Training: steps {state.step + 1} to {state.total_steps}"
+        ctx.console.print0(f"⏳ {'Evaluating' if args.eval_only else training}")
+
+    def _smaller_batch_may_help(self, args: Arguments, state: TrainState) -> bool:
+        """Whether a new start with smaller micro-batches may help after memory ran out."""
+        own_batch = args.eval_batch_size and self.memory.doing == "evaluation"
+        return state.step < state.first_step + 2 and not self.manager.seconds and not own_batch
+
+    # ----------------------------------------------------------------------------- after training
+
+    def preempted(self, state: TrainState) -> None:
+        """Record that a stop signal ended the run after a checkpoint was saved."""
+        reason = "stopped by a signal; a checkpoint was saved"
+        self.update(status="preempted", reason=reason, **progress(state.counters()))
+        self._write()
+        self.ctx.console.print0(
+            f"⏸️  Stopped by a signal after step {state.step} of {state.total_steps}: "
+            "resume with --resume"
+        )
+        self._close()
+
+    def finish(self, args: Arguments, state: TrainState, eval_loss: float | None, casting) -> None:
+        """Summarize the run, export the model, and print a sample of its text.
+
+        Args:
+            casting: the autocast context in which --generate runs the model.
+        Raises:
+            TrainingError: the export failed; the message says where the trained weights are.
+        """
+        self.memory.note("trained")
+        ctx, manager = self.ctx, self.manager
+        ctx.hang.state = ctx.failures.restart = None
+        if manager.objects.stream is not None:
+            self.update(dataset=manager.objects.stream.summary())
+        if args.load_best_at_end and state.best:
+            manager.load_best(state.best["step"], state.step)
+        elif args.load_best_at_end:
+            ctx.console.warn(
+                "--load_best_at_end: no evaluation gave a finite loss, so these are the last "
+                "weights."
+            )
+        self.update(checkpoint_seconds=manager.seconds)
+        self.update(**summarize(args, ctx, manager.spec, self.metrics, state, eval_loss))
+        console_lines.say_results(ctx, self.facts, args)
+        self._export(args, manager, state, casting)
+        self._close(self.facts.get("sample"))
+        console_lines.say_files(ctx, self.path)
+
+    def finish_completed_run(
+        self, args: Arguments, manager: CheckpointManager, state: TrainState, casting
+    ) -> None:
+        """Finish a resumed run that was already complete: export and generate what is missing."""
+        self.ctx.console.print0("✅ The run was already complete.")
+        self.update(**(self.before or {}))
+        if args.load_best_at_end and self.facts.get("best_step"):
+            manager.load_best(self.facts["best_step"], state.step)
+        elif state.step < self.facts["steps"]:
+            self.ctx.console.warn(
+                "The last weights are in no checkpoint: nothing is exported, generated or pushed."
+            )
+            return
+        self._export(args, manager, None, casting)
+
+    def _export(
+        self, args: Arguments, manager: CheckpointManager, state: TrainState | None, casting
+    ) -> None:
+        """Export and generate if requested and missing; `state` is None if nothing was trained."""
+        folder = export.finish(manager, self, self.target, args, state)
+        if args.generate:
+            prompt = self._prompt(args, manager.spec, self.facts.get("dataset") or {})
+            sample = generate(manager.model, casting, manager.spec, prompt, args.seed, self.ctx)
+            self.update(sample=sample)
+        if folder and args.push_to_hub:
+            self.update(push=push.push(self.target.repository, folder, self.ctx))
+        self.ctx.stop.ignore()  # the run is complete
+        self.complete()
+
+    def complete(self) -> None:
+        """Write the final results (rank 0)."""
+        self.update(status="completed")
+        self._write()
+
+    def _close(self, sample: str | None = None) -> None:
+        """Finish the files of other tools."""
+        self.metrics.close(sample)
+        if self._snapshot:
+            with errors_as_notices(self.ctx):
+                self.ctx.console.print0(self._snapshot.write())
+
+    @staticmethod
+    def _prompt(args: Arguments, spec: ModelSpec, dataset: dict) -> Prompt:
+        """Return the prompt of --generate: in the chat template if conversations were trained.
+
+        Base models have a chat template, too, so an evaluation only is the other case that uses it.
+        """
+        kind = dataset.get("kind")  # None before a stream's first row
+        as_chat = kind == "chat" or (args.eval_only and kind != "pair")
+        return prompt_of(args.generate or "", spec.tokenizer, as_chat)

@@ -1,0 +1,417 @@
+"""Comparisons: what is read of runs, and what is said about their difference."""
+
+import json
+import math
+import sys
+
+import pytest
+from schema_check import problems_of_metrics, problems_of_results, table
+
+from support.errors import UserError
+from support.report.compare import (
+    SAME_WORK,
+    compare_runs,
+    last_error,
+    read_comparison,
+    read_run,
+    read_strategy_run,
+)
+from support.report.comparison_text import as_json, as_markdown, as_text, tables_of
+
+LOSSES = [8.0, 7.5, 7.0, 6.5, 6.0, 5.5]
+STATES = {"parameters": 8 << 20, "gradients": 8 << 20, "optimizer": 16 << 20}
+RANK = {**STATES, "buffers": 0, "other": 1, "activations": None, "logits": None}
+RESULTS = {
+    **{"status": "completed", "strategy": "dp", "model": "tiny-gpt2", "parameters": 2 << 20},
+    **{"trainable_parameters": 2, "world_size": 2, "simulated_world_size": None, "device": "cpu"},
+    **{"precision": "fp32", "batch_size": 1, "gradient_accumulation_steps": 1, "seed": 1},
+    **{"global_batch_size": 2, "seq_length": 8, "steps": 6, "samples": 12, "command": "python x"},
+    **{"dataset": {"name": "d", "sha256": "x"}, "started_at": "2026-01-01T00:00:00+00:00"},
+    "hardware": {"cpu": "c", "cores": 1, "gpu": None, "gpu_memory_bytes": None, "ram_bytes": 9},
+    "versions": {"torch": "2", "deepspeed": "1", "transformers": "5"},
+    "memory": {
+        **{"peak_bytes": [9, 9], "host_peak_bytes": [9, 9], "nvme_bytes": 0},
+        "categories_bytes_by_rank": [RANK, RANK],
+        "device_categories_bytes_by_rank": [RANK, RANK],
+        "predicted_bytes": {**STATES, "peak": 40 << 20},
+        "step_bytes_by_rank": [None],
+    },
+    **{"samples_per_second": 2.0, "tokens_per_second_per_gpu": 16.0, "train_loss_last": 5.5},
+    "step_seconds": {"median": 1.0, "p10": 0.9, "p90": 1.2},
+    "step_phases_seconds": {"data": 0.1, "forward": 0.1, "backward": 0.1, "update": 0.1},
+    "communication_bytes_per_step": 8.0,
+    "communication_per_step": {
+        "all_reduce float32": {"calls": 1, "message_bytes": 8 << 20, "sent_bytes": 8}
+    },
+}
+
+
+def step(number, loss, lr=1e-3):
+    return {"step": number, "epoch": 1, "loss": loss, "lr": lr}
+
+
+def steps(losses=LOSSES, first=1, lr=1e-3):
+    return [step(number, loss, lr) for number, loss in enumerate(losses, first)]
+
+
+def save(folder, results, records):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(results))
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def ours(tmp_path):
+    """ours(name, records, **results) writes an output folder; `flags` and `soft` have defaults."""
+
+    def write(name, records, flags=None, soft=None, **results):
+        signature = {"hard": {"parameters": 10}, "soft": {"dataset": "a" * 64} | (soft or {})}
+        facts = {"status": "completed", "precision": "fp32", "device": "cpu", "world_size": 1}
+        facts |= {"flags": flags or {"eval": True}, "run_signature": signature}
+        return save(tmp_path / name, facts | results, records)
+
+    return write
+
+
+@pytest.fixture
+def trainers(tmp_path):
+    """trainers(name, losses by step) writes the trainer_state.json of a checkpoint."""
+
+    def write(name, losses):
+        folder = tmp_path / name / "checkpoint-6"
+        folder.mkdir(parents=True)
+        history = [{"step": end, "loss": loss, "epoch": 0.1} for end, loss in losses.items()]
+        history.append({"step": 6, "train_loss": 7.0, "train_runtime": 1.0})
+        state = {"global_step": 6, "max_steps": 6, "log_history": history}
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+        return tmp_path / name
+
+    return write
+
+
+def compared(*places, tolerance=1e-6):
+    """The comparison, the row of the last run, and the text without line breaks in sentences."""
+    comparison = compare_runs([read_run(place) for place in places], tolerance)
+    json.dumps(as_json(comparison), allow_nan=False)
+    text = as_text(comparison, wide=True).replace("\n   ", " ")
+    return comparison, comparison.rows[-1], text
+
+
+# ------------------------------------------------------------------------------------------ causes
+
+
+def test_every_flag_has_an_effect():
+    from support.checkpoints.compatibility import INFORMATIONAL_FLAGS
+    from support.cli.parse import parse_arguments
+    from support.cli.run_file import NOT_SHOWN
+    from support.report.causes import EFFECTS
+
+    flags = {*vars(parse_arguments([])), *INFORMATIONAL_FLAGS} - {*NOT_SHOWN}
+    assert not flags - EFFECTS.keys()
+
+
+def test_equal_runs(ours):
+    a = ours("a", steps(), {"seed": "a"})
+    b = ours("b", steps([loss * (1 + 1e-7) for loss in LOSSES]), {"seed": "b"})
+    comparison, row, text = compared(a, b)
+    assert comparison.exit_code == 0 and "✅" in text and len(row.points) == 6
+    assert row.largest.relative == pytest.approx(1e-7, rel=0.01)
+    assert row.differences and not row.causes
+
+
+def test_a_learning_rate_that_differs_later_is_the_cause(ours):
+    """The seed differs, too; but it would have changed the first step."""
+    b = [*steps(LOSSES[:3]), *steps([6.5, 6.1, 5.7], first=4, lr=9e-4)]
+    flags = [{"lr_scheduler": "linear", "run_name": "x"}, {"lr_scheduler": "cosine", "seed": 1}]
+    comparison, row, text = compared(ours("a", steps(), flags[0]), ours("b", b, flags[1]))
+    assert row.first.last == 5 and comparison.exit_code == 1
+    assert [entry.name for entry in row.causes] == ["lr_scheduler", "seed"]
+    changes = {entry.name: entry.effect.on for entry in row.differences}
+    assert changes == {"lr_scheduler": "losses", "seed": "losses", "run_name": "nothing"}
+    assert "from step 5 on (6.0000 and 6.1000" in text
+
+
+def test_equal_learning_rates_are_no_cause(ours):
+    b = ours("b", steps([*LOSSES, 5.0, 4.5]), {"max_steps": 8})
+    comparison, row, text = compared(ours("a", steps(), {"max_steps": 6}), b)
+    assert comparison.same_model and not row.causes and "steps 1 to 8" in text
+
+
+def test_other_data_is_the_cause(ours):
+    b = ours("b", steps([9.0, *LOSSES[1:]]), soft={"dataset": "b" * 64})
+    _, row, text = compared(ours("a", steps()), b)
+    assert row.first.last == 1 and [entry.name for entry in row.causes] == ["data digest"]
+    assert "Likely cause: data digest" in text
+
+
+@pytest.mark.parametrize("size, explained", [(5e-5, True), (1e-2, False)])
+@pytest.mark.parametrize("key, values", [("strategy", "dp zero2"), ("backend", "nccl gloo")])
+def test_what_explains_rounding_only(ours, size, explained, key, values):
+    a, b = values.split()
+    b = ours("b", steps([*LOSSES[:5], 5.5 * (1 + size)]), **{key: b})
+    _, row, text = compared(ours("a", steps(), **{key: a}), b)
+    assert row.first.last == 6 and not row.causes
+    assert ("Likely cause: rounding" in text) == explained
+    assert ("more than rounding explains" in text) != explained
+
+
+def test_evaluations_that_differ(ours):
+    evaluations = [{"step": 6, "eval_loss": loss} for loss in (5.0, 5.1)]
+    a, b = (ours(name, [*steps(), record]) for name, record in zip("ab", evaluations, strict=True))
+    comparison, row, text = compared(a, b)
+    assert comparison.exit_code == 1 and row.first is None
+    assert "evaluations differ from those of A from step 6" in text
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def test_nan(ours):
+    """null in metrics.jsonl; equal only to itself."""
+    a = ours("a", steps([8.0, None, None]))
+    assert compared(a, ours("b", steps([8.0, None, None])))[0].same_model
+    _, row, _ = compared(a, ours("c", steps([8.0, None, 7.0])))
+    assert row.first.last == 3 and math.isinf(row.first.relative)
+
+
+def test_broken_lines_are_counted_and_the_rest_is_compared(ours):
+    """The last line of a run that was killed may be incomplete, which is not a fault."""
+    a, b = ours("a", steps()), ours("b", steps([*LOSSES[:5], 9.0]))
+    with open(a / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "loss": 5.')
+    assert "cannot be read" not in compared(a, b)[2]
+    lines = (b / "metrics.jsonl").read_text().splitlines()
+    (b / "metrics.jsonl").write_text("\n".join([*lines[:2], "\0\0", "{", *lines[2:]]) + "\n")
+    comparison, row, text = compared(a, b)
+    assert "2 lines of metrics.jsonl cannot be read" in text
+    assert comparison.exit_code == 1 and len(row.points) == 6
+
+
+def test_repeated_steps_of_a_resumed_run(ours):
+    b = ours("b", [*steps([8.0, 7.5, 1.0, 1.0]), *steps(LOSSES[2:], 3)])
+    assert compared(ours("a", steps()), b)[0].same_model
+
+
+def test_runs_without_a_step_in_common(ours):
+    a = ours("a", steps(LOSSES[:2]))
+    never = ours("never", [], status="oom", reason="out of memory")
+    for b in (never, ours("later", steps(first=4))):
+        comparison, row, text = compared(a, b)
+        assert comparison.exit_code == 1 and not row.points and "no step in common" in text
+    assert "out of memory" in compared(a, never)[2]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"flags": 1, "run_signature": {"soft": 3}}', None])
+def test_damaged_or_missing_results(ours, text):
+    a, b = ours("a", steps()), ours("b", steps())
+    (b / "results.json").unlink() if text is None else (b / "results.json").write_text(text)
+    assert compared(a, b)[0].same_model
+
+
+def test_means_of_trainer(ours, trainers):
+    """Losses over 2 and over 3 steps are compared in the means of the steps up to 6."""
+    means = [sum(LOSSES[start : start + 2]) / 2 for start in (0, 2, 4)]
+    of_two = trainers("two", dict(zip((2, 4, 6), means, strict=True)))
+    of_three = trainers("three", {3: 7.5, 6: 6.0003})
+    a = ours("a", steps())
+    comparison, row, _ = compared(a, of_two / "checkpoint-6" / "trainer_state.json")
+    assert comparison.same_model
+    assert [(point.first, point.last) for point in row.points] == [(1, 2), (3, 4), (5, 6)]
+    _, row, _ = compared(of_two, of_three)  # their output folders
+    assert [(point.first, point.last) for point in row.points] == [(1, 6)]
+    assert row.points[0].relative == pytest.approx(5e-5 / 6.75, rel=1e-3)
+    other = ours("c", steps([loss + 1e-3 for loss in LOSSES]))
+    comparison, _, text = compared(a, of_two, other)  # three at once
+    assert [row.name for row in comparison.departing] == ["C"] and "B agree" in text
+
+
+def test_places_without_a_run(tmp_path):
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
+    (tmp_path / "empty").mkdir()
+    for place in (tmp_path / "trainer_state.json", tmp_path / "empty", tmp_path / "missing"):
+        with pytest.raises(UserError):
+            read_run(place)
+
+
+# -------------------------------------------------------------------------------------- strategies
+
+
+@pytest.fixture
+def strategies(tmp_path):
+    """strategies(dp={…}, zero2={…}) saves a run of each, with changes of RESULTS, and compares."""
+
+    def make(losses=LOSSES, kept=(), **changes):
+        for name, change in changes.items():
+            strategy = "dp" if name == "control" else name
+            folder = tmp_path / name / "1"
+            save(folder, RESULTS | {"strategy": strategy} | change, steps(losses))
+            (folder / "kept.txt").unlink(missing_ok=True)
+            if name in kept:
+                (folder / "kept.txt").write_text("")
+        comparison = read_comparison(tmp_path)
+        as_markdown(comparison)
+        json.dumps(as_json(comparison), allow_nan=False)
+        return comparison, as_text(comparison).replace("\n   ", " ")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"world_size": 1},
+        {"communication_bytes_per_step": None, "communication_per_step": None},
+        {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G", "gpu_memory_bytes": 99}},
+        {"memory": RESULTS["memory"] | {"predicted_bytes": None}},
+        {"precision": "bf16"},
+    ],
+)
+def test_a_comparison_of_strategies(strategies, change):
+    comparison, text = strategies(dp=change, zero2=change)
+    assert comparison.same_model and comparison.exit_code == 0 and "Fastest: dp" in text
+    assert all(len(line) <= 80 for line in as_text(comparison).splitlines())
+    assert len(tables_of(comparison, True)[0][1]) > len(tables_of(comparison, False)[0][1])
+
+
+def test_a_simulation_is_reported(strategies):
+    gone = "samples_per_second step_seconds step_phases_seconds train_loss_last"
+    change = {"simulated_world_size": 4} | dict.fromkeys(gone.split())
+    comparison, text = strategies([], dp=change)
+    assert comparison.simulated and comparison.exit_code == 0 and "memory simulation" in text
+
+
+@pytest.mark.parametrize(
+    "change, status, reason",
+    [
+        ({"seed": 7}, "other_work", "seed is 7"),
+        ({"steps": 9}, "failed", "every step"),
+        ({"train_loss_last": None}, "failed", "lacks a number"),
+        ({"memory": {}}, "failed", "lacks a number"),
+        ({"memory": [1]}, "failed", "lacks a number"),
+        ({"precision": 8}, "other_work", "precision is 8"),
+        ({"status": "oom", "reason": "full"}, "oom", "full"),
+        ({"status": 7, "reason": 8}, "failed", "8"),
+        ({"error_kind": "missing_requirement", "status": "failed"}, "skipped", ""),
+    ],
+)
+def test_a_run_that_cannot_be_compared_is_left_out(strategies, change, status, reason):
+    comparison, text = strategies(dp={}, zero2=change, fsdp={})
+    if change.get("precision"):
+        status, reason = "failed", "precision"
+    row = comparison.rows[1]
+    assert (row.status, comparison.rows[2].status) == (status, "completed")
+    assert reason in row.reason and reason in text and row.numbers["speed"] is None
+    assert read_strategy_run(comparison.rows[0].runs[0].place).completed
+
+
+@pytest.mark.parametrize("speed, comparable", [(2.0, True), (1.75, True), (1.6, False), (4, False)])
+def test_speeds_under_different_load_are_not_ranked(strategies, speed, comparable):
+    """The control does the same work as dp."""
+    control = {"samples_per_second": speed}
+    comparison, text = strategies(dp={}, zero2={}, control=control)
+    assert comparison.speeds_are_comparable == comparable
+    assert ("Fastest" in text) == comparable and ("not comparable" in text) != comparable
+
+
+def test_kept_runs_are_marked(strategies):
+    comparison, text = strategies(kept=("dp",), dp={}, zero2={})
+    assert [row[1] for row in tables_of(comparison, False)[0][0]] == ["kept", "completed"]
+    assert "not comparable" in text and as_json(comparison)["strategies"][0]["attempts"][0]["kept"]
+    _, text = strategies(kept=("dp",), dp={}, zero2={}, control={})
+    assert "Fastest" in text
+
+
+def copy_run(tmp_path, name, repeat, losses=LOSSES, **change):
+    strategy = "dp" if name == "control" else name
+    return save(
+        tmp_path / name / str(repeat), RESULTS | {"strategy": strategy} | change, steps(losses)
+    )
+
+
+def test_repeats_give_medians_and_spread(tmp_path):
+    for repeat, speed in enumerate((1.0, 2.0, 1.5), 1):
+        copy_run(tmp_path, "dp", repeat, samples_per_second=1.0)
+        copy_run(tmp_path, "zero1", repeat, samples_per_second=speed)
+    numbers = read_comparison(tmp_path).rows[1].numbers
+    assert [numbers[f"speed{end}"] for end in ("", "_low", "_high")] == [1.5, 1.0, 2.0]
+
+
+def test_repeats_of_the_reference_that_differ(tmp_path):
+    """No strategy is left that could be recommended."""
+    copy_run(tmp_path, "dp", 1)
+    copy_run(tmp_path, "dp", 2, [8.0, 7.0, 6.5, 6.0, 5.5, 5.0], train_loss_last=5.0)
+    comparison = read_comparison(tmp_path)
+    text = as_text(comparison)
+    assert comparison.exit_code == 1 and comparison.departing == [comparison.reference]
+    assert "its first run" in text and "Fastest" not in text
+
+
+def test_a_repeat_that_fails_shows_and_the_others_count(tmp_path):
+    for name in ("dp", "zero1"):
+        copy_run(tmp_path, name, 1)
+    copy_run(tmp_path, "zero1", 2, status="failed", reason="its own reason")
+    comparison = read_comparison(tmp_path)
+    row, text = comparison.rows[1], as_text(comparison)
+    assert comparison.exit_code == 1 and row.status == "failed" and row.measured
+    assert "1 of 2 repeats completed" in text and "its own reason" in text
+
+
+@pytest.mark.parametrize("moved, same", [([2], True), ([5, 6], True), (range(3, 13), False)])
+def test_in_bf16_a_difference_counts_that_lasts(tmp_path, moved, same):
+    losses = [8 - 0.1 * number for number in range(12)]
+    others = [loss * (1.02 if n in moved else 1) for n, loss in enumerate(losses, 1)]
+    for name, values in (("dp", losses), ("zero1", others)):
+        copy_run(tmp_path, name, 1, values, precision="bf16", steps=12)
+    comparison = read_comparison(tmp_path)
+    assert (comparison.same_model, comparison.exit_code) == (same, 0 if same else 1)
+
+
+def test_numbers_of_a_gpu(tmp_path):
+    gpu = {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G"}, "precision": "bf16"}
+    for name, peak in (("dp", 8), ("zero2", 5), ("offload", 3)):
+        memory = RESULTS["memory"] | {"peak_bytes": [2**30, peak * 2**30]}
+        copy_run(tmp_path, name, 1, memory=memory, **gpu)
+    comparison = read_comparison(tmp_path)
+    text = as_text(comparison)
+    assert [row.numbers["memory_bytes"] >> 30 for row in comparison.rows] == [8, 5, 3]
+    assert comparison.rows[1].numbers["saved"] == 1 - 5 / 8
+    assert "Least GPU memory: offload, 3.00 GB per rank at its peak" in text
+    assert "Without offloading: zero2, 5.00 GB" in " ".join(text.split())
+    assert "2 GPUs" in text and "On a CPU" not in text
+
+
+def test_without_matplotlib_the_text_is_printed(ours, monkeypatch, capsys):
+    import compare_runs as script
+
+    places = [str(ours(name, steps())) for name in "ab"]
+    monkeypatch.delitem(sys.modules, "support.report.plots", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *places])
+    assert script.main() == 0
+    out, err = capsys.readouterr()
+    assert "✅ Same model" in out and "matplotlib" in err and len(err.splitlines()) == 1
+
+
+def test_error_of_a_log():
+    log = "starting\n❌ the disk is full [rank 1]\n❌ a rank ended\nlast line\n---"
+    assert last_error(log) == "the disk is full [rank 1]"
+    assert last_error("a\nb\n--\n") == "b" and last_error("") == ""
+
+
+# ----------------------------------------------------------------------------- keys of docs/OUTPUTS.md
+
+
+def test_what_the_page_does_not_document_is_found():
+    known = table("In every", "Once", "If the run")
+    assert {key.partition(".")[0] for key in SAME_WORK} <= known.keys()
+    record = {"step": 1, "epoch": 1, "loss": 1.0, "lr": 1, "grad_norm": None}
+    record |= {"tokens_per_second": None, "seconds": 0.1}
+    assert [*problems_of_metrics(record)] == []
+    assert len([*problems_of_metrics(record | {"loss": None, "x": 1})]) == 2
+    found = [*problems_of_results({"status": "failed", "hardware": {"cpu": "x"}, "steps": True})]
+    assert "seed is missing" in found and "eval_loss is missing" not in found
+    assert any("hardware" in problem for problem in found)
+    assert "steps is True, not int" in found

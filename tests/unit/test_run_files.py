@@ -1,0 +1,155 @@
+"""Run files (--config): what they set, what overrides them, and what --print_config prints."""
+
+import pytest
+from conftest import PROJECT
+
+from support.cli.parse import output_dir_of, parse_arguments
+from support.cli.run_file import as_yaml
+from support.errors import UserError
+
+STAGE3 = f"{PROJECT}/ds_config_stage3.json"
+
+
+@pytest.fixture
+def read(tmp_path):
+    """read(text, *flags) -> the arguments of a run file and flags."""
+
+    def parse(text, *flags):
+        (tmp_path / "run.yaml").write_text(text)
+        return parse_arguments(["--config", str(tmp_path / "run.yaml"), *flags])
+
+    return parse
+
+
+@pytest.mark.parametrize(
+    "text, values",
+    [
+        (
+            "training:\n  micro_batch_size: 2\ndistributed:\n  lr: 1e-4",
+            {"batch_size": 2, "lr": 1e-4},
+        ),
+        ("fp16: false\nbf16: true", {"precision": "bf16"}),
+        ("mixed_precision: no", {"precision": "fp32"}),
+        ("torch_compile: false", {"compile": False}),
+        ("save_strategy: no\neval_strategy: no", {"eval": False, "save_every": None}),
+        ("no_eval: true", {"eval": False}),
+        ("eval: false", {"eval": False}),
+        ("num_train_epochs: 3.0", {"epochs": 3}),
+        ("resume: true\noutput_dir: x", {"resume": ""}),
+        ("resume_from_checkpoint: false", {"resume": None}),
+        ("do_eval: true\ndo_train: true", {"eval_only": False}),
+        ("report_to: [tensorboard, wandb]", {"report_to": ["tensorboard", "wandb"]}),
+        ("dataset: ['a:1', 'b:2']", {"dataset": "a:1 b:2"}),
+        ("preprocessing_num_workers: 16\nlabel_names: [a, b]", {"batch_size": 4}),
+        ("lora_r:\nlora_alpha: null", {"lora_r": None}),
+        ('{"learning_rate": 1e-3, "do_train": true}', {"lr": 1e-3}),  # run_clm.py's JSON
+        ("fsdp: [full_shard, auto_wrap]", {"strategy": "fsdp"}),
+        ("fsdp: ''\nfsdp_config: no-such.json", {"strategy": "dp"}),
+        ("deepspeed: true\nstrategy: zero3", {"strategy": "zero3"}),
+        (f"deepspeed: {STAGE3}", {"strategy": "zero3", "ds_config": STAGE3}),
+        (f"use_deepspeed: true\ndeepspeed_config: {STAGE3}", {"strategy": "zero3"}),
+        (f"use_deepspeed: false\ndeepspeed_config: {STAGE3}", {"strategy": "dp"}),
+        ("output_dir: --lr", {"output_dir": "--lr"}),
+    ],
+)
+def test_run_file(read, text, values):
+    args = read(text)
+    assert {name: getattr(args, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    "text, flags, values",
+    [
+        ("learning_rate: 1", ["--lr", "2"], {"lr": 2}),
+        ("bf16: true", ["--precision", "fp32"], {"precision": "fp32"}),
+        ("bf16: true", ["--fp16", "false"], {"precision": "bf16"}),
+        ("fsdp: full_shard", ["--strategy=zero2"], {"strategy": "zero2"}),
+        (f"deepspeed: {STAGE3}", ["--strategy=dp"], {"strategy": "dp"}),
+        ("no_eval: true", ["--eval"], {"eval": True}),
+        ("dataset: a.txt", ["--dataset", "b.txt"], {"dataset": "b.txt"}),
+    ],
+)
+def test_the_command_line_overrides_the_file(read, text, flags, values):
+    args = read(text, *flags)
+    assert {name: getattr(args, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("lerning_rate: 1", "run.yaml: unknown key lerning_rate: did you mean learning_rate"),
+        ("neftune_noise_alpha: 5", "unknown key neftune_noise_alpha .*COMING_FROM"),
+        ("config: x.yaml", "unknown key config"),
+        ("training:\n  batch_size: many", "run.yaml: argument --batch_size: many is not"),
+        ("lr: [1, 2]", "--lr: 1,2 is not a number"),
+        ("lr: {a: 1}", "lr cannot be"),
+        ("compile: 3", "--compile: 3 is neither true nor false"),
+        ("dataset: ''", "--dataset: it is empty"),
+        ('output_dir: "a\\0b"', "control characters"),
+        ("training: 3", "training is a section"),
+        ("lr: 1\ntraining:\n  learning_rate: 2", "--lr and --learning_rate are two names"),
+        ("bf16: true\nprecision: fp32", "--bf16 and --precision both set --precision"),
+        ("use_deepspeed: true\nuse_fsdp: true", "run.yaml: deepspeed and fsdp cannot both hold"),
+        ("use_deepspeed: true", "run.yaml: deepspeed needs a configuration"),
+        ("model: a: [", "line 1"),
+        ("hello", "key: value"),
+    ],
+)
+def test_run_file_that_is_refused(read, text, says):
+    with pytest.raises(UserError, match=says):
+        read(text)
+
+
+def test_no_tag_of_a_run_file_is_executed(read, tmp_path):
+    with pytest.raises(UserError):
+        read(f"model: !!python/object/apply:os.mkdir ['{tmp_path}/executed']")
+    assert not (tmp_path / "executed").exists()
+
+
+PRINTED = (
+    (),
+    ("--resume", "--output_dir", "0x10", "--no_eval", "--no_fused_gelu", "--seed", "7"),
+    ("--report_to", "tensorboard,wandb", "--tags", "a, b", "--generate", "a: b\n# c"),
+    ("--dataset", "a.txt:0.3", "b.txt:0.7", "--isolate_documents", "--lora_r", "4"),
+    ("--fsdp", "shard_grad_op offload"),
+    ("--strategy", "zero3", "--bf16", "--save_strategy", "epoch", "--eval_strategy", "steps"),
+    ("--do_eval",),
+    ("--simulate_gpus", "4"),
+)
+
+
+@pytest.mark.parametrize("flags", PRINTED)
+def test_printed_settings_are_a_run_file(read, flags):
+    first = parse_arguments([*flags])
+    again = read(as_yaml(first))
+    unprinted = {"config", "given", "sources", "bf16", "do_eval", "save_strategy", "eval_strategy"}
+    for name in vars(first).keys() - unprinted:
+        assert getattr(again, name) == getattr(first, name), name
+
+
+def test_printed_settings_name_their_sources(read, tmp_path):
+    (tmp_path / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5, '
+        '"scheduler": {"type": "OneCycle"}}'
+    )
+    text = f"micro_batch_size: 2\nseed: 3\nds_config: {tmp_path}/ds.json"
+    lines = as_yaml(read(text, "--bf16", "--check")).splitlines()
+    file, ds = f"{tmp_path}/run.yaml", f"{tmp_path}/ds.json"
+    for line in (
+        f"batch_size: 2  # {file}: micro_batch_size",
+        f"seed: 3  # {file}",
+        "precision: bf16  # --bf16",
+        f"max_grad_norm: 0.5  # {ds}: gradient_clipping",
+        f"strategy: zero2  # {ds}: zero_optimization",
+        "ddp_timeout: 60  # --check",
+        "weight_decay: 0.01  # default",
+        f"# lr_scheduler: linear  # {ds} has its own scheduler",
+    ):
+        assert line in lines, "\n".join(lines)
+
+
+def test_output_dir_of_a_command_line(tmp_path):
+    (tmp_path / "run.yaml").write_text("output_dir: a\nlearning_rate: 1")
+    config = ["--config", str(tmp_path / "run.yaml"), "--lr", "2"]
+    assert output_dir_of(config) == "a" and output_dir_of([*config, "--output_dir=b"]) == "b"
+    assert output_dir_of([]) == ""
