@@ -29,82 +29,40 @@ from __future__ import annotations
 
 import sys
 
-from support import process
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: a signal that arrives during them is handled.
-    process.protect_output()
-    process.catch_signals(process.ALSO_IF_IGNORED)
-
 from support import startup
 
 if __name__ == "__main__":
-    # Before torch is imported: --help and argument errors are printed at once, and settings that
-    # libraries read on import (threads, allocator, offline mode) take effect.
+    # Before the imports below, which take seconds: --help and wrong flags are answered at once.
     ARGS, LAUNCH = startup.start(sys.argv[1:])
 
+import contextlib
 import itertools
-from collections.abc import Iterable
-from datetime import timedelta
+import math
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from support.checkpoints.compatibility import run_signature
-from support.checkpoints.find import find_checkpoint
 from support.checkpoints.manager import CheckpointManager, TrainingObjects
-from support.cli.arguments import Arguments, choose_seq_length
-from support.cli.ds_config import check_with_deepspeed, write_ds_config
+from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.cluster.devices import choose_device, choose_precision, unused_gpu
-from support.cluster.launch import Launch, exit_before_start
-from support.cluster.process_group import connect_ranks, group_options
-from support.cluster.tuning import keep_freed_memory
-from support.commands import command_of
-from support.console import Console
 from support.data import batches as data
 from support.data import streaming
-from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted
-from support.labels import IGNORED
-from support.memory.advise import ways_to_fit
-from support.model import layers, weights
 from support.model import resolve as models
 from support.model.loss import next_token_loss
 from support.report.run import Run
-from support.strategies import optimizer as optim
-from support.strategies.contexts import autocast, gradient_sync
-from support.strategies.deepspeed import configure_deepspeed, partition_parameters, quiet
-from support.strategies.gradients import gradient_norm, loss_scaler, skip_update_if_not_finite
-from support.strategies.requirements import check_requirements
-from support.strategy import STRATEGIES, Engine
+from support.strategies import deepspeed as zero
+from support.strategies import fsdp, gradients
+from support.strategy import STRATEGIES
 from support.train_state import TrainState
 
-
-def main(args: Arguments, launch: Launch) -> None:
-    """Set up the process group, run the training, and end all ranks together.
-
-    Never returns normally: the process ends with an exit code of support/errors.py.
-    """
-    startup.end_of_imports()
-    try:
-        ctx = setup_distributed(args, launch)
-    except BaseException as error:
-        exit_before_start(error, args.verbose, linger=2)
-    try:
-        check_with_deepspeed(args)  # the keys and values of --ds_config
-        ctx.precision = choose_precision(args.precision, ctx.device)
-        if command := command_of(args):  # --check, --show_sample
-            ctx.failures.end_together(None, command(args, ctx))  # does not return
-        model = train(args, ctx)
-    except Preempted as preempted:
-        ctx.failures.end_together(preempted.engine, EXIT_PREEMPTED)
-    except BaseException as error:  # also KeyboardInterrupt: no other rank may wait for this one
-        ctx.failures.end_failed(error)
-    ctx.failures.end_together(model, EXIT_COMPLETED)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(args: Arguments, ctx: DistContext) -> nn.Module:
@@ -117,40 +75,28 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
         TrainingError: the run failed.
         Preempted: a rank received a stop signal, and the checkpoint is complete.
     """
-    run = Run.open(args, ctx)  # the output folder, results.json, memory after each phase
-    found = find_checkpoint(args, ctx, run.folder)  # of --resume, before anything is loaded
-    check_requirements(args)
-
-    # The data is prepared first, so that errors in it are reported before the weights are loaded.
-    models.configure_transformers(args)
-    spec = models.find_model(args, ctx)
-    args = args.replace(seq_length=choose_seq_length(args, layers.max_positions(spec.config)))
+    run = Run.open(args, ctx)  # creates <output_dir>, writes results.json
+    found = CheckpointManager.find(args, ctx, run.folder)  # of --resume
+    spec = models.find_model(args, ctx)  # configuration and tokenizer; the weights come later
+    args = args.replace(seq_length=spec.seq_length(args))
     run.announce_model(args, spec)
-    ctx.failures.remedies = lambda: ways_to_fit(args, ctx, spec)  # printed if memory runs out
-    train_data, validation, dataset = prepare_dataset(args, ctx, spec.tokenizer)
-    if args.ds_config_dict:
-        args = args.replace(ds_config_dict=configure_deepspeed(args, ctx, spec))
-        if ctx.is_main:
-            write_ds_config(args, run.folder)  # runs as it is with --ds_config
-    model, _tokenizer = load_model_and_tokenizer(args, ctx, spec)
+    # The data is prepared first, so that errors in it are reported before the weights are loaded.
+    train_data, validation, dataset = open_dataset(args, ctx, spec.tokenizer)
+    if args.ds_config_dict:  # fill in each "auto", and write <output_dir>/ds_config.json
+        args = zero.configure(args, ctx, spec, run.folder)
+    model = load_model(args, ctx, spec)
     run.model_loaded(args, spec, dataset, train_data)
     objects = wrap(model, train_data, args, ctx)
-    run.memory.note("wrapped")
-    keep_freed_memory(ctx.device)  # for the next step; see support/cluster/tuning.py
+    run.model_wrapped()
 
-    signature = run_signature(args, ctx, spec, dataset, objects.model)
-    manager = CheckpointManager(args, ctx, run.folder, objects, signature, spec)
+    manager = CheckpointManager(args, ctx, run.folder, objects, spec, dataset)
     counters = manager.resume(found)  # of the checkpoint, or zeros
     state = data.train_state(counters, train_data, args, ctx.world_size)
     if run.was_complete_before(args, state):
         run.finish_completed_run(args, manager, state, autocast(objects.model, ctx))
         return objects.model
     run.start_training(args, objects, manager, state)
-    try:
-        eval_loss = train_and_evaluate(objects, (train_data, validation), state, run, args, ctx)
-    except Preempted:
-        run.preempted(state)
-        raise
+    eval_loss = train_and_evaluate(objects, (train_data, validation), state, run, args, ctx)
     run.finish(args, state, eval_loss, autocast(objects.model, ctx))
     return objects.model
 
@@ -169,30 +115,27 @@ def train_and_evaluate(
         datasets: the training sequences and the validation sequences.
     Returns:
         The loss of the last evaluation, or None if there was none.
-    Raises:
-        Preempted: a rank received a stop signal, and the checkpoint is complete.
-        TrainingError: the loss is not finite, or a checkpoint cannot be written.
     """
-    (train_data, validation), metrics, manager = datasets, run.metrics, run.manager
-    train_epoch = ENGINES[STRATEGIES[args.strategy].engine].train_epoch
+    train_data, validation = datasets
+    uses_deepspeed = STRATEGIES[args.strategy].uses_deepspeed
+    train_epoch = train_epoch_deepspeed if uses_deepspeed else train_epoch_ddp
     # A checkpoint is saved before an evaluation of the same step, so a resume may begin with it.
     due = args.eval_only or (state.evaluation_is_due if state.step else args.eval_first)
     eval_loss = None
     while True:
         if due and validation.num_sequences:
-            metrics.start_evaluation()
+            run.metrics.start_evaluation()
             eval_loss = evaluate(objects.model, validation, args, ctx)
             if eval_loss is None:  # a rank received a stop signal
-                manager.preempt(state)
+                run.preempt(state)
             state.add_evaluation(eval_loss)  # early stopping may end the run
-            metrics.log_evaluation(eval_loss)
-            manager.after_evaluation(state)
+            run.metrics.log_evaluation(eval_loss)
+            run.manager.after_evaluation(state)
         elif due:
             ctx.console.warn(f"{data.NOTHING_TO_EVALUATE}.")
         if state.finished:  # with --eval_only there is no step to train
             return eval_loss
-        step_batches = data.rest_of_epoch(train_data, state, args, ctx)
-        train_epoch(objects, step_batches, state, run, args, ctx)
+        train_epoch(objects, rest_of_epoch(train_data, state, args, ctx), state, run, args, ctx)
         due = state.evaluation_is_due
 
 
@@ -206,23 +149,15 @@ def train_epoch_ddp(
     ctx: DistContext,
 ) -> None:
     """Train the rest of an epoch in plain PyTorch (dp, fsdp), or until an evaluation is due."""
-    metrics, manager = run.metrics, run.manager
     model, optimizer, scaler = objects.model, objects.optimizer, objects.scaler
     model.train()
-    # True after the first non-finite loss (or gradient norm, unless in fp16): this and all later
-    # updates are skipped, and the run ends when the loss is next logged. On the device, so that the
-    # host need not wait for it.
-    found_inf = torch.zeros((), dtype=torch.bool, device=ctx.device)
-    metrics.start_epoch()
-
-    for step_batch in step_batches:
-        lr = optim.learning_rate(state.step, state.total_steps, args)
-        optim.set_learning_rate(optimizer, lr)
-        # Tokens of all micro-batches on all ranks. Sequences may have different numbers of valid
-        # tokens, so a mean over micro-batches or ranks would weight their tokens differently.
-        valid_tokens, total_tokens, ranks_to_stop = count_tokens(step_batch, ctx)
+    run.metrics.start_epoch()
+    for step_batch in step_batches:  # this rank's share of each global batch
+        lr = learning_rate(state.step, state.total_steps, args)
+        set_learning_rate(optimizer, lr)
+        valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
-        metrics.mark("data")
+        run.metrics.mark("data")  # the time since the last mark was spent on data
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.batches):
             is_last = micro_step + 1 == len(step_batch.batches)
@@ -230,31 +165,28 @@ def train_epoch_ddp(
             with gradient_sync(model, needed=is_last):  # reduce the gradients once per step
                 with autocast(model, ctx):
                     loss = next_token_loss(model, inputs, labels, valid_tokens, positions)
-                metrics.mark("forward")
-                # DDP and FSDP average the gradients over the ranks. `valid_tokens` already counts
-                # the tokens of all ranks, so the factor world_size turns the average into a sum.
+                run.metrics.mark("forward")
+                # DDP and FSDP average the gradients over the ranks. valid_tokens counts the tokens
+                # of all ranks, so the factor world_size turns the average into the sum.
                 scaler.scale(loss * ctx.world_size).backward()
-                metrics.mark("backward")
+                run.metrics.mark("backward")
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
-        metrics.after_backward()
+        run.metrics.after_backward()
         scaler.unscale_(optimizer)  # fp16 only; in fp32 and bf16 the scaler is disabled
-        grad_norm = gradient_norm(model)
+        grad_norm = gradients.gradient_norm(model)
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        skip_update_if_not_finite(optimizer, step_loss, found_inf, ctx, scaler, grad_norm)
+        gradients.skip_update_if_not_finite(objects, step_loss, grad_norm, ctx)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        metrics.mark("update")
+        run.metrics.mark("update")
 
         state.advance()
-        # The host waits for the GPU only where a line is logged or a checkpoint is saved, for the
-        # previous step's stop signals, and with the optimizer on the CPU for found_inf.
-        metrics.end_step(step_loss, lr, grad_norm, total_tokens)
-        manager.after_step(state, ranks_to_stop)
-        if state.evaluation_is_due or state.finished:
+        run.metrics.end_step(step_loss, lr, grad_norm, all_tokens)  # its line of metrics.jsonl
+        if save_or_stop(state, stop_requests, run, args):
             break
 
 
@@ -267,72 +199,174 @@ def train_epoch_deepspeed(
     ctx: DistContext,
 ) -> None:
     """Train the rest of an epoch with DeepSpeed, or until an evaluation is due."""
-    metrics, manager = run.metrics, run.manager
     engine, optimizer = objects.model, objects.optimizer  # the engine scales the loss in fp16
     engine.train()
-    # As in train_epoch_ddp, for losses only: DeepSpeed computes the norm inside its update.
-    found_inf = torch.zeros((), dtype=torch.bool, device=ctx.device)
-    metrics.start_epoch()
-
+    run.metrics.start_epoch()
     for step_batch in step_batches:
         if engine.lr_scheduler is None:  # else the user's DeepSpeed file defines the schedule
-            scheduled = optim.learning_rate(state.step, state.total_steps, args)
-            optim.set_learning_rate(optimizer, scheduled)
+            set_learning_rate(optimizer, learning_rate(state.step, state.total_steps, args))
         lr = optimizer.param_groups[0]["lr"]
-        valid_tokens, total_tokens, ranks_to_stop = count_tokens(step_batch, ctx)
+        valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
-        metrics.mark("data")
+        run.metrics.mark("data")
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.batches):
             is_last = micro_step + 1 == len(step_batch.batches)
             data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
-            # The last step batch of an epoch may have fewer micro-batches, so the engine must not
-            # find the end of a step by counting.
+            # Tell DeepSpeed when to reduce and step: the last step of an epoch may be short.
             engine.set_gradient_accumulation_boundary(is_last)
             loss = next_token_loss(engine, inputs, labels, valid_tokens, positions)
-            metrics.mark("forward")
-            # The factor world_size is as in train_epoch_ddp. `valid_tokens` covers all
-            # micro-batches, so the engine must not divide by their number (scale_wrt_gas).
+            run.metrics.mark("forward")
+            # valid_tokens covers all micro-batches, so the engine must not divide by their number.
             engine.backward(loss * ctx.world_size, scale_wrt_gas=False)
-            metrics.mark("backward")
+            run.metrics.mark("backward")
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)
-        metrics.after_backward()
-        skip_update_if_not_finite(optimizer, step_loss, found_inf, ctx)
+        run.metrics.after_backward()
+        gradients.skip_update_if_not_finite(objects, step_loss, None, ctx)
         engine.step()  # clips the gradients, updates the weights and clears the gradients
         grad_norm = engine.get_global_grad_norm()
-        metrics.mark("update")
+        run.metrics.mark("update")
 
         state.advance()
-        metrics.end_step(step_loss, lr, grad_norm, total_tokens)
-        manager.after_step(state, ranks_to_stop)
-        if state.evaluation_is_due or state.finished:
+        run.metrics.end_step(step_loss, lr, grad_norm, all_tokens)
+        if save_or_stop(state, stop_requests, run, args):
             break
 
 
-# ==================================================================== parts of a step, evaluation
+# ================================================================================ parts of a step
+def learning_rate(step: int, total_steps: int, args: Arguments) -> float:
+    """Return the learning rate of a step: linear warm-up to --lr, then --lr_scheduler.
+
+    Args:
+        step: the optimizer step, counted from 0.
+        total_steps: the step at which "linear" and "cosine" reach 0.
+    """
+    warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
+    if step < warmup_steps:
+        return args.lr * (step + 1) / (warmup_steps + 1)
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    factors = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }
+    return args.lr * factors[args.lr_scheduler]
+
+
+def set_learning_rate(optimizer, lr: float) -> None:
+    """Set the learning rate of all parameter groups of PyTorch's or DeepSpeed's optimizer."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def rest_of_epoch(
+    train_data: Any, state: TrainState, args: Arguments, ctx: DistContext
+) -> Iterable[data.StepBatch]:
+    """Return this rank's step batches for the rest of the epoch, on the device.
+
+    The order of the sequences depends on the seed and the epoch only. A resumed run skips those
+    that it has trained on.
+    """
+    if args.streaming:
+        return train_data.step_batches(ctx.device)
+    order = train_data.epoch_order(args.seed, state.epoch)[state.position :]
+    accumulation = args.gradient_accumulation_steps
+    batches = step_batches(train_data, order, args.batch_size, accumulation, ctx)
+    return data.copy_ahead(batches, ctx.device)
+
+
+def step_batches(
+    sequences: Any, order: np.ndarray, batch_size: int, accumulation: int, ctx: DistContext
+) -> Iterator[data.StepBatch]:
+    """Yield this rank's micro-batches of each optimizer step.
+
+    The order is cut into global batches of batch_size × world_size × accumulation sequences. The
+    number of ranks changes which rank computes a sequence, but never the step in which it is used:
+    the losses are therefore equal for any number of ranks. Every micro-batch has batch_size rows on
+    every rank; missing sequences become rows whose labels are all ignored.
+    """
+    all_ranks_batch = batch_size * ctx.world_size
+    for start in range(0, len(order), all_ranks_batch * accumulation):
+        global_batch = order[start : start + all_ranks_batch * accumulation]
+        shares = [
+            np.array_split(global_batch[offset : offset + all_ranks_batch], ctx.world_size)
+            for offset in range(0, len(global_batch), all_ranks_batch)
+        ]
+        yield data.StepBatch(
+            [data.fill_up(sequences, share[ctx.rank], batch_size) for share in shares],
+            tokens=sum(sequences.tokens(share[ctx.rank]) for share in shares),
+        )
+
+
 def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
     """Count the tokens of one optimizer step over all micro-batches and ranks, in one all-reduce.
+
+    The loss is divided by the valid tokens of the whole step. Sequences may have different numbers
+    of them, so a mean over micro-batches or ranks would weight their tokens differently.
 
     Returns:
         fp32 [3] on the device, which unpacks into scalar tensors: valid tokens (those with a loss),
         all tokens without padding, and the number of ranks that received a stop signal.
     """
     counts = torch.zeros(3, device=ctx.device)
-    counts[0] = sum((labels[:, 1:] != IGNORED).sum() for _, labels, _ in step_batch.batches)
+    counts[0] = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels, _ in step_batch.batches)
     counts[1].fill_(step_batch.tokens)
     counts[2].fill_(bool(ctx.stop.requested))
     dist.all_reduce(counts)
     return counts
 
 
+def autocast(model: nn.Module, ctx: DistContext) -> torch.autocast:
+    """Return the autocast context for 16-bit computation with fp32 weights.
+
+    It is disabled where the weights are converted anyway: by DeepSpeed's engine, and by FSDP2's
+    mixed-precision policy in bf16.
+    """
+    is_engine = hasattr(model, "set_gradient_accumulation_boundary")
+    converted = is_engine or (fsdp.is_sharded(model) and ctx.precision == "bf16")
+    enabled = ctx.precision != "fp32" and not converted
+    return torch.autocast(ctx.device.type, DTYPES[ctx.precision], enabled=enabled)
+
+
+@contextlib.contextmanager
+def gradient_sync(model: nn.Module, needed: bool) -> Iterator[None]:
+    """Reduce the gradients over the ranks in this backward pass only if `needed`.
+
+    With gradient accumulation only the last micro-batch of a step needs it.
+    """
+    if fsdp.is_sharded(model):
+        model.set_requires_gradient_sync(needed)
+    skip_ddp_sync = isinstance(model, DistributedDataParallel) and not needed
+    with model.no_sync() if skip_ddp_sync else contextlib.nullcontext():
+        yield
+
+
+def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args: Arguments) -> bool:
+    """Save a checkpoint if one is due, and return whether to leave the training loop.
+
+    A checkpoint holds the weights, the optimizer's states, the loss scaler and the counters of
+    `state`. The dropout and the order of the data follow from --seed and these counters.
+
+    Args:
+        stop_requests: number of ranks that received a stop signal. Then the run saves and ends.
+    """
+    every_steps = args.save_every and state.step % args.save_every == 0
+    if every_steps or (args.save_epochs and state.at_end_of_epoch):
+        run.manager.save(state)
+    if run.manager.is_requested(stop_requests):
+        run.preempt(state)
+    return state.evaluation_is_due or state.finished
+
+
+# =========================================================================== evaluation and data
 @torch.no_grad()
-def evaluate(model: nn.Module, validation, args: Arguments, ctx: DistContext) -> float | None:
+def evaluate(model: nn.Module, validation: Any, args: Arguments, ctx: DistContext) -> float | None:
     """Compute the mean loss over the validation tokens.
 
-    The sequences are divided among the ranks. Where they do not divide evenly, a batch is padded
-    with sequences whose labels are all ignored, so that every token counts exactly once.
+    The sequences are divided among the ranks as in training, so that every token counts exactly
+    once for any number of ranks.
 
     Returns:
         The loss in nats per token, or None if a rank received a stop signal.
@@ -340,21 +374,110 @@ def evaluate(model: nn.Module, validation, args: Arguments, ctx: DistContext) ->
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
     divisor = torch.ones((), device=ctx.device)
-    batches, count = data.evaluation_batches(validation, args, ctx)
+    validation = validation.take(args.eval_samples or args.num_samples or validation.num_sequences)
+    order = np.arange(validation.num_sequences)
+    batch_size = args.eval_batch_size or args.batch_size
+    steps = data.copy_ahead(step_batches(validation, order, batch_size, 1, ctx), ctx.device)
+    count = data.steps_of(len(order), batch_size * ctx.world_size)
     with ctx.console.bar("Evaluation", count, "batch") as bar:
-        for number, (inputs, labels, positions) in enumerate(batches):
+        for number, step_batch in enumerate(steps):
             # Not for each batch, because all ranks wait for each other here.
             if number % 8 == 0 and ctx.asked_to_stop():
                 return None
+            [(inputs, labels, positions)] = step_batch.batches
             with autocast(model, ctx):
                 total[0] += next_token_loss(model, inputs, labels, divisor, positions)
-            total[1] += (labels[:, 1:] != IGNORED).sum()
+            total[1] += (labels[:, 1:] != data.IGNORED).sum()
             bar.update()
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
-# ==================================================================== strategies: PyTorch DDP (dp)
+def open_dataset(args: Arguments, ctx: DistContext, tokenizer) -> tuple[Any, Any, dict]:
+    """Tokenize the corpus, once per node, and cut it into sequences; a stream is only opened.
+
+    Returns:
+        The training sequences, the validation sequences, and the dataset's entry in results.json.
+    """
+    ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
+    open_data = streaming.open_stream if args.streaming else data.open_tokenized
+    train_data, validation, facts = open_data(args, ctx, tokenizer)
+    data.check_validation(validation, args)
+    return train_data, validation, facts
+
+
+# =================================================================== strategies: load, wrap, update
+def load_model(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
+    """Load the weights: a full copy per rank, or shards for zero3, infinity and fsdp."""
+    ctx.console.print0("⏳ Loading the model")
+    strategy = STRATEGIES[args.strategy]
+    if strategy.engine == "fsdp":
+        model = shard_with_fsdp(args, ctx, spec)
+    elif strategy.shards_parameters:
+        model = partition_with_zero3(args, ctx, spec)
+    else:
+        model = spec.load(ctx)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    dist.barrier()  # all ranks have read the weights before their temporary folder is removed
+    if not args.merge_lora:  # --merge_lora reads the weights again at the end
+        ctx.temporary.clean_up(spec.weights)
+    return model
+
+
+def wrap(model: nn.Module, train_data: Any, args: Arguments, ctx: DistContext) -> TrainingObjects:
+    """Wrap the model for its strategy, and create its optimizer and its loss scaler."""
+    strategy = STRATEGIES[args.strategy]
+    optimizer = None
+    if args.eval_only and not strategy.shards_parameters:
+        model.to(ctx.device)  # a full copy needs neither a wrapper nor an optimizer
+    elif strategy.uses_deepspeed:
+        model = initialize_deepspeed(model, args)
+        optimizer = model.optimizer
+    else:
+        if strategy.engine == "ddp":
+            model = wrap_with_ddp(model, args, ctx)
+        optimizer = create_optimizer(parameter_groups(model, args), args)
+    scaling = ctx.precision == "fp16" and not strategy.uses_deepspeed
+    scaler = gradients.loss_scaler(ctx, enabled=scaling)
+    stream = train_data if args.streaming else None
+    # True after the first non-finite loss. On the device, so that the host need not wait for it.
+    found_inf = torch.zeros((), dtype=torch.bool, device=ctx.device)
+    return TrainingObjects(model, optimizer, scaler, stream, found_inf)
+
+
+def parameter_groups(model: nn.Module, args: Arguments) -> list[dict]:
+    """Return two parameter groups: weight decay for matrices, no decay for biases and norms."""
+    # A parameter that ZeRO-3 has partitioned has an empty shape; its full shape is in ds_shape.
+    is_matrix = {
+        p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in model.parameters() if p.requires_grad
+    }
+    groups = [
+        {"params": [p for p in is_matrix if is_matrix[p]], "weight_decay": args.weight_decay},
+        {"params": [p for p in is_matrix if not is_matrix[p]], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]  # LoRA adapters are all matrices
+
+
+def create_optimizer(groups: list[dict], args: Arguments) -> torch.optim.Optimizer:
+    """Return the optimizer of --optim."""
+    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    if args.optim == "adamw":
+        return torch.optim.AdamW(groups, lr=args.lr, **adam, fused=True)
+    if args.optim == "sgd":
+        # The fused kernel does not support FSDP2's sharded tensors.
+        return torch.optim.SGD(groups, lr=args.lr, fused=args.strategy != "fsdp")
+    if args.optim == "adafactor":
+        from transformers.optimization import Adafactor
+
+        # As Trainer configures it: --lr is the step size, as with the other optimizers.
+        return Adafactor(groups, lr=args.lr, scale_parameter=False, relative_step=False)
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(groups, lr=args.lr, **adam)
+
+
+# --------------------------------------------------------------------------- PyTorch DDP (dp)
 def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Module:
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
     if args.compile:
@@ -375,21 +498,32 @@ def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Mod
     return wrapped
 
 
-# ================================================================ strategies: PyTorch FSDP2 (fsdp)
+# ------------------------------------------------------------------------ PyTorch FSDP2 (fsdp)
 def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
     """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
     The sharded model is built on the meta device, without memory. Then rank 0's weights are
     broadcast tensor by tensor, and each rank keeps its shard.
     """
-    from torch.distributed.fsdp import fully_shard
-
-    from support.strategies.fsdp import sharding_options
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()
-    options = sharding_options(args, ctx)  # mesh, precision, CPU offload
-    blocks = layers.blocks_to_shard(sharded, args.fsdp, ctx)
+    # In bf16 the model computes in bf16; the shards are kept and the gradients are reduced in fp32.
+    # fp16 is left to autocast.
+    dtype = torch.bfloat16 if ctx.precision == "bf16" else None
+    on_cpu = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
+    options = {
+        "mesh": ctx.mesh(args.fsdp.hybrid),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": on_cpu if args.fsdp.offload else OffloadPolicy(),
+    }
+    blocks = fsdp.blocks_to_shard(sharded, args.fsdp, ctx)
     for block in blocks:
         if args.compile:
             block.compile()
@@ -399,126 +533,41 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
         for block, next_block in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([next_block])
     sharded.to_empty(device="cpu" if args.fsdp.offload else ctx.device)
-    weights.fill_from_rank0(sharded, full_model, ctx)
+    fsdp.fill_from_rank0(sharded, full_model, ctx)
     return sharded
 
 
-# ================================= strategies: DeepSpeed (zero1, zero2, zero3, offload, infinity)
-def load_for_zero(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
-    """Load the model. Stage 3 shards each parameter as it is read; infinity puts it on NVMe.
+# -------------------------------------- DeepSpeed (zero1, zero2, zero3, offload, infinity)
+def partition_with_zero3(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
+    """Load the model and shard each parameter as it is read; infinity moves the shards to NVMe.
 
     The weight file is mapped into memory. Each parameter is then copied and partitioned in turn, so
     that a rank never holds more than its shards and one full parameter.
     """
-    if not STRATEGIES[args.strategy].shards_parameters:
-        return spec.load(ctx)  # stages 1 and 2 shard no parameters
     # "auto" is the file's own dtype: a conversion here would copy the whole model.
-    return partition_parameters(spec.load(ctx, dtype="auto"), args, ctx)
+    return zero.partition_parameters(spec.load(ctx, dtype="auto"), args, ctx)
 
 
-def initialize_deepspeed(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Module:
-    """Create the DeepSpeed engine: model and optimizer as the JSON file configures them."""
+def initialize_deepspeed(model: nn.Module, args: Arguments) -> nn.Module:
+    """Create the DeepSpeed engine, which owns the optimizer and shards its states.
+
+    The configuration is ds_config_stage2.json (for zero2) with the flags' values; it is also in
+    <output_dir>/ds_config.json. It describes AdamW; DeepSpeed calls our function for the others.
+    """
     import deepspeed
 
-    with quiet(args.verbose):
+    use_ours = args.optim != "adamw" and not args.eval_only
+    with zero.quiet(args.verbose):
         engine, _, _, _ = deepspeed.initialize(
-            model=model, config=args.ds_config_dict, **optim.for_deepspeed(model, args)
+            model=model,
+            config=args.ds_config_dict,
+            model_parameters=parameter_groups(model, args),
+            optimizer=partial(create_optimizer, args=args) if use_ours else None,
         )
     if args.compile:
         engine.compile()
     return engine
 
 
-# How each library loads, wraps and trains a model. FSDP shards while it loads and needs no wrapper.
-ENGINES = {
-    "ddp": Engine(lambda args, ctx, spec: spec.load(ctx), wrap_with_ddp, train_epoch_ddp),
-    "fsdp": Engine(shard_with_fsdp, lambda model, args, ctx: model, train_epoch_ddp),
-    "deepspeed": Engine(load_for_zero, initialize_deepspeed, train_epoch_deepspeed),
-}
-
-
-def wrap(model: nn.Module, train_data, args: Arguments, ctx: DistContext) -> TrainingObjects:
-    """Wrap the model with its engine, and create its optimizer and its loss scaler."""
-    strategy = STRATEGIES[args.strategy]
-    if args.eval_only and not strategy.shards_parameters:
-        # Evaluation on a full replica needs neither a wrapper nor an optimizer.
-        model, optimizer = model.to(ctx.device), None
-    else:
-        model = ENGINES[strategy.engine].wrap(model, args, ctx)
-        optimizer = model.optimizer if strategy.uses_deepspeed else optim.create(model, args)
-    scaler = loss_scaler(ctx, enabled=ctx.precision == "fp16" and not strategy.uses_deepspeed)
-    return TrainingObjects(model, optimizer, scaler, train_data if args.streaming else None)
-
-
-# =================================================================================== model and data
-def load_model_and_tokenizer(
-    args: Arguments, ctx: DistContext, spec: models.ModelSpec
-) -> tuple[nn.Module, Any]:
-    """Load the weights: a full copy per rank, or shards for zero3, infinity and fsdp.
-
-    Returns:
-        The model, not yet wrapped by dp or by DeepSpeed, and its tokenizer.
-    Raises:
-        UserError: the weights or a configuration cannot be used.
-    """
-    ctx.console.print0("⏳ Loading the model")
-    model = ENGINES[STRATEGIES[args.strategy].engine].load(args, ctx, spec)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    dist.barrier()  # all ranks have read the weights before their temporary folder is removed
-    if not args.merge_lora:  # --merge_lora reads the weights again at the end
-        ctx.temporary.clean_up(spec.weights)
-    return model, spec.tokenizer
-
-
-def prepare_dataset(args: Arguments, ctx: DistContext, tokenizer) -> tuple[Any, Any, dict]:
-    """Tokenize the corpus, once per node, and cut it into sequences; a stream is only opened.
-
-    Returns:
-        The training sequences, the validation sequences, and the dataset's entry in results.json.
-    Raises:
-        UserError: the corpus cannot be read, is shorter than one sequence, or lacks the validation
-            text that a flag needs.
-    """
-    ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
-    open_data = streaming.open_stream if args.streaming else data.open_tokenized
-    train_data, validation, facts = open_data(args, ctx, tokenizer)
-    data.check_validation(validation, args)
-    return train_data, validation, facts
-
-
-# ================================================================================ the process group
-def setup_distributed(args: Arguments, launch: Launch) -> DistContext:
-    """Initialize the process group: NCCL for GPUs, gloo for CPU processes.
-
-    A single process also gets a process group, so that there is only one code path.
-
-    Returns:
-        This process among the ranks: its device, its output, and the monitor of failures.
-    Raises:
-        TrainingError: a rank did not arrive in time, or the ranks do not fit together.
-        UserError: this rank has no GPU of its own.
-    """
-    device = choose_device(launch)
-    backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
-    console = Console(launch.is_main, args.quiet, args.verbose)
-    if gpu := unused_gpu():
-        console.warn(f"{gpu} are not supported: training on the CPU.")
-    ctx = DistContext.create(launch, device, backend, console)
-    dist.init_process_group(
-        store=connect_ranks(ctx, args.ddp_timeout, args.hang_seconds),
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        timeout=timedelta(seconds=args.ddp_timeout),
-        **group_options(args, ctx),
-    )
-    ctx.nodes = sum(ctx.all_gather(launch.is_node_leader))  # one leader per node
-    torch.set_float32_matmul_precision("high")  # use TF32 tensor cores for fp32 where available
-    # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
-    torch.use_deterministic_algorithms(args.deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
-    return ctx
-
-
 if __name__ == "__main__":
-    main(ARGS, LAUNCH)
+    startup.run_on_all_ranks(train, ARGS, LAUNCH)

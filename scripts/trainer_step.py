@@ -14,11 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import process
-
-if __name__ == "__main__":
-    process.catch_signals(process.ALSO_IF_IGNORED)
-
 from support import startup
 
 if __name__ == "__main__":
@@ -36,12 +31,11 @@ from transformers import Trainer, TrainingArguments
 
 from support.checkpoints.convert import write_checkpoint
 from support.checkpoints.format import step_folder
-from support.cli.arguments import Arguments, choose_seq_length
+from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.console import Console
 from support.data import batches
 from support.labels import IGNORED
-from support.model import layers
 from support.model import resolve as models
 from support.strategies.optimizer_shards import MOMENTS
 from support.train_state import NEW_RUN
@@ -55,12 +49,11 @@ SAME = (
 
 def main(args: Arguments, launch) -> None:
     """Load model and data as real_model_example.py does, and make the step."""
-    startup.end_of_imports()
     with DistContext.alone(launch, Console(True, args.quiet)) as ctx:
         spec = models.find_model(args, ctx)
         spec.chunked_loss = False
-        length = choose_seq_length(args, layers.max_positions(spec.config))
-        train, _, _ = batches.open_tokenized(args.replace(seq_length=length), ctx, spec.tokenizer)
+        args = args.replace(seq_length=spec.seq_length(args))
+        train, _, _ = batches.open_tokenized(args, ctx, spec.tokenizer)
         make_step(args, spec.load(ctx), train)
 
 

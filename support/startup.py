@@ -9,13 +9,14 @@ import gc
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from support import process
 from support.cli import paths
 from support.cli.arguments import Arguments
-from support.cli.ds_config import configured_strategy
+from support.cli.ds_config import check_with_deepspeed, configured_strategy
 from support.cli.hub import ask_hub
 from support.cli.parse import as_typed, ignored_flags, parse_arguments
 from support.cli.run_file import as_yaml
@@ -23,7 +24,7 @@ from support.cluster import launch as launching
 from support.cluster import tuning
 from support.cluster.launch import Launch
 from support.cluster.restart import continue_restarted
-from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
+from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, MissingRequirement, Preempted, UserError
 from support.known_models import EMBEDDED_MODEL
 from support.memory import architectures
 from support.optimizers import OPTIMIZERS
@@ -42,6 +43,7 @@ def start(argv: list[str], will_run: bool = True) -> tuple[Arguments, Launch]:
         The arguments, which cannot be changed, and this process's place in the run.
     """
     process.protect_output()
+    process.catch_signals(process.ALSO_IF_IGNORED)
     verbose = "--verbose" in argv
     # For errors while libraries are imported: a broken installation, or too little memory.
     sys.excepthook = lambda _kind, error, _traceback: launching.exit_before_start(error, verbose)
@@ -106,13 +108,42 @@ def prove(args: Arguments, launch: Launch) -> NoReturn:
     sys.exit(prove.prove(args))
 
 
-def end_of_imports() -> None:
-    """Enable the garbage collector, which `start` has disabled.
+def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoReturn:
+    """Join the process group, call `train(args, ctx)`, and end all ranks together.
 
-    It need not search the objects of the imported modules, which live as long as the process.
+    --check and --show_sample run instead of the training. The process ends with an exit code of
+    support/errors.py. An error of one rank ends the others, and is reported once.
+
+    Args:
+        train: returns the wrapped model.
     """
+    # They need torch, which the script has imported before.
+    from support.cluster.devices import choose_precision
+    from support.cluster.process_group import join
+    from support.commands import command_of
+    from support.model.resolve import configure_transformers
+    from support.strategies.requirements import check_requirements
+
+    # The imported modules live as long as the process, so they need not be searched for garbage.
     gc.freeze()
     gc.enable()
+    try:
+        ctx = join(args, launch)
+    except BaseException as error:
+        launching.exit_before_start(error, args.verbose, linger=2)
+    try:
+        check_with_deepspeed(args)  # the keys and values of --ds_config
+        ctx.precision = choose_precision(args.precision, ctx.device)
+        if command := command_of(args):
+            ctx.failures.end_together(None, command(args, ctx))  # does not return
+        check_requirements(args)
+        configure_transformers(args)
+        model = train(args, ctx)
+    except Preempted as preempted:
+        ctx.failures.end_together(preempted.engine, EXIT_PREEMPTED)
+    except BaseException as error:  # also KeyboardInterrupt: no other rank may wait for this one
+        ctx.failures.end_failed(error)
+    ctx.failures.end_together(model, EXIT_COMPLETED)
 
 
 def check_run(args: Arguments) -> None:

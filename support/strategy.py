@@ -1,11 +1,11 @@
 """The strategies: what each rank keeps of the model states, where, and which library does it.
 
-To add a strategy, add a row to STRATEGIES, and for a new library an Engine to the script.
+To add a strategy, add a row to STRATEGIES. For a new library, also change load_model, wrap and, if
+it has its own training loop, train_and_evaluate in the script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -46,15 +46,6 @@ class Strategy:
     def uses_nvme(self) -> bool:
         """Whether model states are kept on NVMe."""
         return "nvme" in (self.optimizer_on, self.parameters_on)
-
-
-@dataclass(frozen=True)
-class Engine:
-    """How a library loads, wraps and trains a model; the script has one for each of them."""
-
-    load: Callable  # (args, ctx, spec) -> model; sharded, if the library shards while it loads
-    wrap: Callable  # (model, args, ctx) -> wrapped model; DeepSpeed's contains the optimizer
-    train_epoch: Callable
 
 
 OPTIMIZER = frozenset(["optimizer"])

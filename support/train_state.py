@@ -1,9 +1,14 @@
-"""Counters, best evaluation and early stopping: what a checkpoint saves of a run's progress."""
+"""What a checkpoint saves: the objects with states, the counters, the best evaluation."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 # The counters that a checkpoint saves, with their values in a new run.
 NEW_RUN = {
@@ -15,6 +20,20 @@ NEW_RUN = {
     "first_loss": None,
     "last_loss": None,
 }
+
+
+@dataclass(frozen=True)
+class TrainingObjects:
+    """The objects of a run whose state a checkpoint contains."""
+
+    # As wrapped by the strategy; for DeepSpeed the engine and its optimizer.
+    model: nn.Module
+    optimizer: Any
+    scaler: torch.amp.GradScaler
+    stream: Any  # the training sequences of --streaming, whose position is saved; else None
+    # bool scalar, true after the first non-finite loss or gradient norm: from then on every update
+    # is skipped, and the run ends when the loss is next logged.
+    found_inf: torch.Tensor
 
 
 @dataclass

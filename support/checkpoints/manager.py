@@ -16,17 +16,15 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-from support.checkpoints.compatibility import refuse_other_run, report_changes
-from support.checkpoints.find import Found, check_optimizer, verify
+from support.checkpoints.compatibility import refuse_other_run, report_changes, run_signature
+from support.checkpoints.find import Found, check_optimizer, find_checkpoint, verify
 from support.checkpoints.format import (
     ADAFACTOR_STATES,
     BUFFERS,
@@ -46,21 +44,10 @@ from support.files import atomic
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
 from support.strategies.optimizer_shards import PlainState, free_gathered_weights, sharded_state
-from support.train_state import NEW_RUN, TrainState
+from support.train_state import NEW_RUN, TrainingObjects, TrainState
 from support.unwrap import unwrapped
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group, if it has them
-
-
-@dataclass(frozen=True)
-class TrainingObjects:
-    """The objects of a run whose state a checkpoint contains."""
-
-    # As wrapped by the strategy; for DeepSpeed the engine and its optimizer.
-    model: nn.Module
-    optimizer: Any
-    scaler: torch.amp.GradScaler
-    stream: Any = None  # the training sequences of --streaming, whose position is saved; else None
 
 
 class CheckpointManager:
@@ -68,8 +55,9 @@ class CheckpointManager:
 
     Args:
         folder: the run's output folder.
-        identity: the run signature, see compatibility.run_signature.
+        dataset: the dataset's entry in results.json.
     Attributes:
+        identity: the run signature, see compatibility.run_signature.
         around_save: returns a context manager that is entered for each save. The run sets it to
             complete the counters before a save, and to exclude the save from the step times.
         seconds: for each save of this process, how long training waited for it.
@@ -78,17 +66,20 @@ class CheckpointManager:
         UserError: checkpoints are requested, but they do not support the optimizer.
     """
 
+    find = staticmethod(find_checkpoint)
+
     def __init__(
         self,
         args: Arguments,
         ctx: DistContext,
         folder: Path,
         objects: TrainingObjects,
-        identity: dict,
         spec,
+        dataset: dict,
     ):
         self.args, self.ctx, self.folder = args, ctx, folder / "checkpoints"
-        self.objects, self.identity, self.spec = objects, identity, spec
+        self.objects, self.spec = objects, spec
+        self.identity = run_signature(args, ctx, spec, dataset, objects.model)
         self.model, self.module = objects.model, unwrapped(objects.model)
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not args.eval_only:
@@ -267,34 +258,13 @@ class CheckpointManager:
 
     # --------------------------------------------------------------------------------------- saving
 
-    def after_step(self, state: TrainState, stop: torch.Tensor) -> None:
-        """Save a checkpoint if one is due; save and stop if a rank received a stop signal.
-
-        Call it on every rank after each step.
+    def is_requested(self, stop: torch.Tensor) -> bool:
+        """Whether to save and stop, because a rank received a stop signal.
 
         Args:
             stop: scalar tensor, above 0 if any rank received a stop signal; equal on all ranks.
-        Raises:
-            Preempted: a rank received a stop signal, and the checkpoint is complete.
-            TrainingError: the checkpoint cannot be written.
         """
-        every, epochs = self.args.save_every, self.args.save_epochs
-        if (every and state.step % every == 0) or (epochs and state.at_end_of_epoch):
-            self.save(state)
-        if self.may_save and self._stop.read(stop):
-            self.preempt(state)
-
-    def preempt(self, state: TrainState) -> NoReturn:
-        """Save a checkpoint and end the run, because a rank received a stop signal.
-
-        Raises:
-            Preempted: the checkpoint is complete.
-            TrainingError: this run saves no checkpoints, or the checkpoint cannot be written.
-        """
-        if not self.may_save:
-            raise TrainingError("Stopped by a signal, without a checkpoint.")
-        self.save(state)
-        raise Preempted(self.model)
+        return self.may_save and self._stop.read(stop)
 
     def after_evaluation(self, state: TrainState) -> None:
         """Save a checkpoint if this evaluation is the best so far; call it on every rank."""
@@ -308,6 +278,17 @@ class CheckpointManager:
             saves_regularly = self.args.save_every or self.args.save_epochs
             if old not in ("", new) and not saves_regularly:
                 shutil.rmtree(self.folder / old, ignore_errors=True)
+
+    def save_before_stop(self, state: TrainState) -> Preempted:
+        """Save a checkpoint because of a stop signal, and return the exception that ends the run.
+
+        Raises:
+            TrainingError: this run saves no checkpoints, or the checkpoint cannot be written.
+        """
+        if not self.may_save:
+            raise TrainingError("Stopped by a signal, without a checkpoint.")
+        self.save(state)
+        return Preempted(self.model)
 
     def save(self, state: TrainState) -> None:
         """Save a checkpoint of the current step, unless there is one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,9 +11,43 @@ import torch.distributed as dist
 
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.cluster.devices import identify_gpu
+from support.cluster.devices import choose_device, identify_gpu, unused_gpu
+from support.cluster.launch import Launch
 from support.cluster.rendezvous import ARRIVAL_SECONDS, open_store, rendezvous
+from support.console import Console
 from support.strategy import STRATEGIES
+
+
+def join(args: Arguments, launch: Launch) -> DistContext:
+    """Initialize the process group: NCCL for GPUs, gloo for CPU processes.
+
+    A single process also gets a process group, so that there is only one code path.
+
+    Returns:
+        This process among the ranks: its device, its output, and the monitor of failures.
+    Raises:
+        TrainingError: a rank did not arrive in time, or the ranks do not fit together.
+        UserError: this rank has no GPU of its own.
+    """
+    device = choose_device(launch)
+    backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
+    console = Console(launch.is_main, args.quiet, args.verbose)
+    if gpu := unused_gpu():
+        console.warn(f"{gpu} are not supported: training on the CPU.")
+    ctx = DistContext.create(launch, device, backend, console)
+    dist.init_process_group(
+        store=connect_ranks(ctx, args.ddp_timeout, args.hang_seconds),
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        timeout=timedelta(seconds=args.ddp_timeout),
+        **group_options(args, ctx),
+    )
+    ctx.nodes = sum(ctx.all_gather(launch.is_node_leader))  # one leader per node
+    torch.set_float32_matmul_precision("high")  # use TF32 tensor cores for fp32 where available
+    # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
+    torch.use_deterministic_algorithms(args.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
+    return ctx
 
 
 def group_options(args: Arguments, ctx: DistContext) -> dict[str, Any]:

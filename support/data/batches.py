@@ -285,40 +285,6 @@ class StepBatch:
     state: Any = None
 
 
-def step_batches(
-    train: Sequences | Mixture,
-    order: np.ndarray,
-    batch_size: int,
-    accumulation: int,
-    rank: int,
-    world_size: int,
-) -> Iterator[StepBatch]:
-    """Yield the step batch of one rank for each optimizer step.
-
-    The order is cut into global batches of batch_size × world_size × accumulation sequences. The
-    number of ranks therefore changes which rank computes a sequence, but never the step in which it
-    is used. Every micro-batch has the same number of rows on every rank: if there are too few
-    sequences, it is padded with rows whose labels are all ignored. These rows add nothing to the
-    loss or the gradient, but every rank takes part in every collective.
-
-    Args:
-        order: sequence numbers in the order of this epoch.
-        batch_size, accumulation: sequences in a micro-batch of one rank, and micro-batches in a
-            step.
-    """
-    all_ranks_batch = batch_size * world_size
-    for start in range(0, len(order), all_ranks_batch * accumulation):
-        step_order = order[start : start + all_ranks_batch * accumulation]
-        rank_shares = [
-            np.array_split(step_order[offset : offset + all_ranks_batch], world_size)[rank]
-            for offset in range(0, len(step_order), all_ranks_batch)
-        ]
-        yield StepBatch(
-            [fill_up(train, indices, batch_size) for indices in rank_shares],
-            sum(map(train.tokens, rank_shares)),
-        )
-
-
 def train_state(counters: dict, train: Any, args: Arguments, world_size: int) -> TrainState:
     """Return the state of training from the counters of a checkpoint, or from NEW_RUN.
 
@@ -340,42 +306,6 @@ def train_state(counters: dict, train: Any, args: Arguments, world_size: int) ->
     if state.tokens is None:  # checkpoints of the first versions did not count tokens
         state.tokens = state.samples * args.seq_length
     return state
-
-
-def rest_of_epoch(
-    train: Any, state: TrainState, args: Arguments, ctx: DistContext
-) -> Iterator[StepBatch]:
-    """Iterate over this rank's step batches of the rest of an epoch, on the device.
-
-    Args:
-        train: training sequences, or a Stream.
-        state: the epoch, which seeds the order of the sequences, and how many of them were trained
-            on before a resume or an evaluation.
-    """
-    if args.streaming:
-        return train.step_batches(ctx.device)
-    order = train.epoch_order(args.seed, state.epoch)[state.position :]
-    accumulation = args.gradient_accumulation_steps
-    batches = step_batches(train, order, args.batch_size, accumulation, ctx.rank, ctx.world_size)
-    return copy_ahead(batches, ctx.device)
-
-
-def evaluation_batches(
-    validation: Sequences | Mixture, args: Arguments, ctx: DistContext
-) -> tuple[Iterator[MicroBatch], int]:
-    """Return this rank's micro-batches of an evaluation, and how many there are.
-
-    Args:
-        args: --eval_batch_size, or else --batch_size; --eval_samples, or else --num_samples,
-            limits the sequences.
-    """
-    limit = args.eval_samples or args.num_samples or validation.num_sequences
-    validation = validation.take(limit)
-    order = np.arange(validation.num_sequences)
-    batch_size = args.eval_batch_size or args.batch_size
-    steps = step_batches(validation, order, batch_size, 1, ctx.rank, ctx.world_size)
-    batches = (step.batches[0] for step in copy_ahead(steps, ctx.device))
-    return batches, steps_of(len(order), batch_size * ctx.world_size)
 
 
 def fill_up(sequences: Sequences | Mixture, indices: np.ndarray, rows: int) -> MicroBatch:

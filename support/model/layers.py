@@ -45,25 +45,6 @@ def max_positions(config) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def blocks_to_shard(model: nn.Module, options, ctx: DistContext) -> list[nn.Module]:
-    """Return the layers that FSDP shards one by one.
-
-    These are the layers that the FSDP configuration names, or else the transformer blocks.
-    """
-    if not options.wrap_layers:
-        return []
-    named = [module for module in model.modules() if type(module).__name__ in options.layers]
-    if options.layers and not named:
-        blocks = transformer_blocks(model)
-        kind = type(blocks[0]).__name__ if blocks else "none"
-        ctx.console.warn(
-            f"This model has no layer of class {', '.join(options.layers)}: "
-            f"sharding its own blocks ({kind})."
-        )
-        return blocks
-    return named or transformer_blocks(model)
-
-
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated layers of a transformer.
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from support import patches
-from support.cli.arguments import Arguments, isolates_documents
+from support.cli.arguments import Arguments, choose_seq_length, isolates_documents
 from support.cli.hub import scratch_without_hub
 from support.cli.paths import is_local_model
 from support.cluster.context import DistContext
@@ -104,6 +104,10 @@ class ModelSpec:
     def text_config(self) -> transformers.PretrainedConfig:
         """Configuration of the language model; the whole configuration if it has no parts."""
         return self.config.get_text_config()
+
+    def seq_length(self, args: Arguments) -> int:
+        """Return --seq_length, or its default for this model."""
+        return choose_seq_length(args, max_positions(self.config))
 
     def on_meta_device(self) -> nn.Module:
         """Build the model on the meta device: shapes without memory."""

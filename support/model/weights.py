@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import transformers
 from packaging.version import Version
 from torch import nn
@@ -106,27 +105,6 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
     return AutoModelForCausalLM.from_config(
         copy.deepcopy(config), **as_dtype(dtype), **NO_REMOTE_CODE
     )
-
-
-def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContext) -> None:
-    """Distribute a model's weights to the ranks as shards, and its buffers whole.
-
-    Every rank calls this function.
-
-    Args:
-        sharded: the model under FSDP2, with uninitialised memory.
-        whole: the same model with its weights on rank 0; None on other ranks.
-    """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(sharded, {} if whole is None else whole.state_dict(), options=options)
-    # State dicts do not contain buffers such as rotary frequencies.
-    for name, buffer in sharded.named_buffers():
-        buffer.data = buffer.data.to(ctx.device)  # also if parameters stay on the CPU
-        if whole is not None:
-            buffer.copy_(whole.get_buffer(name))
-        dist.broadcast(buffer, src=0)
 
 
 def as_dtype(dtype: torch.dtype | str) -> dict:

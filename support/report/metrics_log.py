@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from support import progress
-from support.checkpoints.manager import TrainingObjects
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.data.batches import steps_of
@@ -23,7 +22,7 @@ from support.report.profiling import Trace
 from support.report.step_meter import EARLY_MEASURED_STEP, StepMeter
 from support.report.trackers import start_trackers
 from support.strategies import gradients
-from support.train_state import TrainState
+from support.train_state import TrainingObjects, TrainState
 from support.units import human_bytes, perplexity_of
 from support.unwrap import unwrapped
 

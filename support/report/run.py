@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from support.checkpoints.manager import CheckpointManager, TrainingObjects, saves_due
+from support.checkpoints.manager import CheckpointManager, saves_due
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.cluster.restart import Restart, restart_values
+from support.cluster.tuning import keep_freed_memory
 from support.data.batches import total_steps
 from support.data.chat import Prompt, prompt_of
 from support.errors import UserError
 from support.files.atomic import only_finite, overwrite, remove_leftovers, set_aside, write_text
+from support.memory.advise import ways_to_fit
 from support.memory.measure import MemoryByPhase
 from support.model import export, push
 from support.model.generate import generate
@@ -25,7 +27,7 @@ from support.report import console_lines, output_dir, profiling
 from support.report.metrics_log import MetricsLogger, create_meter, errors_as_notices
 from support.report.results import facts_at_start, locked, progress, read_results
 from support.report.summary import summarize
-from support.train_state import TrainState
+from support.train_state import TrainingObjects, TrainState
 from support.units import human_count
 
 
@@ -140,6 +142,8 @@ class Run:
 
     def announce_model(self, args: Arguments, spec: ModelSpec) -> None:
         """Print what is trained, before the data is read."""
+        # Printed if memory runs out.
+        self.ctx.failures.remedies = lambda: ways_to_fit(args, self.ctx, spec)
         verb = "Evaluating" if args.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
@@ -184,6 +188,11 @@ class Run:
             seq_length=args.seq_length,
             dataset=dataset,
         )
+
+    def model_wrapped(self) -> None:
+        """Record the memory of the wrapped model."""
+        self.memory.note("wrapped")
+        keep_freed_memory(self.ctx.device)  # for the next step; see support/cluster/tuning.py
 
     def was_complete_before(self, args: Arguments, state: TrainState) -> bool:
         """Whether a resumed run has no step left to train.
@@ -240,8 +249,14 @@ class Run:
 
     # ----------------------------------------------------------------------------- after training
 
-    def preempted(self, state: TrainState) -> None:
-        """Record that a stop signal ended the run after a checkpoint was saved."""
+    def preempt(self, state: TrainState) -> NoReturn:
+        """Save a checkpoint and end the run, because a rank received a stop signal.
+
+        Raises:
+            Preempted: the checkpoint is complete.
+            TrainingError: this run saves no checkpoints, or the checkpoint cannot be written.
+        """
+        preempted = self.manager.save_before_stop(state)
         reason = "stopped by a signal; a checkpoint was saved"
         self.update(status="preempted", reason=reason, **progress(state.counters()))
         self._write()
@@ -250,6 +265,7 @@ class Run:
             "resume with --resume"
         )
         self._close()
+        raise preempted
 
     def finish(self, args: Arguments, state: TrainState, eval_loss: float | None, casting) -> None:
         """Summarize the run, export the model, and print a sample of its text.

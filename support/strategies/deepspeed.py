@@ -7,6 +7,7 @@ import copy
 import io
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,12 @@ from torch import nn
 
 from support import patches
 from support.cli.arguments import Arguments
-from support.cli.ds_config import ModelSizes, complete_ds_config, configured_strategy
+from support.cli.ds_config import (
+    ModelSizes,
+    complete_ds_config,
+    configured_strategy,
+    write_ds_config,
+)
 from support.cluster.context import DistContext
 from support.model.weights import DTYPES
 from support.strategies import ops, requirements
@@ -73,6 +79,17 @@ def configure_deepspeed(args: Arguments, ctx: DistContext, spec) -> dict:
     if args.eval_only:
         config.pop("optimizer", None)
     return config
+
+
+def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Arguments:
+    """Return the arguments with the completed configuration, which is also written to a folder.
+
+    The file, ds_config.json, can be used as it is with --ds_config.
+    """
+    args = args.replace(ds_config_dict=configure_deepspeed(args, ctx, spec))
+    if ctx.is_main:
+        write_ds_config(args, folder)
+    return args
 
 
 def _prepare_ops(strategy: Strategy, ctx: DistContext, verbose: bool) -> None:

@@ -1,26 +1,52 @@
-"""FSDP: over which ranks it shards, in which precision it computes, and where the shards are."""
+"""FSDP: which layers it shards one by one, and how the weights reach the shards."""
 
 from __future__ import annotations
 
-from typing import Any
+import torch.distributed as dist
+from torch import nn
 
-import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-
-from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
+from support.model.layers import transformer_blocks
+from support.unwrap import is_fsdp_module as is_sharded
+
+__all__ = ["blocks_to_shard", "fill_from_rank0", "is_sharded"]
 
 
-def sharding_options(args: Arguments, ctx: DistContext) -> dict[str, Any]:
-    """Return keyword arguments of `fully_shard`: `mesh`, `mp_policy` and `offload_policy`.
+def blocks_to_shard(model: nn.Module, options, ctx: DistContext) -> list[nn.Module]:
+    """Return the layers that FSDP shards one by one.
 
-    In bf16 the model computes in bf16, but the shards are kept and the gradients are reduced in
-    fp32. fp16 is left to autocast (support/strategies/contexts.py).
+    These are the layers that the FSDP configuration names, or else the transformer blocks.
     """
-    dtype = torch.bfloat16 if ctx.precision == "bf16" else None
-    on_cpu = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
-    return {
-        "mesh": ctx.mesh(args.fsdp.hybrid),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        "offload_policy": on_cpu if args.fsdp.offload else OffloadPolicy(),
-    }
+    if not options.wrap_layers:
+        return []
+    named = [module for module in model.modules() if type(module).__name__ in options.layers]
+    if options.layers and not named:
+        blocks = transformer_blocks(model)
+        kind = type(blocks[0]).__name__ if blocks else "none"
+        ctx.console.warn(
+            f"This model has no layer of class {', '.join(options.layers)}: "
+            f"sharding its own blocks ({kind})."
+        )
+        return blocks
+    return named or transformer_blocks(model)
+
+
+def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContext) -> None:
+    """Distribute a model's weights to the ranks as shards, and its buffers whole.
+
+    Every rank calls this function.
+
+    Args:
+        sharded: the model under FSDP2, with uninitialised memory.
+        whole: the same model with its weights on rank 0; None on other ranks.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(sharded, {} if whole is None else whole.state_dict(), options=options)
+    # State dicts do not contain buffers such as rotary frequencies.
+    for name, buffer in sharded.named_buffers():
+        buffer.data = buffer.data.to(ctx.device)  # also if parameters stay on the CPU
+        if whole is not None:
+            buffer.copy_(whole.get_buffer(name))
+        dist.broadcast(buffer, src=0)

@@ -12,6 +12,7 @@ from support.chunks import NORM_CHUNK
 from support.cli.ds_config import GROWTH_INTERVAL, INITIAL_SCALE_POWER
 from support.cluster.context import DistContext
 from support.errors import TrainingError
+from support.train_state import TrainingObjects
 from support.unwrap import base_optimizer, is_fsdp_module, local_part
 
 
@@ -60,12 +61,7 @@ def _square_in_fp64(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def skip_update_if_not_finite(
-    optimizer,
-    loss: torch.Tensor,
-    found_inf: torch.Tensor,
-    ctx: DistContext,
-    scaler=None,
-    grad_norm: torch.Tensor | None = None,
+    objects: TrainingObjects, loss: torch.Tensor, grad_norm: torch.Tensor | None, ctx: DistContext
 ) -> None:
     """Skip the next update on the device if the loss or a gradient is or has been non-finite.
 
@@ -75,23 +71,23 @@ def skip_update_if_not_finite(
     non-finite gradient reaches the weights of stages 1 and 2 in bf16; no checkpoint is saved then.
 
     Args:
+        objects: the optimizer, the flag `found_inf`, and the GradScaler after `unscale_`. With fp16
+            only the loss is checked: gradients that overflow are normal in fp16, and the scaler's
+            own flag skips only that update.
         loss: of this step; the same on all ranks.
-        found_inf: a bool tensor on the device that stays true after the first non-finite loss or
-            gradient norm.
+        grad_norm: of all gradients; None for DeepSpeed.
         ctx: the ranks; a simulated run is not checked.
-        scaler: GradScaler of fp16, after `unscale_`. With it, only the loss is checked: gradients
-            that overflow are normal in fp16, and the scaler's own flag skips only that update.
-        grad_norm: of all gradients, if it is available before the update.
     Raises:
         TrainingError: one of them is not finite, and the optimizer cannot read the flag.
     """
     if ctx.simulated:  # the loss lacks the contributions of the other ranks
         return
-    scaling = scaler is not None and scaler.is_enabled()
+    scaler, found_inf = objects.scaler, objects.found_inf
+    scaling = scaler.is_enabled()
     found_inf.logical_or_(~torch.isfinite(loss))
     if grad_norm is not None and not scaling:
         found_inf.logical_or_(~torch.isfinite(grad_norm).to(found_inf.device))
-    base = base_optimizer(optimizer)
+    base = base_optimizer(objects.optimizer)
     # DeepSpeed's stage 3 has no parameters in its groups at this point.
     first = next((p for group in base.param_groups for p in group["params"]), found_inf)
     same_device = first.device == found_inf.device

@@ -19,6 +19,7 @@ from support import patches
 from support.cli.ds_config import ModelSizes, complete_ds_config
 from support.cli.parse import parse_arguments
 from support.strategies import gradients
+from support.train_state import TrainingObjects
 
 
 def weights(model: nn.Module) -> torch.Tensor:
@@ -48,12 +49,13 @@ def main(strategy: str) -> dict:
     )
     searches = count_calls(type(engine.optimizer), "has_overflow")
     found_inf, changed = torch.zeros((), dtype=torch.bool), []
-    run = SimpleNamespace(simulated=False)
+    disabled, ctx = torch.amp.GradScaler("cpu", enabled=False), SimpleNamespace(simulated=False)
+    objects = TrainingObjects(engine, engine.optimizer, disabled, None, found_inf)
     for factor in (1.0, float("nan")):
         before = weights(model)
         loss = engine(torch.ones(4, 8, dtype=torch.bfloat16)).float().square().mean() * factor
         engine.backward(loss)
-        gradients.skip_update_if_not_finite(engine.optimizer, loss.detach(), found_inf, run)
+        gradients.skip_update_if_not_finite(objects, loss.detach(), None, ctx)
         engine.step()
         changed.append(not torch.equal(before, weights(model)))
     finite = bool(weights(model).isfinite().all())

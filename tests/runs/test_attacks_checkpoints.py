@@ -225,18 +225,20 @@ def test_a_mark_names_a_checkpoint_or_nothing(copy, name):
 
 
 @pytest.fixture
-def manager(copy, ctx):
+def manager(copy, ctx, monkeypatch):
     """The CheckpointManager of a run in the copy, resumed at step 2; its model is a single layer."""
     import torch
 
-    from support.checkpoints.manager import CheckpointManager, TrainingObjects
+    from support.checkpoints import manager as checkpoints
     from support.cli.parse import parse_arguments
 
     model = torch.nn.Linear(2, 2)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    objects = TrainingObjects(model, torch.optim.AdamW(model.parameters()), scaler)
-    manager = CheckpointManager(
-        parse_arguments(["--load_best_at_end"]), ctx, copy, objects, {}, spec=None
+    optimizer = torch.optim.AdamW(model.parameters())
+    objects = checkpoints.TrainingObjects(model, optimizer, scaler, None, torch.zeros(()))
+    monkeypatch.setattr(checkpoints, "run_signature", lambda *_: {})
+    manager = checkpoints.CheckpointManager(
+        parse_arguments(["--load_best_at_end"]), ctx, copy, objects, None, {}
     )
     manager._resumed_at = manager._saved_at = 2
     ctx.lock = True  # no other run uses the folder

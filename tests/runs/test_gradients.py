@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from support.strategies import gradients
+from support.train_state import TrainingObjects
 
 RUN = SimpleNamespace(simulated=False)
 
@@ -17,7 +18,8 @@ def fp16_step(model, optimizer, scaler, found_inf, loss_is, gradient_is) -> None
         parameter.grad = torch.full_like(parameter, gradient_is) * scaler.get_scale()
     scaler.scale(torch.zeros(()))  # what creates the scale
     scaler.unscale_(optimizer)
-    gradients.skip_update_if_not_finite(optimizer, torch.tensor(loss_is), found_inf, RUN, scaler)
+    objects = TrainingObjects(model, optimizer, scaler, None, found_inf)
+    gradients.skip_update_if_not_finite(objects, torch.tensor(loss_is), None, RUN)
     scaler.step(optimizer)
     scaler.update()
 
@@ -62,7 +64,8 @@ def test_fp16_asks_the_device_nothing(monkeypatch):
     for name in ("item", "__bool__", "__float__", "tolist"):
         monkeypatch.setattr(torch.Tensor, name, asked)
     scaler.unscale_(optimizer)
-    gradients.skip_update_if_not_finite(optimizer, torch.ones(()), found_inf, RUN, scaler)
+    objects = TrainingObjects(model, optimizer, scaler, None, found_inf)
+    gradients.skip_update_if_not_finite(objects, torch.ones(()), None, RUN)
     scaler.step(optimizer)
     scaler.update()
 

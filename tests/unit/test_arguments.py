@@ -19,6 +19,7 @@ def started(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(startup.process, "protect_output", lambda: None)
+    monkeypatch.setattr(startup.process, "catch_signals", lambda numbers: None)
     args, _launch = startup.start(["--output_dir", str(tmp_path / "run"), "--lr", "1e-3"])
     return args
 

@@ -33,16 +33,17 @@ def trained_layer() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
 
 
 @pytest.fixture
-def manager(ctx, tmp_path):
+def manager(ctx, tmp_path, monkeypatch):
     """A CheckpointManager of that layer, in tmp_path."""
     model, optimizer = trained_layer()
     objects = checkpoint.TrainingObjects(
-        model, optimizer, torch.amp.GradScaler("cpu", enabled=False)
+        model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, torch.zeros(())
     )
     args = parse_arguments(["--resume", "--output_dir", str(tmp_path)])
-    identity = {"hard": {}, "soft": {}, "told": {}}
+    same = {"hard": {}, "soft": {}, "told": {}}
+    monkeypatch.setattr(checkpoint, "run_signature", lambda *_: same)
     spec = SimpleNamespace(lora=None, describe=lambda folder: folder.mkdir())
-    return checkpoint.CheckpointManager(args, ctx, tmp_path, objects, identity, spec)
+    return checkpoint.CheckpointManager(args, ctx, tmp_path, objects, spec, {})
 
 
 def counters(step: int):

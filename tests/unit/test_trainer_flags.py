@@ -1,19 +1,17 @@
 """Flags that Hugging Face's Trainer has, and what they do to the optimizer and the schedule."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import PROJECT
 
+from real_model_example import create_optimizer, learning_rate, parameter_groups
 from support.cli import aliases
 from support.cli.flags import FLAGS, HelpFormatter, build_parser
 from support.cli.fsdp_config import FsdpOptions
 from support.cli.parse import ignored_flags, parse_arguments
-from support.data.batches import evaluation_batches
 from support.errors import UserError
-from support.strategies.optimizer import create, learning_rate
 
 ADAM = ["--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-6"]
 
@@ -117,7 +115,8 @@ def test_help_lists_the_other_names():
 
 
 def test_adam_settings_reach_both_optimizers():
-    optimizer = create(torch.nn.Linear(2, 2), parse_arguments(ADAM))
+    args, layer = parse_arguments(ADAM), torch.nn.Linear(2, 2)
+    optimizer = create_optimizer(parameter_groups(layer, args), args)
     assert optimizer.defaults["betas"] == (0.8, 0.95) and optimizer.defaults["eps"] == 1e-6
     for strategy in ("zero1", "zero2", "zero3", "offload", "infinity"):
         params = parse_arguments([*ADAM, "--strategy", strategy]).ds_config_dict["optimizer"][
@@ -221,27 +220,3 @@ def test_ignored_flags_and_other_defaults_are_reported():
     assert ignored_flags(parse_arguments(without)) == [
         "--logging_dir is used by --report_to tensorboard only: ignored"
     ]
-
-
-class Sequences:
-    """Five sequences of two tokens, as evaluation_batches reads them."""
-
-    num_sequences = 5
-
-    def tokens(self, indices) -> int:
-        return 2 * len(indices)
-
-    def read(self, indices):
-        return torch.zeros(len(indices), 2), torch.zeros(len(indices), 2), None
-
-    def take(self, count):
-        assert count == 5
-        return self
-
-
-@pytest.mark.parametrize("flags, sizes", [((), [2, 2, 2]), (("--eval_batch_size", "3"), [3, 3])])
-def test_batches_of_an_evaluation(flags, sizes):
-    ctx = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-    args = parse_arguments(["--batch_size", "2", *flags])
-    batches, count = evaluation_batches(Sequences(), args, ctx)
-    assert [len(batch[0]) for batch in batches] == sizes and count == len(sizes)
