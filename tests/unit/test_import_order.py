@@ -8,7 +8,7 @@ import functools
 import graphlib
 from pathlib import Path
 
-from syntax import nodes_of
+from syntax import imported_at_once, nodes_of
 
 from support import PROJECT
 
@@ -103,23 +103,8 @@ ON_DEMAND = (
 )
 
 
-def imported_at_once(file: Path) -> set[str]:
-    """The modules that importing a file imports, outside functions and `if TYPE_CHECKING:`."""
-    nodes, names = list(ast.iter_child_nodes(nodes_of(file)[0])), set()
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif not isinstance(node, ast.FunctionDef):
-            nodes += ast.iter_child_nodes(node)
-    return names
-
-
 def test_libraries_for_some_runs_are_imported_where_they_are_used():
     files = [PROJECT / "real_model_example.py", *(PROJECT / "support").rglob("*.py")]
-    files.remove(PROJECT / "support" / "strategies" / "fsdp.py")  # imported for fsdp only
     at_once = {(file.name, name) for file in files for name in imported_at_once(file)}
     assert {
         (file, name)
