@@ -23,6 +23,7 @@ def generate(tmp_path, monkeypatch, capfd):
     import distributed_setup
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # the program changes it, and the test must restore it
     Path("config.yaml").write_text("batch_size: 2\n")
 
     def run(*args) -> Run:
