@@ -1,6 +1,7 @@
 # make demo   set up, then compare all strategies on the embedded model and text
 # make ops    set up, then compile DeepSpeed's ops, for example on a cluster's login node
-# make test   set up, then lint and run every test once (30 minutes on 2 shared cores)
+# make test   set up, then lint and test each promise once (about 10 minutes on 2 cores)
+# make test-all   the rest: launchers, Slurm, several hosts, the documents' commands, the lower bounds
 # make unit   the tests that start no process (seconds)
 # make test-lower-bounds   the unit tests and a run of each strategy with the oldest supported
 #             releases, in .venv-lower (needs Python 3.10 or 3.11)
@@ -31,7 +32,7 @@ install-torch = $(1) -m pip install -q "$(2)"
 endif
 LOWER := .venv-lower/bin/python
 
-.PHONY: setup setup-dev demo ops unit test test-lower-bounds lint docs soak bench clean
+.PHONY: setup setup-dev demo ops unit test test-all test-lower-bounds lint docs soak bench clean
 
 setup: $(VENV)/installed
 setup-dev: $(VENV)/installed-dev
@@ -80,7 +81,12 @@ docs: setup-dev
 
 test: setup-dev lint docs
 	@echo "== Running the tests (skips are listed with their reasons at the end)"
-	$(BIN)/python -m pytest -m "not soak" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow and not soak" $(PARALLEL)
+
+test-all: setup-dev
+	@echo "== Running the slow tests (skips are listed with their reasons at the end)"
+	$(BIN)/python -m pytest -m "slow and not soak" $(PARALLEL)
+	FAIL_ON_SKIP= $(MAKE) test-lower-bounds  # some tests need newer releases
 
 unit: setup-dev
 	$(BIN)/python -m pytest -q -m "not soak" tests/unit
