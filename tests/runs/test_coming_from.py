@@ -14,7 +14,8 @@ from local_hub import TOKEN, Hub, write_repositories
 
 TEXT = (PROJECT / "docs" / "COMING_FROM.md").read_text().replace("\\\n", "")
 COMMAND = re.compile(
-    r"^<!-- needs-hub -->\n```bash\n((?:python|torchrun) .*real_model_example\.py .*)$", re.MULTILINE
+    r"^<!-- needs-hub -->\n```bash\n((?:python|torchrun) .*real_model_example\.py .*)$",
+    re.MULTILINE,
 )
 # Title of a section -> its command, on one line.
 COMMANDS = {
