@@ -98,7 +98,7 @@ def gpt2_memory() -> list[str]:
     rows, columns = [], {}
     for name in GPT2_SHAPES:
         model = find_architecture(name)
-        for ranks in (1, 4, 8):
+        for ranks in (1, 2, 4, 8):
             for need in predict_all(Workload(model, ranks, seq_length=1024)):
                 states = need.parameters + need.gradients + need.optimizer
                 cell = f"{states / GB:.2f} / {need.peak / GB:.1f}"
