@@ -1,4 +1,4 @@
-# An image with every strategy, for NVIDIA GPUs and for CPUs; docs/INSTALLATION.md has the commands.
+# An image with every strategy, for NVIDIA GPUs and for CPUs; docs/CLUSTER.md has the commands.
 #
 # The base image is Debian's official one, https://hub.docker.com/_/debian. It has no CUDA: torch's
 # build on PyPI contains the CUDA libraries, and the NVIDIA Container Toolkit adds the host's driver.

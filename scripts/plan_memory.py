@@ -20,7 +20,7 @@ with --time_limit also the number of Slurm jobs.
     python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 80 --tokens 1000000000 \\
         --device A100 --price 2.5 --watts 400
 
-The formulas and their sources are in support/memory/estimate.py; docs/MEMORY_COMPARISON.md compares
+The formulas and their sources are in support/memory/estimate.py; docs/PLAN.md compares
 them with measurements. Exit codes: 0; 1 if nothing fits, or if --measure
 fails; 2 for wrong usage.
 """

@@ -37,7 +37,7 @@ CUDA_CONTEXT, GPU_SLACK = 1 * GB, 1.05
 
 # On a CPU: resident memory of Python and the libraries (and of DeepSpeed, with its ops), and the
 # ratio of glibc's heap, which keeps freed memory for reuse, to the live tensors. Measured with
-# torch 2.13; docs/MEMORY_COMPARISON.md compares the plan with runs.
+# torch 2.13; docs/PLAN.md compares the plan with runs.
 CPU_LIBRARIES, DEEPSPEED_LIBRARIES, CPU_SLACK = 410 * MB, 70 * MB, 1.2
 
 

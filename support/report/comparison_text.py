@@ -49,7 +49,7 @@ def as_markdown(comparison: Comparison) -> str:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the comparison as a JSON value; docs/COMPARISON.md explains its keys."""
+    """Return the comparison as a JSON value; docs/OUTPUTS.md explains its keys."""
     row = next((row for row in comparison.rows if row is not comparison.reference), None)
     return {
         "schema_version": 1,

@@ -13,10 +13,13 @@ from conftest import PROJECT
 from local_hub import TOKEN, Hub, write_repositories
 
 TEXT = (PROJECT / "docs" / "COMING_FROM.md").read_text().replace("\\\n", "")
-COMMAND = re.compile(r"^(?:python|torchrun) .*real_model_example\.py .*$", re.MULTILINE)
+COMMAND = re.compile(
+    r"^<!-- needs-hub -->\n```bash\n((?:python|torchrun) .*real_model_example\.py .*)$",
+    re.MULTILINE,
+)
 # Title of a section -> its command, on one line.
 COMMANDS = {
-    section.split()[0]: found[0]
+    section.split()[0]: found[1]
     for section in TEXT.split("\n## ")
     for found in COMMAND.finditer(section)
 }

@@ -173,7 +173,7 @@ def test_sharding_more_holds_less_of_real_models(script, model, precision, ranks
         simulate(script, *args, "--strategy", s, ranks=ranks, timeout=900) for s in STRATEGIES[:4]
     ]
     # On two ranks stage 3's parts of parameters and gradients together are as large as stage 2's
-    # whole parameters, and what it gathers comes on top: docs/MEMORY_COMPARISON.md.
+    # whole parameters, and what it gathers comes on top: docs/PLAN.md.
     assert_order(found if ranks > 2 else found[:3])
 
 

@@ -142,7 +142,7 @@ def test_the_image_does_not_run_as_root():
     owner, folders = re.search(
         r"install -d -o (\d+) -g \1 (.*) \\$", DOCKERFILE, re.MULTILINE
     ).groups()
-    volumes = re.findall(r" -v \w+:(\S+)", (PROJECT / "docs/INSTALLATION.md").read_text())
+    volumes = re.findall(r" -v \w+:(\S+)", (PROJECT / "docs/CLUSTER.md").read_text())
     written = [str(PurePosixPath("/project", folder)) for folder in folders.split()]
     assert owner == users[-1] and volumes == written
 
