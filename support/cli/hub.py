@@ -16,10 +16,14 @@ from support.files.hub_cache import (
     login_command,
     missing_of_model,
 )
-from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES, LARGE_MODELS
+from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
 from support.redaction import redact
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
+PREFETCH_FLAGS = """
+    dataset_config text_column validation_file chat_template cache_dir max_bad_rows include
+    prompt_column completion_column model_revision dataset_revision train_split eval_split
+    """.split()
 
 
 def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool, str | None]:
@@ -80,17 +84,20 @@ def reach_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> bool:
 
 
 def _check_cache(args: Arguments, reason: str, model: str | None, datasets: list[str]) -> None:
-    """Raise a UserError if the cache lacks the model or a dataset."""
-    missing_model = None if cached_repository("models", model) else model
-    missing = [name for name in datasets if not cached_repository("datasets", name)]
-    if missing_model or missing:
-        raise UserError(f"{reason}, and {_remedies(args, missing_model, ', '.join(missing))}")
+    """Raise a UserError if the cache lacks the model, a part of it, or a dataset."""
     with_weights = not (args.from_scratch or args.show_sample)
-    revision = args.model_revision or "main"
-    if model and (missing_files := missing_of_model(model, with_weights, revision)):
+    missing = [f"dataset {name}" for name in datasets if not cached_repository("datasets", name)]
+    if not cached_repository("models", model):
+        missing.append(f"model {model}")
+    elif model:
+        parts = missing_of_model(model, with_weights, args.model_revision or "main")
+        missing += [f"{part} of {model}" for part in parts]
+    if missing:
         raise UserError(
-            f"{reason}, and the cache has no {' and no '.join(missing_files)} of {model}. Run "
-            f"this where there is a network (a cluster's head node): {prefetch_command(args)}"
+            f"{reason}, and the cache has no {' and no '.join(missing)}. Run this where there is a "
+            f"network (a cluster's head node): `{prefetch_command(args)}`, then set "
+            "HF_HUB_OFFLINE=1; or pass local files and folders; or use --dataset pydocs, and a "
+            "GPT-2 with --from_scratch or --model tiny-gpt2, which need no hub."
         )
 
 
@@ -105,24 +112,19 @@ def download_config(model: str) -> str:
     Raises:
         UserError: there is no such model, the user has no access, or the hub does not answer.
     """
-    names = ", ".join(
-        (EMBEDDED_MODEL, *GPT2_SHAPES, *(short for short, _ in LARGE_MODELS.values()))
-    )
-    advice = f"Use one of {names}, a local model folder, or a config.json."
-    if model.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
-        raise UserError(f"--model {model}: no such file or folder. {advice}")
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
-    cached = try_to_load_from_cache(model, "config.json")
-    if isinstance(cached, str):
-        return cached
-    if is_set_offline() or not answers(endpoint()):
-        raise UserError(
-            f"--model {model}: no such file or folder, its config.json is not in the cache, and "
-            f"the Hugging Face hub ({redact(endpoint())}) cannot be reached. {advice}"
-        )
+    advice = "--help lists the known names; or name a model folder or a config.json."
     try:
+        cached = try_to_load_from_cache(model, "config.json")
+        if isinstance(cached, str):
+            return cached
+        if is_set_offline() or not answers(endpoint()):
+            raise UserError(
+                f"--model {model}: no such file or folder, its config.json is not in the cache, "
+                f"and the Hugging Face hub ({redact(endpoint())}) cannot be reached. {advice}"
+            )
         return hf_hub_download(model, "config.json")
     except GatedRepoError as error:
         raise UserError(
@@ -141,44 +143,14 @@ def is_set_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
-PREFETCH_FLAGS = """
-    dataset_config text_column validation_file chat_template cache_dir max_bad_rows include
-    prompt_column completion_column model_revision dataset_revision train_split eval_split
-    """.split()
-
-
 def prefetch_command(args: Arguments) -> str:
-    """Return the command that downloads what this run needs.
-
-    It is meant for a machine that has a network and shares the cache's disk, such as a head node.
-    """
+    """Return the command that downloads what this run needs, for a machine with a network."""
     command = ["env", f"HF_HOME={huggingface_home()}", "python", "real_model_example.py"]
     command += ["--prefetch", "--model", args.model, "--dataset"]
     command += map(str, datasets_of(args))
     for flag in PREFETCH_FLAGS:
         command += [f"--{flag}", str(getattr(args, flag))] if flag in args.given else []
     return shlex.join(command + ["--from_scratch"] * args.from_scratch)
-
-
-def _remedies(args: Arguments, model: str | None, dataset: str | None) -> str:
-    """Return the end of a message: what is missing in the cache, and the three remedies."""
-    missing, local_paths, hubless_flags = [], [], []
-    if model:
-        missing.append(f"model {model}")
-        local_paths.append("a local folder to --model")
-        hubless_flags.append("--from_scratch" if model in GPT2_SHAPES else "--model tiny-gpt2")
-    if dataset:
-        no_file = "" if args.dataset == "wikitext" else " (there is no such file either)"
-        missing.append(f"dataset {dataset}{no_file}")
-        local_paths.append("a file or folder to --dataset")
-        hubless_flags.append("--dataset pydocs")
-    return (
-        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the cache. Three "
-        "solutions: where there is a network (a cluster's head node) run "
-        f"`{prefetch_command(args)}`, then set HF_HUB_OFFLINE=1; pass "
-        f"{' and '.join(local_paths)}; or use {' '.join(hubless_flags)}, "
-        "which needs no hub."
-    )
 
 
 def scratch_without_hub(args: Arguments) -> bool:
@@ -196,26 +168,23 @@ def answers(url: str) -> bool:
     import urllib.error
     import urllib.request
 
-    if not url.startswith(("http://", "https://")):
-        return False
     answered = threading.Event()
     # urllib takes user:password for a part of the host's name.
     url = re.sub("//[^/?#]*@", "//", url)
 
     def ask() -> None:
         try:
-            urllib.request.urlopen(
-                urllib.request.Request(url, method="HEAD"), timeout=PROBE_SECONDS
-            ).close()
+            head = urllib.request.Request(url, method="HEAD")
+            urllib.request.urlopen(head, timeout=PROBE_SECONDS).close()
         except urllib.error.HTTPError:
             pass  # an error page is an answer
         except (OSError, ValueError, http.client.HTTPException):
             return
         answered.set()
 
-    # In a thread, to limit the total time: the name lookup and each address have their own time
-    # limits.
+    # In a thread, to limit the total time: the name lookup and each address have their own limits.
     thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS)
+    if url.startswith(("http://", "https://")):
+        thread.start()
+        thread.join(PROBE_SECONDS)
     return answered.is_set()

@@ -6,8 +6,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from support.cli.datasets import Dataset, parse_datasets
-from support.cli.parse import parse_arguments
+from support.cli.arguments import Dataset
+from support.cli.parse import parse_arguments, parse_datasets
 from support.cli.run_file import as_yaml
 from support.data.sequences import Mixture, Padding, Sequences, shares_of
 from support.errors import UserError
