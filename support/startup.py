@@ -120,7 +120,6 @@ def check_run(args: Arguments) -> None:
     if not args.check and process.RESTARTED not in os.environ:
         paths.check_output_dir(args)
         paths.check_export_folder(args)
-        paths.check_logging_dir(args)
     if args.resume and not Path(args.resume).exists():
         raise UserError(f"--resume {args.resume}: there is no such checkpoint.")
     paths.check_nvme_path(args)

@@ -65,9 +65,6 @@ IGNORED = """
     """.split()
 TRAINER_STEPS = 500  # Trainer's default of --save_steps, --eval_steps and --logging_steps
 AT_THE_END = MOST_STEPS  # as --eval_every: at the end of training only
-# Flags with which --do_eval alone is probably a mistake.
-OF_TRAINING = {"epochs", "max_steps", "lr", "eval_strategy", "eval_every", "save_strategy"}
-OF_TRAINING |= {"save_every"}
 # Flags whose defaults are not those of run_clm.py.
 DEFAULTS_DIFFER = ("epochs", "batch_size", "seq_length", "weight_decay", "precision")
 
@@ -122,35 +119,24 @@ def convert_trainer(args: Arguments) -> dict[str, Any]:
     Raises:
         UserError: they contradict each other or other flags.
     """
-    for what in ("eval", "save"):
-        strategy, steps = getattr(args, f"{what}_strategy"), getattr(args, f"{what}_every")
-        if strategy in ("no", "epoch", "best") and steps:
-            raise UserError(
-                f"--{what}_strategy {strategy} and --{what}_steps {steps} cannot both hold: leave "
-                "one out."
-            )
     if args.save_strategy == "best" and not args.load_best_at_end:
         raise UserError("--save_strategy best needs --load_best_at_end: add it.")
-    changes: dict[str, Any] = {"save_epochs": True} if args.save_strategy == "epoch" else {}
-    if args.save_strategy == "steps":
-        changes["save_every"] = args.save_every or TRAINER_STEPS
-    if args.eval_only or (args.do_eval and not args.do_train):
-        needless = sorted(args.given & OF_TRAINING)
-        if needless and args.do_train is None and not args.eval_only:
-            raise UserError(
-                f"--do_eval without --do_train evaluates only, and --{needless[0]} needs "
-                "training: add --do_train to train, or leave one out."
-            )
-        return changes | {"eval_only": True}
-    if args.do_train is False:
+    if args.do_train is False and not (args.do_eval or args.eval_only):
         raise UserError(
             "--do_train false leaves nothing to do: add --do_eval to evaluate, or leave it out."
         )
-    if args.eval_strategy == "no" and args.do_eval:
-        changes["eval_every"] = AT_THE_END
-    elif args.eval_strategy == "no" or args.do_eval is False:
-        changes["eval"] = False
-    elif args.eval_strategy == "steps":  # Trainer's default is --logging_steps
+    changes: dict[str, Any] = {}
+    if (saves := args.save_strategy) is not None:  # as in Trainer, steps count for "steps" only
+        changes["save_every"] = (args.save_every or TRAINER_STEPS) if saves == "steps" else None
+        changes["save_epochs"] = args.save_epochs or saves == "epoch"
+    if args.eval_only or (args.do_eval and not args.do_train):
+        return changes | {"eval_only": True}
+    if args.eval_strategy == "steps":  # Trainer's default is --logging_steps
         logged = args.logging_steps if "logging_steps" in args.given else TRAINER_STEPS
         changes["eval_every"] = args.eval_every or logged
+    elif args.eval_strategy is not None:
+        at_the_end = args.eval_strategy == "no" and args.do_eval
+        changes["eval_every"] = AT_THE_END if at_the_end else None
+    if args.do_eval is False or (args.eval_strategy == "no" and not args.do_eval):
+        changes["eval"] = False
     return changes

@@ -6,8 +6,9 @@ import argparse
 import copy
 import json
 import logging
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass, field, replace
+from itertools import filterfalse, repeat
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, ClassVar
@@ -60,18 +61,6 @@ SECTIONS = [f"zero_optimization.{part}" for part in OFFLOADED] + (
 ).split()
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A DeepSpeed file, merged with the flags."""
-
-    config: dict[str, Any]  # with "auto" where the model or the device decides
-    flags: dict[str, Any] = field(default_factory=dict)  # values that the file sets
-    keys: dict[str, str] = field(default_factory=dict)  # key of the file by the flag that it sets
-
-
-# ---------------------------------------------------------------------------------------- the file
-
-
 def read_ds_config(path: str) -> dict[str, Any]:
     """Read a DeepSpeed configuration with DeepSpeed's parser: JSON, also with comments.
 
@@ -86,16 +75,11 @@ def read_ds_config(path: str) -> dict[str, Any]:
         config = hjson.loads(text, object_pairs_hook=unique_keys)
     except ValueError as error:
         raise UserError(f"{shown(path)}: {shown(error)}.") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{shown(path)}: a DeepSpeed configuration is a JSON object, {{ … }}.")
     for name in SECTIONS:
-        if not isinstance(lookup(config, name) or {}, dict):
-            raise UserError(f"{shown(path)}: {name} must be an object, {{ … }}.")
+        if not isinstance(config, dict) or not isinstance(lookup(config, name) or {}, dict):
+            raise UserError(f"{shown(path)}: {name} must be an object in an object, {{ … }}.")
     if (stage := lookup(config, "zero_optimization.stage")) not in (1, 2, 3):
-        raise UserError(
-            f"{shown(path)} has zero_optimization.stage {shown(stage)}: it must be 1, 2 or 3 "
-            "(0 is --strategy dp)."
-        )
+        raise UserError(f"{shown(path)}: zero_optimization.stage {shown(stage)} is not 1, 2 or 3.")
     return config
 
 
@@ -138,21 +122,18 @@ def check_with_deepspeed(args: Arguments) -> None:
         DeepSpeedConfig(_Recorder(config))
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
+        *_, name = loc = [str(part) for part in first["loc"]]
         models: list[Any] = DeepSpeedConfigModel.__subclasses__()
         known = {name for model in models for name in model.model_fields}
-        guess = did_you_mean(str(first["loc"][-1]), known) or "."
-        if first["type"] == "extra_forbidden":
-            raise UserError(f"{file}: unknown key {key}{guess}") from error
-        raise UserError(
-            f"{file}: {key} cannot be {shown(first['input'])}: {first['msg']}."
-        ) from error
+        problem = f"cannot be {shown(first['input'])}: {first['msg']}."
+        if name not in known:
+            problem = f"is unknown{did_you_mean(name, known) or '.'}"
+        raise UserError(f"{file}: {'.'.join(loc)} {problem}") from error
     except (DeepSpeedConfigError, ValueError, TypeError, AssertionError) as error:
         raise UserError(f"{file}: {shown(error, 300)}.") from error
-    for key in config:
-        if key not in _Recorder.asked:
-            guess = did_you_mean(key, _Recorder.asked) or "."
-            raise UserError(f"{file}: unknown key {shown(key)}{guess}")
+    for key in filterfalse(_Recorder.asked.__contains__, config):
+        guess = did_you_mean(key, _Recorder.asked) or "."
+        raise UserError(f"{file}: {shown(key)} is unknown{guess}")
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
@@ -211,25 +192,24 @@ def choose_strategy(config: dict[str, Any]) -> str:
 def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) -> Resolved:
     """Merge a DeepSpeed file with the flags, before torch or a model is loaded.
 
-    A value in the file that contradicts a given flag is an error. If the flag was not given, the
-    file's value is used. Values that are "auto" or missing come from the flags. Values that depend
-    on the model or the device (precision, bucket sizes) stay "auto" until `complete_ds_config`.
+    If a flag was not given, the file's value is used. Values that are "auto" or missing come from
+    the flags. Values that depend on the model or the device (precision, bucket sizes) stay "auto"
+    until `complete_ds_config`.
 
     Args:
-        content: what `read_ds_config` returned.
-        file: its path, for messages.
+        content: what `read_ds_config` returned for `file`.
     Raises:
         UserError: the file contradicts --strategy or another given flag, or has a value that is not
             supported.
     """
     _check_strategy(args.strategy, content, file)
-    merged = _Merge(args, copy.deepcopy(content), file)
-    merged.optimizer()
-    merged.scheduler()
-    merged.flags_of_keys()
-    merged.total_batch(world_size)
-    merged.precision()
-    return Resolved(merged.config, merged.flags, merged.keys)
+    resolved = Resolved(args, file, copy.deepcopy(content))
+    resolved.merge_optimizer()
+    resolved.merge_scheduler()
+    resolved.merge_flags()
+    resolved.merge_total_batch(world_size)
+    resolved.merge_precision()
+    return resolved
 
 
 def _check_strategy(strategy: str, config: dict[str, Any], file: str) -> None:
@@ -240,23 +220,24 @@ def _check_strategy(strategy: str, config: dict[str, Any], file: str) -> None:
         )
     if strategy == "zero1" and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
         raise UserError(
-            f"{file}: data_types.grad_accum_dtype gives stage 1 another optimizer, which "
-            "checkpoints and the export do not support: leave it out, or use stage 2."
+            f"{file}: with data_types.grad_accum_dtype stage 1 has no checkpoints: leave it out, "
+            "or use stage 2."
         )
     if strategy != "infinity" and _nvme_sections(config):
         raise UserError(
-            f"{file} keeps model states on nvme: use --strategy infinity, with stage 3 and "
-            "offload_optimizer.device nvme."
+            f"{file}: only the optimizer and parameters of --strategy infinity can be on nvme."
         )
 
 
-class _Merge:
-    """The parts of `merge`: each changes `config`, and collects the flags that the file sets."""
+@dataclass
+class Resolved:
+    """A DeepSpeed file, merged with the flags."""
 
-    def __init__(self, args: Arguments, config: dict[str, Any], file: str):
-        self.args, self.config, self.file = args, config, file
-        self.flags: dict[str, Any] = {}
-        self.keys: dict[str, str] = {}
+    args: Arguments
+    file: str
+    config: dict[str, Any]  # with "auto" where the model or the device decides
+    flags: dict[str, Any] = field(default_factory=dict)  # values that the file sets
+    keys: dict[str, str] = field(default_factory=dict)  # key of the file by the flag that it sets
 
     def value(self, flag: str) -> Any:
         """Return the merged value of a flag."""
@@ -286,7 +267,7 @@ class _Merge:
                 raise self.contradiction(flag, f"the {section} {kind}")
             self.keys[flag] = f"{section} {ITS_OWN}"
 
-    def flags_of_keys(self) -> None:
+    def merge_flags(self) -> None:
         """Merge the keys that are flags."""
         for key, flags in FLAGS_OF_KEY.items():
             parent, _, name = key.rpartition(".")
@@ -294,17 +275,14 @@ class _Merge:
             if section is None or (name == "nvme_path" and section.get("device") != "nvme"):
                 continue
             value = section.get(name)
-            if isinstance(value, list) and len(value) == len(flags):
-                parts = value
-            else:
-                parts = [value] * len(flags)
-            for flag, part in zip(flags, parts, strict=True):
+            parts: Any = value if len(flags) > 1 and isinstance(value, list) else repeat(value)
+            for flag, part in zip(flags, parts, strict=False):
                 self.follow(flag, key, part)
             if value is not None or name not in OPTIONAL or {*flags} & self.args.given:
                 values = [self.value(flag) for flag in flags]
                 section[name] = values if len(flags) > 1 else values[0]
 
-    def optimizer(self) -> None:
+    def merge_optimizer(self) -> None:
         """Add AdamW, unless the file has an optimizer.
 
         The other optimizers of --optim are created by us (strategies/optimizer.py), and DeepSpeed
@@ -327,7 +305,7 @@ class _Merge:
             # The same updates as DeepSpeed's FusedAdam, which compiles an op.
             params |= {"torch_adam": True, "fused": True}
 
-    def scheduler(self) -> None:
+    def merge_scheduler(self) -> None:
         """Replace a scheduler of "auto" values by --lr_scheduler."""
         if (scheduler := self.config.get("scheduler")) is None:
             return
@@ -339,13 +317,8 @@ class _Merge:
             del self.config["scheduler"]
             return
         self.keep("scheduler", OF_SCHEDULER)
-        if AUTO in params.values():
-            raise UserError(
-                f'{self.file}: replace "auto" in the scheduler by numbers, '
-                "or remove the scheduler and use --lr_scheduler."
-            )
 
-    def total_batch(self, world_size: int) -> None:
+    def merge_total_batch(self, world_size: int) -> None:
         """Check train_batch_size, or compute the accumulation from it."""
         total, batch = self.config.get("train_batch_size", AUTO), self.value("batch_size")
         flag = "gradient_accumulation_steps"
@@ -361,14 +334,14 @@ class _Merge:
             )
         self.config["train_batch_size"] = product
 
-    def precision(self) -> None:
+    def merge_precision(self) -> None:
         """Merge bf16.enabled and fp16.enabled with --precision."""
         enabled = {name: lookup(self.config, f"{name}.enabled") for name in ("bf16", "fp16")}
-        for name in enabled:
-            if enabled[name] is True:
-                if self.flags.get("precision", name) != name:
-                    raise UserError(f"{self.file} enables both bf16 and fp16: keep one.")
-                self.follow("precision", f"{name}.enabled, so precision", name)
+        on = [name for name, value in enabled.items() if value is True]
+        if len(on) == 2:
+            raise UserError(f"{self.file} enables both bf16 and fp16: keep one.")
+        for name in on:
+            self.follow("precision", f"{name}.enabled", name)
         requested = self.value("precision")
         if enabled.get(requested) is False:
             raise self.contradiction(f"precision {requested}", f"{requested}.enabled false")
@@ -382,10 +355,9 @@ class _Merge:
 def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[str, int]:
     """Choose the sizes of DeepSpeed's buckets for a model.
 
-    DeepSpeed's default buckets hold 5e8 elements, more than the whole of GPT-2 medium. Ours hold
-    one transformer block, about 12 · hidden² parameters (4 · hidden² in attention, 8 · hidden² in
-    the MLP), so that communication overlaps with the computation of the next transformer block and
-    a bucket is small compared with the model.
+    DeepSpeed's default of 5e8 elements is more than the whole of GPT-2 medium. Ours hold one
+    transformer block, about 12 · hidden² parameters, so that communication overlaps with the
+    computation of the next block.
 
     Args:
         tied_on_nvme: parameters are offloaded to NVMe, and two layers share one.
@@ -435,52 +407,33 @@ def complete_ds_config(
         if precision == name or name in config:
             config.setdefault(name, {})["enabled"] = precision == name
     if "fp16" in config:
-        _set_if(config["fp16"], (None, AUTO), LOSS_SCALING)
+        _fill(config["fp16"], LOSS_SCALING, where=(None, AUTO))
     zero = config["zero_optimization"]
     tied_on_nvme = model.tied and lookup(zero, "offload_param.device") == "nvme"
-    _set_if(zero, (AUTO,), bucket_sizes(model.hidden_size, model.parameters, tied_on_nvme))
     # A single rank has no communication to overlap. Stages 1 and 2 would still synchronize the
     # device after each backward, and allocate a second bucket.
-    _set_if(zero, (AUTO,), {"overlap_comm": world_size > 1})
+    overlap = {"overlap_comm": world_size > 1}
+    _fill(zero, bucket_sizes(model.hidden_size, model.parameters, tied_on_nvme) | overlap)
     for section in _nvme_sections(config):
         section["nvme_path"] = nvme_folder
     # A buffer must hold a rank's shard of any parameter, with its padding.
-    shard = -(-model.largest_parameter // world_size) + 4096
-    _set_if(zero.get("offload_param") or {}, (AUTO,), {"buffer_size": shard})
-    if lookup(config, "aio.block_size") == AUTO:
-        config["aio"]["block_size"] = _io_block_size(config, model, world_size)
+    shard = -(-model.largest_parameter // world_size)
+    _fill(zero.get("offload_param") or {}, {"buffer_size": shard + 4096})
+    # Reading or writing such a shard (2 bytes an element) fills NVMe's queue once, with 128 KiB to
+    # 1 MiB at a time.
+    block = 2 * shard // (lookup(config, "aio.queue_depth") or 8)
+    block_size = min(2**20, max(2**17, 2 ** (block.bit_length() - 1)))
+    _fill(config.get("aio") or {}, {"block_size": block_size})
     # DeepSpeed's timer synchronizes the device in each micro-batch, and --compile fails on it.
     config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
-    if left := [key for section in _sections(config) for key in section if section[key] == AUTO]:
-        raise UserError(
-            f'DeepSpeed configuration: "auto" cannot be filled in for {left[0]}: give a value.'
-        )
+    if left := re.search(r'"(\w+)": "auto"', json.dumps(config)):
+        raise UserError(f'DeepSpeed configuration: {left[1]} cannot be "auto": give a value.')
     return config
 
 
-def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield an object and the objects in it."""
-    yield config
-    for value in config.values():
-        if isinstance(value, dict):
-            yield from _sections(value)
-
-
-def _set_if(section: dict, open_values: tuple, defaults: dict) -> None:
-    """Set the keys whose values are among `open_values`; a missing key has the value None."""
-    section.update(
-        {key: value for key, value in defaults.items() if section.get(key) in open_values}
-    )
-
-
-def _io_block_size(config: dict, model: ModelSizes, world_size: int) -> int:
-    """Return the bytes of one read or write of NVMe, from 128 KiB to 1 MiB.
-
-    Reading or writing a rank's part of the largest parameter (2 bytes an element) then fills the
-    queue once.
-    """
-    part, depth = 2 * model.largest_parameter // world_size, lookup(config, "aio.queue_depth") or 8
-    return min(2**20, max(2**17, 2 ** ((part // depth).bit_length() - 1)))
+def _fill(section: dict, values: dict, where: tuple = (AUTO,)) -> None:
+    """Set the keys whose values are "auto", or among `where`; a missing key has the value None."""
+    section.update({key: value for key, value in values.items() if section.get(key) in where})
 
 
 def write_ds_config(args: Arguments, folder: Path) -> None:

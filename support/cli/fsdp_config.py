@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from support.errors import UserError
@@ -43,19 +43,19 @@ class FsdpOptions:
     notes: tuple[str, ...] = ()  # for the user
 
 
-def read_fsdp_config(path: str | None) -> FsdpOptions:
-    """Read the file of --fsdp_config; None: the defaults.
+def read_fsdp_config(path: str | None, words: str = "") -> FsdpOptions:
+    """Return the options of --fsdp_config and of --fsdp.
 
+    Args:
+        path: the file; None for the defaults.
+        words: those of --fsdp, as Trainer takes them, with spaces between.
     Raises:
         UserError: the file cannot be read, is not a JSON object, or has a wrong value or a key that
             looks like a typing error.
     """
-    if path is None:
-        return FsdpOptions()
-    content = read_json("--fsdp_config", path)
     values: dict[str, Any] = {}  # by key, with the prefix fsdp_
     ignored = []
-    for key, value in content.items():
+    for key, value in (read_json("--fsdp_config", path) if path else {}).items():
         name = key if key.startswith("fsdp_") else f"fsdp_{key}"
         value = value.upper() if isinstance(value, str) and name != LAYERS else value
         if name in CHOICES and value not in CHOICES[name]:
@@ -69,33 +69,17 @@ def read_fsdp_config(path: str | None) -> FsdpOptions:
             ignored.append(shown(key))
     layers = values.get(LAYERS, [])
     layers = layers if isinstance(layers, list) else str(layers).split(",")
-    sharding = values.get("fsdp_sharding_strategy")
+    chosen = {values.get("fsdp_sharding_strategy"), *words.upper().split()}
+    keeps = bool(chosen & {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"})
     return FsdpOptions(
-        reshard_after_forward=values.get("fsdp_reshard_after_forward", sharding != "SHARD_GRAD_OP"),
-        hybrid=sharding == "HYBRID_SHARD",
-        no_shard=sharding == "NO_SHARD",
+        reshard_after_forward=values.get("fsdp_reshard_after_forward", True) and not keeps,
+        hybrid=bool(chosen & {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}),
+        no_shard="NO_SHARD" in chosen,
         layers=tuple(str(name).strip() for name in layers),
         wrap_layers=values.get("fsdp_auto_wrap_policy") != "NO_WRAP",
         precision=PRECISIONS.get(values.get("fsdp_mixed_precision", "")),
-        offload=values.get("fsdp_offload_params", False),
+        offload=values.get("fsdp_offload_params", False) or "OFFLOAD" in chosen,
         forward_prefetch=values.get("fsdp_forward_prefetch", False),
+        words=words,
         notes=(f"FSDP2 has no {', '.join(ignored)}: ignored",) if ignored else (),
-    )
-
-
-def with_words(options: FsdpOptions, flag: str) -> FsdpOptions:
-    """Return the options with what the words of --fsdp choose, as Trainer takes them.
-
-    Args:
-        flag: checked words with a space between.
-    """
-    words = {*flag.split()}
-    keeps = bool(words & {"shard_grad_op", "hybrid_shard_zero2"})
-    return replace(
-        options,
-        reshard_after_forward=options.reshard_after_forward and not keeps,
-        hybrid=options.hybrid or bool(words & {"hybrid_shard", "hybrid_shard_zero2"}),
-        no_shard=options.no_shard or "no_shard" in words,
-        offload=options.offload or "offload" in words,
-        words=flag,
     )

@@ -20,30 +20,10 @@ from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
 from support.redaction import redact
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
-PREFETCH_FLAGS = """
-    dataset_config text_column validation_file chat_template cache_dir max_bad_rows include
-    prompt_column completion_column model_revision dataset_revision train_split eval_split
-    """.split()
 
 
 def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool, str | None]:
-    """Decide whether the hub is used, and report with --check what is missing without it.
-
-    Returns:
-        Whether the hub must not be used; and with --check the text of the error, or None.
-    Raises:
-        UserError: without --check; see `reach_hub`.
-    """
-    try:
-        return not reach_hub(args, is_main, is_node_leader), None
-    except UserError as error:
-        if not args.check:
-            raise
-        return True, redact(str(error))
-
-
-def reach_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> bool:
-    """Decide whether the Hugging Face hub is used, before any of its libraries is imported.
+    """Decide whether the hub is used, before any of its libraries is imported.
 
     One probe replaces the clients' retries. If the hub does not answer, HF_HUB_OFFLINE is set, with
     which the libraries load from the cache without delay. Only the first rank of a node uses the
@@ -51,10 +31,10 @@ def reach_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> bool:
     every rank reads it from the hub.
 
     Returns:
-        True if the hub may be used.
+        Whether the hub must not be used; and with --check what is missing without it, or None.
     Raises:
-        UserError: the hub does not answer, and the cache lacks a file that the run needs, or
-            --push_to_hub is given.
+        UserError: without --check: the hub does not answer, and the cache lacks a file that the run
+            needs, or --push_to_hub is given.
     """
     model = args.model if args.model != EMBEDDED_MODEL and not is_local_model(args.model) else None
     datasets = [
@@ -66,39 +46,43 @@ def reach_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> bool:
     reads = (model or datasets or pushes) and (is_node_leader or (args.streaming and datasets))
     set_offline, url = is_set_offline(), endpoint()
     if reads and not set_offline and answers(url):
-        return True
+        return False, None
     os.environ["HF_HUB_OFFLINE"] = "1"
     if not reads:
-        return False
+        return True, None
     unreachable = f"The Hugging Face hub ({url}) cannot be reached"
     reason = "HF_HUB_OFFLINE is set" if set_offline else unreachable
+    problem = _missing(args, None if scratch_without_hub(args) else model, datasets)
     if pushes:
-        raise UserError(
-            f"{reason}, and --push_to_hub needs it: leave it out, and push the exported model from "
-            "a machine with a network: hf upload OWNER/NAME FOLDER."
+        problem = (
+            "--push_to_hub needs it: leave it out, and push the exported model from a machine with "
+            "a network: hf upload OWNER/NAME FOLDER."
         )
-    _check_cache(args, reason, None if scratch_without_hub(args) else model, datasets)
-    if is_main and not (set_offline or args.quiet):
+    if problem and not args.check:
+        raise UserError(f"{reason}, and {problem}")
+    if is_main and not (problem or set_offline or args.quiet):
         print(redact(f"ℹ️  {reason}: using what is in the cache."))
-    return False
+    return True, redact(f"{reason}, and {problem}") if problem else None
 
 
-def _check_cache(args: Arguments, reason: str, model: str | None, datasets: list[str]) -> None:
-    """Raise a UserError if the cache lacks the model, a part of it, or a dataset."""
-    with_weights = not (args.from_scratch or args.show_sample)
+def _missing(args: Arguments, model: str | None, datasets: list[str]) -> str:
+    """Return what the cache lacks, and what to do; "" if it has everything."""
     missing = [f"dataset {name}" for name in datasets if not cached_repository("datasets", name)]
     if not cached_repository("models", model):
         missing.append(f"model {model}")
     elif model:
+        with_weights = not (args.from_scratch or args.show_sample)
         parts = missing_of_model(model, with_weights, args.model_revision or "main")
         missing += [f"{part} of {model}" for part in parts]
-    if missing:
-        raise UserError(
-            f"{reason}, and the cache has no {' and no '.join(missing)}. Run this where there is a "
-            f"network (a cluster's head node): `{prefetch_command(args)}`, then set "
-            "HF_HUB_OFFLINE=1; or pass local files and folders; or use --dataset pydocs, and a "
-            "GPT-2 with --from_scratch or --model tiny-gpt2, which need no hub."
-        )
+    if not missing:
+        return ""
+    home = shlex.quote(str(huggingface_home()))
+    return (
+        f"the cache has no {' and no '.join(missing)}. Run the same command with --prefetch where "
+        f"there is a network (a cluster's head node), with HF_HOME={home}, then set "
+        "HF_HUB_OFFLINE=1; or name local files and folders; or use --dataset pydocs, and a GPT-2 "
+        "with --from_scratch or --model tiny-gpt2, which need no hub."
+    )
 
 
 def endpoint() -> str:
@@ -141,16 +125,6 @@ def download_config(model: str) -> str:
 def is_set_offline() -> bool:
     """Return whether the user's environment forbids the use of the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-
-
-def prefetch_command(args: Arguments) -> str:
-    """Return the command that downloads what this run needs, for a machine with a network."""
-    command = ["env", f"HF_HOME={huggingface_home()}", "python", "real_model_example.py"]
-    command += ["--prefetch", "--model", args.model, "--dataset"]
-    command += map(str, datasets_of(args))
-    for flag in PREFETCH_FLAGS:
-        command += [f"--{flag}", str(getattr(args, flag))] if flag in args.given else []
-    return shlex.join(command + ["--from_scratch"] * args.from_scratch)
 
 
 def scratch_without_hub(args: Arguments) -> bool:

@@ -13,7 +13,7 @@ from support.cli.arguments import Arguments, Dataset
 from support.cli.conflicts import refuse_conflicts
 from support.cli.ds_config import choose_strategy, configured_strategy, merge, read_ds_config
 from support.cli.flags import FLAGS, build_parser
-from support.cli.fsdp_config import read_fsdp_config, with_words
+from support.cli.fsdp_config import read_fsdp_config
 from support.cli.run_file import read_run_file
 from support.errors import UserError
 from support.files.user_files import shown
@@ -93,8 +93,7 @@ def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
     """Parse the values of --dataset: NAME, or several NAME or NAME:WEIGHT.
 
     Raises:
-        UserError: only some of several datasets have a weight, a weight is 0, a single dataset has
-            one, or a dataset is named twice.
+        UserError: the weights are incomplete or 0, or a dataset is named twice.
     """
     datasets = []
     for word in words:
@@ -104,19 +103,13 @@ def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
             datasets.append(Dataset(weighted[1], weighted[2]))
         else:
             datasets.append(Dataset(word))
-    names, weights = [d.name for d in datasets], [d.weight for d in datasets]
-    problem = ""
-    if len(datasets) == 1 and weights[0]:
-        problem = "a weight is for several datasets: leave it out"
-    elif None in weights and any(weights):
-        without = names[weights.index(None)]
-        problem = f"{without} has no weight: write {without}:WEIGHT, or leave out all weights"
-    elif any(weight and not float(weight) for weight in weights):
-        problem = "a weight is 0: leave out the dataset"
-    elif len(set(names)) < len(names):
-        problem = "it names a dataset twice: name it once, with a larger weight"
-    if problem:
-        raise UserError(f"--dataset {' '.join(words)}: {problem}.")
+    weights = [float(d.weight) for d in datasets if d.weight]
+    if weights and (len(datasets) == 1 or len(weights) < len(datasets) or 0 in weights):
+        raise UserError(
+            f"--dataset {' '.join(words)}: of several datasets, all or none have a weight above 0."
+        )
+    if len({d.name for d in datasets}) < len(datasets):
+        raise UserError(f"--dataset {' '.join(words)}: a dataset is named twice: name it once.")
     return tuple(datasets)
 
 
@@ -161,7 +154,7 @@ def _with_deepspeed(args: Arguments) -> Arguments:
 
 def _with_fsdp(args: Arguments, words: str) -> Arguments:
     """Apply --fsdp and the FSDP file; a contradicting --precision is an error."""
-    options = with_words(read_fsdp_config(args.fsdp_config), words)
+    options = read_fsdp_config(args.fsdp_config, words)
     if (precision := options.precision) is not None:
         if "precision" in args.given and args.precision != precision:
             raise UserError(
@@ -189,12 +182,10 @@ def _check_strategy_supports(args: Arguments) -> None:
 
 def ignored_flags(args: Arguments) -> list[str]:
     """Return lines about given flags without effect in this run, FSDP's notes, and defaults."""
-    tracks = bool(args.report_to)
     uses = {
         "ds_config": ("the DeepSpeed strategies", args.ds_config_dict is not None),
         "nvme_path": ("infinity", configured_strategy(args).uses_nvme),
         "fsdp_config": ("fsdp", args.strategy == "fsdp" or args.fsdp.no_shard),
-        **dict.fromkeys(("run_name", "project", "tags"), ("--report_to", tracks)),
         "logging_dir": ("--report_to tensorboard", "tensorboard" in args.report_to),
     }
     lines = [
@@ -204,10 +195,7 @@ def ignored_flags(args: Arguments) -> list[str]:
     ] + [f"{args.fsdp_config or '--fsdp'}: {note}" for note in args.fsdp.notes]
     if ignored := sorted(args.given & {*IGNORED}):
         lines.append(f"Ignored, because there is nothing to change here: --{', --'.join(ignored)}")
-    different = [name for name in DEFAULTS_DIFFER if name not in args.given]
+    different = ", --".join(name for name in DEFAULTS_DIFFER if name not in args.given)
     if args.do_train and different:
-        lines.append(
-            f"Without --{', --'.join(different)} the defaults are not run_clm.py's: see "
-            "docs/COMING_FROM.md"
-        )
+        lines.append(f"Without --{different} the defaults are ours: see docs/COMING_FROM.md")
     return lines

@@ -59,16 +59,20 @@ def check_data_paths(args: Arguments) -> None:
 
 
 def check_output_dir(args: Arguments) -> None:
-    """Check that --output_dir is writable, and holds no other run unless the flags allow it."""
-    if args.output_dir is None:
-        return
-    folder = Path(args.output_dir)
-    check_place("--output_dir", folder)
-    if not (args.overwrite or args.resume is not None) and holds_a_run(folder):
-        raise UserError(
-            f"--output_dir {folder} holds another run: --resume continues it, --overwrite "
-            "replaces it; or name another folder."
-        )
+    """Check --output_dir and --logging_dir: writable, without another run unless flags allow it."""
+    logging_dir = args.logging_dir if "tensorboard" in args.report_to else None
+    for flag, name in (("--output_dir", args.output_dir), ("--logging_dir", logging_dir)):
+        if name is None:
+            continue
+        folder = Path(name)
+        check_place(flag, folder)
+        # TensorBoard would show the curves of both runs as one.
+        used = any(folder.glob(EVENT_FILES)) if name == logging_dir else holds_a_run(folder)
+        if used and not args.overwrite and args.resume is None:
+            raise UserError(
+                f"{flag} {folder} holds another run: --resume continues it, --overwrite replaces "
+                "it; or name another folder."
+            )
 
 
 def check_place(flag: str, folder: Path) -> None:
@@ -114,44 +118,21 @@ def check_export_folder(args: Arguments) -> None:
     flag = "--export_hf" if args.export_hf else "The export,"
     folder = Path(args.export_hf or f"{args.output_dir}/hf").absolute()
     check_place(flag, folder)
-    needed = {
-        "the current folder": ".",
-        "--output_dir": args.output_dir,
-        "--resume": args.resume,
-        "--model": args.model if is_local_model(args.model) else None,
-        **{f"--dataset {n}": n for n, _ in datasets_of(args) if is_local_dataset(n)},
-    }
-    for name, path in needed.items():
-        if path and folder.resolve() in (needed_path := Path(path).resolve(), *needed_path.parents):
+    model = args.model if is_local_model(args.model) else None
+    data = [name for name, _ in datasets_of(args) if is_local_dataset(name)]
+    for name in (".", args.output_dir, args.resume, model, *data):
+        needed = Path(name or folder.parent).resolve()
+        if folder.resolve() in (needed, *needed.parents):
             raise UserError(
-                f"{flag} {folder} would replace {name}: name another folder with --export_hf."
+                f"{flag} {folder} would replace {name}, which the run needs: name another folder "
+                "with --export_hf."
             )
-    if os.path.ismount(folder):
-        raise UserError(f"{flag} {folder} is a mount point: name a folder in it.")
     if args.export_hf and folder.is_dir() and any(folder.iterdir()):
-        described = (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
+        described = any((folder / f"{kind}config.json").is_file() for kind in ("", "adapter_"))
         exported = described and (folder / "README.md").is_file()
         if not exported or not (args.overwrite or args.resume is not None):
             advice = "; or --overwrite." if exported else "."
             raise UserError(f"{flag} {folder} is not empty: name another folder{advice}")
-
-
-def check_logging_dir(args: Arguments) -> None:
-    """Check that --logging_dir is writable and has no curves of another run.
-
-    Raises:
-        UserError: it is not writable; or it has curves, which TensorBoard would show as part of
-            this run, and neither --resume nor --overwrite is given.
-    """
-    if args.logging_dir is None or "tensorboard" not in args.report_to:
-        return
-    folder = Path(args.logging_dir)
-    check_place("--logging_dir", folder)
-    if not (args.overwrite or args.resume is not None) and any(folder.glob(EVENT_FILES)):
-        raise UserError(
-            f"--logging_dir {folder} holds the curves of another run: name another folder, "
-            "or --overwrite."
-        )
 
 
 def check_nvme_path(args: Arguments) -> None:
