@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import PROJECT
 from support.cli import argument_types as kinds
 from support.cli.aliases import IGNORED
-from support.cli.flags import DEFAULTS, GROUPS, HelpFormatter, build_parser
+from support.cli.flags import GROUPS, HelpFormatter, build_parser, names_in_help
 from support.known_models import GPT2_SHAPES
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict_all
@@ -45,7 +45,7 @@ def flags() -> list[str]:
     actions = {name: a for a in build_parser()._actions for name in a.option_strings}
     lines = []
     for title, names in GROUPS.items():
-        listed = [actions[f"--no_{n}" if DEFAULTS[n] is True else f"--{n}"] for n in names]
+        listed = [actions[f"--{name}"] for name in names]
         lines += [f"## {title}", ""]
         lines += [*table(["flag", "default", "meaning"], map(row_of_flag, listed)), ""]
     lines += ["## Accepted and ignored", "", "For command lines of other trainers:", ""]
@@ -58,11 +58,11 @@ def row_of_flag(action: argparse.Action) -> tuple[str, str, str]:
     formatter = HelpFormatter("")
     text = as_markdown(" ".join(formatter._expand_help(action).split()))
     found = re.fullmatch(r"(.*?) ?\(default: ((?:[^()]|\([^()]*\))*)\)", text)
-    if action.type is kinds.boolean or action.option_strings[0].startswith("--no_"):
+    if action.type is kinds.boolean:
         meaning, default = text, "off"
     else:
         meaning, default = found.groups() if found else (text, "")
-    ours, *others = action.option_strings
+    ours, *others = names_in_help(action)
     shown = formatter._format_action_invocation(action).removeprefix(", ".join([ours, *others]))
     shown = "" if shown[1:].lower() == ours[2:] else shown
     return ", ".join([f"`{ours}{shown}`", *(f"`{name}`" for name in others)]), default, meaning

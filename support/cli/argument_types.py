@@ -20,16 +20,15 @@ REPORTERS = ("tensorboard", "wandb")
 FSDP_OPTIONS = """
     full_shard shard_grad_op no_shard hybrid_shard hybrid_shard_zero2 auto_wrap offload
     """.split()
-NEWEST = ""  # --resume without a path; an empty path from the shell is an error
 MOST_STEPS = 99_999_999  # eight digits, as in the names of checkpoint folders
 
 
 def whole(low: int, high: int, note: str = "") -> Callable[[str], int]:
-    """Return a type for whole numbers from `low` to `high`; `note` ends its error message."""
+    """Return a type for whole numbers, also as 3.0; `note` ends its error message."""
 
     def parse(text: str) -> int:
         with contextlib.suppress(ValueError):
-            if low <= (value := int(text)) <= high:
+            if low <= (value := int(re.sub(r"\.0*$", "", text))) <= high:
                 return value
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is not a whole number from {low} to {high:,}{note}"
@@ -58,6 +57,7 @@ natural_int = whole(0, 10**9)
 tokens = whole(1, 10**15)  # or sequences of a corpus
 batch = whole(1, 2**20)
 steps = whole(1, MOST_STEPS, ", and shares of all steps are not used")
+epochs = whole(1, MOST_STEPS, " (--max_steps can stop within an epoch)")
 max_steps = whole(1, MOST_STEPS, " (leave it out for no limit)")
 warmup_steps = whole(0, MOST_STEPS, " (--warmup_ratio takes a share of all steps)")
 ranks = whole(1, 2**17)
@@ -73,12 +73,6 @@ probability = real(1, zero=True, below=True)
 share = real(1, below=True)
 
 
-def epochs(text: str) -> int:
-    """Parse a number of epochs; other trainers write whole ones as 3.0."""
-    convert = whole(1, MOST_STEPS, " (--max_steps can stop within an epoch)")
-    return convert(re.sub(r"\.0*$", "", text))
-
-
 def boolean(text: str) -> bool:
     """Parse the value of a switch: --compile and --compile True are the same."""
     if (word := text.lower()) not in ("true", "1", "yes", "false", "0", "no"):
@@ -86,20 +80,22 @@ def boolean(text: str) -> bool:
     return word in ("true", "1", "yes")
 
 
-def renamed(names: dict[str, str]) -> Callable[[str], str]:
-    """Return a type that converts other programs' names; argparse checks the choices."""
-    return lambda text: names.get(text, text)
+# Other names of values, those of Trainer and accelerate; YAML reads no as false.
+VALUES = {
+    "constant_with_warmup": "constant",
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    **{"adamw_bnb_8bit": "adamw_8bit", "false": "no"},
+}
 
 
-scheduler = renamed({"constant_with_warmup": "constant"})  # Trainer's
-precision = renamed({"no": "fp32", "false": "fp32"})  # accelerate's; YAML reads no as false
-when = renamed({"false": "no"})
-optimizer = renamed(  # Trainer's
-    {
-        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
-        "adamw_bnb_8bit": "adamw_8bit",
-    }
-)
+def choice(text: str) -> str:
+    """Parse one of several words, whose names argparse checks."""
+    return VALUES.get(text, text)
+
+
+def precision(text: str) -> str:
+    """Parse the value of --precision."""
+    return "fp32" if choice(text) == "no" else text
 
 
 def prompt(text: str) -> str:
@@ -131,14 +127,14 @@ def path(text: str) -> Path:
     return Path(name(text))
 
 
-def checkpoint(text: str) -> str | None:
-    """Check the value of --resume: a path, or true and false as Trainer takes them."""
-    return {"true": NEWEST, "false": None}.get(text.lower(), name(text))
-
-
 def file_or_switch(text: str) -> str | bool:
     """Check the value of --deepspeed: a path, or true and false."""
     return {"true": True, "false": False}.get(text.lower(), name(text))
+
+
+def checkpoint(text: str) -> str | None:
+    """Check the value of --resume: a path, true ("") or false (None), as Trainer takes them."""
+    return {"true": "", "false": None}.get(text.lower(), name(text))
 
 
 def tags(text: str) -> list[str]:

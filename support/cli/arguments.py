@@ -28,7 +28,7 @@ def flag(default: Any, kind: Any, metavar: str | None = None, **options) -> Any:
     """Return the field of a flag with a value; its help is in the docstring of `Arguments`.
 
     Args:
-        kind: its type of argument_types, or a tuple with the allowed values.
+        kind: its type of argument_types.
         metavar: placeholder of the value in --help (default: the name in capitals).
         options: `choices`, `nargs` and `const` of argparse's `add_argument`.
     """
@@ -38,30 +38,19 @@ def flag(default: Any, kind: Any, metavar: str | None = None, **options) -> Any:
     return field(default=default, metadata=details)
 
 
-def switch(default: bool | None = False, has_opposite: bool = False) -> Any:
-    """Return the field of a flag that is true or false.
-
-    Args:
-        has_opposite: --no_NAME exists, as for each flag that is on by default.
-    """
-    details = {"kind": kinds.boolean, "has_opposite": has_opposite or default is True}
-    return field(default=default, metadata=details)
-
-
 @dataclass(frozen=True, eq=False)
 class Arguments:
     """The values of the flags by name, and what was resolved from them.
 
     A value that is known only later goes into a copy: `args = args.replace(seq_length=512)`. The
-    groups and texts below are those of --help. Of a flag that is on by default, the text describes
-    --no_NAME.
+    groups and texts below are those of --help. Each switch also has --no_NAME; of one that is on by
+    default, the text describes that.
 
     Instead of a run:
         check: try everything that the run needs of this machine and its network, and train nothing
         prefetch: download and tokenize what the run needs, and train nothing
         show_sample: print the first training sequence, and which of its tokens are trained
-        prove: make one step in several ways, also on N ranks and with transformers.Trainer, and
-            compare loss, gradient and update (default N: all GPUs, else 2)
+        prove: make one step in several ways, also on N ranks and with Trainer, and compare it
 
     Run file:
         config: YAML with these flags; the command line overrides it
@@ -69,7 +58,7 @@ class Arguments:
 
     Model:
         model: tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl,
-            another causal language model of the Hugging Face hub, or a local folder
+            another causal language model on the Hugging Face hub, or a local folder
         model_revision: branch, tag or commit of a model on the hub (default: main)
         from_scratch: take the architecture only; random weights drawn from --seed
         dropout: dropout probability (default: the model's own)
@@ -78,8 +67,7 @@ class Arguments:
         lora_r: train adapters of this rank (LoRA) only (default: train the whole model)
         lora_alpha: scale adapters by A / R (default: 2 R)
         lora_dropout: dropout before the adapters
-        lora_targets: layers with adapters: ends of their names with commas between, or all-linear
-            (default: those that are usual for the architecture)
+        lora_targets: ends of the names of layers, or all-linear (default: the architecture's usual)
         merge_lora: export the whole model with the adapters added, instead of the adapters
         load_in_4bit: keep frozen weights in 4 bits (QLoRA); needs --lora_r and bitsandbytes
         compile: compile the model with torch.compile
@@ -93,8 +81,7 @@ class Arguments:
         dataset_revision: branch, tag or commit of a hub dataset (default: main)
         train_split: split of a hub dataset to train on, also as 'train[:10%]' (default: train)
         eval_split: split of a hub dataset to evaluate on (default: validation, if there is one)
-        text_column: column or key of the text (default: the format that a row's keys show:
-            messages, ShareGPT, prompt and completion, Alpaca, else text)
+        text_column: column or key of the text (default: recognized by the row's keys, else text)
         prompt_column: column or key of the prompt
         completion_column: column or key of the completion, which is trained on
         validation_file: file or folder to evaluate on (default: the corpus's own validation split)
@@ -103,10 +90,8 @@ class Arguments:
         chat_template: Jinja template of conversations (default: the tokenizer's, else a plain one)
         streaming: read and tokenize while training; needs --max_steps
         shuffle_buffer: sequences among which --streaming shuffles, over all ranks
-        seq_length: tokens in a sequence (default: 256 for tiny-gpt2, else 512, or as many as the
-            model has positions)
-        isolate_documents: tokens attend to their own document only (default: to all earlier tokens
-            of the sequence)
+        seq_length: tokens in a sequence (default: 512, tiny-gpt2 256, or the model's most)
+        isolate_documents: tokens attend to their own document only (default: to all earlier ones)
         packing: put several conversations or pairs into a sequence; each attends to itself only
         num_samples: sequences to train on, over all ranks (default: all)
         cache_dir: where tokenized data is kept (default: distributed_training under HF_HOME)
@@ -115,8 +100,7 @@ class Arguments:
         batch_size: sequences per GPU in a micro-batch
         eval_batch_size: sequences per GPU in a batch of an evaluation (default: --batch_size)
         gradient_accumulation_steps: micro-batches per optimizer step
-        auto_micro_batch: if memory runs out in the first steps, restart with half of --batch_size
-            and twice the accumulation, until the run fits
+        auto_micro_batch: if memory runs out at the start, halve --batch_size, double accumulation
         epochs: passes over the data (default: 1, or what --max_steps needs)
         max_steps: stop after this many optimizer steps
         lr: peak learning rate (default: 5e-5, adapters 2e-4, random weights 5e-4; sgd 0.1)
@@ -141,16 +125,15 @@ class Arguments:
         eval_samples: sequences to evaluate (default: --num_samples, else all)
 
     Strategy:
-        strategy: dp, zero1, zero2, zero3, offload (optimizer on the CPU), infinity (optimizer and
-            parameters on NVMe), fsdp
+        strategy: offload: optimizer on the CPU. infinity: optimizer and parameters on NVMe
         ds_config: DeepSpeed JSON instead of ds_config_*.json
         fsdp_config: FSDP's options in JSON, as accelerate writes them
         nvme_path: where infinity keeps its files (default: the temporary folder)
 
     Cluster:
+        local_rank: accepted and ignored: some launchers append it
         ddp_timeout: seconds until a collective times out
-        hang_seconds: if a step takes longer, write every rank's stacks to --output_dir/hang
-            (default: a tenth of --ddp_timeout)
+        hang_seconds: write all stacks if a step takes longer (default: a tenth of --ddp_timeout)
 
     Output:
         output_dir: folder of the results (default: runs/<model>-<strategy>-<time>)
@@ -178,8 +161,7 @@ class Arguments:
 
     Debugging:
         profile_memory: show memory after each phase and by kind of state
-        simulate_gpus: measure the memory of rank 0 of N in one process: real allocations, nothing
-            communicated, no losses (3 steps)
+        simulate_gpus: measure the memory of rank 0 of N in one process, in 3 steps without losses
         memory_snapshot: write PyTorch's snapshot of the GPU's memory, for pytorch.org/memory_viz
         profile: write a trace of 3 steps, for ui.perfetto.dev
         verbose: show third-party messages and tracebacks
@@ -190,37 +172,37 @@ class Arguments:
         use_peft: train adapters, which needs --lora_r
         do_train: train, as without this flag
         do_eval: evaluate; without --do_train, do not train (--eval_only)
-        eval_strategy: epoch: as by default. steps: --eval_every 500. no: --no_eval, or with
-            --do_eval an evaluation at the end
-        save_strategy: epoch: --save_epochs. steps: --save_every 500. no: as by default. best: what
-            --load_best_at_end does, which it needs
+        eval_strategy: steps: --eval_every 500. no: --no_eval, or with --do_eval only at the end
+        save_strategy: epoch: --save_epochs. steps: --save_every 500. best: --load_best_at_end
         validation_split_percentage: --validation_split N/100, without a validation split
         deepspeed: --ds_config FILE
         fsdp: --strategy fsdp, with options such as 'full_shard auto_wrap offload'
+        use_deepspeed: use --deepspeed_config, as in the run files of the guides
+        use_fsdp: --strategy fsdp
     """
 
     # instead of a run
-    check: bool = switch()
-    prefetch: bool = switch()
-    show_sample: bool = switch()
+    check: bool = False
+    prefetch: bool = False
+    show_sample: bool = False
     prove: int | bool | None = flag(None, kinds.ranks, "N", nargs="?", const=True)
     # run file
     config: str | None = flag(None, kinds.name, "FILE")
-    print_config: bool = switch()
+    print_config: bool = False
     # model
     model: str = flag(EMBEDDED_MODEL, kinds.name)
     model_revision: str | None = flag(None, kinds.word, "REV")
-    from_scratch: bool = switch()
+    from_scratch: bool = False
     dropout: float | None = flag(None, kinds.probability)
-    fused_gelu: bool = switch(True)
-    gradient_checkpointing: bool = switch()
+    fused_gelu: bool = True
+    gradient_checkpointing: bool = False
     lora_r: int | None = flag(None, kinds.rank_of_adapters, "R")
     lora_alpha: float | None = flag(None, kinds.positive_float, "A")
     lora_dropout: float = flag(0.0, kinds.probability)
     lora_targets: str | None = flag(None, kinds.word, "LIST")
-    merge_lora: bool = switch()
-    load_in_4bit: bool = switch()
-    compile: bool = switch()
+    merge_lora: bool = False
+    load_in_4bit: bool = False
+    compile: bool = False
     # data
     dataset: str = flag(None, kinds.name, "NAME", nargs="+")
     include: str | None = flag(None, kinds.word, "PATTERNS")
@@ -235,25 +217,25 @@ class Arguments:
     validation_split: float | None = flag(None, kinds.share, "SHARE")
     max_bad_rows: int = flag(0, kinds.natural_int, "N")
     chat_template: str | None = flag(None, kinds.name, "FILE")
-    streaming: bool = switch()
+    streaming: bool = False
     shuffle_buffer: int = flag(1000, kinds.positive_int, "N")
     seq_length: int = flag(None, kinds.block_length)
-    isolate_documents: bool = switch(False, has_opposite=True)
-    packing: bool = switch()
+    isolate_documents: bool = False
+    packing: bool = False
     num_samples: int | None = flag(None, kinds.tokens)
     cache_dir: str | None = flag(None, kinds.name)
     # training
     batch_size: int = flag(4, kinds.batch, "N")
     eval_batch_size: int | None = flag(None, kinds.batch, "N")
     gradient_accumulation_steps: int = flag(1, kinds.batch)
-    auto_micro_batch: bool = switch()
+    auto_micro_batch: bool = False
     epochs: int | None = flag(None, kinds.epochs)
     max_steps: int | None = flag(None, kinds.max_steps)
     lr: float = flag(None, kinds.rate)
-    lr_scheduler: str = flag("linear", kinds.scheduler, choices=("linear", "cosine", "constant"))
+    lr_scheduler: str = flag("linear", kinds.choice, choices=("linear", "cosine", "constant"))
     warmup_steps: int = flag(0, kinds.warmup_steps)
     warmup_ratio: float = flag(0.0, kinds.ratio)
-    optim: str = flag("adamw", kinds.optimizer, "NAME", choices=tuple(OPTIMIZERS))
+    optim: str = flag("adamw", kinds.choice, "NAME", choices=tuple(OPTIMIZERS))
     adam_beta1: float = flag(0.9, kinds.probability)
     adam_beta2: float = flag(0.999, kinds.probability)
     adam_epsilon: float = flag(1e-08, kinds.positive_float)
@@ -261,38 +243,38 @@ class Arguments:
     max_grad_norm: float = flag(1.0, kinds.natural_float)
     precision: str = flag("auto", kinds.precision, choices=("auto", "fp32", "bf16", "fp16"))
     seed: int = flag(42, kinds.seed)
-    deterministic: bool = switch()
-    eval: bool = switch(True)
-    eval_first: bool = switch()
-    eval_only: bool = switch()
+    deterministic: bool = False
+    eval: bool = True
+    eval_first: bool = False
+    eval_only: bool = False
     eval_every: int | None = flag(None, kinds.steps, "N")
     early_stopping_patience: int | None = flag(None, kinds.positive_int, "K")
-    load_best_at_end: bool = switch()
+    load_best_at_end: bool = False
     eval_samples: int | None = flag(None, kinds.tokens)
     # strategy
-    strategy: str = flag("dp", tuple(STRATEGIES))
+    strategy: str = flag("dp", kinds.choice, choices=tuple(STRATEGIES))
     ds_config: str | None = flag(None, kinds.name, "FILE")
     fsdp_config: str | None = flag(None, kinds.name, "FILE")
     nvme_path: str | None = flag(None, kinds.name, "DIR")
     # cluster
+    local_rank: int | None = flag(None, int, "N")
     ddp_timeout: int = flag(1800, kinds.seconds)
     hang_seconds: int = flag(None, kinds.seconds, "N")
-    local_rank: int = flag(-1, int)
     # output
     output_dir: str | None = flag(None, kinds.name)
-    overwrite: bool = switch()
+    overwrite: bool = False
     save_every: int | None = flag(None, kinds.steps, "N")
-    save_epochs: bool = switch()
+    save_epochs: bool = False
     keep_last: int | None = flag(None, kinds.positive_int, "K")
-    no_save: bool = switch()
+    no_save: bool = False
     resume: str | None = flag(None, kinds.checkpoint, "PATH", nargs="?", const="true")
-    resume_force: bool = switch()
+    resume_force: bool = False
     export_hf: str | None = flag(None, kinds.name, "DIR")
-    no_export: bool = switch()
-    export_dtype: str = flag("fp32", ("fp32", "bf16", "fp16"))
-    push_to_hub: bool = switch()
+    no_export: bool = False
+    export_dtype: str = flag("fp32", kinds.choice, choices=("fp32", "bf16", "fp16"))
+    push_to_hub: bool = False
     hub_model_id: str | None = flag(None, kinds.word, "NAME")
-    hub_private_repo: bool = switch()
+    hub_private_repo: bool = False
     generate: str | None = flag(None, kinds.prompt, "PROMPT")
     logging_steps: int = flag(10, kinds.steps)
     report_to: list[str] = flag([], kinds.reporters, "LIST")
@@ -300,26 +282,26 @@ class Arguments:
     run_name: str | None = flag(None, kinds.word, "NAME")
     project: str | None = flag(None, kinds.word, "NAME")
     tags: list[str] = flag([], kinds.tags, "LIST")
-    quiet: bool = switch()
+    quiet: bool = False
     # debugging
-    profile_memory: bool = switch()
+    profile_memory: bool = False
     simulate_gpus: int | None = flag(None, kinds.ranks, "N")
     memory_snapshot: str | None = flag(None, kinds.name, "FILE")
     profile: str | None = flag(None, kinds.name, "DIR")
-    verbose: bool = switch()
+    verbose: bool = False
     # flags of Trainer that set others
-    bf16: bool | None = switch(None)
-    fp16: bool | None = switch(None)
-    use_peft: bool | None = switch(None)
-    do_train: bool | None = switch(None)
-    do_eval: bool | None = switch(None)
-    eval_strategy: str | None = flag(None, kinds.when, choices=("no", "steps", "epoch"))
-    save_strategy: str | None = flag(None, kinds.when, choices=("no", "steps", "epoch", "best"))
+    bf16: bool | None = None
+    fp16: bool | None = None
+    use_peft: bool | None = None
+    do_train: bool | None = None
+    do_eval: bool | None = None
+    eval_strategy: str | None = flag(None, kinds.choice, choices=("no", "steps", "epoch"))
+    save_strategy: str | None = flag(None, kinds.choice, choices=("no", "steps", "epoch", "best"))
     validation_split_percentage: int | None = flag(None, kinds.whole(1, 99), "N")
     deepspeed: str | bool | None = flag(None, kinds.file_or_switch, "FILE", nargs="?", const="true")
     fsdp: FsdpOptions = flag(FsdpOptions(), kinds.fsdp_options, "OPTIONS", nargs="?", const="true")
-    use_deepspeed: bool | None = switch(None)  # in the guides' run files; not in --help
-    use_fsdp: bool | None = switch(None)
+    use_deepspeed: bool | None = None
+    use_fsdp: bool | None = None
 
     # Not flags: what was resolved from them.
     given: frozenset[str] = frozenset()  # names on the command line or in the run file

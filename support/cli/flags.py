@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -22,11 +21,6 @@ EXIT_CODES = """\
 exit codes: 0 completed, 1 failed, 2 wrong usage or bad input, 3 out of memory,
 75 stopped by a signal and saved. Launchers may turn any but 0 into their own:
 programs read "status" in results.json."""
-FLAGS = {field.name: field for field in fields(Arguments) if field.metadata}
-DEFAULTS: dict[str, Any] = {
-    field.name: field.default if field.default_factory is MISSING else field.default_factory()
-    for field in FLAGS.values()
-}
 COMMANDS = "Instead of a run"  # the group without a title in --help
 
 
@@ -44,6 +38,12 @@ def described_flags() -> dict[str, dict[str, str]]:
 
 
 GROUPS = described_flags()
+_NAMES = {name for texts in GROUPS.values() for name in texts}
+FLAGS = {field.name: field for field in fields(Arguments) if field.name in _NAMES}
+DEFAULTS: dict[str, Any] = {
+    name: field.default if field.default_factory is MISSING else field.default_factory()
+    for name, field in FLAGS.items()
+}
 
 
 class SetFlag(argparse.Action):
@@ -51,14 +51,20 @@ class SetFlag(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         spelled = vars(namespace).setdefault("spelled", {})  # option by flag
-        other = spelled.get(self.dest, option_string)
-        if other != option_string and other in self.option_strings:  # not --eval and --no_eval
+        other, opposite = spelled.get(self.dest, option_string), f"--no_{self.dest}"
+        if other != option_string and opposite not in (other, option_string):
             raise UserError(
                 f"{other} and {option_string} are two names of one flag: leave one out."
             )
         spelled[self.dest] = option_string
-        is_opposite = option_string == f"--no_{self.dest}"
-        setattr(namespace, self.dest, not values if is_opposite else values)
+        setattr(namespace, self.dest, not values if option_string == opposite else values)
+
+
+def names_in_help(action: argparse.Action) -> list[str]:
+    """Return the names of a flag; of a switch without --no_NAME, or only that if it is on."""
+    if action.type is not kinds.boolean:
+        return [*action.option_strings]
+    return [*action.option_strings[: -1 if action.option_strings[0] == f"--{action.dest}" else 1]]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -68,35 +74,26 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=30, width=80)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = ", ".join(action.option_strings)
+        names = ", ".join(names_in_help(action))
         if action.nargs == 0 or action.type is kinds.boolean:
             return names
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
         return f"{names} {value}"
 
 
-def options_of(name: str, text: str | None) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield the names of a flag, and the arguments of `add_argument` for them.
-
-    Args:
-        text: its help, to which the default is appended if it names none; None: not in --help.
-    """
+def add_flag(group: argparse._ActionsContainer, name: str, text: str) -> None:
+    """Add a flag with all of its names; the default is appended to a help that names none."""
     details, default = dict(FLAGS[name].metadata), DEFAULTS[name]
-    kind, hidden = details.pop("kind"), argparse.SUPPRESS
-    text = hidden if text is None else text.replace("%", "%%")
-    if isinstance(default, str | int | float) and not isinstance(default, bool):
-        text += "" if text == hidden or "(default:" in text else f" (default: {default})"
-    details["choices" if isinstance(kind, tuple) else "type"] = kind
+    names, kind = [name, *RENAMED.get(name, ())], details.pop("kind", kinds.boolean)
     if kind is kinds.boolean:
+        names.append(f"no_{name}")
+        names = names[::-1] if default else names  # first the one that changes something
         details |= {"nargs": "?", "const": True}
-        if details.pop("has_opposite"):
-            # --help has only the one that changes the default.
-            yield [f"--no_{name}"], {**details, "dest": name, "help": text if default else hidden}
-            text = hidden if default else text
-    yield (
-        [f"--{name}", *(f"--{other}" for other in RENAMED.get(name, ()))],
-        details | {"help": text},
-    )
+    elif isinstance(default, str | int | float) and "(default:" not in text:
+        text += f" (default: {default})"
+    options = [f"--{name}" for name in names]
+    details |= {"type": kind, "help": text.replace("%", "%%")}
+    group.add_argument(*options, action=SetFlag, dest=name, **details)
 
 
 def build_parser() -> kinds.Parser:
@@ -104,27 +101,21 @@ def build_parser() -> kinds.Parser:
     parser = kinds.Parser(
         prog="real_model_example.py",
         usage="%(prog)s [flags]",
-        description="Fine-tune a causal language model under one of seven data-parallel "
-        "strategies.",
+        description="Fine-tune a causal language model under one of seven strategies.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=HelpFormatter,
     )
     parser.unknown_advice = (
-        ": flags of a launcher go before real_model_example.py, and docs/COMING_FROM.md is about "
-        "those of other trainers"
+        ": flags of a launcher go before the script's name; docs/COMING_FROM.md has other trainers'"
     )
     parser.add_argument("--version", action="version", version=f"distributed-training {VERSION}")
     for title, texts in GROUPS.items():
         heading = title[0].lower() + title[1:]
         group = parser if title == COMMANDS else parser.add_argument_group(heading)
         for name, text in texts.items():
-            for names, options in options_of(name, text):
-                group.add_argument(*names, action=SetFlag, **options)
-    for name in FLAGS.keys() - {name for texts in GROUPS.values() for name in texts}:
-        for names, options in options_of(name, None):
-            parser.add_argument(*names, action=SetFlag, **options)
+            add_flag(group, name, text)
     for name in IGNORED:
         hidden: dict[str, Any] = {"nargs": "*", "help": argparse.SUPPRESS}
         parser.add_argument(f"--{name}", f"--no_{name}", action=SetFlag, **hidden)

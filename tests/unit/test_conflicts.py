@@ -25,7 +25,7 @@ def spelled(flag: str) -> list[str]:
     return [f"--{flag}", *values]
 
 
-@pytest.mark.parametrize("flag, other", [rule[:2] for rule in EXCLUDING])
+@pytest.mark.parametrize("flag, other", EXCLUDING)
 def test_flags_that_exclude_each_other(flag, other):
     more = [word for name in (flag, other) for word in ALSO.get(name, [])]
     parse_arguments([*spelled(flag), *ALSO.get(flag, [])])
@@ -33,7 +33,7 @@ def test_flags_that_exclude_each_other(flag, other):
         parse_arguments([*spelled(flag), *spelled(other), *more])
 
 
-@pytest.mark.parametrize("flag, other", [rule[:2] for rule in NEEDING])
+@pytest.mark.parametrize("flag, other", NEEDING)
 def test_flags_that_need_another(flag, other):
     with pytest.raises(UserError, match=f"--{flag} needs --{other}"):
         parse_arguments(spelled(flag))

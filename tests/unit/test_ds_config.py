@@ -124,7 +124,10 @@ def test_what_cannot_hold_is_refused(read, content, flags, says):
     [
         ({"gradient_acumulation_steps": 2}, "did you mean gradient_accumulation_steps"),
         (zero(2, reduce_bucket_sise=5), "reduce_bucket_sise is unknown: did you mean reduce_buck"),
-        (zero(2, offload_optimizer={"pin_memry": True}), "pin_memry is unknown: did you mean pin_memory"),
+        (
+            zero(2, offload_optimizer={"pin_memry": True}),
+            "pin_memry is unknown: did you mean pin_memory",
+        ),
         (zero(2, reduce_bucket_size="big"), "reduce_bucket_size cannot be big"),
         (zero(2, offload_optimizer={"device": "gpu"}), "device cannot be gpu"),
         ({"bf16": {"enabled": "perhaps"}}, "enabled cannot be perhaps"),

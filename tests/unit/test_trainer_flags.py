@@ -74,7 +74,7 @@ def test_what_a_flag_sets(flags, values):
         (["--batch-size", "2"], "did you mean --batch_size"),
         (["--label_smoothing_factor", "0.1"], "--label_smoothing_factor: .*docs/COMING_FROM.md"),
         (["--hub_token=secret"], "^((?!secret).)*$"),
-        (["--nproc-per-node=2"], "flags of a launcher go before real_model_example.py"),
+        (["--nproc-per-node=2"], "flags of a launcher go before the script"),
         (["run.json"], "run.json is not the value of a flag"),
         (["--strategy", "zero4"], "zero4"),
         (["--learning_rate", "x"], "--learning_rate: x is not a number"),
