@@ -23,16 +23,15 @@ FSDP_OPTIONS = """
 MOST_STEPS = 99_999_999  # eight digits, as in the names of checkpoint folders
 
 
-def whole(low: int, high: int, note: str = "") -> Callable[[str], int]:
-    """Return a type for whole numbers, also as 3.0; `note` ends its error message."""
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Return a type for whole numbers from `low` to `high`, also with a decimal point (3.0)."""
 
     def parse(text: str) -> int:
         with contextlib.suppress(ValueError):
             if low <= (value := int(re.sub(r"\.0*$", "", text))) <= high:
                 return value
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not a whole number from {low} to {high:,}{note}"
-        )
+        problem = f"is not a whole number from {low} to {high:,}"
+        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}")
 
     return parse
 
@@ -52,25 +51,14 @@ def real(high: float, zero: bool = False, below: bool = False) -> Callable[[str]
 
 
 # The limits are far above any useful value, and low enough for every loop, product and conversion.
-positive_int = whole(1, 10**9)
-natural_int = whole(0, 10**9)
+positive_int, natural_int = whole(1, 10**9), whole(0, 10**9)
 tokens = whole(1, 10**15)  # or sequences of a corpus
-batch = whole(1, 2**20)
-steps = whole(1, MOST_STEPS, ", and shares of all steps are not used")
-epochs = whole(1, MOST_STEPS, " (--max_steps can stop within an epoch)")
-max_steps = whole(1, MOST_STEPS, " (leave it out for no limit)")
-warmup_steps = whole(0, MOST_STEPS, " (--warmup_ratio takes a share of all steps)")
-ranks = whole(1, 2**17)
-rank_of_adapters = whole(1, 2**16)
-block_length = whole(2, 2**24, " (a block holds a token and its successor)")
-seed = whole(0, 2**63 - 1)
+batch, ranks, rank_of_adapters = whole(1, 2**20), whole(1, 2**17), whole(1, 2**16)
+block_length = whole(2, 2**24)  # a token and its successor
+steps = epochs = max_steps = whole(1, MOST_STEPS)
 seconds = whole(1, 2_000_000)  # must fit 32 bits in milliseconds
-positive_float = real(1e9)
-natural_float = real(1e9, zero=True)
-rate = real(1000)
-ratio = real(1, zero=True)
+positive_float, natural_float = real(1e9), real(1e9, zero=True)
 probability = real(1, zero=True, below=True)
-share = real(1, below=True)
 
 
 def boolean(text: str) -> bool:

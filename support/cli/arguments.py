@@ -214,7 +214,7 @@ class Arguments:
     prompt_column: str | None = flag(None, kinds.word)
     completion_column: str | None = flag(None, kinds.word)
     validation_file: str | None = flag(None, kinds.name, "FILE")
-    validation_split: float | None = flag(None, kinds.share, "SHARE")
+    validation_split: float | None = flag(None, kinds.real(1, below=True), "SHARE")
     max_bad_rows: int = flag(0, kinds.natural_int, "N")
     chat_template: str | None = flag(None, kinds.name, "FILE")
     streaming: bool = False
@@ -231,10 +231,10 @@ class Arguments:
     auto_micro_batch: bool = False
     epochs: int | None = flag(None, kinds.epochs)
     max_steps: int | None = flag(None, kinds.max_steps)
-    lr: float = flag(None, kinds.rate)
+    lr: float = flag(None, kinds.real(1000))
     lr_scheduler: str = flag("linear", kinds.choice, choices=("linear", "cosine", "constant"))
-    warmup_steps: int = flag(0, kinds.warmup_steps)
-    warmup_ratio: float = flag(0.0, kinds.ratio)
+    warmup_steps: int = flag(0, kinds.whole(0, kinds.MOST_STEPS))
+    warmup_ratio: float = flag(0.0, kinds.real(1, zero=True))
     optim: str = flag("adamw", kinds.choice, "NAME", choices=tuple(OPTIMIZERS))
     adam_beta1: float = flag(0.9, kinds.probability)
     adam_beta2: float = flag(0.999, kinds.probability)
@@ -242,7 +242,7 @@ class Arguments:
     weight_decay: float = flag(0.01, kinds.natural_float)
     max_grad_norm: float = flag(1.0, kinds.natural_float)
     precision: str = flag("auto", kinds.precision, choices=("auto", "fp32", "bf16", "fp16"))
-    seed: int = flag(42, kinds.seed)
+    seed: int = flag(42, kinds.whole(0, 2**63 - 1))
     deterministic: bool = False
     eval: bool = True
     eval_first: bool = False

@@ -65,8 +65,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
     """Read a DeepSpeed configuration with DeepSpeed's parser: JSON, also with comments.
 
     Raises:
-        UserError: the file cannot be read or parsed, or a part that determines the strategy has
-            the wrong type.
+        UserError: the file cannot be read or parsed, or a part that we read has the wrong type.
     """
     import hjson
 
@@ -154,10 +153,7 @@ def lookup(config: dict[str, Any], key: str) -> Any:
 
 
 def configured_strategy(args: Arguments) -> Strategy:
-    """Return the row of --strategy, with the places of the states that the DeepSpeed file chooses.
-
-    ZeRO stages 1 and 3 with an optimizer in host memory are not in the table.
-    """
+    """Return the row of --strategy, with the places that the DeepSpeed file chooses."""
     row, config = STRATEGIES[args.strategy], args.ds_config_dict
     if config is None:
         return row
@@ -193,8 +189,7 @@ def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) 
     """Merge a DeepSpeed file with the flags, before torch or a model is loaded.
 
     If a flag was not given, the file's value is used. Values that are "auto" or missing come from
-    the flags. Values that depend on the model or the device (precision, bucket sizes) stay "auto"
-    until `complete_ds_config`.
+    the flags, or from the model and the device in `complete_ds_config`.
 
     Args:
         content: what `read_ds_config` returned for `file`.
@@ -217,11 +212,6 @@ def _check_strategy(strategy: str, config: dict[str, Any], file: str) -> None:
         raise UserError(
             f"{file} describes {choose_strategy(config)} (zero_optimization.stage and "
             f"offload_optimizer.device), and --strategy is {strategy}: change one of them."
-        )
-    if strategy == "zero1" and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
-        raise UserError(
-            f"{file}: with data_types.grad_accum_dtype stage 1 has no checkpoints: leave it out, "
-            "or use stage 2."
         )
     if strategy != "infinity" and _nvme_sections(config):
         raise UserError(
@@ -283,18 +273,14 @@ class Resolved:
                 section[name] = values if len(flags) > 1 else values[0]
 
     def merge_optimizer(self) -> None:
-        """Add AdamW, unless the file has an optimizer.
-
-        The other optimizers of --optim are created by us (strategies/optimizer.py), and DeepSpeed
-        must allow them.
-        """
+        """Add AdamW, unless the file or --optim has another optimizer."""
         config, optim = self.config, self.args.optim
         # DeepSpeed's Adam is AdamW unless the file says otherwise.
         is_adam = str(lookup(config, "optimizer.type") or "adam").lower() in ("adam", "adamw")
         if self.args.ds_config and "optimizer" in config and not (is_adam and optim == "adamw"):
             self.keep("optimizer", OF_OPTIMIZER)
         if optim != "adamw":
-            config.pop("optimizer", None)
+            config.pop("optimizer", None)  # strategies/optimizer.py creates it
             config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
             return
         if "optimizer" not in config:
@@ -437,11 +423,9 @@ def _fill(section: dict, values: dict, where: tuple = (AUTO,)) -> None:
 
 
 def write_ds_config(args: Arguments, folder: Path) -> None:
-    """Write a complete configuration to ds_config.json in a folder, for --ds_config.
-
-    NVMe folders are those of --nvme_path: the run's own folder in it is removed at the end.
-    """
+    """Write a complete configuration to ds_config.json in a folder, for --ds_config."""
     config = copy.deepcopy(args.ds_config_dict or {})
     for section in _nvme_sections(config):
+        # The run's own folder in it is removed at the end.
         section["nvme_path"] = args.nvme_path or gettempdir()
     write_text(folder / "ds_config.json", json.dumps(config, indent=2) + "\n")

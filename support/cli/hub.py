@@ -10,12 +10,7 @@ import threading
 from support.cli.arguments import Arguments, datasets_of
 from support.cli.paths import is_local_dataset, is_local_model
 from support.errors import UserError, first_line
-from support.files.hub_cache import (
-    cached_repository,
-    huggingface_home,
-    login_command,
-    missing_of_model,
-)
+from support.files.hub_cache import cached_repository, huggingface_home, missing_of_model
 from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
 from support.redaction import redact
 
@@ -25,16 +20,14 @@ PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 2
 def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool, str | None]:
     """Decide whether the hub is used, before any of its libraries is imported.
 
-    One probe replaces the clients' retries. If the hub does not answer, HF_HUB_OFFLINE is set, with
-    which the libraries load from the cache without delay. Only the first rank of a node uses the
-    hub; the others load from the cache that it has filled. A streamed dataset is not cached, so
-    every rank reads it from the hub.
+    One probe replaces the clients' retries. With HF_HUB_OFFLINE, which is set if the hub does not
+    answer, they load from the cache without delay. Only the first rank of a node uses the hub; the
+    others load from the cache that it has filled. Every rank reads a streamed dataset from the hub.
 
     Returns:
         Whether the hub must not be used; and with --check what is missing without it, or None.
     Raises:
-        UserError: without --check: the hub does not answer, and the cache lacks a file that the run
-            needs, or --push_to_hub is given.
+        UserError: without --check: something is missing without the hub.
     """
     model = args.model if args.model != EMBEDDED_MODEL and not is_local_model(args.model) else None
     datasets = [
@@ -54,10 +47,7 @@ def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool,
     reason = "HF_HUB_OFFLINE is set" if set_offline else unreachable
     problem = _missing(args, None if scratch_without_hub(args) else model, datasets)
     if pushes:
-        problem = (
-            "--push_to_hub needs it: leave it out, and push the exported model from a machine with "
-            "a network: hf upload OWNER/NAME FOLDER."
-        )
+        problem = "--push_to_hub needs it: leave it out, and push later: hf upload NAME FOLDER."
     if problem and not args.check:
         raise UserError(f"{reason}, and {problem}")
     if is_main and not (problem or set_offline or args.quiet):
@@ -91,34 +81,22 @@ def endpoint() -> str:
 
 
 def download_config(model: str) -> str:
-    """Return the path of the config.json of a model on the hub, from the cache if it is there.
+    """Return the path of the config.json of a model on the hub, or of its copy in the cache.
 
     Raises:
         UserError: there is no such model, the user has no access, or the hub does not answer.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
 
-    advice = "--help lists the known names; or name a model folder or a config.json."
+    offline = is_set_offline() or not answers(endpoint())
     try:
-        cached = try_to_load_from_cache(model, "config.json")
-        if isinstance(cached, str):
-            return cached
-        if is_set_offline() or not answers(endpoint()):
-            raise UserError(
-                f"--model {model}: no such file or folder, its config.json is not in the cache, "
-                f"and the Hugging Face hub ({redact(endpoint())}) cannot be reached. {advice}"
-            )
-        return hf_hub_download(model, "config.json")
-    except GatedRepoError as error:
-        raise UserError(
-            f"--model {model}: the hub gives access after a login: accept the model's terms on its "
-            f"page, then set HF_TOKEN or run `{login_command()}`."
-        ) from error
+        return hf_hub_download(model, "config.json", local_files_only=offline)
     except (HfHubHTTPError, OSError, ValueError) as error:
+        where = f"its cache; the hub ({endpoint()}) cannot be reached" if offline else "the hub"
         raise UserError(
-            f"--model {model}: no such file or folder, and the hub has no config.json of that "
-            f"name ({redact(first_line(error))}). {advice}"
+            f"--model {model}: no such file or folder, and no config.json in {where} "
+            f"({redact(first_line(error))}). --help lists some names; a gated model needs HF_TOKEN."
         ) from error
 
 

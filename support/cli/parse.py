@@ -29,8 +29,7 @@ def parse_arguments(argv: list[str]) -> Arguments:
     """Parse the command line and its files, and resolve all values that they determine.
 
     Raises:
-        UserError: unknown or contradicting flags, or an invalid run file, DeepSpeed file or FSDP
-            file.
+        UserError: flags are unknown or contradict each other, or a file is not valid.
     """
     values, sources = _given(argv)
     given = frozenset({*values, *sources})
@@ -58,11 +57,7 @@ def parse_arguments(argv: list[str]) -> Arguments:
 
 
 def output_dir_of(argv: list[str]) -> str:
-    """Return --output_dir of a command line and its run file; "" without one.
-
-    Raises:
-        UserError: as `parse_arguments`.
-    """
+    """Return --output_dir of a command line and its run file; "" without one."""
     return _given(argv)[0].get("output_dir") or ""
 
 

@@ -32,30 +32,6 @@ def refused(script):
 # --------------------------------------------------------------------------------- the command line
 
 
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (["--strategy", "zero4"], "zero4"),
-        (["--stratgy", "dp"], "did you mean --strategy"),
-        (["--batch_size", "0"], "--batch_size"),
-        (["--batch_size", "-3"], "--batch_size"),
-        (["--seq_length", "0"], "--seq_length"),
-        (["--seq_length", "1"], "--seq_length"),
-        (["--num_samples", "0"], "--num_samples"),
-        (["--epochs", "two"], "two"),
-        (["--lr", "-1"], "--lr"),
-        (["--lr", "nan"], "--lr"),
-        (["--dropout", "1.5"], "--dropout"),
-        (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps"),
-        (["--eval_only", "--no_eval"], "--eval_only"),
-        (["extra"], "extra"),
-        (["--model"], "--model"),
-    ],
-)
-def test_wrong_arguments(refused, args, said):
-    assert said in refused(*args)
-
-
 def test_help_and_argument_errors_import_nothing_heavy():
     for argument, code in (("--help", 0), ("--unknown", 2)):
         python = launcher_command("python", 1)[0]
