@@ -115,8 +115,16 @@ def folder_in(name: str, make) -> list[Attack]:
             (folder / "events.out.tfevents.1.x").write_text("") or ["--logging_dir", folder]
         ),
     ),
-    Attack("an export over the user's files", says="is not empty", args=("--export_hf", "support")),
-    Attack("an export over the run", says="would replace", args=("--export_hf", "..")),
+    Attack(
+        "an export over the user's files",
+        says="is not empty",
+        prepare=lambda folder: (folder / "mine").write_text("x") and ["--export_hf", folder],
+    ),
+    Attack(
+        "an export over the run",
+        says="would replace",
+        prepare=lambda folder: ["--output_dir", folder / "a", "--export_hf", folder],
+    ),
     Attack(
         "--prefetch on two ranks",
         args=("--prefetch",),
