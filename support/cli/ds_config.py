@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import logging
 import re
@@ -62,16 +63,15 @@ SECTIONS = [f"zero_optimization.{part}" for part in OFFLOADED] + (
 
 
 def read_ds_config(path: str) -> dict[str, Any]:
-    """Read a DeepSpeed configuration with DeepSpeed's parser: JSON, also with comments.
+    """Read a DeepSpeed configuration with DeepSpeed's parser, if installed: JSON with comments.
 
     Raises:
         UserError: the file cannot be read or parsed, or a part that we read has the wrong type.
     """
-    import hjson
-
     text = read_text("--ds_config", path)
+    parser = importlib.import_module("hjson" if importlib.util.find_spec("hjson") else "json")
     try:
-        config = hjson.loads(text, object_pairs_hook=unique_keys)
+        config = parser.loads(text, object_pairs_hook=unique_keys)
     except ValueError as error:
         raise UserError(f"{shown(path)}: {shown(error)}.") from error
     for name in SECTIONS:
@@ -111,7 +111,6 @@ def check_with_deepspeed(args: Arguments) -> None:
         return
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-    from pydantic import ValidationError
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -119,7 +118,9 @@ def check_with_deepspeed(args: Arguments) -> None:
     del config["train_batch_size"]  # DeepSpeed does not know the number of ranks yet
     try:
         DeepSpeedConfig(_Recorder(config))
-    except ValidationError as error:
+    except (DeepSpeedConfigError, ValueError, TypeError, AssertionError) as error:
+        if not hasattr(error, "errors"):  # pydantic's ValidationError
+            raise UserError(f"{file}: {shown(error, 300)}.") from error
         first = error.errors()[0]
         *_, name = loc = [str(part) for part in first["loc"]]
         models: list[Any] = DeepSpeedConfigModel.__subclasses__()
@@ -128,8 +129,6 @@ def check_with_deepspeed(args: Arguments) -> None:
         if name not in known:
             problem = f"is unknown{did_you_mean(name, known) or '.'}"
         raise UserError(f"{file}: {'.'.join(loc)} {problem}") from error
-    except (DeepSpeedConfigError, ValueError, TypeError, AssertionError) as error:
-        raise UserError(f"{file}: {shown(error, 300)}.") from error
     for key in filterfalse(_Recorder.asked.__contains__, config):
         guess = did_you_mean(key, _Recorder.asked) or "."
         raise UserError(f"{file}: {shown(key)} is unknown{guess}")
