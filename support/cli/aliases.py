@@ -76,8 +76,6 @@ def expand(values: dict[str, Any], spelled: dict[str, str], below: dict[str, Any
         values: the flags of the command line or of the run file; changed in place.
         spelled: the option that set each flag; changed in place.
         below: the flags that `values` overrides.
-    Raises:
-        UserError: the flags contradict each other, or a DeepSpeed file is missing.
     """
 
     def put(flag: str, value: str, by: str) -> None:
@@ -101,24 +99,18 @@ def expand(values: dict[str, Any], spelled: dict[str, str], below: dict[str, Any
         if values.get(name):
             put("strategy", "fsdp", by=name)
     known = {**below, **values}
-    strategy = known.get("strategy")
+    strategy = known.get("strategy", "zero" if known.get("ds_config") else "dp")
     if deepspeed and strategy in ("dp", "fsdp"):
-        raise UserError(f"DeepSpeed and --strategy {strategy} cannot both hold: leave one out.")
-    if deepspeed and not (strategy or known.get("ds_config")):
         raise UserError(
-            "--deepspeed needs a configuration (--deepspeed_config), or --strategy zero1, zero2, "
-            "zero3, offload or infinity."
+            f"--deepspeed does not fit --strategy {strategy}: give a configuration (--deepspeed "
+            "FILE), or --strategy zero1, zero2, zero3, offload or infinity."
         )
-    if deepspeed is False and strategy in (None, "dp", "fsdp"):
+    if deepspeed is False and known.get("strategy") in (None, "dp", "fsdp"):
         values.pop("ds_config", None)  # a file may configure the library that is off
 
 
 def convert_trainer(args: Arguments) -> dict[str, Any]:
-    """Return what --do_train, --do_eval, --eval_strategy and --save_strategy set.
-
-    Raises:
-        UserError: they contradict each other or other flags.
-    """
+    """Return what --do_train, --do_eval, --eval_strategy and --save_strategy set."""
     if args.save_strategy == "best" and not args.load_best_at_end:
         raise UserError("--save_strategy best needs --load_best_at_end: add it.")
     if args.do_train is False and not (args.do_eval or args.eval_only):

@@ -86,27 +86,18 @@ def precision(text: str) -> str:
     return "fp32" if choice(text) == "no" else text
 
 
-def prompt(text: str) -> str:
-    """Check a text that the model continues: not empty."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty; is a variable of the shell not set?")
-    return text
-
-
 def word(text: str) -> str:
     """Check a name, of a column for example: not empty, UTF-8, without control characters."""
-    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]|.{4000}", prompt(text)):
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is too long, has control characters, or is not UTF-8"
-        )
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty; is a variable of the shell not set?")
+    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]|.{4000}", text):
+        problem = "is too long, has control characters, or is not UTF-8"
+        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}")
     return text
 
 
 def name(text: str) -> str:
-    """Check a path or a name on the hub, and replace ~ by the home folder.
-
-    The shell replaces it neither in a run file nor, in some shells, in --output_dir=~/runs.
-    """
+    """Check a path or a name on the hub, and replace ~, which no shell does in a run file."""
     return os.path.expanduser(word(text))
 
 

@@ -275,7 +275,7 @@ class Arguments:
     push_to_hub: bool = False
     hub_model_id: str | None = flag(None, kinds.word, "NAME")
     hub_private_repo: bool = False
-    generate: str | None = flag(None, kinds.prompt, "PROMPT")
+    generate: str | None = flag(None, str, "PROMPT")
     logging_steps: int = flag(10, kinds.steps)
     report_to: list[str] = flag([], kinds.reporters, "LIST")
     logging_dir: str | None = flag(None, kinds.name, "DIR")

@@ -45,11 +45,7 @@ NEEDING = [
 
 
 def refuse_conflicts(args: Arguments) -> None:
-    """Check that the flags can hold together.
-
-    Raises:
-        UserError: two exclude each other, or one needs another.
-    """
+    """Check that the flags can hold together."""
     for flag, other in EXCLUDING:
         if _is_set(args, flag) and _is_set(args, other):
             raise UserError(f"--{flag} and --{other} cannot both hold: leave one out.")

@@ -50,8 +50,7 @@ def read_fsdp_config(path: str | None, words: str = "") -> FsdpOptions:
         path: the file; None for the defaults.
         words: those of --fsdp, as Trainer takes them, with spaces between.
     Raises:
-        UserError: the file cannot be read, is not a JSON object, or has a wrong value or a key that
-            looks like a typing error.
+        UserError: the file is not a JSON object, or has a wrong value or a misspelled key.
     """
     values: dict[str, Any] = {}  # by key, with the prefix fsdp_
     ignored = []

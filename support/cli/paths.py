@@ -29,12 +29,7 @@ def is_local_dataset(name: str) -> bool:
 
 
 def check_data_paths(args: Arguments) -> None:
-    """Check that files and folders of data, and the chat template, exist.
-
-    Raises:
-        UserError: a file is missing or empty, --include has no folder, or a flag for datasets of
-            the hub is given for another one.
-    """
+    """Check that files and folders of data, and the chat template, exist and fit other flags."""
     names = [name for name, _ in datasets_of(args)]
     paths = [("--dataset", name) for name in names if is_local_dataset(name)]
     paths += [("--validation_file", args.validation_file)] if args.validation_file else []
@@ -76,12 +71,7 @@ def check_output_dir(args: Arguments) -> None:
 
 
 def check_place(flag: str, folder: Path) -> None:
-    """Check that a folder exists and is writable, or can be created.
-
-    Args:
-        flag: the flag that names it, for messages.
-        folder: the folder; its parents need not exist.
-    """
+    """Check that a folder is writable, or can be created; `flag` names it in messages."""
     whole = folder.absolute()
     there = next(path for path in (whole, *whole.parents) if os.path.lexists(path))
     if not there.is_dir():
@@ -91,10 +81,7 @@ def check_place(flag: str, folder: Path) -> None:
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Return whether a folder holds a run, other than one that failed before it trained.
-
-    A results.json that cannot be read counts as a run.
-    """
+    """Return whether a folder holds a run, other than one that failed before it trained."""
     try:
         status = json.loads((folder / "results.json").read_text(encoding="utf-8"))["status"]
     except FileNotFoundError:
@@ -107,12 +94,7 @@ def holds_a_run(folder: Path) -> bool:
 
 
 def check_export_folder(args: Arguments) -> None:
-    """Check the folder of the export, which is replaced as a whole.
-
-    Raises:
-        UserError: the folder is not writable; it is or contains something that the run needs; or it
-            is not empty, unless it holds an earlier export and --overwrite or --resume is given.
-    """
+    """Check the folder of the export, which is replaced as a whole: no input, no other's files."""
     if args.no_export or args.eval_only or not (args.export_hf or args.output_dir):
         return
     flag = "--export_hf" if args.export_hf else "The export,"
@@ -124,8 +106,7 @@ def check_export_folder(args: Arguments) -> None:
         needed = Path(name or folder.parent).resolve()
         if folder.resolve() in (needed, *needed.parents):
             raise UserError(
-                f"{flag} {folder} would replace {name}, which the run needs: name another folder "
-                "with --export_hf."
+                f"{flag} {folder} would replace {name}: name another folder with --export_hf."
             )
     if args.export_hf and folder.is_dir() and any(folder.iterdir()):
         described = any((folder / f"{kind}config.json").is_file() for kind in ("", "adapter_"))

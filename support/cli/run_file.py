@@ -27,12 +27,8 @@ NOT_SHOWN = frozenset(
 
 
 def read_run_file(path: str, parser: Parser) -> list[str]:
-    """Read a run file and convert it to command-line arguments.
+    """Read a run file, and return arguments of the command line such as "--lr=1e-4".
 
-    Args:
-        parser: the parser with all flags.
-    Returns:
-        Arguments such as "--lr=1e-4".
     Raises:
         UserError: the file cannot be read or is not YAML, or a key is unknown.
     """

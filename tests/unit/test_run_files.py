@@ -91,9 +91,9 @@ def test_the_command_line_overrides_the_file(read, text, flags, values):
         ("bf16: true\nprecision: fp32", "--precision and --bf16 both set --precision"),
         (
             "use_deepspeed: true\nuse_fsdp: true",
-            "run.yaml: DeepSpeed and --strategy fsdp cannot both",
+            "run.yaml: --deepspeed does not fit --strategy fsdp",
         ),
-        ("use_deepspeed: true", "run.yaml: --deepspeed needs a configuration"),
+        ("use_deepspeed: true", "run.yaml: --deepspeed does not fit --strategy dp"),
         ("model: a: [", "line 1"),
         ("hello", "key: value"),
     ],
