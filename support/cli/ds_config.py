@@ -199,10 +199,10 @@ def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) 
     _check_strategy(args.strategy, content, file)
     resolved = Resolved(args, file, copy.deepcopy(content))
     resolved.merge_optimizer()
-    resolved.merge_scheduler()
     resolved.merge_flags()
     resolved.merge_total_batch(world_size)
     resolved.merge_precision()
+    resolved.merge_scheduler()
     return resolved
 
 
