@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from attacks import Attack, table
-from command_lines import DIGITS, GPT2_FILE
+from command_lines import GPT2_FILE
 
 
 def model_folder(name: str, content: str | dict, says: str) -> Attack:
@@ -48,10 +48,8 @@ def folder_in(name: str, make) -> list[Attack]:
 
 
 @table(
-    model_folder("config.json a list", "[]", "object"),
     model_folder("config.json not JSON", "{", "line 1"),
     model_folder("a text as vocabulary", {**GPT2_FILE, "vocab_size": "many"}, "vocab_size"),
-    model_folder("negative positions", {**GPT2_FILE, "n_positions": -1}, "n_positions"),
     cached("config.json", "model.safetensors", says="no tokenizer files of some/model.*--prefetch"),
     cached("config.json", "tokenizer.json", says="no weights of some/model.*--prefetch"),
     cached("README.md", says="no config.json .* and no tokenizer files .* and no weights"),
@@ -72,26 +70,10 @@ def folder_in(name: str, make) -> list[Attack]:
         env={"SLURM_PROCID": "x", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
     ),
     Attack(
-        "a world of many digits",
-        env={"RANK": "0", "WORLD_SIZE": DIGITS},
-        says="environment is incomplete",
-    ),
-    Attack(
         "an endpoint that is a file",
         args=("--model", "gpt2"),
         env={"HF_ENDPOINT": "file:///etc/passwd", "HF_HOME": "hf"},
         says="cannot be reached",
-    ),
-    Attack(
-        "an endpoint that is no address",
-        args=("--model", "gpt2"),
-        env={"HF_ENDPOINT": "http://[::1", "HF_HOME": "hf"},
-        says="cannot be reached",
-    ),
-    Attack(
-        "Python's own encoding is ASCII",
-        args=("--strategy", "ä"),
-        env={"PYTHONIOENCODING": "ascii"},
     ),
     *folder_in("a file", lambda path: path.write_text("") and None),
     *folder_in("a link to itself", lambda path: path.symlink_to("x")),

@@ -99,6 +99,15 @@ def test_what_a_flag_sets(flags, values):
         (["--resume", "", "--output_dir", "x"], "--resume.*: it is empty"),
         (["--output_dir", "a\nb"], "control characters"),
         (["--report_to", "mlflow"], "mlflow is not in tensorboard, wandb"),
+        (["--eval_only", "--no_eval"], "--eval_only and --no_eval cannot both hold"),
+        (["--export_dtype", "bf16", "--no_export"], "--no_export and --export_dtype cannot both"),
+        (["--eval_only", "--resume", "--output_dir", "x"], "--eval_only and --resume cannot both"),
+        (["--warmup_ratio", "0.1", "--num_warmup_steps", "2"], "--warmup_steps and --warmup_ratio"),
+        (["--use_peft"], "--use_peft needs --lora_r"),
+        (["--streaming", "--dataset", "x"], "--streaming needs --max_steps"),
+        (["--streaming", "--max_steps", "2"], "not pydocs"),
+        (["--simulate_gpus", "2", "--max_steps", "1"], "--max_steps 2 or more"),
+        (["--resume"], "--resume needs --output_dir"),
     ],
 )
 def test_a_flag_that_is_refused(flags, message):
