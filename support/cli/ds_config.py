@@ -71,7 +71,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
     text = read_text("--ds_config", path)
     parser = importlib.import_module("hjson" if importlib.util.find_spec("hjson") else "json")
     try:
-        config = parser.loads(text, object_pairs_hook=unique_keys)
+        config = parser.loads(text, object_pairs_hook=_object)
     except ValueError as error:
         raise UserError(f"{shown(path)}: {shown(error)}.") from error
     for name in SECTIONS:
@@ -80,6 +80,11 @@ def read_ds_config(path: str) -> dict[str, Any]:
     if (stage := lookup(config, "zero_optimization.stage")) not in (1, 2, 3):
         raise UserError(f"{shown(path)}: zero_optimization.stage {shown(stage)} is not 1, 2 or 3.")
     return config
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of the file; null is as if the key was missing."""
+    return {key: value for key, value in unique_keys(pairs).items() if value is not None}
 
 
 class _Recorder(dict):

@@ -89,14 +89,15 @@ def download_config(model: str) -> str:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    offline = is_set_offline() or not answers(endpoint())
+    offline = is_local_model(model) or is_set_offline() or not answers(endpoint())
     try:
         return hf_hub_download(model, "config.json", local_files_only=offline)
     except (HfHubHTTPError, OSError, ValueError) as error:
-        where = f"its cache; the hub ({endpoint()}) cannot be reached" if offline else "the hub"
+        reached = "which cannot be reached, or in its cache" if offline else first_line(error)
         raise UserError(
-            f"--model {model}: no such file or folder, and no config.json in {where} "
-            f"({redact(first_line(error))}). --help lists some names; a gated model needs HF_TOKEN."
+            f"--model {model}: no such file or folder, and no config.json on the hub "
+            f"{redact(endpoint())} ({redact(reached)}). --help has some names; a gated model needs "
+            "HF_TOKEN."
         ) from error
 
 

@@ -65,6 +65,7 @@ def test_merge_changes_neither_the_file_nor_the_arguments():
         ({}, [], {"strategy": "zero2"}),
         ('{// mine\n"zero_optimization": {"stage": 3,}, # yours\n}', [], {"strategy": "zero3"}),
         ({"train_batch_size": 16}, [], {"gradient_accumulation_steps": 4}),
+        ({"optimizer": None, "gradient_clipping": None}, [], {"max_grad_norm": 1.0}),
         (optimizer("AdamW", lr="7e-5"), [], {"lr": 7e-5}),
         (optimizer("Adam", betas=[0.7, 0.9]), [], {"adam_beta1": 0.7, "adam_beta2": 0.9}),
         (optimizer("Adam", lr=0.01), ["--optim", "adamw"], {"optim": "adamw", "lr": 0.01}),
