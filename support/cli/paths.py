@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from support.cli.arguments import Arguments, datasets_of
-from support.cli.ds_config import configured_strategy
 from support.errors import UserError
 from support.files.folders import files_of
 from support.files.user_files import read_text
@@ -114,12 +113,3 @@ def check_export_folder(args: Arguments) -> None:
         if not exported or not (args.overwrite or args.resume is not None):
             advice = "; or --overwrite." if exported else "."
             raise UserError(f"{flag} {folder} is not empty: name another folder{advice}")
-
-
-def check_nvme_path(args: Arguments) -> None:
-    """Check that infinity's folder exists; `make_nvme_folder` checks its size later."""
-    path = args.nvme_path
-    if configured_strategy(args).uses_nvme and path is not None and not Path(path).is_dir():
-        raise UserError(
-            f"--nvme_path {path}: no such folder. Create it, or name a folder on a local NVMe disk."
-        )
