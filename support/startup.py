@@ -115,13 +115,14 @@ def end_of_imports() -> None:
 
 
 def check_run(args: Arguments) -> None:
-    """Check what the run needs: writable folders, packages."""
+    """Check what the run needs: writable folders, an NVMe folder, packages."""
     # --check may be given with the folders of an existing run. A restarted program has its own.
     if not args.check and process.RESTARTED not in os.environ:
         paths.check_output_dir(args)
         paths.check_export_folder(args)
     if args.resume and not Path(args.resume).exists():
         raise UserError(f"--resume {args.resume}: there is no such checkpoint.")
+    paths.check_nvme_path(args)
     check_packages(args)
 
 

@@ -57,8 +57,9 @@ AUTO_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 LINEAR_WARMUP = {"warmup_min_lr": 0, "warmup_type": "linear"}  # what such a file may fix
 OFFLOADED = ("offload_optimizer", "offload_param")
 # Sections that we read or change; DeepSpeed's own model checks the others.
-SECTIONS = [f"zero_optimization.{part}" for part in OFFLOADED] + (
-    "zero_optimization optimizer optimizer.params scheduler scheduler.params bf16 fp16"
+SECTIONS = (
+    "zero_optimization optimizer optimizer.params scheduler scheduler.params bf16 fp16 "
+    "zero_optimization.offload_optimizer zero_optimization.offload_param"
 ).split()
 
 
@@ -76,14 +77,14 @@ def read_ds_config(path: str) -> dict[str, Any]:
         raise UserError(f"{shown(path)}: {shown(error)}.") from error
     for name in SECTIONS:
         if not isinstance(config, dict) or not isinstance(lookup(config, name) or {}, dict):
-            raise UserError(f"{shown(path)}: {name} must be an object in an object, {{ … }}.")
+            raise UserError(f"{shown(path)}: the file and {name} in it must be objects, {{ … }}.")
     if (stage := lookup(config, "zero_optimization.stage")) not in (1, 2, 3):
         raise UserError(f"{shown(path)}: zero_optimization.stage {shown(stage)} is not 1, 2 or 3.")
     return config
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of the file; null is as if the key was missing."""
+    """Return an object of the file, without the keys that are null."""
     return {key: value for key, value in unique_keys(pairs).items() if value is not None}
 
 

@@ -113,3 +113,9 @@ def check_export_folder(args: Arguments) -> None:
         if not exported or not (args.overwrite or args.resume is not None):
             advice = "; or --overwrite." if exported else "."
             raise UserError(f"{flag} {folder} is not empty: name another folder{advice}")
+
+
+def check_nvme_path(args: Arguments) -> None:
+    """Check that --nvme_path exists; `make_nvme_folder` checks its size later."""
+    if args.nvme_path and not Path(args.nvme_path).is_dir():
+        raise UserError(f"--nvme_path {args.nvme_path}: no such folder: create it on an NVMe disk.")

@@ -227,8 +227,7 @@ def test_deepspeed_file_that_is_wrong(refused, tmp_path):
 
 
 def test_nvme_path_that_is_missing(refused):
-    error = refused("--strategy", "infinity", "--nvme_path", "/no/such/disk")
-    assert "/no/such/disk cannot be written: No such file" in error
+    assert "no such folder" in refused("--strategy", "infinity", "--nvme_path", "/no/such/disk")
 
 
 def test_nvme_path_that_cannot_be_written(refused):

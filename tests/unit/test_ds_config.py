@@ -94,7 +94,7 @@ def test_values_of_the_file_are_used(read, content, flags, values):
         ('{"zero_optimization": {"stage": 2}, "a": 1, "a": 2}', [], "key a is given twice"),
         ("[1]", [], "object"),
         (zero(4), [], "stage 4 is not 1, 2 or 3"),
-        ({"zero_optimization": True}, [], "zero_optimization must be an object"),
+        ({"zero_optimization": True}, [], "zero_optimization in it must be objects"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, [], "both bf16 and fp16"),
         ({"train_micro_batch_size_per_gpu": -1}, [], "train_micro_batch_size_per_gpu"),
         ({"train_batch_size": 13}, [], "train_batch_size 13, but --batch_size 4"),
