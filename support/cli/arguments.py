@@ -28,9 +28,8 @@ def flag(default: Any, kind: Any, metavar: str | None = None, **options) -> Any:
     """Return the field of a flag with a value; its help is in the docstring of `Arguments`.
 
     Args:
-        kind: its type of argument_types.
-        metavar: placeholder of the value in --help (default: the name in capitals).
-        options: `choices`, `nargs` and `const` of argparse's `add_argument`.
+        kind: its type, usually of argument_types.
+        metavar, options: see argparse's `add_argument`.
     """
     details = {"kind": kind, "metavar": metavar, **options}
     if default == []:
@@ -313,28 +312,18 @@ class Arguments:
     hub_problem: str | None = None  # with --check: what is missing without the hub
 
     def replace(self, **values) -> Arguments:
-        """Return a copy with other values.
-
-        Raises:
-            TypeError: a name is new.
-        """
+        """Return a copy with other values; a new name is a TypeError."""
         return replace(self, **values)
 
 
 def choose_seq_length(args: Arguments | argparse.Namespace, positions: int | None) -> int:
-    """Return --seq_length, or its default for the model.
-
-    Args:
-        positions: the most tokens that the model can process; None if it has no limit.
-    """
+    """Return --seq_length, or its default for a model with so many positions (None: no limit)."""
     if args.seq_length is None:
         default = 256 if args.model == EMBEDDED_MODEL else 512
         return min(default, positions or default)
     if positions and args.seq_length > positions:
-        raise UserError(
-            f"--seq_length {args.seq_length} is more than the {positions} positions of "
-            f"{args.model}."
-        )
+        problem = f"is more than the {positions} positions of {args.model}"
+        raise UserError(f"--seq_length {args.seq_length} {problem}.")
     return args.seq_length
 
 
