@@ -12,6 +12,7 @@ SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 PRECISIONS = {"BFLOAT16": "bf16", "BF16": "bf16", "FLOAT16": "fp16", "FP16": "fp16"}
 PRECISIONS |= {"FLOAT32": "fp32", "FP32": "fp32", "NO": "fp32"}
 LAYERS = "fsdp_transformer_layer_cls_to_wrap"
+LIKE_FORWARD = "fsdp_backward_prefetch"  # an option of FSDP1, and no misspelled one
 # Key -> the allowed values.
 CHOICES: dict[str, tuple] = {
     "fsdp_sharding_strategy": SHARDING,
@@ -62,7 +63,7 @@ def read_fsdp_config(path: str | None, words: str = "") -> FsdpOptions:
             raise UserError(f"{shown(path)}: {shown(key)} {shown(value)} is not in {allowed}.")
         if name in CHOICES or name == LAYERS:
             values[name] = value
-        elif guess := did_you_mean(name, (*CHOICES, LAYERS)):
+        elif (guess := did_you_mean(name, (*CHOICES, LAYERS))) and name != LIKE_FORWARD:
             raise UserError(f"{shown(path)}: unknown key {shown(key)}{guess}")
         elif not key.startswith("_"):  # used for comments
             ignored.append(shown(key))
@@ -80,5 +81,5 @@ def read_fsdp_config(path: str | None, words: str = "") -> FsdpOptions:
         offload=values.get("fsdp_offload_params", False) or "OFFLOAD" in chosen,
         forward_prefetch=values.get("fsdp_forward_prefetch", False),
         words=words,
-        notes=(f"FSDP2 has no {', '.join(ignored)}: ignored",) if ignored else (),
+        notes=(f"ignored, as there is no such option: {', '.join(ignored)}",) if ignored else (),
     )

@@ -160,11 +160,12 @@ def test_file_of_fsdp(tmp_path):
         fsdp_mixed_precision="BFLOAT16",
         fsdp_transformer_layer_cls_to_wrap="GPT2Block, Other",
         fsdp_use_orig_params=True,
+        backward_prefetch="backward_pre",
         _comment="mine",
     )
     assert args.precision == "bf16" and args.fsdp.layers == ("GPT2Block", "Other")
     assert not args.fsdp.reshard_after_forward and args.fsdp.wrap_layers
-    assert ignored_flags(args)[0].endswith("fsdp.json: FSDP2 has no fsdp_use_orig_params: ignored")
+    assert ignored_flags(args)[0].endswith("option: fsdp_use_orig_params, backward_prefetch")
     assert read(sharding_strategy="no_shard").strategy == "dp"
     for wrong in ({"sharding_strategy": "half"}, {"fsdp_offload_param": True}):
         with pytest.raises(UserError, match=r"fsdp\.json: (sharding_strategy HALF|unknown key)"):
