@@ -61,10 +61,11 @@ class SetFlag(argparse.Action):
 
 
 def names_in_help(action: argparse.Action) -> list[str]:
-    """Return the names of a flag; of a switch without --no_NAME, or only that if it is on."""
+    """Return the names of a flag; those of a switch that change its default."""
+    names = [*action.option_strings]
     if action.type is not kinds.boolean:
-        return [*action.option_strings]
-    return [*action.option_strings[: -1 if action.option_strings[0] == f"--{action.dest}" else 1]]
+        return names
+    return names[:1] if names[0] == f"--no_{action.dest}" else names[:-1]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
