@@ -27,7 +27,7 @@ _NAMES = """
     ds_config=deepspeed_config overwrite=overwrite_output_dir save_every=save_steps
     keep_last=save_total_limit resume=resume_from_checkpoint
     gradient_checkpointing=activation_checkpointing hub_model_id=push_to_hub_model_id
-    local_rank=local-rank
+    local_rank=local-rank deepspeed=use_deepspeed fsdp=use_fsdp
     """.split()
 RENAMED = {flag: names.split(",") for flag, names in (entry.split("=") for entry in _NAMES)}
 # Flags that have nothing to change here; one line names those that were given.
@@ -54,7 +54,7 @@ DEFAULTS_DIFFER = ("epochs", "batch_size", "seq_length", "weight_decay", "precis
 
 
 def expand(values: dict[str, Any], spelled: dict[str, str], below: dict[str, Any]) -> None:
-    """Replace --bf16, --fp16, --deepspeed, --fsdp and --use_… by the flags that they set.
+    """Set what --bf16, --fp16, --deepspeed and --fsdp set.
 
     Args:
         values: the flags of the command line or of the run file; changed in place.
@@ -78,10 +78,8 @@ def expand(values: dict[str, Any], spelled: dict[str, str], below: dict[str, Any
     deepspeed = values.pop("deepspeed", None)
     if isinstance(deepspeed, str):
         put("ds_config", deepspeed, by="deepspeed")
-    deepspeed = values.pop("use_deepspeed", deepspeed)
-    for name in ("fsdp", "use_fsdp"):
-        if values.get(name):
-            put("strategy", "fsdp", by=name)
+    if values.get("fsdp"):
+        put("strategy", "fsdp", by="fsdp")
     known = {**below, **values}
     strategy = known.get("strategy", "zero" if known.get("ds_config") else "dp")
     if deepspeed and strategy in ("dp", "fsdp"):

@@ -174,10 +174,8 @@ class Arguments:
         eval_strategy: steps: --eval_every 500. no: --no_eval, or with --do_eval only at the end
         save_strategy: epoch: --save_epochs. steps: --save_every 500. best: --load_best_at_end
         validation_split_percentage: --validation_split N/100, without a validation split
-        deepspeed: --ds_config FILE
+        deepspeed: --ds_config FILE; without FILE, the one of --deepspeed_config or of the strategy
         fsdp: --strategy fsdp, with options such as 'full_shard auto_wrap offload'
-        use_deepspeed: use --deepspeed_config, as in the run files of the guides
-        use_fsdp: --strategy fsdp
     """
 
     # instead of a run
@@ -299,8 +297,6 @@ class Arguments:
     validation_split_percentage: int | None = flag(None, kinds.whole(1, 99), "N")
     deepspeed: str | bool | None = flag(None, kinds.file_or_switch, "FILE", nargs="?", const="true")
     fsdp: FsdpOptions = flag(FsdpOptions(), kinds.fsdp_options, "OPTIONS", nargs="?", const="true")
-    use_deepspeed: bool | None = None
-    use_fsdp: bool | None = None
 
     # Not flags: what was resolved from them.
     given: frozenset[str] = frozenset()  # names on the command line or in the run file

@@ -21,7 +21,7 @@ NOT_SHOWN = frozenset(
     """
     config print_config check prefetch show_sample prove local_rank given sources mixture
     ds_config_dict hub_offline hub_problem fsdp bf16 fp16 use_peft do_train do_eval eval_strategy
-    save_strategy deepspeed use_deepspeed use_fsdp
+    save_strategy deepspeed
     """.split()
 )
 
