@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import PROJECT
 from support.cli import argument_types as kinds
-from support.cli.aliases import IGNORED, names_of
-from support.cli.flags import COMMANDS, GROUPS, HelpFormatter, build_parser, names_in_help
+from support.cli.aliases import IGNORED
+from support.cli.flags import GROUPS, HelpFormatter, build_parser, names_in_help
 from support.known_models import GPT2_SHAPES
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict_all
@@ -44,13 +44,13 @@ def flags() -> list[str]:
     """List all flags of real_model_example.py by group, with their other names and defaults."""
     actions = {name: a for a in build_parser()._actions for name in a.option_strings}
     lines = []
-    for title, rows in {"instead of a run": COMMANDS, **GROUPS}.items():
-        listed = [actions[name] for name, options in rows if options["help"] != argparse.SUPPRESS]
-        lines += [f"## {title[0].upper()}{title[1:]}", ""]
+    for title, names in GROUPS.items():
+        listed = [actions[f"--{name}"] for name in names]
+        lines += [f"## {title}", ""]
         lines += [*table(["flag", "default", "meaning"], map(row_of_flag, listed)), ""]
     lines += ["## Accepted and ignored", "", "For command lines of other trainers:", ""]
-    names = ", ".join(f"`--{name}`" for name in IGNORED)
-    return [*lines, *textwrap.wrap(names, 100, break_on_hyphens=False)]
+    ignored = ", ".join(f"`--{name}`" for name in IGNORED)
+    return [*lines, *textwrap.wrap(ignored, 100, break_on_hyphens=False)]
 
 
 def row_of_flag(action: argparse.Action) -> tuple[str, str, str]:
@@ -58,14 +58,12 @@ def row_of_flag(action: argparse.Action) -> tuple[str, str, str]:
     formatter = HelpFormatter("")
     text = as_markdown(" ".join(formatter._expand_help(action).split()))
     found = re.fullmatch(r"(.*?) ?\(default: ((?:[^()]|\([^()]*\))*)\)", text)
-    if action.type is kinds.boolean or action.option_strings[0].startswith("--no_"):
+    if action.type is kinds.boolean:
         meaning, default = text, "off"
     else:
         meaning, default = found.groups() if found else (text, "")
-    ours, *others = names_of(action.option_strings[0])
-    shown = formatter._format_action_invocation(action).removeprefix(
-        ", ".join(names_in_help([ours, *others]))
-    )
+    ours, *others = names_in_help(action)
+    shown = formatter._format_action_invocation(action).removeprefix(", ".join([ours, *others]))
     shown = "" if shown[1:].lower() == ours[2:] else shown
     return ", ".join([f"`{ours}{shown}`", *(f"`{name}`" for name in others)]), default, meaning
 

@@ -95,7 +95,7 @@ def build_parser() -> kinds.Parser:
     text = "train adapters of this rank, freeze the rest"
     add("--lora_r", type=kinds.rank_of_adapters, metavar="R", help=text)
     text = "the layers that get an adapter"
-    add("--lora_targets", type=kinds.layer_names, metavar="LIST", help=text)
+    add("--lora_targets", type=kinds.word, metavar="LIST", help=text)
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: bf16)")
     add("--load_in_4bit", action=switch, help="frozen weights in 4 bits; needs --lora_r")
     add("--optim", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")

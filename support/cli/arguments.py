@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.cli import argument_types as kinds
-from support.cli.datasets import Dataset
 from support.cli.fsdp_config import FsdpOptions
 from support.errors import UserError
 from support.known_models import EMBEDDED_MODEL
@@ -15,27 +14,26 @@ from support.optimizers import OPTIMIZERS
 from support.strategy import STRATEGIES
 
 
+class Dataset(NamedTuple):
+    """A dataset among those of --dataset."""
+
+    name: str  # as for a single one
+    weight: str | None = None  # a decimal number, as text; None if no dataset has one
+
+    def __str__(self) -> str:
+        return self.name if self.weight is None else f"{self.name}:{self.weight}"
+
+
 def flag(default: Any, kind: Any, metavar: str | None = None, **options) -> Any:
     """Return the field of a flag with a value; its help is in the docstring of `Arguments`.
 
     Args:
-        kind: its type of argument_types, or a tuple with the allowed values.
-        metavar: placeholder of the value in --help (default: the name in capitals).
-        options: `choices`, `nargs` and `const` of argparse's `add_argument`.
+        kind: its type, usually of argument_types.
+        metavar, options: see argparse's `add_argument`.
     """
     details = {"kind": kind, "metavar": metavar, **options}
     if default == []:
         return field(default_factory=list, metadata=details)
-    return field(default=default, metadata=details)
-
-
-def switch(default: bool | None = False, has_opposite: bool = False) -> Any:
-    """Return the field of a flag that is true or false.
-
-    Args:
-        has_opposite: --no_NAME exists, as for each flag that is on by default.
-    """
-    details = {"kind": kinds.boolean, "has_opposite": has_opposite or default is True}
     return field(default=default, metadata=details)
 
 
@@ -44,86 +42,68 @@ class Arguments:
     """The values of the flags by name, and what was resolved from them.
 
     A value that is known only later goes into a copy: `args = args.replace(seq_length=512)`. The
-    groups and texts below are those of --help. Of a flag that is on by default, the text describes
-    --no_NAME.
+    groups and texts below are those of --help. Each switch also has --no_NAME; of one that is on by
+    default, the text describes that.
 
     Instead of a run:
         check: try everything that the run needs of this machine and its network, and train nothing
-        prefetch: download and tokenize what the run needs, for machines without a network, and
-            train nothing
-        show_sample: print the first training sequence as tokens, with those that are trained
-            marked, and train nothing
-        prove: make one step on the model and data in several ways, also with --strategy on N ranks
-            and with transformers.Trainer, and compare loss, gradient and update (default N: all
-            GPUs, else 2)
+        prefetch: download and tokenize what the run needs, and train nothing
+        show_sample: print the first training sequence, and which of its tokens are trained
+        prove: make one step in several ways, also on N ranks and with Trainer, and compare it
 
     Run file:
         config: YAML with these flags; the command line overrides it
         print_config: print every setting with its source, as such a file, and exit
 
     Model:
-        model: tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl, any
-            causal language model on the Hugging Face hub, or a local folder
+        model: tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl,
+            another causal language model on the Hugging Face hub, or a local folder
         model_revision: branch, tag or commit of a model on the hub (default: main)
         from_scratch: take the architecture only; random weights drawn from --seed
         dropout: dropout probability (default: the model's own)
         fused_gelu: compute GPT-2's activation as gelu_new, not as the same function in one kernel
         gradient_checkpointing: recompute activations in the backward pass to save memory
-        lora_r: train low-rank adapters of this rank (LoRA) and leave the model as it is (default:
-            train all of it)
+        lora_r: train adapters of this rank (LoRA) only (default: train the whole model)
         lora_alpha: scale adapters by A / R (default: 2 R)
         lora_dropout: dropout before the adapters
-        lora_targets: layers that get one, by the end of their names with commas between, or
-            all-linear (default: those that are usual for the architecture)
+        lora_targets: ends of the names of layers, or all-linear (default: the architecture's usual)
         merge_lora: export the whole model with the adapters added, instead of the adapters
-        load_in_4bit: keep the frozen weights in 4 bits (QLoRA: NF4, double quantization); needs
-            --lora_r and bitsandbytes
+        load_in_4bit: keep frozen weights in 4 bits (QLoRA); needs --lora_r and bitsandbytes
         compile: compile the model with torch.compile
 
     Data:
-        dataset: pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .parquet), or
-            a hub dataset; or several, also with weights: A:0.7 B:0.3 (default: pydocs for
-            tiny-gpt2, else wikitext)
-        include: files of a folder to read, such as '*.txt' or 'books/*.md,*.txt' (default: all that
-            are not hidden or empty)
+        dataset: pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .tsv
+            .parquet; each but .parquet also as .gz), or a hub dataset; or several, also with
+            weights: A:0.7 B:0.3 (default: pydocs for tiny-gpt2, else wikitext)
+        include: files of a folder to read, such as 'books/*.md,*.txt' (default: all)
         dataset_config: configuration name of a hub dataset
         dataset_revision: branch, tag or commit of a hub dataset (default: main)
-        train_split: split of a hub dataset to train on, also a part as 'train[:10%]' (default:
-            train)
+        train_split: split of a hub dataset to train on, also as 'train[:10%]' (default: train)
         eval_split: split of a hub dataset to evaluate on (default: validation, if there is one)
-        text_column: column or key that holds the text (default: the format that a row's keys show:
-            messages, ShareGPT, prompt and completion, Alpaca, else text)
-        prompt_column: column or key that holds the prompt
-        completion_column: column or key that holds the completion, which is trained on
+        text_column: column or key of the text (default: recognized by the row's keys, else text)
+        prompt_column: column or key of the prompt
+        completion_column: column or key of the completion, which is trained on
         validation_file: file or folder to evaluate on (default: the corpus's own validation split)
-        validation_split: share of the corpus to hold out for evaluation (default: 0.1 where there
-            is no validation split)
+        validation_split: share to hold out for evaluation (default: 0.1 without a validation split)
         max_bad_rows: skip up to N rows that cannot be used, and name them
-        chat_template: Jinja template for conversations (default: the tokenizer's own, else a plain
-            one)
-        streaming: read and tokenize while training, for a corpus larger than the disk; needs
-            --max_steps
+        chat_template: Jinja template of conversations (default: the tokenizer's, else a plain one)
+        streaming: read and tokenize while training; needs --max_steps
         shuffle_buffer: sequences among which --streaming shuffles, over all ranks
-        seq_length: tokens in a sequence (default: 256 for tiny-gpt2, else 512, or as many as the
-            model has positions)
-        isolate_documents: let tokens attend to their own document only, where a sequence has
-            several (default: to all earlier tokens of the sequence)
-        packing: put several conversations or pairs into a sequence, instead of padding; each
-            attends to itself only
+        seq_length: tokens in a sequence (default: 512, tiny-gpt2 256, or the model's most)
+        isolate_documents: tokens attend to their own document only (default: to all earlier ones)
+        packing: put several conversations or pairs into a sequence; each attends to itself only
         num_samples: sequences to train on, over all ranks (default: all)
-        cache_dir: where tokenized data is kept (default: distributed_training under HF_HOME, else
-            ~/.cache/huggingface)
+        cache_dir: where tokenized data is kept (default: distributed_training under HF_HOME)
 
     Training:
         batch_size: sequences per GPU in a micro-batch
         eval_batch_size: sequences per GPU in a batch of an evaluation (default: --batch_size)
         gradient_accumulation_steps: micro-batches per optimizer step
-        auto_micro_batch: if memory runs out in the first steps, start again with half of
-            --batch_size and twice the accumulation, until the run fits
+        auto_micro_batch: if memory runs out at the start, halve --batch_size, double accumulation
         epochs: passes over the data (default: 1, or what --max_steps needs)
         max_steps: stop after this many optimizer steps
         lr: peak learning rate (default: 5e-5, adapters 2e-4, random weights 5e-4; sgd 0.1)
-        lr_scheduler: decay after warm-up: linear, cosine, constant
+        lr_scheduler: decay after warm-up
         warmup_steps: steps of linear warm-up
         warmup_ratio: warm-up as a share of all steps, rounded up
         optim: adamw, adamw_8bit (bitsandbytes), adafactor, sgd, or Trainer's name of one of them
@@ -134,65 +114,53 @@ class Arguments:
         max_grad_norm: clip the gradient's norm; 0 = never
         precision: auto: bf16 where the device does it well, fp16 on older GPUs, else fp32
         seed: weights, order of the data, dropout
-        deterministic: only deterministic kernels (slower); a model that needs another one is an
-            error
+        deterministic: only deterministic kernels (slower)
         eval: no evaluation (default: after each epoch)
         eval_first: also evaluate before training
         eval_only: evaluate and do not train
         eval_every: evaluate every N optimizer steps and at the end, instead of after each epoch
-        early_stopping_patience: stop after K evaluations in a row that were no better than the best
-            (default: never)
-        load_best_at_end: save the best evaluation's weights, and end with them (default: the last)
+        early_stopping_patience: stop after K evaluations without improvement (default: never)
+        load_best_at_end: end with the weights of the best evaluation (default: the last)
         eval_samples: sequences to evaluate (default: --num_samples, else all)
 
     Strategy:
-        strategy: dp, zero1, zero2, zero3, offload (optimizer on the CPU), infinity (optimizer and
-            parameters on NVMe), fsdp
+        strategy: offload: optimizer on the CPU. infinity: optimizer and parameters on NVMe
         ds_config: DeepSpeed JSON instead of ds_config_*.json
         fsdp_config: FSDP's options in JSON, as accelerate writes them
-        nvme_path: where infinity keeps its files (default: the temporary folder, TMPDIR)
+        nvme_path: where infinity keeps its files (default: the temporary folder)
 
     Cluster:
+        local_rank: accepted and ignored: some launchers append it
         ddp_timeout: seconds until a collective times out
-        hang_seconds: write every rank's stacks to --output_dir/hang if a step or a collective
-            takes longer (default: a tenth of --ddp_timeout)
+        hang_seconds: write all stacks if a step takes longer (default: a tenth of --ddp_timeout)
 
     Output:
-        output_dir: folder for results.json and metrics.jsonl (default:
-            runs/<model>-<strategy>-<time>)
+        output_dir: folder of the results (default: runs/<model>-<strategy>-<time>)
         overwrite: replace another run's results in --output_dir, or what is in --export_hf
         save_every: save a checkpoint every N steps (default: never)
         save_epochs: write a checkpoint at the end of each epoch
         keep_last: keep the newest K checkpoints only (default: all)
         no_save: write no checkpoint, not even when a signal stops the run
-        resume: continue from the newest whole checkpoint in --output_dir (from the start if there
-            is none), or from PATH
+        resume: continue from PATH, or from the newest whole checkpoint in --output_dir, if any
         resume_force: resume although the text, the batch or the seed has changed
         export_hf: where the trained model goes, for from_pretrained (default: hf in --output_dir)
         no_export: do not write the trained model
         export_dtype: type of the exported weights (default: fp32, as they are trained)
         push_to_hub: push the exported model to the Hugging Face hub at the end
-        hub_model_id: repository to push to, with or without an owner (default: the name of
-            --output_dir)
+        hub_model_id: repository to push to (default: the name of --output_dir)
         hub_private_repo: create that repository as a private one
-        generate: print a continuation of this text at the end; after conversations, the answer to
-            it
+        generate: print a continuation of this text, or the answer to it, at the end
         logging_steps: optimizer steps between two lines
-        report_to: tensorboard, wandb, or both with a comma between (default: none; metrics.jsonl is
-            always written)
-        logging_dir: where the files of --report_to tensorboard go (default: tensorboard in
-            --output_dir)
+        report_to: tensorboard, wandb, or both with a comma between (default: none)
+        logging_dir: files of --report_to tensorboard (default: tensorboard in --output_dir)
         run_name: name of the run in the trackers
-        project: wandb's project (default: WANDB_PROJECT, else distributed-training; of a resumed
-            run, its own)
+        project: wandb's project (default: WANDB_PROJECT, else distributed-training)
         tags: words for the run in the trackers, with commas between
         quiet: print warnings and errors only
 
     Debugging:
-        profile_memory: show memory after each phase and by kind of state (slows the last step on a
-            CPU)
-        simulate_gpus: measure the memory of rank 0 of N in this one process: real allocations,
-            nothing communicated, no losses (3 steps)
+        profile_memory: show memory after each phase and by kind of state
+        simulate_gpus: measure the memory of rank 0 of N in one process, in 3 steps without losses
         memory_snapshot: write PyTorch's snapshot of the GPU's memory, for pytorch.org/memory_viz
         profile: write a trace of 3 steps, for ui.perfetto.dev
         verbose: show third-party messages and tracebacks
@@ -203,44 +171,38 @@ class Arguments:
         use_peft: train adapters, which needs --lora_r
         do_train: train, as without this flag
         do_eval: evaluate; without --do_train, do not train (--eval_only)
-        eval_strategy: epoch: as by default. steps: --eval_every 500. no: --no_eval, or with
-            --do_eval an evaluation at the end
-        save_strategy: epoch: --save_epochs. steps: --save_every 500. no: as by default. best: as by
-            --load_best_at_end, which it needs
-        validation_split_percentage: --validation_split N/100, if the dataset has no validation
-            split
-        deepspeed: --ds_config FILE
+        eval_strategy: steps: --eval_every 500. no: --no_eval, or with --do_eval only at the end
+        save_strategy: epoch: --save_epochs. steps: --save_every 500. best: --load_best_at_end
+        validation_split_percentage: --validation_split N/100, without a validation split
+        deepspeed: --ds_config FILE; without FILE, the one of --deepspeed_config or of the strategy
         fsdp: --strategy fsdp, with options such as 'full_shard auto_wrap offload'
     """
 
     # instead of a run
-    check: bool = switch()
-    prefetch: bool = switch()
-    show_sample: bool = switch()
+    check: bool = False
+    prefetch: bool = False
+    show_sample: bool = False
     prove: int | bool | None = flag(None, kinds.ranks, "N", nargs="?", const=True)
-
     # run file
     config: str | None = flag(None, kinds.name, "FILE")
-    print_config: bool = switch()
-
+    print_config: bool = False
     # model
     model: str = flag(EMBEDDED_MODEL, kinds.name)
     model_revision: str | None = flag(None, kinds.word, "REV")
-    from_scratch: bool = switch()
+    from_scratch: bool = False
     dropout: float | None = flag(None, kinds.probability)
-    fused_gelu: bool = switch(True)
-    gradient_checkpointing: bool = switch()
+    fused_gelu: bool = True
+    gradient_checkpointing: bool = False
     lora_r: int | None = flag(None, kinds.rank_of_adapters, "R")
     lora_alpha: float | None = flag(None, kinds.positive_float, "A")
     lora_dropout: float = flag(0.0, kinds.probability)
-    lora_targets: str | None = flag(None, kinds.words, "LIST")
-    merge_lora: bool = switch()
-    load_in_4bit: bool = switch()
-    compile: bool = switch()
-
+    lora_targets: str | None = flag(None, kinds.word, "LIST")
+    merge_lora: bool = False
+    load_in_4bit: bool = False
+    compile: bool = False
     # data
     dataset: str = flag(None, kinds.name, "NAME", nargs="+")
-    include: str | None = flag(None, kinds.words, "PATTERNS")
+    include: str | None = flag(None, kinds.word, "PATTERNS")
     dataset_config: str | None = flag(None, kinds.word)
     dataset_revision: str | None = flag(None, kinds.word, "REV")
     train_split: str | None = flag(None, kinds.word, "SPLIT")
@@ -249,102 +211,92 @@ class Arguments:
     prompt_column: str | None = flag(None, kinds.word)
     completion_column: str | None = flag(None, kinds.word)
     validation_file: str | None = flag(None, kinds.name, "FILE")
-    validation_split: float | None = flag(None, kinds.share, "SHARE")
+    validation_split: float | None = flag(None, kinds.real(1, below=True), "SHARE")
     max_bad_rows: int = flag(0, kinds.natural_int, "N")
     chat_template: str | None = flag(None, kinds.name, "FILE")
-    streaming: bool = switch()
+    streaming: bool = False
     shuffle_buffer: int = flag(1000, kinds.positive_int, "N")
     seq_length: int = flag(None, kinds.block_length)
-    isolate_documents: bool = switch(False, has_opposite=True)
-    packing: bool = switch()
-    num_samples: int | None = flag(None, kinds.sequences)
+    isolate_documents: bool = False
+    packing: bool = False
+    num_samples: int | None = flag(None, kinds.tokens)
     cache_dir: str | None = flag(None, kinds.name)
-
     # training
     batch_size: int = flag(4, kinds.batch, "N")
     eval_batch_size: int | None = flag(None, kinds.batch, "N")
     gradient_accumulation_steps: int = flag(1, kinds.batch)
-    auto_micro_batch: bool = switch()
+    auto_micro_batch: bool = False
     epochs: int | None = flag(None, kinds.epochs)
     max_steps: int | None = flag(None, kinds.max_steps)
-    lr: float = flag(None, kinds.rate)
-    lr_scheduler: str = flag(
-        "linear", kinds.scheduler, "NAME", choices=("linear", "cosine", "constant")
-    )
-    warmup_steps: int = flag(0, kinds.warmup_steps)
-    warmup_ratio: float = flag(0.0, kinds.ratio)
-    optim: str = flag("adamw", kinds.optimizer, "NAME", choices=tuple(OPTIMIZERS))
+    lr: float = flag(None, kinds.real(1000))
+    lr_scheduler: str = flag("linear", kinds.choice, choices=("linear", "cosine", "constant"))
+    warmup_steps: int = flag(0, kinds.whole(0, kinds.MOST_STEPS))
+    warmup_ratio: float = flag(0.0, kinds.real(1, zero=True))
+    optim: str = flag("adamw", kinds.choice, "NAME", choices=tuple(OPTIMIZERS))
     adam_beta1: float = flag(0.9, kinds.probability)
     adam_beta2: float = flag(0.999, kinds.probability)
     adam_epsilon: float = flag(1e-08, kinds.positive_float)
     weight_decay: float = flag(0.01, kinds.natural_float)
     max_grad_norm: float = flag(1.0, kinds.natural_float)
     precision: str = flag("auto", kinds.precision, choices=("auto", "fp32", "bf16", "fp16"))
-    seed: int = flag(42, kinds.seed)
-    deterministic: bool = switch()
-    eval: bool = switch(True)
-    eval_first: bool = switch()
-    eval_only: bool = switch()
+    seed: int = flag(42, kinds.whole(0, 2**63 - 1))
+    deterministic: bool = False
+    eval: bool = True
+    eval_first: bool = False
+    eval_only: bool = False
     eval_every: int | None = flag(None, kinds.steps, "N")
     early_stopping_patience: int | None = flag(None, kinds.positive_int, "K")
-    load_best_at_end: bool = switch()
-    eval_samples: int | None = flag(None, kinds.sequences)
-
+    load_best_at_end: bool = False
+    eval_samples: int | None = flag(None, kinds.tokens)
     # strategy
-    strategy: str = flag("dp", tuple(STRATEGIES))
+    strategy: str = flag("dp", kinds.choice, choices=tuple(STRATEGIES))
     ds_config: str | None = flag(None, kinds.name, "FILE")
     fsdp_config: str | None = flag(None, kinds.name, "FILE")
     nvme_path: str | None = flag(None, kinds.name, "DIR")
-
     # cluster
+    local_rank: int | None = flag(None, int, "N")
     ddp_timeout: int = flag(1800, kinds.seconds)
     hang_seconds: int = flag(None, kinds.seconds, "N")
-    local_rank: int = flag(-1, int)
-
     # output
     output_dir: str | None = flag(None, kinds.name)
-    overwrite: bool = switch()
+    overwrite: bool = False
     save_every: int | None = flag(None, kinds.steps, "N")
-    save_epochs: bool = switch()
+    save_epochs: bool = False
     keep_last: int | None = flag(None, kinds.positive_int, "K")
-    no_save: bool = switch()
+    no_save: bool = False
     resume: str | None = flag(None, kinds.checkpoint, "PATH", nargs="?", const="true")
-    resume_force: bool = switch()
+    resume_force: bool = False
     export_hf: str | None = flag(None, kinds.name, "DIR")
-    no_export: bool = switch()
-    export_dtype: str = flag("fp32", ("fp32", "bf16", "fp16"))
-    push_to_hub: bool = switch()
-    hub_model_id: str | None = flag(None, kinds.repository, "NAME")
-    hub_private_repo: bool = switch()
-    generate: str | None = flag(None, kinds.prompt, "PROMPT")
+    no_export: bool = False
+    export_dtype: str = flag("fp32", kinds.choice, choices=("fp32", "bf16", "fp16"))
+    push_to_hub: bool = False
+    hub_model_id: str | None = flag(None, kinds.word, "NAME")
+    hub_private_repo: bool = False
+    generate: str | None = flag(None, str, "PROMPT")
     logging_steps: int = flag(10, kinds.steps)
     report_to: list[str] = flag([], kinds.reporters, "LIST")
     logging_dir: str | None = flag(None, kinds.name, "DIR")
     run_name: str | None = flag(None, kinds.word, "NAME")
     project: str | None = flag(None, kinds.word, "NAME")
     tags: list[str] = flag([], kinds.tags, "LIST")
-    quiet: bool = switch()
-
+    quiet: bool = False
     # debugging
-    profile_memory: bool = switch()
+    profile_memory: bool = False
     simulate_gpus: int | None = flag(None, kinds.ranks, "N")
     memory_snapshot: str | None = flag(None, kinds.name, "FILE")
     profile: str | None = flag(None, kinds.name, "DIR")
-    verbose: bool = switch()
-
-    # flags that set others
-    bf16: bool | None = switch(None)
-    fp16: bool | None = switch(None)
-    use_peft: bool | None = switch(None)
-    do_train: bool | None = switch(None)
-    do_eval: bool | None = switch(None)
-    eval_strategy: str | None = flag(None, kinds.when, choices=("no", "steps", "epoch"))
-    save_strategy: str | None = flag(None, kinds.when, choices=("no", "steps", "epoch", "best"))
+    verbose: bool = False
+    # flags of Trainer that set others
+    bf16: bool | None = None
+    fp16: bool | None = None
+    use_peft: bool | None = None
+    do_train: bool | None = None
+    do_eval: bool | None = None
+    eval_strategy: str | None = flag(None, kinds.choice, choices=("no", "steps", "epoch"))
+    save_strategy: str | None = flag(None, kinds.choice, choices=("no", "steps", "epoch", "best"))
     validation_split_percentage: int | None = flag(None, kinds.whole(1, 99), "N")
     deepspeed: str | bool | None = flag(None, kinds.file_or_switch, "FILE", nargs="?", const="true")
     fsdp: FsdpOptions = flag(FsdpOptions(), kinds.fsdp_options, "OPTIONS", nargs="?", const="true")
-    use_deepspeed: bool | None = switch(None)  # in the guides' run files; not in --help
-    use_fsdp: bool | None = switch(None)
 
     # Not flags: what was resolved from them.
     given: frozenset[str] = frozenset()  # names on the command line or in the run file
@@ -356,28 +308,18 @@ class Arguments:
     hub_problem: str | None = None  # with --check: what is missing without the hub
 
     def replace(self, **values) -> Arguments:
-        """Return a copy with other values.
-
-        Raises:
-            TypeError: a name is new.
-        """
+        """Return a copy with other values; a new name is a TypeError."""
         return replace(self, **values)
 
 
 def choose_seq_length(args: Arguments | argparse.Namespace, positions: int | None) -> int:
-    """Return --seq_length, or its default for the model.
-
-    Args:
-        positions: the most tokens that the model can process; None if it has no limit.
-    """
+    """Return --seq_length, or its default for a model with so many positions (None: no limit)."""
     if args.seq_length is None:
         default = 256 if args.model == EMBEDDED_MODEL else 512
         return min(default, positions or default)
     if positions and args.seq_length > positions:
-        raise UserError(
-            f"--seq_length {args.seq_length} is more than the {positions} positions of "
-            f"{args.model}."
-        )
+        problem = f"is more than the {positions} positions of {args.model}"
+        raise UserError(f"--seq_length {args.seq_length} {problem}.")
     return args.seq_length
 
 

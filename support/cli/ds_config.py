@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import copy
-import inspect
+import importlib.util
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import filterfalse, repeat
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, ClassVar
 
-from support.cli.arguments import Arguments, global_batch
+from support.cli.arguments import Arguments
 from support.cli.flags import FLAGS
 from support.errors import UserError
 from support.files.atomic import write_text
-from support.files.user_files import did_you_mean, read_text, shown
+from support.files.user_files import did_you_mean, read_text, shown, unique_keys
 from support.strategy import STRATEGIES, Strategy
 
 # Hugging Face's convention for "as on the command line"; DeepSpeed itself does not know it.
@@ -49,83 +49,43 @@ FLAGS_OF_KEY = {
 OPTIONAL = ("betas", "eps", "nvme_path")
 # Parameters of an optimizer for which DeepSpeed's AdamW and PyTorch's are the same.
 PARAMS_OF_ADAM = ("lr", "weight_decay", "betas", "eps")
-OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+OF_OPTIMIZER = ("optim", "adam_beta1", "adam_beta2", "adam_epsilon")
 OF_SCHEDULER = ("lr_scheduler", "warmup_steps", "warmup_ratio", "lr")
+ITS_OWN = "(its own)"  # in the source of a flag that the file's optimizer or scheduler replaces
 # Schedulers that Hugging Face's files have with "auto" values, and the same --lr_scheduler.
 AUTO_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
-SECTIONS = ("optimizer", "scheduler", "bf16", "fp16", "zero_optimization")
+LINEAR_WARMUP = {"warmup_min_lr": 0, "warmup_type": "linear"}  # what such a file may fix
 OFFLOADED = ("offload_optimizer", "offload_param")
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A DeepSpeed file, merged with the flags."""
-
-    config: dict[str, Any]  # with "auto" where the model or the device decides
-    flags: dict[str, Any] = field(default_factory=dict)  # values that the file sets
-    keys: dict[str, str] = field(default_factory=dict)  # key of the file by the flag that it sets
-
-
-# ---------------------------------------------------------------------------------------- the file
+# Sections that we read or change; DeepSpeed's own model checks the others.
+SECTIONS = (
+    "zero_optimization optimizer optimizer.params scheduler scheduler.params bf16 fp16 "
+    "zero_optimization.offload_optimizer zero_optimization.offload_param"
+).split()
 
 
 def read_ds_config(path: str) -> dict[str, Any]:
-    """Read a DeepSpeed configuration: JSON, also with comments and trailing commas.
+    """Read a DeepSpeed configuration with DeepSpeed's parser, if installed: JSON with comments.
 
     Raises:
-        UserError: the file cannot be read, is not valid JSON (with line and column), or a value
-            that determines the strategy or the precision has the wrong type.
+        UserError: the file cannot be read or parsed, or a part that we read has the wrong type.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for key in (keys := [key for key, _ in pairs]):
-            if keys.count(key) > 1:
-                raise UserError(f"{shown(path)} gives the key {shown(key)} twice: leave one out.")
-        return dict(pairs)
-
+    text = read_text("--ds_config", path)
+    parser = importlib.import_module("hjson" if importlib.util.find_spec("hjson") else "json")
     try:
-        text = _without_comments(read_text("--ds_config", path))
-        config = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{shown(path)}, line {error.lineno}, column {error.colno}: {error.msg}."
-        ) from error
-    if not isinstance(config, dict):
-        raise UserError(f"{shown(path)}: a DeepSpeed configuration is a JSON object, {{ … }}.")
-    _check_types(config, shown(path))
+        config = parser.loads(text, object_pairs_hook=_object)
+    except ValueError as error:
+        raise UserError(f"{shown(path)}: {shown(error)}.") from error
+    for name in SECTIONS:
+        if not isinstance(config, dict) or not isinstance(lookup(config, name) or {}, dict):
+            raise UserError(f"{shown(path)}: the file and {name} in it must be objects, {{ … }}.")
+    if (stage := lookup(config, "zero_optimization.stage")) not in (1, 2, 3):
+        raise UserError(f"{shown(path)}: zero_optimization.stage {shown(stage)} is not 1, 2 or 3.")
     return config
 
 
-def _without_comments(text: str) -> str:
-    """Replace comments and trailing commas by spaces, which keeps lines and columns."""
-    string = r'"(?:\\.|[^"\\])*"'
-    for pattern in (rf"({string})|//[^\n]*|#[^\n]*|/\*.*?\*/", rf"({string})|,(?=\s*[}}\]])"):
-        text = re.sub(pattern, lambda m: m[1] or re.sub(".", " ", m[0]), text, flags=re.DOTALL)
-    return text
-
-
-def _check_types(config: dict[str, Any], path: str) -> None:
-    """Check the values that we interpret; DeepSpeed's own model checks the others."""
-    zero = config.get("zero_optimization", {})
-    sections = {name: config[name] for name in SECTIONS if name in config}
-    if isinstance(zero, dict):
-        offloaded = {part: zero[part] for part in OFFLOADED if zero.get(part) is not None}
-        sections |= {f"zero_optimization.{part}": section for part, section in offloaded.items()}
-    for name, section in sections.items():
-        if not isinstance(section, dict):
-            raise UserError(f"{path}: {name} must be an object, {{ … }}.")
-        enabled = section.get("enabled", AUTO)
-        if not isinstance(enabled, bool) and enabled != AUTO:
-            raise UserError(f"{path}: {name}.enabled must be true or false, without quotes.")
-        if section.get("device") not in (None, "none", "cpu", "nvme"):
-            raise UserError(f"{path}: {name}.device must be none, cpu or nvme.")
-        if not isinstance(section.get("params", {}), dict):
-            raise UserError(f"{path}: {name}.params must be an object, {{ … }}.")
-    if type(stage := zero.get("stage")) is not int or stage not in (1, 2, 3):
-        raise UserError(
-            f"{path} has zero_optimization.stage {shown(stage)}: it must be 1, 2 or 3 "
-            "(0 is --strategy dp)."
-        )
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of the file, without the keys that are null."""
+    return {key: value for key, value in unique_keys(pairs).items() if value is not None}
 
 
 class _Recorder(dict):
@@ -165,14 +125,19 @@ def check_with_deepspeed(args: Arguments) -> None:
     try:
         DeepSpeedConfig(_Recorder(config))
     except (DeepSpeedConfigError, ValueError, TypeError, AssertionError) as error:
-        known = {name for model in _subclasses(DeepSpeedConfigModel) for name in model.model_fields}
-        raise UserError(f"{file}: {_first_problem(error, config, known)}") from error
-    places = {"": (config, _Recorder.asked), "optimizer.params.": _params_of_adam(config)}
-    for place, (section, known) in places.items():
-        for key in section:
-            if key not in known:
-                guess = did_you_mean(key, known)
-                raise UserError(f"{file}: unknown key {place}{shown(key)}{guess or '.'}")
+        if not hasattr(error, "errors"):  # pydantic's ValidationError
+            raise UserError(f"{file}: {shown(error, 300)}.") from error
+        first = error.errors()[0]
+        *_, name = loc = [str(part) for part in first["loc"]]
+        models: list[Any] = DeepSpeedConfigModel.__subclasses__()
+        known = {name for model in models for name in model.model_fields}
+        problem = f"cannot be {shown(first['input'])}: {first['msg']}."
+        if name not in known:
+            problem = f"is unknown{did_you_mean(name, known) or '.'}"
+        raise UserError(f"{file}: {'.'.join(loc)} {problem}") from error
+    for key in filterfalse(_Recorder.asked.__contains__, config):
+        guess = did_you_mean(key, _Recorder.asked) or "."
+        raise UserError(f"{file}: {shown(key)} is unknown{guess}")
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
@@ -184,86 +149,33 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _subclasses(model: type) -> Iterator[Any]:
-    for subclass in model.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
-
-
-def _first_problem(error: Any, config: dict[str, Any], known: set[str]) -> str:
-    """Return what DeepSpeed's model says about a configuration, with the whole key.
-
-    Args:
-        error: pydantic's ValidationError, or another error of DeepSpeed.
-        known: all keys of DeepSpeed's sections.
-    """
-    if not hasattr(error, "errors"):
-        return f"{shown(error, 300)}."
-    problem = error.errors()[0]
-    key = ".".join(map(str, problem["loc"]))
-    place = next((name for name, _ in _values(config) if f".{name}".endswith(f".{key}")), key)
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {place}{did_you_mean(str(problem['loc'][-1]), known) or '.'}"
-    return f"{place} cannot be {shown(problem['input'])}: {problem['msg']}."
-
-
-def _values(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of an object and of the objects in it."""
-    for key, value in config.items():
-        yield prefix + key, value
-        if isinstance(value, dict):
-            yield from _values(value, f"{prefix}{key}.")
-
-
-def _params_of_adam(config: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return the parameters of the file's Adam, which DeepSpeed does not check, and their names."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from torch.optim import AdamW
-
-    if str(lookup(config, "optimizer.type")).lower() not in ("adam", "adamw"):
-        return {}, set()
-    kinds = (AdamW, DeepSpeedCPUAdam, FusedAdam)
-    names = {name for kind in kinds for name in inspect.signature(kind).parameters}
-    return lookup(config, "optimizer.params") or {}, names | {"torch_adam", "adam_w_mode"}
-
-
-# ------------------------------------------------------------------------------ parts of a file
-
-
 def lookup(config: dict[str, Any], key: str) -> Any:
     """Return the value at a dotted key ("optimizer.params.lr"), or None."""
     value: Any = config
     for name in key.split("."):
-        if not isinstance(value, dict) or name not in value:
-            return None
-        value = value[name]
+        value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
 def configured_strategy(args: Arguments) -> Strategy:
-    """Return the row of --strategy, with the places of the states that the DeepSpeed file chooses.
-
-    ZeRO stages 1 and 3 with an optimizer in host memory are not in the table.
-    """
+    """Return the row of --strategy, with the places that the DeepSpeed file chooses."""
     row, config = STRATEGIES[args.strategy], args.ds_config_dict
     if config is None:
         return row
-    optimizer, parameters = (
-        {"cpu": "host", "nvme": "nvme"}.get(
-            lookup(config, f"zero_optimization.{part}.device"), "device"
-        )
-        for part in OFFLOADED
-    )
-    return replace(row, optimizer_on=optimizer, parameters_on=parameters)
+    devices = [lookup(config, f"zero_optimization.{part}.device") for part in OFFLOADED]
+    places = [{"cpu": "host", "nvme": "nvme"}.get(device, "device") for device in devices]
+    return replace(row, optimizer_on=places[0], parameters_on=places[1])
 
 
 def nvme_folder(config: dict[str, Any] | None) -> str | None:
     """Return the folder of a complete configuration's NVMe files; None without such files."""
-    for part in OFFLOADED:
-        section = lookup(config or {}, f"zero_optimization.{part}") or {}
-        if section.get("device") == "nvme":
-            return section["nvme_path"]
-    return None
+    return next((section["nvme_path"] for section in _nvme_sections(config or {})), None)
+
+
+def _nvme_sections(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the sections of the model states that are kept on NVMe."""
+    sections = (lookup(config, f"zero_optimization.{part}") or {} for part in OFFLOADED)
+    return [section for section in sections if section.get("device") == "nvme"]
 
 
 def choose_strategy(config: dict[str, Any]) -> str:
@@ -281,66 +193,76 @@ def choose_strategy(config: dict[str, Any]) -> str:
 def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) -> Resolved:
     """Merge a DeepSpeed file with the flags, before torch or a model is loaded.
 
-    A value in the file that contradicts a given flag is an error. If the flag was not given, the
-    file's value is used. Values that are "auto" or missing come from the flags. Values that depend
-    on the model or the device (precision, bucket sizes) stay "auto" until `complete_ds_config`.
+    If a flag was not given, the file's value is used. Values that are "auto" or missing come from
+    the flags, or from the model and the device in `complete_ds_config`.
 
     Args:
-        content: what `read_ds_config` returned.
-        file: its path, for messages.
+        content: what `read_ds_config` returned for `file`.
     Raises:
         UserError: the file contradicts --strategy or another given flag, or has a value that is not
             supported.
     """
     _check_strategy(args.strategy, content, file)
-    merged = _Merge(args, copy.deepcopy(content), file)
-    merged.optimizer()
-    merged.flags_of_keys()
-    merged.total_batch(world_size, content.get("gradient_accumulation_steps"))
-    merged.precision()
-    merged.scheduler()
-    return Resolved(merged.config, merged.flags, merged.keys)
+    resolved = Resolved(args, file, copy.deepcopy(content))
+    resolved.merge_optimizer()
+    resolved.merge_flags()
+    resolved.merge_total_batch(world_size)
+    resolved.merge_precision()
+    resolved.merge_scheduler()
+    return resolved
 
 
 def _check_strategy(strategy: str, config: dict[str, Any], file: str) -> None:
-    stage = lookup(config, "zero_optimization.stage")
-    if stage != STRATEGIES[strategy].stage:
+    if choose_strategy(config) != strategy:
         raise UserError(
-            f"{file} has zero_optimization.stage {stage}, but --strategy {strategy} is stage "
-            f"{STRATEGIES[strategy].stage}: change one of them."
+            f"{file} describes {choose_strategy(config)} (zero_optimization.stage and "
+            f"offload_optimizer.device), and --strategy is {strategy}: change one of them."
         )
-    if stage == 1 and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
+    if strategy != "infinity" and _nvme_sections(config):
         raise UserError(
-            f"{file}: data_types.grad_accum_dtype gives stage 1 another optimizer, which "
-            "checkpoints and the export do not support: leave it out, or use stage 2."
-        )
-    devices = [lookup(config, f"zero_optimization.{part}.device") for part in OFFLOADED]
-    required = {"offload": "cpu", "infinity": "nvme"}.get(strategy)
-    if required and devices[0] != required:
-        raise UserError(
-            f"{file} has zero_optimization.offload_optimizer.device {devices[0]}, but --strategy "
-            f"{strategy} keeps the optimizer on {required}: change one of them."
-        )
-    if required != "nvme" and "nvme" in devices:
-        raise UserError(
-            f"{file} keeps model states on nvme, but --strategy is {strategy}: use --strategy "
-            "infinity, with offload_optimizer.device nvme."
+            f"{file}: only the optimizer and parameters of --strategy infinity can be on nvme."
         )
 
 
-class _Merge:
-    """The parts of `merge`: each changes `config`, and collects the flags that the file sets."""
+@dataclass
+class Resolved:
+    """A DeepSpeed file, merged with the flags."""
 
-    def __init__(self, args: Arguments, config: dict[str, Any], file: str):
-        self.args, self.config, self.file = args, config, file
-        self.flags: dict[str, Any] = {}
-        self.keys: dict[str, str] = {}
+    args: Arguments
+    file: str
+    config: dict[str, Any]  # with "auto" where the model or the device decides
+    flags: dict[str, Any] = field(default_factory=dict)  # values that the file sets
+    keys: dict[str, str] = field(default_factory=dict)  # key of the file by the flag that it sets
 
     def value(self, flag: str) -> Any:
         """Return the merged value of a flag."""
         return self.flags.get(flag, getattr(self.args, flag))
 
-    def flags_of_keys(self) -> None:
+    def follow(self, flag: str, key: str, value: Any) -> None:
+        """Set a flag to a value of the file, unless the flag was given with another value."""
+        if value is None or value == AUTO:
+            return
+        try:
+            required = FLAGS[flag].metadata["kind"](str(value))  # a number may be in quotes
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"{self.file}: {key}: {error}.") from error
+        own = getattr(self.args, flag)
+        if flag in self.args.given and own not in (required, AUTO):
+            raise self.contradiction(f"{flag} {own}", f"{key} {value}")
+        self.flags[flag], self.keys[flag] = required, key
+
+    def contradiction(self, flag: str, value: str) -> UserError:
+        return UserError(f"--{flag} contradicts {value} in {self.file}: change one of them.")
+
+    def keep(self, section: str, flags: tuple[str, ...]) -> None:
+        """Keep the file's own optimizer or scheduler, which no given flag may change."""
+        for flag in flags:
+            if flag in self.args.given:
+                kind = lookup(self.config, f"{section}.type")
+                raise self.contradiction(flag, f"the {section} {kind}")
+            self.keys[flag] = f"{section} {ITS_OWN}"
+
+    def merge_flags(self) -> None:
         """Merge the keys that are flags."""
         for key, flags in FLAGS_OF_KEY.items():
             parent, _, name = key.rpartition(".")
@@ -348,146 +270,74 @@ class _Merge:
             if section is None or (name == "nvme_path" and section.get("device") != "nvme"):
                 continue
             value = section.get(name)
-            several = isinstance(value, list) and len(value) == len(flags) > 1
-            parts: list[Any] = list(value or []) if several else [value] * len(flags)
-            for flag, part in zip(flags, parts, strict=True):
+            parts: Any = value if len(flags) > 1 and isinstance(value, list) else repeat(value)
+            for flag, part in zip(flags, parts, strict=False):
                 self.follow(flag, key, part)
             if value is not None or name not in OPTIONAL or {*flags} & self.args.given:
                 values = [self.value(flag) for flag in flags]
                 section[name] = values if len(flags) > 1 else values[0]
 
-    def follow(self, flag: str, key: str, value: Any) -> None:
-        """Set a flag to a value of the file, unless the flag was given with another value."""
-        if value is None or value == AUTO:
-            return
-        convert: Callable[[str], Any] = FLAGS[flag].metadata["kind"]
-        try:
-            required = convert(str(value))  # the file may have a number in quotes
-        except argparse.ArgumentTypeError as error:
-            raise UserError(f"{self.file}: {key}: {error}.") from error
-        if flag in self.args.given and required != getattr(self.args, flag):
-            raise self.contradiction(f"{flag} {getattr(self.args, flag)}", f"{key} {value}")
-        self.set(flag, required, key)
-
-    def set(self, flag: str, value: Any, key: str) -> None:
-        """Set a flag to a value that the file determines."""
-        self.flags[flag], self.keys[flag] = value, key
-
-    def contradiction(self, flag: str, value: str) -> UserError:
-        return UserError(f"--{flag} contradicts {value} in {self.file}: change one of them.")
-
-    def optimizer(self) -> None:
-        """Add AdamW, unless the file has an optimizer, and merge Adam's betas and epsilon.
-
-        The other optimizers of --optim are created by us (strategies/optimizer.py), and DeepSpeed
-        must allow them.
-        """
+    def merge_optimizer(self) -> None:
+        """Add AdamW, unless the file or --optim has another optimizer."""
         config, optim = self.config, self.args.optim
-        if self.args.ds_config and (users_type := lookup(config, "optimizer.type")):
-            self.check_optimizer(str(users_type))
+        # DeepSpeed's Adam is AdamW unless the file says otherwise.
+        is_adam = str(lookup(config, "optimizer.type") or "adam").lower() in ("adam", "adamw")
+        if self.args.ds_config and "optimizer" in config and not (is_adam and optim == "adamw"):
+            self.keep("optimizer", OF_OPTIMIZER)
         if optim != "adamw":
-            config.pop("optimizer", None)
+            config.pop("optimizer", None)  # strategies/optimizer.py creates it
             config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
             return
         if "optimizer" not in config:
             config["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(PARAMS_OF_ADAM, AUTO)}
         params = config["optimizer"].setdefault("params", {})
         offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
-        is_adam = str(config["optimizer"].get("type")).lower() in ("adam", "adamw")
         if is_adam and offloads_to in (None, "none") and {*params} <= {*PARAMS_OF_ADAM}:
             # The same updates as DeepSpeed's FusedAdam, which compiles an op.
             params |= {"torch_adam": True, "fused": True}
 
-    def check_optimizer(self, users_type: str) -> None:
-        """Check the flags next to an optimizer of the file."""
-        # DeepSpeed's Adam is AdamW unless the file says otherwise.
-        is_adamw = users_type.lower() in ("adam", "adamw")
-        if "optim" in self.args.given and not (is_adamw and self.args.optim == "adamw"):
-            raise UserError(
-                f"{self.file} has the optimizer {users_type}, and --optim is {self.args.optim}: "
-                "remove the section optimizer from the file, or leave --optim out."
-            )
-        flags = sorted({*OF_ADAM} & self.args.given)
-        if flags and "adam" not in users_type.lower():
-            raise UserError(
-                f"{self.file} has the optimizer {users_type}, and --{flags[0]} is for Adam: "
-                "leave the flag out."
-            )
-        if not is_adamw:
-            self.keys |= dict.fromkeys(("optim", *OF_ADAM), " has its own optimizer")
+    def merge_scheduler(self) -> None:
+        """Replace a scheduler of "auto" values by --lr_scheduler."""
+        if (scheduler := self.config.get("scheduler")) is None:
+            return
+        params = scheduler.get("params") or {}
+        same = AUTO_SCHEDULERS.get(str(scheduler.get("type")))
+        fixed = {key: value for key, value in params.items() if value != AUTO}
+        if same and len(fixed) < len(params) and fixed.items() <= LINEAR_WARMUP.items():
+            self.follow("lr_scheduler", "scheduler", same)
+            del self.config["scheduler"]
+            return
+        self.keep("scheduler", OF_SCHEDULER)
 
-    def total_batch(self, world_size: int, accumulation: Any) -> None:
-        """Check train_batch_size, or compute the accumulation from it.
-
-        Args:
-            accumulation: gradient_accumulation_steps of the file.
-        """
-        total = self.config.get("train_batch_size", AUTO)
-        batch, is_open = self.value("batch_size"), accumulation in (None, AUTO)
-        if (
-            is_open
-            and "gradient_accumulation_steps" not in self.args.given
-            and isinstance(total, int)
-            and total >= batch * world_size
-            and total % (batch * world_size) == 0
-        ):
-            steps = total // (batch * world_size)
-            self.follow("gradient_accumulation_steps", "train_batch_size", steps)
-            self.config["gradient_accumulation_steps"] = steps
-        product = global_batch(self.args.replace(**self.flags), world_size)
+    def merge_total_batch(self, world_size: int) -> None:
+        """Check train_batch_size, or compute the accumulation from it."""
+        total, batch = self.config.get("train_batch_size", AUTO), self.value("batch_size")
+        flag = "gradient_accumulation_steps"
+        is_open = flag not in self.keys and flag not in self.args.given
+        if is_open and isinstance(total, int) and total % (batch * world_size) == 0:
+            steps = self.config[flag] = total // (batch * world_size)
+            self.follow(flag, "train_batch_size", steps)
+        product = batch * self.value(flag) * world_size
         if total not in (AUTO, product):
             raise UserError(
                 f"{self.file} has train_batch_size {total}, but --batch_size {batch} × "
-                "--gradient_accumulation_steps "
-                f"{self.value('gradient_accumulation_steps')} × {world_size} ranks = {product}: "
-                "change one."
+                f"--{flag} {self.value(flag)} × {world_size} ranks = {product}: change one."
             )
         self.config["train_batch_size"] = product
 
-    def precision(self) -> None:
+    def merge_precision(self) -> None:
         """Merge bf16.enabled and fp16.enabled with --precision."""
         enabled = {name: lookup(self.config, f"{name}.enabled") for name in ("bf16", "fp16")}
-        if enabled["bf16"] is True and enabled["fp16"] is True:
+        on = [name for name, value in enabled.items() if value is True]
+        if len(on) == 2:
             raise UserError(f"{self.file} enables both bf16 and fp16: keep one.")
-        requested = self.args.precision if "precision" in self.args.given else AUTO
-        name = next((name for name, value in enabled.items() if value is True), None)
-        if name and requested not in (AUTO, name):
-            raise self.contradiction(f"precision {requested}", f"{name}.enabled true")
-        if requested != AUTO and enabled.get(requested) is False:
+        for name in on:
+            self.follow("precision", f"{name}.enabled", name)
+        requested = self.value("precision")
+        if enabled.get(requested) is False:
             raise self.contradiction(f"precision {requested}", f"{requested}.enabled false")
-        if name:
-            self.set("precision", name, f"{name}.enabled")
-        elif requested == AUTO and enabled["bf16"] is False:
-            self.set("precision", "fp32", "bf16.enabled")
-
-    def scheduler(self) -> None:
-        """Replace a scheduler of "auto" values by --lr_scheduler; flags leave others alone."""
-        scheduler, given = self.config.get("scheduler"), self.args.given
-        if scheduler is None:
-            return
-        kind, params = lookup(scheduler, "type"), lookup(scheduler, "params") or {}
-        same = AUTO_SCHEDULERS.get(str(kind))
-        ours = {"warmup_min_lr": 0, "warmup_type": "linear"}
-        if (
-            same
-            and AUTO in params.values()
-            and all(value in (AUTO, ours.get(key, AUTO)) for key, value in params.items())
-        ):
-            if "lr_scheduler" in given and self.args.lr_scheduler != same:
-                flag = f"lr_scheduler {self.args.lr_scheduler}"
-                raise self.contradiction(flag, f"the scheduler {kind}")
-            self.set("lr_scheduler", same, "scheduler")
-            del self.config["scheduler"]
-            return
-        for flag in OF_SCHEDULER:
-            if flag in given:
-                raise self.contradiction(flag, f"the scheduler {kind}")
-        if AUTO in params.values():
-            raise UserError(
-                f'{self.file}: replace "auto" in the scheduler by numbers, '
-                "or remove the scheduler and use --lr_scheduler."
-            )
-        self.keys |= dict.fromkeys(OF_SCHEDULER, " has its own scheduler")
+        if requested == AUTO and enabled["bf16"] is False:
+            self.follow("precision", "bf16.enabled", "fp32")
 
 
 # ------------------------------------------------------------------------------- model and device
@@ -496,10 +346,9 @@ class _Merge:
 def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[str, int]:
     """Choose the sizes of DeepSpeed's buckets for a model.
 
-    DeepSpeed's default buckets hold 5e8 elements, more than the whole of GPT-2 medium. Ours hold
-    one transformer block, about 12 · hidden² parameters (4 · hidden² in attention, 8 · hidden² in
-    the MLP), so that communication overlaps with the computation of the next transformer block and
-    a bucket is small compared with the model.
+    DeepSpeed's default of 5e8 elements is more than the whole of GPT-2 medium. Ours hold one
+    transformer block, about 12 · hidden² parameters, so that communication overlaps with the
+    computation of the next block.
 
     Args:
         tied_on_nvme: parameters are offloaded to NVMe, and two layers share one.
@@ -549,56 +398,39 @@ def complete_ds_config(
         if precision == name or name in config:
             config.setdefault(name, {})["enabled"] = precision == name
     if "fp16" in config:
-        _set_if(config["fp16"], (None, AUTO), LOSS_SCALING)
+        _fill(config["fp16"], LOSS_SCALING, where=(None, AUTO))
     zero = config["zero_optimization"]
     tied_on_nvme = model.tied and lookup(zero, "offload_param.device") == "nvme"
-    _set_if(zero, (AUTO,), bucket_sizes(model.hidden_size, model.parameters, tied_on_nvme))
     # A single rank has no communication to overlap. Stages 1 and 2 would still synchronize the
     # device after each backward, and allocate a second bucket.
-    _set_if(zero, (AUTO,), {"overlap_comm": world_size > 1})
-    for part in ("offload_optimizer", "offload_param"):
-        if lookup(zero, f"{part}.device") == "nvme":
-            zero[part]["nvme_path"] = nvme_folder
+    overlap = {"overlap_comm": world_size > 1}
+    _fill(zero, bucket_sizes(model.hidden_size, model.parameters, tied_on_nvme) | overlap)
+    for section in _nvme_sections(config):
+        section["nvme_path"] = nvme_folder
     # A buffer must hold a rank's shard of any parameter, with its padding.
-    shard = -(-model.largest_parameter // world_size) + 4096
-    _set_if(zero.get("offload_param") or {}, (AUTO,), {"buffer_size": shard})
-    if lookup(config, "aio.block_size") == AUTO:
-        config["aio"]["block_size"] = _io_block_size(config, model, world_size)
+    shard = -(-model.largest_parameter // world_size)
+    _fill(zero.get("offload_param") or {}, {"buffer_size": shard + 4096})
+    # Reading or writing such a shard (2 bytes an element) fills NVMe's queue once, with 128 KiB to
+    # 1 MiB at a time.
+    block = 2 * shard // (lookup(config, "aio.queue_depth") or 8)
+    block_size = min(2**20, max(2**17, 2 ** (block.bit_length() - 1)))
+    _fill(config.get("aio") or {}, {"block_size": block_size})
     # DeepSpeed's timer synchronizes the device in each micro-batch, and --compile fails on it.
     config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
-    for place, value in _values(config):
-        if value == AUTO:
-            raise UserError(
-                f'DeepSpeed configuration: "auto" cannot be filled in for {place}: give a value.'
-            )
+    if left := re.search(r'"(\w+)": "auto"', json.dumps(config)):
+        raise UserError(f'DeepSpeed configuration: {left[1]} cannot be "auto": give a value.')
     return config
 
 
-def _set_if(section: dict, open_values: tuple, defaults: dict) -> None:
-    """Set the keys whose values are among `open_values`; a missing key has the value None."""
-    section.update(
-        {key: value for key, value in defaults.items() if section.get(key) in open_values}
-    )
-
-
-def _io_block_size(config: dict, model: ModelSizes, world_size: int) -> int:
-    """Return the bytes of one read or write of NVMe, from 128 KiB to 1 MiB.
-
-    Reading or writing a rank's part of the largest parameter (2 bytes an element) then fills the
-    queue once.
-    """
-    part, depth = 2 * model.largest_parameter // world_size, lookup(config, "aio.queue_depth") or 8
-    return min(2**20, max(2**17, 2 ** ((part // depth).bit_length() - 1)))
+def _fill(section: dict, values: dict, where: tuple = (AUTO,)) -> None:
+    """Set the keys whose values are "auto", or among `where`; a missing key has the value None."""
+    section.update({key: value for key, value in values.items() if section.get(key) in where})
 
 
 def write_ds_config(args: Arguments, folder: Path) -> None:
-    """Write a complete configuration to ds_config.json in a folder, for --ds_config.
-
-    NVMe folders are those of --nvme_path: the run's own folder in it is removed at the end.
-    """
+    """Write a complete configuration to ds_config.json in a folder, for --ds_config."""
     config = copy.deepcopy(args.ds_config_dict or {})
-    for part in OFFLOADED:
-        section = lookup(config, f"zero_optimization.{part}") or {}
-        if section.get("device") == "nvme":
-            section["nvme_path"] = args.nvme_path or gettempdir()
+    for section in _nvme_sections(config):
+        # The run's own folder in it is removed at the end.
+        section["nvme_path"] = args.nvme_path or gettempdir()
     write_text(folder / "ds_config.json", json.dumps(config, indent=2) + "\n")

@@ -8,14 +8,12 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from support import VERSION
 from support.cli import argument_types as kinds
-from support.cli.aliases import IGNORED, SAME, names_of
-from support.cli.argument_types import Parser
+from support.cli.aliases import IGNORED, RENAMED
 from support.cli.arguments import Arguments
 from support.errors import UserError
 
@@ -23,10 +21,28 @@ EXIT_CODES = """\
 exit codes: 0 completed, 1 failed, 2 wrong usage or bad input, 3 out of memory,
 75 stopped by a signal and saved. Launchers may turn any but 0 into their own:
 programs read "status" in results.json."""
-FLAGS = {field.name: field for field in fields(Arguments) if field.metadata}
+COMMANDS = "Instead of a run"  # the group without a title in --help
+
+
+def described_flags() -> dict[str, dict[str, str]]:
+    """Return the help of each flag by group and name, from the docstring of `Arguments`."""
+    groups: dict[str, dict[str, str]] = {}
+    for line in inspect.cleandoc(Arguments.__doc__ or "").splitlines():
+        if title := re.fullmatch(r"(\S.*):", line):
+            group = groups[title[1]] = {}
+        elif entry := re.fullmatch(r" {4}(\w+): (.*)", line):
+            name, group[entry[1]] = entry.groups()
+        elif line.startswith(8 * " "):
+            group[name] += f" {line.strip()}"
+    return groups
+
+
+GROUPS = described_flags()
+_NAMES = {name for texts in GROUPS.values() for name in texts}
+FLAGS = {field.name: field for field in fields(Arguments) if field.name in _NAMES}
 DEFAULTS: dict[str, Any] = {
-    field.name: field.default if field.default_factory is MISSING else field.default_factory()
-    for field in FLAGS.values()
+    name: field.default if field.default_factory is MISSING else field.default_factory()
+    for name, field in FLAGS.items()
 }
 
 
@@ -35,105 +51,73 @@ class SetFlag(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         spelled = vars(namespace).setdefault("spelled", {})  # option by flag
-        setters = vars(namespace).setdefault("setters", {})  # option by the flag that it sets
-        # --bf16 True --fp16 False is usual, and of --eval and --no_eval the last one counts.
-        if values is not False and self.type is not kinds.opposite:
-            # --deepspeed without a file does not set --ds_config.
-            sets_no_file = self.dest == "deepspeed" and values is True
-            name = self.dest if sets_no_file else SAME.get(self.dest, self.dest)
-            other = setters.setdefault(name, option_string)
-            if other != option_string:
-                same = other in self.option_strings
-                verb = "are two names of one flag" if same else f"both set --{name}"
-                raise UserError(f"{other} and {option_string} {verb}: leave one out.")
+        other, opposite = spelled.get(self.dest, option_string), f"--no_{self.dest}"
+        if other != option_string and opposite not in (other, option_string):
+            raise UserError(
+                f"{other} and {option_string} are two names of one flag: leave one out."
+            )
         spelled[self.dest] = option_string
-        setattr(namespace, self.dest, values)
+        setattr(namespace, self.dest, not values if option_string == opposite else values)
 
 
-def described_flags() -> dict[str, dict[str, str]]:
-    """Return the help of each flag by group and name, from the docstring of `Arguments`."""
-    groups: dict[str, dict[str, str]] = {}
-    for line in inspect.cleandoc(Arguments.__doc__ or "").splitlines():
-        if title := re.fullmatch(r"(\S.*):", line):
-            group = groups[title[1][0].lower() + title[1][1:]] = {}
-        elif entry := re.fullmatch(r" {4}(\w+): (.*)", line):
-            name, group[entry[1]] = entry.groups()
-        elif line.startswith(8 * " "):
-            group[name] += f" {line.strip()}"
-    return groups
-
-
-def rows_of(field: Field, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the options of a field, and their arguments for argparse's `add_argument`.
-
-    Args:
-        text: its help, to which the default is appended if the text has none.
-    """
-    details, default = dict(field.metadata), DEFAULTS[field.name]
-    kind, option = details.pop("kind"), {"action": SetFlag, "default": default}
-    text = text.replace("%", "%%")
-    if kind is not kinds.boolean:
-        if isinstance(default, str | int | float) and "(default:" not in text:
-            text += " (default: %(default)s)"
-        details["choices" if isinstance(kind, tuple) else "type"] = kind
-        yield f"--{field.name}", {**details, **option, "help": text or argparse.SUPPRESS}
-        return
-    option |= {"nargs": "?", "const": True, "type": kind, "help": text or argparse.SUPPRESS}
-    opposite = {"type": kinds.opposite, "const": False, "dest": field.name}
-    # --help has only the one that changes the default.
-    hidden = {"help": argparse.SUPPRESS}
-    yield f"--{field.name}", option | (hidden if default else {})
-    if details["has_opposite"]:
-        yield f"--no_{field.name}", option | opposite | ({} if default else hidden)
-
-
-# Title of a group -> (option, arguments of `add_argument`) of its flags, in the order of --help.
-GROUPS = {
-    title: [row for name, text in texts.items() for row in rows_of(FLAGS[name], text)]
-    for title, texts in described_flags().items()
-}
-COMMANDS = GROUPS.pop("instead of a run", [])
-MODEL, DATA, STRATEGY = (GROUPS.get(title, []) for title in ("model", "data", "strategy"))
-
-
-def names_in_help(names: Iterable[str]) -> list[str]:
-    """Return the names of a flag without Trainer's oldest, which would make the line too long."""
-    return [name for name in names if not name.startswith("--per_gpu_")]
+def names_in_help(action: argparse.Action) -> list[str]:
+    """Return the names of a flag; those of a switch that change its default."""
+    names = [*action.option_strings]
+    if action.type is not kinds.boolean:
+        return names
+    return names[:1] if names[0] == f"--no_{action.dest}" else names[:-1]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Help in which all names of a flag come before its value: --lr, --learning_rate LR."""
 
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30, width=80)
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = ", ".join(names_in_help(action.option_strings))
-        if action.nargs == 0 or action.type in (kinds.boolean, kinds.opposite):
+        names = ", ".join(names_in_help(action))
+        if action.nargs == 0 or action.type is kinds.boolean:
             return names
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
         return f"{names} {value}"
 
 
-def build_parser() -> Parser:
-    """Build the parser of all flags, with defaults, limits and help."""
-    parser = Parser(
+def add_flag(group: argparse._ActionsContainer, name: str, text: str) -> None:
+    """Add a flag with all of its names; the default is appended to a help that names none."""
+    details, default = dict(FLAGS[name].metadata), DEFAULTS[name]
+    names, kind = [name, *RENAMED.get(name, ())], details.pop("kind", kinds.boolean)
+    if kind is kinds.boolean:
+        names.append(f"no_{name}")
+        names = names[::-1] if default else names  # first the one that changes something
+        details |= {"nargs": "?", "const": True}
+    elif isinstance(default, str | int | float) and "(default:" not in text:
+        text += f" (default: {default})"
+    options = [f"--{name}" for name in names]
+    details |= {"type": kind, "help": text.replace("%", "%%")}
+    group.add_argument(*options, action=SetFlag, dest=name, **details)
+
+
+def build_parser() -> kinds.Parser:
+    """Build the parser of all flags. The parsed options are those that were given."""
+    parser = kinds.Parser(
         prog="real_model_example.py",
         usage="%(prog)s [flags]",
-        description="Fine-tune a causal language model under one of seven data-parallel "
-        "strategies.",
+        description="Fine-tune a causal language model under one of seven strategies.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
-        formatter_class=lambda prog: HelpFormatter(prog, max_help_position=30, width=80),
+        argument_default=argparse.SUPPRESS,
+        formatter_class=HelpFormatter,
+    )
+    parser.unknown_advice = (
+        ": flags of a launcher go before the script's name; docs/COMING_FROM.md has other trainers'"
     )
     parser.add_argument("--version", action="version", version=f"distributed-training {VERSION}")
-    for name, options in COMMANDS:
-        parser.add_argument(name, **options)
-    for title, rows in GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name, options in rows:
-            group.add_argument(*names_of(name), **options)
-    for name in {**FLAGS}.keys() - {action.dest for action in parser._actions}:
-        for option, options in rows_of(FLAGS[name], ""):
-            parser.add_argument(*names_of(option), **options)
+    for title, texts in GROUPS.items():
+        heading = title[0].lower() + title[1:]
+        group = parser if title == COMMANDS else parser.add_argument_group(heading)
+        for name, text in texts.items():
+            add_flag(group, name, text)
     for name in IGNORED:
-        hidden: dict[str, Any] = {"action": SetFlag, "help": argparse.SUPPRESS}
-        parser.add_argument(f"--{name}", f"--no_{name}", nargs="*", **hidden)
+        hidden: dict[str, Any] = {"nargs": "*", "help": argparse.SUPPRESS}
+        parser.add_argument(f"--{name}", f"--no_{name}", action=SetFlag, **hidden)
     return parser

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from support.errors import UserError
 from support.files.user_files import did_you_mean, read_json, shown
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
-WRAPPING = ("TRANSFORMER_BASED_WRAP", "NO_WRAP")
-PRECISIONS = {
-    **dict.fromkeys(("BFLOAT16", "BF16"), "bf16"),
-    **dict.fromkeys(("FLOAT16", "FP16"), "fp16"),
-    **dict.fromkeys(("FLOAT32", "FP32", "NO"), "fp32"),
-}
-# Key -> attribute of FsdpOptions, for true and false.
-SWITCHES = {
-    "fsdp_reshard_after_forward": "reshard_after_forward",
-    "fsdp_offload_params": "offload",
-    "fsdp_forward_prefetch": "forward_prefetch",
-}
-CHOICES = {
-    "fsdp_sharding_strategy": SHARDING,
-    "fsdp_auto_wrap_policy": WRAPPING,
-    "fsdp_mixed_precision": tuple(PRECISIONS),
-}
+PRECISIONS = {"BFLOAT16": "bf16", "BF16": "bf16", "FLOAT16": "fp16", "FP16": "fp16"}
+PRECISIONS |= {"FLOAT32": "fp32", "FP32": "fp32", "NO": "fp32"}
 LAYERS = "fsdp_transformer_layer_cls_to_wrap"
-# Options of FSDP1, for which FSDP2 has no choice.
-IGNORED = """
-    fsdp_backward_prefetch fsdp_backward_prefetch_policy fsdp_cpu_ram_efficient_loading
-    fsdp_cuda_graphs fsdp_state_dict_type fsdp_sync_module_states fsdp_use_orig_params fsdp_version
-    """.split()
+LIKE_FORWARD = "fsdp_backward_prefetch"  # an option of FSDP1, and no misspelled one
+# Key -> the allowed values.
+CHOICES: dict[str, tuple] = {
+    "fsdp_sharding_strategy": SHARDING,
+    "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "NO_WRAP"),
+    "fsdp_mixed_precision": tuple(PRECISIONS),
+    "fsdp_reshard_after_forward": (True, False),
+    "fsdp_offload_params": (True, False),
+    "fsdp_forward_prefetch": (True, False),
+}
 
 
 @dataclass(frozen=True)
@@ -54,71 +44,42 @@ class FsdpOptions:
     notes: tuple[str, ...] = ()  # for the user
 
 
-def read_fsdp_config(path: str) -> FsdpOptions:
-    """Read the file of --fsdp_config.
-
-    Raises:
-        UserError: the file cannot be read, is not a JSON object, or has an unknown key or value.
-    """
-    values: dict[str, Any] = {}
-    ignored = []
-    for key, value in read_json("--fsdp_config", path).items():
-        if key.startswith("_"):  # used for comments
-            continue
-        name = key if key.startswith("fsdp_") else f"fsdp_{key}"
-        if name in IGNORED:
-            ignored.append(key)
-        elif name in SWITCHES or name in CHOICES or name == LAYERS:
-            values |= _attributes(name, value, f"{shown(path)}: {shown(key)}")
-        else:
-            guess = did_you_mean(name, [*SWITCHES, *CHOICES, LAYERS, *IGNORED])
-            raise UserError(f"{shown(path)}: unknown key {shown(key)}{guess or '.'}")
-    notes = (f"FSDP2 has no {', '.join(ignored)}: ignored",) if ignored else ()
-    return FsdpOptions(**values, notes=notes)
-
-
-def _attributes(name: str, value: Any, place: str) -> dict[str, Any]:
-    """Return what a key of the file sets, by attribute of FsdpOptions."""
-    if name in SWITCHES:
-        if not isinstance(value, bool):
-            raise UserError(f"{place} must be true or false, and is {shown(value)}.")
-        return {SWITCHES[name]: value}
-    if name == LAYERS:
-        names = value.split(",") if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise UserError(f"{place} must be the name of a layer class, or a list of them.")
-        return {"layers": tuple(name.strip() for name in names)}
-    choice = str(value).upper()
-    if choice not in CHOICES[name]:
-        raise UserError(f"{place} {shown(value)} is not in {', '.join(CHOICES[name])}.")
-    if name == "fsdp_mixed_precision":
-        return {"precision": PRECISIONS[choice]}
-    if name == "fsdp_auto_wrap_policy":
-        return {"wrap_layers": choice != "NO_WRAP"}
-    return {
-        "reshard_after_forward": choice != "SHARD_GRAD_OP",
-        "hybrid": choice == "HYBRID_SHARD",
-        "no_shard": choice == "NO_SHARD",
-    }
-
-
-def with_words(options: FsdpOptions, flag: str) -> FsdpOptions:
-    """Return the options with what the words of --fsdp choose, as Trainer takes them.
+def read_fsdp_config(path: str | None, words: str = "") -> FsdpOptions:
+    """Return the options of --fsdp_config and of --fsdp.
 
     Args:
-        flag: checked words with a space between.
+        path: the file; None for the defaults.
+        words: those of --fsdp, as Trainer takes them, with spaces between.
+    Raises:
+        UserError: the file is not a JSON object, or has a wrong value or a misspelled key.
     """
-    words = {*flag.split()}
-    notes = options.notes
-    if words and not words & {"auto_wrap", "no_shard"}:
-        notes += ("each transformer block is sharded separately, as with auto_wrap",)
-    keeps = bool(words & {"shard_grad_op", "hybrid_shard_zero2"})
-    return replace(
-        options,
-        reshard_after_forward=options.reshard_after_forward and not keeps,
-        hybrid=options.hybrid or bool(words & {"hybrid_shard", "hybrid_shard_zero2"}),
-        no_shard=options.no_shard or "no_shard" in words,
-        offload=options.offload or "offload" in words,
-        words=flag,
-        notes=notes,
+    values: dict[str, Any] = {}  # by key, with the prefix fsdp_
+    ignored = []
+    for key, value in (read_json("--fsdp_config", path) if path else {}).items():
+        name = key if key.startswith("fsdp_") else f"fsdp_{key}"
+        value = value.upper() if isinstance(value, str) and name != LAYERS else value
+        if name in CHOICES and value not in CHOICES[name]:
+            allowed = ", ".join(map(str, CHOICES[name]))
+            raise UserError(f"{shown(path)}: {shown(key)} {shown(value)} is not in {allowed}.")
+        if name in CHOICES or name == LAYERS:
+            values[name] = value
+        elif (guess := did_you_mean(name, (*CHOICES, LAYERS))) and name != LIKE_FORWARD:
+            raise UserError(f"{shown(path)}: unknown key {shown(key)}{guess}")
+        elif not key.startswith("_"):  # used for comments
+            ignored.append(shown(key))
+    layers = values.get(LAYERS, [])
+    layers = layers if isinstance(layers, list) else str(layers).split(",")
+    chosen = {values.get("fsdp_sharding_strategy"), *words.upper().split()}
+    keeps = bool(chosen & {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"})
+    return FsdpOptions(
+        reshard_after_forward=values.get("fsdp_reshard_after_forward", True) and not keeps,
+        hybrid=bool(chosen & {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}),
+        no_shard="NO_SHARD" in chosen,
+        layers=tuple(str(name).strip() for name in layers),
+        wrap_layers=values.get("fsdp_auto_wrap_policy") != "NO_WRAP",
+        precision=PRECISIONS.get(values.get("fsdp_mixed_precision", "")),
+        offload=values.get("fsdp_offload_params", False) or "OFFLOAD" in chosen,
+        forward_prefetch=values.get("fsdp_forward_prefetch", False),
+        words=words,
+        notes=(f"ignored, as there is no such option: {', '.join(ignored)}",) if ignored else (),
     )

@@ -10,47 +10,24 @@ import threading
 from support.cli.arguments import Arguments, datasets_of
 from support.cli.paths import is_local_dataset, is_local_model
 from support.errors import UserError, first_line
-from support.files.hub_cache import (
-    cached_repository,
-    huggingface_home,
-    login_command,
-    missing_of_model,
-)
-from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES, LARGE_MODELS
+from support.files.hub_cache import cached_repository, huggingface_home, missing_of_model
+from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
 from support.redaction import redact
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
 
 
 def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool, str | None]:
-    """Decide whether the hub is used, and report with --check what is missing without it.
+    """Decide whether the hub is used, before any of its libraries is imported.
+
+    One probe replaces the clients' retries. With HF_HUB_OFFLINE, which is set if the hub does not
+    answer, they load from the cache without delay. Only the first rank of a node uses the hub; the
+    others load from the cache that it has filled. Every rank reads a streamed dataset from the hub.
 
     Returns:
-        Whether the hub must not be used; and with --check the text of the error, or None.
+        Whether the hub must not be used; and with --check what is missing without it, or None.
     Raises:
-        UserError: without --check; see `reach_hub`.
-    """
-    try:
-        return not reach_hub(args, is_main, is_node_leader), None
-    except UserError as error:
-        if not args.check:
-            raise
-        return True, redact(str(error))
-
-
-def reach_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> bool:
-    """Decide whether the Hugging Face hub is used, before any of its libraries is imported.
-
-    One probe replaces the clients' retries. If the hub does not answer, HF_HUB_OFFLINE is set, with
-    which the libraries load from the cache without delay. Only the first rank of a node uses the
-    hub; the others load from the cache that it has filled. A streamed dataset is not cached, so
-    every rank reads it from the hub.
-
-    Returns:
-        True if the hub may be used.
-    Raises:
-        UserError: the hub does not answer, and the cache lacks a file that the run needs, or
-            --push_to_hub is given.
+        UserError: without --check: something is missing without the hub.
     """
     model = args.model if args.model != EMBEDDED_MODEL and not is_local_model(args.model) else None
     datasets = [
@@ -62,36 +39,40 @@ def reach_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> bool:
     reads = (model or datasets or pushes) and (is_node_leader or (args.streaming and datasets))
     set_offline, url = is_set_offline(), endpoint()
     if reads and not set_offline and answers(url):
-        return True
+        return False, None
     os.environ["HF_HUB_OFFLINE"] = "1"
     if not reads:
-        return False
+        return True, None
     unreachable = f"The Hugging Face hub ({url}) cannot be reached"
     reason = "HF_HUB_OFFLINE is set" if set_offline else unreachable
+    problem = _missing(args, None if scratch_without_hub(args) else model, datasets)
     if pushes:
-        raise UserError(
-            f"{reason}, and --push_to_hub needs it: leave it out, and push the exported model from "
-            "a machine with a network: hf upload OWNER/NAME FOLDER."
-        )
-    _check_cache(args, reason, None if scratch_without_hub(args) else model, datasets)
-    if is_main and not (set_offline or args.quiet):
+        problem = "--push_to_hub needs it: leave it out, and push later: hf upload NAME FOLDER."
+    if problem and not args.check:
+        raise UserError(f"{reason}, and {problem}")
+    if is_main and not (problem or set_offline or args.quiet):
         print(redact(f"ℹ️  {reason}: using what is in the cache."))
-    return False
+    return True, redact(f"{reason}, and {problem}") if problem else None
 
 
-def _check_cache(args: Arguments, reason: str, model: str | None, datasets: list[str]) -> None:
-    """Raise a UserError if the cache lacks the model or a dataset."""
-    missing_model = None if cached_repository("models", model) else model
-    missing = [name for name in datasets if not cached_repository("datasets", name)]
-    if missing_model or missing:
-        raise UserError(f"{reason}, and {_remedies(args, missing_model, ', '.join(missing))}")
-    with_weights = not (args.from_scratch or args.show_sample)
-    revision = args.model_revision or "main"
-    if model and (missing_files := missing_of_model(model, with_weights, revision)):
-        raise UserError(
-            f"{reason}, and the cache has no {' and no '.join(missing_files)} of {model}. Run "
-            f"this where there is a network (a cluster's head node): {prefetch_command(args)}"
-        )
+def _missing(args: Arguments, model: str | None, datasets: list[str]) -> str:
+    """Return what the cache lacks, and what to do; "" if it has everything."""
+    missing = [f"dataset {name}" for name in datasets if not cached_repository("datasets", name)]
+    if not cached_repository("models", model):
+        missing.append(f"model {model}")
+    elif model:
+        with_weights = not (args.from_scratch or args.show_sample)
+        parts = missing_of_model(model, with_weights, args.model_revision or "main")
+        missing += [f"{part} of {model}" for part in parts]
+    if not missing:
+        return ""
+    home = shlex.quote(str(huggingface_home()))
+    return (
+        f"the cache has no {' and no '.join(missing)}. Run the same command with --prefetch where "
+        f"there is a network (a cluster's head node), with HF_HOME={home}, then set "
+        "HF_HUB_OFFLINE=1; or name local files and folders; or use --dataset pydocs, and a GPT-2 "
+        "with --from_scratch or --model tiny-gpt2, which need no hub."
+    )
 
 
 def endpoint() -> str:
@@ -100,85 +81,29 @@ def endpoint() -> str:
 
 
 def download_config(model: str) -> str:
-    """Return the path of the config.json of a model on the hub, from the cache if it is there.
+    """Return the path of the config.json of a model on the hub, or of its copy in the cache.
 
     Raises:
         UserError: there is no such model, the user has no access, or the hub does not answer.
     """
-    names = ", ".join(
-        (EMBEDDED_MODEL, *GPT2_SHAPES, *(short for short, _ in LARGE_MODELS.values()))
-    )
-    advice = f"Use one of {names}, a local model folder, or a config.json."
-    if model.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
-        raise UserError(f"--model {model}: no such file or folder. {advice}")
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
 
-    cached = try_to_load_from_cache(model, "config.json")
-    if isinstance(cached, str):
-        return cached
-    if is_set_offline() or not answers(endpoint()):
-        raise UserError(
-            f"--model {model}: no such file or folder, its config.json is not in the cache, and "
-            f"the Hugging Face hub ({redact(endpoint())}) cannot be reached. {advice}"
-        )
+    offline = is_local_model(model) or is_set_offline() or not answers(endpoint())
     try:
-        return hf_hub_download(model, "config.json")
-    except GatedRepoError as error:
-        raise UserError(
-            f"--model {model}: the hub gives access after a login: accept the model's terms on its "
-            f"page, then set HF_TOKEN or run `{login_command()}`."
-        ) from error
+        return hf_hub_download(model, "config.json", local_files_only=offline)
     except (HfHubHTTPError, OSError, ValueError) as error:
+        reached = "which cannot be reached, or in its cache" if offline else first_line(error)
         raise UserError(
-            f"--model {model}: no such file or folder, and the hub has no config.json of that "
-            f"name ({redact(first_line(error))}). {advice}"
+            f"--model {model}: no such file or folder, and no config.json on the hub "
+            f"{redact(endpoint())} ({redact(reached)}). --help has some names; a gated model needs "
+            "HF_TOKEN."
         ) from error
 
 
 def is_set_offline() -> bool:
     """Return whether the user's environment forbids the use of the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-
-
-PREFETCH_FLAGS = """
-    dataset_config text_column validation_file chat_template cache_dir max_bad_rows include
-    prompt_column completion_column model_revision dataset_revision train_split eval_split
-    """.split()
-
-
-def prefetch_command(args: Arguments) -> str:
-    """Return the command that downloads what this run needs.
-
-    It is meant for a machine that has a network and shares the cache's disk, such as a head node.
-    """
-    command = ["env", f"HF_HOME={huggingface_home()}", "python", "real_model_example.py"]
-    command += ["--prefetch", "--model", args.model, "--dataset"]
-    command += map(str, datasets_of(args))
-    for flag in PREFETCH_FLAGS:
-        command += [f"--{flag}", str(getattr(args, flag))] if flag in args.given else []
-    return shlex.join(command + ["--from_scratch"] * args.from_scratch)
-
-
-def _remedies(args: Arguments, model: str | None, dataset: str | None) -> str:
-    """Return the end of a message: what is missing in the cache, and the three remedies."""
-    missing, local_paths, hubless_flags = [], [], []
-    if model:
-        missing.append(f"model {model}")
-        local_paths.append("a local folder to --model")
-        hubless_flags.append("--from_scratch" if model in GPT2_SHAPES else "--model tiny-gpt2")
-    if dataset:
-        no_file = "" if args.dataset == "wikitext" else " (there is no such file either)"
-        missing.append(f"dataset {dataset}{no_file}")
-        local_paths.append("a file or folder to --dataset")
-        hubless_flags.append("--dataset pydocs")
-    return (
-        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the cache. Three "
-        "solutions: where there is a network (a cluster's head node) run "
-        f"`{prefetch_command(args)}`, then set HF_HUB_OFFLINE=1; pass "
-        f"{' and '.join(local_paths)}; or use {' '.join(hubless_flags)}, "
-        "which needs no hub."
-    )
 
 
 def scratch_without_hub(args: Arguments) -> bool:
@@ -196,26 +121,23 @@ def answers(url: str) -> bool:
     import urllib.error
     import urllib.request
 
-    if not url.startswith(("http://", "https://")):
-        return False
     answered = threading.Event()
     # urllib takes user:password for a part of the host's name.
     url = re.sub("//[^/?#]*@", "//", url)
 
     def ask() -> None:
         try:
-            urllib.request.urlopen(
-                urllib.request.Request(url, method="HEAD"), timeout=PROBE_SECONDS
-            ).close()
+            head = urllib.request.Request(url, method="HEAD")
+            urllib.request.urlopen(head, timeout=PROBE_SECONDS).close()
         except urllib.error.HTTPError:
             pass  # an error page is an answer
         except (OSError, ValueError, http.client.HTTPException):
             return
         answered.set()
 
-    # In a thread, to limit the total time: the name lookup and each address have their own time
-    # limits.
+    # In a thread, to limit the total time: the name lookup and each address have their own limits.
     thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS)
+    if url.startswith(("http://", "https://")):
+        thread.start()
+        thread.join(PROBE_SECONDS)
     return answered.is_set()

@@ -8,14 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from support import PROJECT
-from support.cli import aliases
-from support.cli.argument_types import Parser
-from support.cli.arguments import Arguments
+from support.cli.aliases import DEFAULTS_DIFFER, IGNORED, convert_trainer, expand
+from support.cli.arguments import Arguments, Dataset
 from support.cli.conflicts import refuse_conflicts
-from support.cli.datasets import parse_datasets
 from support.cli.ds_config import choose_strategy, configured_strategy, merge, read_ds_config
 from support.cli.flags import FLAGS, build_parser
-from support.cli.fsdp_config import FsdpOptions, read_fsdp_config, with_words
+from support.cli.fsdp_config import read_fsdp_config
 from support.cli.run_file import read_run_file
 from support.errors import UserError
 from support.files.user_files import shown
@@ -25,114 +23,89 @@ from support.strategy import STRATEGIES
 
 CHECK_SECONDS = 60  # --check: the longest wait for another rank
 SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured
-# Flags of torchrun, deepspeed and accelerate launch, which belong before the script's name.
-LAUNCHER_FLAGS = frozenset(
-    """
-    nnodes nproc_per_node node_rank rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone
-    max_restarts monitor_interval start_method role master_addr master_port local_addr log_dir
-    redirects tee no_python
-    hostfile exclude num_nodes num_gpus launcher launcher_args ssh_port no_ssh force_multi
-    enable_each_rank_log bind_cores_to_rank
-    multi_gpu cpu num_processes num_machines machine_rank main_process_ip main_process_port
-    config_file gpu_ids
-    """.split()
-)
 
 
 def parse_arguments(argv: list[str]) -> Arguments:
     """Parse the command line and its files, and resolve all values that they determine.
 
     Raises:
-        UserError: unknown or contradicting flags, or an invalid run file, DeepSpeed file or FSDP
-            file.
+        UserError: flags are unknown or contradict each other, or a file is not valid.
     """
-    try:
-        return _resolve(*_given(argv))
-    except UserError as error:
-        error.args = (as_typed(str(error), argv),)
-        raise
+    values, sources = _given(argv)
+    given = frozenset({*values, *sources})
+    flags = {name: value for name, value in values.items() if name in FLAGS}
+    datasets, fsdp_words = parse_datasets(flags.pop("dataset", [])), flags.pop("fsdp", "")
+    args = Arguments(
+        **flags,
+        dataset=" ".join(map(str, datasets)) or None,  # type: ignore[arg-type]  # set below
+        mixture=datasets if len(datasets) > 1 else (),
+        given=given,
+        sources=sources,
+    )
+    args = _set(args, "Trainer's flags", **convert_trainer(args))
+    refuse_conflicts(args)
+    args = _with_defaults(args)
+    if args.ds_config and "strategy" not in given:
+        chosen = choose_strategy(read_ds_config(args.ds_config))
+        args = _set(args, f"{args.ds_config}: zero_optimization", strategy=chosen)
+    if STRATEGIES[args.strategy].uses_deepspeed:
+        args = _with_deepspeed(args)
+    elif args.strategy == "fsdp":
+        args = _with_fsdp(args, fsdp_words)
+    _check_strategy_supports(args)
+    return args
 
 
 def output_dir_of(argv: list[str]) -> str:
-    """Return --output_dir of a command line and its run file; "" without one.
-
-    Raises:
-        UserError: as `parse_arguments`.
-    """
+    """Return --output_dir of a command line and its run file; "" without one."""
     return _given(argv)[0].get("output_dir") or ""
-
-
-def as_typed(message: str, argv: list[str]) -> str:
-    """Return a message with the flags under the names that the user gave them."""
-    for argument in argv if " two names " not in message else ():
-        option = argument.partition("=")[0]
-        for name, others in aliases.RENAMED.items():
-            if option[2:] in others:
-                message = re.sub(rf"--{name}(?!\w)", option, message)
-    return message
 
 
 def _given(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values on the command line and in its run file, and where each is from."""
     parser = build_parser()
-    flags, sources = _read(parser, argv)
-    values: dict[str, Any] = {}
+
+    def read(arguments: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        values = vars(parser.parse_args(arguments))
+        return values, values.pop("spelled", {})
+
+    flags, options = read(argv)
+    of_file: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     if file := flags.get("config"):
-        values, keys = _read(parser, read_run_file(file, parser), f"{shown(file)}: ")
-        aliases.convert_precision(values, {})
-        aliases.convert_strategy(values, {}, f"{shown(file)}: ")
-        renamed = {name: key[2:] for name, key in keys.items() if key != f"--{name}"}
-        of_file = {name: f"{file}: {renamed[name]}" if name in renamed else file for name in keys}
-        sources = {**of_file, **sources}
-    aliases.convert_precision(flags, values)
-    aliases.convert_strategy(flags, values)
-    switch = next((sources[name] for name in ("fsdp", "use_fsdp") if name in sources), "")
-    if "strategy" in {**values, **flags}:
-        sources.setdefault("strategy", switch)
-    return {**values, **flags}, sources
+        arguments = read_run_file(file, parser)
+        try:
+            of_file, keys = read(arguments)
+            expand(of_file, keys, {})
+        except UserError as error:
+            raise UserError(f"{shown(file)}: {error}") from error
+        sources = {n: file if k == f"--{n}" else f"{file}: {k[2:]}" for n, k in keys.items()}
+    expand(flags, options, of_file)
+    return {**of_file, **flags}, {**sources, **options}
 
 
-def _read(parser: Parser, argv: list[str], place: str = "") -> tuple[dict, dict[str, str]]:
-    """Parse arguments that come from one place.
+def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
+    """Parse the values of --dataset: NAME, or several NAME or NAME:WEIGHT.
 
-    Returns:
-        The values, and the spelling of each flag, by the names of the given flags.
+    Raises:
+        UserError: the weights are incomplete or 0, or a dataset is named twice.
     """
-    try:
-        options, unknown = parser.parse_known_args(argv)
-    except UserError as error:
-        error.args = (f"{place}{error}",)
-        raise
-    if unknown:
-        flag = unknown[0].split("=")[0]
-        if flag.startswith("--") and flag[2:].replace("-", "_") in LAUNCHER_FLAGS:
-            raise UserError(
-                f"{shown(flag)} is a flag of the launcher: write it before real_model_example.py "
-                "(torchrun, deepspeed or accelerate launch … real_model_example.py …)."
-            )
-        parser.refuse_unknown(unknown[0])
-    spelled = getattr(options, "spelled", {})
-    sources = {aliases.SAME.get(name, name): option for name, option in spelled.items()}
-    return {name: getattr(options, name) for name in spelled}, sources
-
-
-def _resolve(given_values: dict[str, Any], sources: dict[str, str]) -> Arguments:
-    """Return the arguments, with all values that the given ones determine."""
-    values = {name: value for name, value in given_values.items() if name in FLAGS}
-    datasets = parse_datasets(values.pop("dataset", []))
-    fsdp_words = values.pop("fsdp", "")
-    args = Arguments(
-        **values,
-        dataset=" ".join(map(str, datasets)) or None,  # type: ignore[arg-type]  # set below
-        mixture=datasets if len(datasets) > 1 else (),
-        given=frozenset({*given_values, *sources}),
-        sources=sources,
-    )
-    args = _set(args, "Trainer's flags", **aliases.convert_trainer(args))
-    refuse_conflicts(args)
-    args = _resolve_strategy(_with_defaults(args), fsdp_words)
-    _check_strategy_supports(args)
-    return args
+    datasets = []
+    for word in words:
+        weighted = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word)
+        # A file may have a colon and a number at the end of its name.
+        if weighted and not os.path.exists(word):
+            datasets.append(Dataset(weighted[1], weighted[2]))
+        else:
+            datasets.append(Dataset(word))
+    weights = [float(d.weight) for d in datasets if d.weight]
+    if weights and (len(datasets) == 1 or len(weights) < len(datasets) or 0 in weights):
+        raise UserError(
+            f"--dataset {' '.join(words)}: of several datasets, all or none have a weight above 0."
+        )
+    if len({d.name for d in datasets}) < len(datasets):
+        raise UserError(f"--dataset {' '.join(words)}: a dataset is named twice: name it once.")
+    return tuple(datasets)
 
 
 def _set(args: Arguments, source: str, **values) -> Arguments:
@@ -163,46 +136,32 @@ def _with_defaults(args: Arguments) -> Arguments:
     )
 
 
-def _resolve_strategy(args: Arguments, fsdp_words: str) -> Arguments:
-    """Resolve the strategy and its settings from the flags, a DeepSpeed file and an FSDP file."""
-    config = read_ds_config(args.ds_config) if args.ds_config else None
-    if config is not None and args.ds_config and "strategy" not in args.given:
-        chosen = choose_strategy(config)
-        args = _set(args, f"{args.ds_config}: zero_optimization", strategy=chosen)
-    if args.strategy == "fsdp":
-        return _resolve_fsdp(args, fsdp_words)
-    if STRATEGIES[args.strategy].uses_deepspeed:
-        own = f"{PROJECT}/{STRATEGIES[args.strategy].config_file}"
-        file = args.ds_config or own
-        content = read_ds_config(own) if config is None else config
-        world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
-        resolved = merge(args, content, file, world_size)
-        sources = {
-            name: f"{file}{key}" if key.startswith(" ") else f"{file}: {key}"
-            for name, key in resolved.keys.items()
-        }
-        args = args.replace(**resolved.flags, sources={**args.sources, **sources})
-        args = args.replace(ds_config_dict=resolved.config)
-    return args
+def _with_deepspeed(args: Arguments) -> Arguments:
+    """Merge the flags with the DeepSpeed file: the user's, or the strategy's own."""
+    file = args.ds_config or f"{PROJECT}/{STRATEGIES[args.strategy].config_file}"
+    world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
+    resolved = merge(args, read_ds_config(file), file, world_size)
+    sources = {name: f"{file}: {key}" for name, key in resolved.keys.items()}
+    return args.replace(
+        **resolved.flags, sources={**args.sources, **sources}, ds_config_dict=resolved.config
+    )
 
 
-def _resolve_fsdp(args: Arguments, words: str) -> Arguments:
+def _with_fsdp(args: Arguments, words: str) -> Arguments:
     """Apply --fsdp and the FSDP file; a contradicting --precision is an error."""
-    options = read_fsdp_config(args.fsdp_config) if args.fsdp_config else FsdpOptions()
-    args = args.replace(fsdp=with_words(options, words))
-    precision = args.fsdp.precision
-    if precision and "precision" in args.given and args.precision != precision:
-        raise UserError(
-            f"--precision {args.precision} contradicts fsdp_mixed_precision in {args.fsdp_config} "
-            f"({precision}): change one of them."
-        )
-    if precision:
+    options = read_fsdp_config(args.fsdp_config, words)
+    if (precision := options.precision) is not None:
+        if "precision" in args.given and args.precision != precision:
+            raise UserError(
+                f"--precision {args.precision} contradicts fsdp_mixed_precision in "
+                f"{args.fsdp_config} ({precision}): change one of them."
+            )
         args = _set(args, f"{args.fsdp_config}: fsdp_mixed_precision", precision=precision)
-    if args.fsdp.no_shard:
+    if options.no_shard:
         note = "NO_SHARD: each rank holds the whole model, as with --strategy dp"
-        options = replace(args.fsdp, notes=(*args.fsdp.notes, note))
-        args = _set(args, args.fsdp_config or "--fsdp", strategy="dp", fsdp=options)
-    return args
+        options = replace(options, notes=(*options.notes, note))
+        args = _set(args, args.fsdp_config or "--fsdp", strategy="dp")
+    return args.replace(fsdp=options)
 
 
 def _check_strategy_supports(args: Arguments) -> None:
@@ -217,22 +176,21 @@ def _check_strategy_supports(args: Arguments) -> None:
 
 
 def ignored_flags(args: Arguments) -> list[str]:
-    """Return one line for each given flag that has no effect in this run, and FSDP's notes."""
+    """Return lines about given flags without effect in this run, FSDP's notes, and defaults."""
     uses = {
         "ds_config": ("the DeepSpeed strategies", args.ds_config_dict is not None),
         "nvme_path": ("infinity", configured_strategy(args).uses_nvme),
         "fsdp_config": ("fsdp", args.strategy == "fsdp" or args.fsdp.no_shard),
+        "logging_dir": ("--report_to tensorboard", "tensorboard" in args.report_to),
     }
     lines = [
-        f"--{flag} is used by {users} only: ignored under {args.strategy}"
+        f"--{flag} is used by {users} only: ignored"
         for flag, (users, is_used) in uses.items()
         if flag in args.given and getattr(args, flag) is not None and not is_used
     ] + [f"{args.fsdp_config or '--fsdp'}: {note}" for note in args.fsdp.notes]
-    lines += [
-        f"--{flag} is used by --report_to only: ignored"
-        for flag in ("run_name", "project", "tags")
-        if flag in args.given and not args.report_to
-    ]
-    if args.logging_dir and "tensorboard" not in args.report_to:
-        lines.append("--logging_dir is used by --report_to tensorboard only: ignored")
-    return lines + aliases.lines_for_user(args)
+    if ignored := sorted(args.given & {*IGNORED}):
+        lines.append(f"Ignored, because there is nothing to change here: --{', --'.join(ignored)}")
+    different = ", --".join(name for name in DEFAULTS_DIFFER if name not in args.given)
+    if args.do_train and different:
+        lines.append(f"Without --{different} the defaults are ours: see docs/COMING_FROM.md")
+    return lines

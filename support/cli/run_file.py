@@ -1,80 +1,58 @@
 """Run files (--config): the flags of the command line, in YAML.
 
-The keys are the names of the flags; names that other trainers use for them are accepted, too. The
-sections `training:` and `distributed:` only group keys.
+The keys are the names of the flags, also those that other trainers use. The sections `training:`
+and `distributed:` only group keys.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from support.cli.argument_types import Parser
 from support.cli.arguments import Arguments
+from support.cli.ds_config import ITS_OWN
 from support.cli.flags import DEFAULTS
 from support.errors import UserError
 from support.files.user_files import did_you_mean, read_yaml, shown
 
 SECTIONS = ("training", "distributed")
-NOT_IN_FILES = ("help", "version", "config")
-SEPARATOR = {"fsdp": " "}  # of the words of a list; a comma for other flags
 # Fields of `Arguments` that --print_config leaves out.
 NOT_SHOWN = frozenset(
     """
     config print_config check prefetch show_sample prove local_rank given sources mixture
     ds_config_dict hub_offline hub_problem fsdp bf16 fp16 use_peft do_train do_eval eval_strategy
-    save_strategy deepspeed use_deepspeed use_fsdp
+    save_strategy deepspeed
     """.split()
 )
 
 
 def read_run_file(path: str, parser: Parser) -> list[str]:
-    """Read a run file and convert it to command-line arguments.
+    """Read a run file, and return arguments of the command line such as "--lr=1e-4".
 
-    Args:
-        parser: the parser with all flags.
-    Returns:
-        Arguments such as "--lr=1e-4".
     Raises:
-        UserError: the file cannot be read or is not YAML, a key is unknown, or its value has the
-            wrong type.
+        UserError: the file cannot be read or is not YAML, or a key is unknown.
     """
-    actions = {
-        option[2:]: action
-        for option, action in parser._option_string_actions.items()
-        if option.startswith("--") and option[2:] not in NOT_IN_FILES
-    }
+    content = read_yaml("--config", path)
+    for section in SECTIONS:
+        values = content.pop(section, None) or {}
+        if not isinstance(values, dict):
+            raise UserError(f"{shown(path)}: {section} is a section: indent its keys below it.")
+        content |= values
+    actions = {option[2:]: a for option, a in parser._option_string_actions.items()}
     arguments: list[str] = []
-    for key, value in _without_sections(read_yaml("--config", path), path):
-        if key not in actions:
-            guess = did_you_mean(str(key), actions) or " (--help lists all; docs/COMING_FROM.md)."
-            raise UserError(f"{shown(path)}: unknown key {shown(key)}{guess}")
-        if value is None:
-            continue
-        action = actions[key]
-        parts = list(map(str, value)) if isinstance(value, list) else []
-        if isinstance(value, dict) or any(part.startswith("-") for part in parts):
-            raise UserError(f"{shown(path)}: {key} cannot be {shown(value)}.")
-        if parts and action.nargs in ("+", "*"):
-            arguments += [f"--{key}", *parts]
-            continue
-        value = SEPARATOR.get(action.dest, ",").join(parts) if isinstance(value, list) else value
-        value = str(value).lower() if isinstance(value, bool) else value
-        arguments.append(f"--{key}={value}")
-    return arguments
-
-
-def _without_sections(content: dict, path: str) -> Iterator[tuple[str, object]]:
-    """Yield the keys and values of a run file, those in SECTIONS as if there were no sections."""
     for key, value in content.items():
-        if key not in SECTIONS:
-            yield key, value
-        elif isinstance(value, dict):
-            yield from value.items()
-        else:
-            raise UserError(
-                f"{shown(path)}: {key} is a section; write its keys below it, indented."
-            )
+        if key not in actions or key in ("", "help", "version", "config"):
+            guess = did_you_mean(key, actions) or " (--help lists all; docs/COMING_FROM.md)."
+            raise UserError(f"{shown(path)}: unknown key {shown(key)}{guess}")
+        values = list(map(str, value)) if isinstance(value, list) else []
+        if isinstance(value, dict) or any(text.startswith("-") for text in values):
+            raise UserError(f"{shown(path)}: {key} cannot be {shown(value)}.")
+        if values and actions[key].nargs in ("+", "*"):
+            arguments += [f"--{key}", *values]
+        elif value is not None:
+            text = ",".join(values) if isinstance(value, list) else str(value)
+            arguments.append(f"--{key}={text.lower() if isinstance(value, bool) else text}")
+    return arguments
 
 
 def settings_of(args: Arguments) -> dict:
@@ -86,7 +64,7 @@ def settings_of(args: Arguments) -> dict:
         if name not in NOT_SHOWN
         and not ((value is None or value is False or value == []) and DEFAULTS[name] is not True)
     }
-    if args.fsdp and args.fsdp.words:
+    if args.fsdp.words:
         settings["fsdp"] = args.fsdp.words
     if args.mixture:
         settings["dataset"] = [str(dataset) for dataset in args.mixture]
@@ -106,6 +84,6 @@ def as_yaml(args: Arguments) -> str:
         text = yaml.safe_dump({name: value}, allow_unicode=True, width=math.inf).rstrip()
         source = shown(args.sources.get(name, "default"))
         # The user's DeepSpeed file has an optimizer or a scheduler, which other flags contradict.
-        unused = "# " if source.endswith(("its own optimizer", "its own scheduler")) else ""
+        unused = "# " if source.endswith(ITS_OWN) else ""
         lines.append(f"{unused}{text}  # {source}\n")
     return "".join(lines)

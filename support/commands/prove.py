@@ -22,7 +22,7 @@ import torch
 from support import PROJECT, process
 from support.checkpoints.convert import OwnCheckpoint
 from support.cli.arguments import Arguments
-from support.cli.flags import DATA, MODEL, STRATEGY
+from support.cli.flags import GROUPS
 from support.cli.run_file import as_yaml
 from support.cluster.launch import free_port
 from support.cluster.stop_signal import StopSignal
@@ -36,7 +36,7 @@ SCRIPT = PROJECT / "real_model_example.py"
 TRAINER = PROJECT / "scripts" / "trainer_step.py"
 SEQUENCES = 8  # at least
 # Of the user's flags, those that determine the step.
-KEPT = {name.removeprefix("--") for name, _ in (*MODEL, *DATA, *STRATEGY)}
+KEPT = {*GROUPS["Model"], *GROUPS["Data"], *GROUPS["Strategy"]}
 KEPT |= {"lr", "weight_decay", "adam_beta1", "adam_beta2", "seed", "deterministic", "verbose"}
 SETTINGS = {  # any --lr_scheduler begins with --lr, so one step needs no setting for it
     **{"max_steps": 1, "save_every": 1},

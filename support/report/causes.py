@@ -75,13 +75,9 @@ _EFFECTS = {
     NOTHING: "host ram_bytes gpu_memory_bytes launcher simulated_world_size cache_dir merge_lora "
     "nvme_path auto_micro_batch",
 }
-_GROUPS_WITHOUT_EFFECT = ("run file", "cluster", "output", "debugging")
+_GROUPS_WITHOUT_EFFECT = (COMMANDS, "Run file", "Cluster", "Output", "Debugging")
 EFFECTS = {
-    **{
-        flag.removeprefix("--"): NOTHING
-        for rows in (COMMANDS, *(GROUPS[name] for name in _GROUPS_WITHOUT_EFFECT))
-        for flag, _ in rows
-    },
+    **{flag: NOTHING for group in _GROUPS_WITHOUT_EFFECT for flag in GROUPS[group]},
     "frozen weights": WEIGHTS,
     "data digest": DATA,
     "validation digest": EVALUATION,

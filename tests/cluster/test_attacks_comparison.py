@@ -3,7 +3,7 @@
 import pytest
 from conftest import PROJECT
 
-from support.cli.aliases import names_of
+from support.cli.aliases import RENAMED
 
 MODELS = [
     "a b",
@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 def other_names(*flags: str) -> list[str]:
-    return [name for flag in flags for name in names_of(f"--{flag}")[1:]]
+    return [f"--{name}" for flag in flags for name in RENAMED[flag]]
 
 
 @pytest.fixture

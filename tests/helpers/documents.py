@@ -32,13 +32,19 @@ from unittest import mock
 
 from support.cli import argument_types
 from support.cli.flags import build_parser
-from support.cli.parse import LAUNCHER_FLAGS, parse_arguments
+from support.cli.parse import parse_arguments
 from support.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[2]
 COMMANDS = ("runnable", "needs-gpu", "needs-cluster", "needs-hub")
 MARKERS = (*COMMANDS, "output", "illustration")
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+# Those of their flags that the documents mention.
+LAUNCHER_FLAGS = """
+    local_addr rdzv_conf nnodes nproc_per_node node_rank rdzv_backend rdzv_endpoint rdzv_id max_restarts standalone
+    master_addr master_port hostfile num_nodes num_gpus launcher multi_gpu cpu num_processes
+    num_machines machine_rank main_process_ip main_process_port no_ssh log_dir
+    """.split()
 # Commands that pip installs; the others have the names of scripts, with hyphens.
 INSTALLED = {
     "distributed-training": "real_model_example.py",

@@ -95,7 +95,7 @@ def test_the_largest_numbers_are_planned_at_once(main_of):
 
 @table(
     flag("", says="empty"),
-    flag(LONG, says="longer than a file name"),
+    flag(LONG, says="too long"),
     flag("no-such", says="no such folder"),
     flag(".", "--tolerance", "nan", says="--tolerance"),
     flag(".", "--output_dir", LONG, says="--output_dir"),

@@ -32,30 +32,6 @@ def refused(script):
 # --------------------------------------------------------------------------------- the command line
 
 
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (["--strategy", "zero4"], "zero4"),
-        (["--stratgy", "dp"], "did you mean --strategy"),
-        (["--batch_size", "0"], "--batch_size"),
-        (["--batch_size", "-3"], "--batch_size"),
-        (["--seq_length", "0"], "--seq_length"),
-        (["--seq_length", "1"], "--seq_length"),
-        (["--num_samples", "0"], "--num_samples"),
-        (["--epochs", "two"], "two"),
-        (["--lr", "-1"], "--lr"),
-        (["--lr", "nan"], "--lr"),
-        (["--dropout", "1.5"], "--dropout"),
-        (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps"),
-        (["--eval_only", "--no_eval"], "--eval_only"),
-        (["extra"], "extra"),
-        (["--model"], "--model"),
-    ],
-)
-def test_wrong_arguments(refused, args, said):
-    assert said in refused(*args)
-
-
 def test_help_and_argument_errors_import_nothing_heavy():
     for argument, code in (("--help", 0), ("--unknown", 2)):
         python = launcher_command("python", 1)[0]
@@ -237,20 +213,13 @@ def test_more_samples_than_there_are_uses_all_and_says_so(script, tmp_path, text
 # --------------------------------------------------------------------------------- DeepSpeed's file
 
 
-@pytest.mark.parametrize(
-    "zero, said",
-    [
-        ({"gradient_acumulation_steps": 2}, "did you mean gradient_accumulation_steps"),
-        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, "reduce_bucket_size"),
-        ({"zero_optimization": {"stage": 3}}, "stage 3, but --strategy zero2"),
-    ],
-)
-def test_deepspeed_file_that_is_wrong(refused, tmp_path, zero, said):
+def test_deepspeed_file_that_is_wrong(refused, tmp_path):
     """Before the data is read and the output folder is created."""
-    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **zero}))
-    file = ["--strategy", "zero2", "--ds_config", tmp_path / "mine.json"]
-    error = refused(*file, "--output_dir", tmp_path / "out")
-    assert "mine.json" in error and said in error
+    content = {"zero_optimization": {"stage": 2}, "gradient_acumulation_steps": 2}
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    flags = ["--ds_config", tmp_path / "mine.json", "--output_dir", tmp_path / "out"]
+    error = refused(*flags)
+    assert "mine.json" in error and "did you mean gradient_accumulation_steps" in error
     assert not (tmp_path / "out").exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from support import startup
 from support.cli.arguments import Arguments, choose_seq_length
-from support.cli.flags import DEFAULTS, FLAGS, build_parser, described_flags
+from support.cli.flags import DEFAULTS, FLAGS, GROUPS
 from support.cli.parse import parse_arguments
 from support.errors import UserError
 
@@ -39,8 +39,8 @@ def test_replace_returns_a_frozen_copy(started):
 
 
 def test_every_flag_is_described_and_its_default_has_the_type_of_the_field():
-    described = {name for texts in described_flags().values() for name in texts}
-    assert FLAGS.keys() - described == {"local_rank", "use_deepspeed", "use_fsdp"}
+    described = {name for texts in GROUPS.values() for name in texts}
+    assert FLAGS.keys() == described
     hints = get_type_hints(Arguments)
     for name, default in DEFAULTS.items():
         kinds = get_args(hints[name]) or (hints[name],)
@@ -65,34 +65,13 @@ def test_seq_length_above_the_positions():
         choose_seq_length(parse_arguments(["--seq_length", "65"]), 64)
 
 
-PATHS = [
-    *("--config", "--model", "--dataset", "--validation_file", "--chat_template", "--cache_dir"),
-    *("--ds_config", "--fsdp_config", "--nvme_path", "--output_dir", "--resume", "--export_hf"),
-    *("--logging_dir", "--memory_snapshot", "--profile"),
-]
-
-
-@pytest.mark.parametrize("flag", PATHS)
-def test_home_folder_in_a_path(flag, monkeypatch):
-    """Values of a run file never see a shell, and bash leaves --output_dir=~/x as it is."""
-    monkeypatch.setenv("HOME", "/home/somebody")
-    args, _ = build_parser().parse_known_args([f"{flag}=~/x"])
-    path = "/home/somebody/x"
-    assert getattr(args, flag[2:]) == ([path] if flag == "--dataset" else path)
-
-
-def test_home_folder_in_a_run_file(monkeypatch, tmp_path):
+def test_home_folder_in_a_path(monkeypatch, tmp_path):
+    """Values of a run file never see a shell."""
     monkeypatch.setenv("HOME", "/home/somebody")
     (tmp_path / "run.yaml").write_text("output_dir: ~/runs\ntext_column: ~x\n")
-    args = parse_arguments(["--config", str(tmp_path / "run.yaml")])
+    args = parse_arguments(["--config", str(tmp_path / "run.yaml"), "--cache_dir=~/x"])
+    assert args.cache_dir == "/home/somebody/x"  # bash leaves --cache_dir=~/x as it is
     assert (args.output_dir, args.text_column) == ("/home/somebody/runs", "~x")
-
-
-def test_a_run_as_model_names_the_model_in_it(tmp_path):
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=f"--model {tmp_path}/hf"):
-        startup.check_model_path(parse_arguments(["--model", str(tmp_path)]))
 
 
 def test_a_checkpoint_that_is_missing_is_refused_at_once(tmp_path):

@@ -10,7 +10,6 @@ import schema_check
 from documents import MARKERS, PROJECT, flags_of, is_missing, parser_of, read, tracked
 from generate_docs import SECTIONS, generated
 
-from support.cli.parse import LAUNCHER_FLAGS
 from support.strategy import STRATEGIES
 
 NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n != "CHANGELOG.md")
@@ -145,7 +144,7 @@ def every_flag() -> set:
     programs = {*programs, "benchmarks/peers.py", "benchmarks/gpu_check.py"}
     programs -= {"scripts/trainer_step.py"}
     found = set().union(*(flags_of(parser_of(program)) for program in programs))
-    launchers = {f"--{name}" for name in LAUNCHER_FLAGS}
+    launchers = {f"--{name}" for name in documents.LAUNCHER_FLAGS}
     return found | launchers | flags_of(parser_of("real_model_example.py")) | THEIR_FLAGS
 
 
@@ -353,7 +352,7 @@ and a line is not longer than one hundred columns, so that it can be read in a n
                 "16: --no_such_flag is no flag of real_model_example.py",
                 "17: --outt is no flag of scripts/report.py",
                 "18: --nproc_per_nod is no flag of",
-                "19: argument --lr: high is not a number",
+                "19: argument --lr/--learning_rate: high is not",
                 "20: --eval_only and --no_eval cannot",
                 "24: --no_such_either is no flag",
             ],

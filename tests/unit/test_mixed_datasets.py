@@ -6,8 +6,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from support.cli.datasets import Dataset, parse_datasets
-from support.cli.parse import parse_arguments
+from support.cli.arguments import Dataset
+from support.cli.parse import parse_arguments, parse_datasets
 from support.cli.run_file import as_yaml
 from support.data.sequences import Mixture, Padding, Sequences, shares_of
 from support.errors import UserError
@@ -96,9 +96,9 @@ def test_names_and_weights(tmp_path, monkeypatch):
     assert parse_datasets(["notes:3"]) == (Dataset("notes:3"),)
     assert parse_datasets(["a", "b"]) == (Dataset("a"), Dataset("b"))
     for wrong, said in (
-        (["a:1"], "a weight is for several"),
-        (["a:1", "b"], "b has no weight"),
-        (["a:1", "b:0"], "weight is 0"),
+        (["a:1"], "of several datasets"),
+        (["a:1", "b"], "all or none have a weight"),
+        (["a:1", "b:0"], "weight above 0"),
         (["a:1", "a:2"], "twice"),
     ):
         with pytest.raises(UserError, match=said):

@@ -8,12 +8,10 @@ from conftest import PROJECT
 
 from real_model_example import create_optimizer, learning_rate, parameter_groups
 from support.cli import aliases
-from support.cli.flags import FLAGS, HelpFormatter, build_parser
+from support.cli.flags import FLAGS, build_parser
 from support.cli.fsdp_config import FsdpOptions
 from support.cli.parse import ignored_flags, parse_arguments
 from support.errors import UserError
-
-ADAM = ["--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-6"]
 
 
 def test_tables_name_existing_flags_once():
@@ -36,6 +34,7 @@ def test_tables_name_existing_flags_once():
         (["--optim", "adamw_torch_fused"], {"optim": "adamw"}),
         (["--save_strategy", "epoch"], {"save_epochs": True}),
         (["--save_strategy", "steps"], {"save_every": 500}),
+        (["--save_strategy", "epoch", "--save_steps", "7"], {"save_every": None}),  # as Trainer
         (["--save_strategy", "best", "--load_best_model_at_end"], {"load_best_at_end": True}),
         (["--eval_strategy", "steps", "--eval_steps", "7"], {"eval_every": 7}),
         (["--evaluation_strategy", "steps", "--logging_steps", "9"], {"eval_every": 9}),
@@ -71,35 +70,42 @@ def test_what_a_flag_sets(flags, values):
     [
         (["--learning_rat", "2"], "did you mean --learning_rate"),
         (["--batch-size", "2"], "did you mean --batch_size"),
-        (["--label_smoothing_factor", "0.1"], "--label_smoothing_factor: see docs/COMING_FROM.md"),
+        (["--label_smoothing_factor", "0.1"], "--label_smoothing_factor: .*docs/COMING_FROM.md"),
         (["--hub_token=secret"], "^((?!secret).)*$"),
-        (["--nproc-per-node=2"], "flag of the launcher"),
-        (["--learning_rate", "x"], "argument --learning_rate: x is not a number"),
+        (["--nproc-per-node=2"], "flags of a launcher go before the script"),
+        (["run.json"], "run.json is not the value of a flag"),
+        (["--strategy", "zero4"], "zero4"),
+        (["--learning_rate", "x"], "--learning_rate: x is not a number"),
+        (["--lr", "nan"], "--learning_rate: nan is not a number"),
+        (["--dropout", "1.5"], "--dropout: 1.5 is not a number from 0 and below 1"),
+        (["--batch_size", "-3"], "-3 is not a whole number from 1"),
+        (["--seq_length", "1"], "1 is not a whole number from 2"),
+        (["--seed", str(2**63)], "--seed"),
         (["--learning_rate", "1e-3", "--lr", "1e-4"], "--learning_rate and --lr are two names"),
         (["--bf16", "--fp16"], "--bf16 and --fp16 both set --precision"),
         (["--precision", "fp32", "--bf16"], "--precision and --bf16 both set"),
         (["--deepspeed", "a.json", "--ds_config", "b.json"], "both set --ds_config"),
-        (["--streaming", "--max_train_samples", "9"], "^--streaming and --max_train_samples can"),
-        (["--no_save", "--save_steps", "9"], "^--no_save and --save_steps cannot"),
-        (["--save_strategy", "no", "--save_steps", "7"], "no and --save_steps 7"),
+        (["--fsdp", "--strategy", "zero2"], "--strategy and --fsdp both set --strategy"),
         (["--save_strategy", "best"], "needs --load_best_at_end"),
-        (["--eval_steps", "0.1"], "--eval_steps: 0.1 .* shares of all steps are not used"),
-        (["--num_train_epochs", "1.5"], "--num_train_epochs: 1.5.*--max_steps"),
+        (["--eval_steps", "0.1"], "--eval_steps: 0.1 is not a whole number from 1"),
         (["--do_train", "False"], "leaves nothing to do"),
-        (["--do_eval", "--num_train_epochs", "3"], "--num_train_epochs needs training"),
-        (["--use_peft"], "--use_peft needs --lora_r"),
-        (["--use_peft", "false", "--lora_r", "4"], "cannot both hold"),
         (["--fsdp", "full-shard"], "full-shard is not in"),
-        (["--fsdp", "--strategy", "zero2"], "--fsdp .*contradicts"),
-        (["--use_fsdp", "--deepspeed"], "cannot both"),
-        (["--deepspeed"], "--deepspeed needs a configuration"),
-        (["--deepspeed", "--strategy", "dp"], "contradicts --strategy dp"),
+        (["--use_fsdp", "--deepspeed"], "does not fit --strategy fsdp"),
+        (["--deepspeed"], "--deepspeed does not fit --strategy dp: give a conf"),
+        (["--deepspeed", "--strategy", "dp"], "does not fit --strategy dp"),
         (["--output_dir", ""], "is a variable of the shell not set"),
-        (["--resume", "", "--output_dir", "x"], "--resume: it is empty"),
-        (["--seed", str(2**63)], "--seed"),
-        (["run.json"], "run.json .*: did you mean --config run.json"),
-        (["--report_to", "tensorboard", "wandb"], "wandb .*: write several with commas between"),
-        (["--report_to", "mlflow"], "mlflow is not a tracker"),
+        (["--resume", "", "--output_dir", "x"], "--resume.*: it is empty"),
+        (["--output_dir", "a\nb"], "control characters"),
+        (["--report_to", "mlflow"], "mlflow is not in tensorboard, wandb"),
+        (["--eval_only", "--no_eval"], "--eval_only and --no_eval cannot both hold"),
+        (["--export_dtype", "bf16", "--no_export"], "--no_export and --export_dtype cannot both"),
+        (["--eval_only", "--resume", "--output_dir", "x"], "--eval_only and --resume cannot both"),
+        (["--warmup_ratio", "0.1", "--num_warmup_steps", "2"], "--warmup_steps and --warmup_ratio"),
+        (["--use_peft"], "--use_peft needs --lora_r"),
+        (["--streaming", "--dataset", "x"], "--streaming needs --max_steps"),
+        (["--streaming", "--max_steps", "2"], "not pydocs"),
+        (["--simulate_gpus", "2", "--max_steps", "1"], "--max_steps 2 or more"),
+        (["--resume"], "--resume needs --output_dir"),
     ],
 )
 def test_a_flag_that_is_refused(flags, message):
@@ -111,82 +117,13 @@ def test_help_lists_the_other_names():
     text = " ".join(build_parser().format_help().split())
     assert "--lr, --learning_rate LR peak" in text and "--compile, --torch_compile compile" in text
     assert "--bf16 --precision bf16" in text
-    assert build_parser().formatter_class("x").__class__ is HelpFormatter
 
 
-def test_adam_settings_reach_both_optimizers():
-    args, layer = parse_arguments(ADAM), torch.nn.Linear(2, 2)
+def test_adam_settings_reach_the_optimizer():
+    adam = ["--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-6"]
+    args, layer = parse_arguments(adam), torch.nn.Linear(2, 2)
     optimizer = create_optimizer(parameter_groups(layer, args), args)
     assert optimizer.defaults["betas"] == (0.8, 0.95) and optimizer.defaults["eps"] == 1e-6
-    for strategy in ("zero1", "zero2", "zero3", "offload", "infinity"):
-        params = parse_arguments([*ADAM, "--strategy", strategy]).ds_config_dict["optimizer"][
-            "params"
-        ]
-        assert (params["betas"], params["eps"]) == ([0.8, 0.95], 1e-6)
-        params = parse_arguments(["--strategy", strategy]).ds_config_dict["optimizer"]["params"]
-        assert (params["betas"], params["eps"]) == ([0.9, 0.999], 1e-8)
-
-
-def test_adam_settings_of_a_deepspeed_file(tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text(
-        '{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": '
-        '{"lr": "auto", "betas": [0.7, 0.9]}}}'
-    )
-    args = parse_arguments(["--ds_config", str(file)])
-    assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon) == (0.7, 0.9, 1e-8)
-    assert "eps" not in args.ds_config_dict["optimizer"]["params"]
-    with pytest.raises(
-        UserError, match=r"adam_beta2 0\.95 contradicts optimizer\.params\.betas 0\.9"
-    ):
-        parse_arguments(["--ds_config", str(file), "--adam_beta2", "0.95"])
-
-
-@pytest.mark.parametrize(
-    "kind, params, flags, schedule",
-    [
-        ("WarmupLR", {"warmup_max_lr": "auto"}, [], "constant"),
-        ("WarmupDecayLR", {"total_num_steps": "auto"}, ["--warmup_steps", "9"], "linear"),
-        (
-            "WarmupDecayLR",
-            {"warmup_min_lr": 0, "warmup_num_steps": "auto"},
-            ["--lr", "1"],
-            "linear",
-        ),
-        ("WarmupLR", {"warmup_num_steps": "auto"}, ["--lr_scheduler", "cosine"], None),
-        ("WarmupLR", {"warmup_num_steps": 5, "warmup_max_lr": "auto"}, [], None),
-        ("OneCycle", {"cycle_max_lr": "auto"}, [], None),
-    ],
-)
-def test_a_scheduler_of_auto_values_is_ours(tmp_path, kind, params, flags, schedule):
-    """As in the examples of Trainer's documentation."""
-    file = tmp_path / "ds.json"
-    scheduler = {"type": kind, "params": params}
-    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "scheduler": scheduler}))
-    if schedule is None:
-        with pytest.raises(UserError, match="scheduler"):
-            parse_arguments(["--deepspeed", str(file), *flags])
-    else:
-        args = parse_arguments(["--deepspeed", str(file), *flags])
-        assert args.lr_scheduler == schedule and "scheduler" not in args.ds_config_dict
-
-
-@pytest.mark.parametrize(
-    "params, zero, needs_no_op",
-    [
-        ({"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}, {}, True),
-        ({}, {}, True),
-        ({"adam_w_mode": False}, {}, False),
-        ({"lr": 1e-3}, {"offload_optimizer": {"device": "cpu"}}, False),
-    ],
-)
-def test_adam_of_a_deepspeed_file_is_pytorchs(tmp_path, params, zero, needs_no_op):
-    """DeepSpeed's own is compiled, on a GPU by an nvcc that fits torch."""
-    file = tmp_path / "ds.json"
-    optimizer = {"type": "Adam", "params": params}
-    file.write_text(json.dumps({"zero_optimization": {"stage": 2, **zero}, "optimizer": optimizer}))
-    read = parse_arguments(["--deepspeed", str(file)]).ds_config_dict["optimizer"]["params"]
-    assert read.get("torch_adam", False) is needs_no_op
 
 
 def test_warmup_ratio_is_a_share_of_all_steps():
@@ -208,6 +145,30 @@ def test_words_of_fsdp():
     assert options() == options("full_shard auto_wrap") == FsdpOptions()
     assert options("shard_grad_op auto_wrap").reshard_after_forward is False
     assert options("hybrid_shard auto_wrap").hybrid and options("full_shard,offload").offload
+
+
+def test_file_of_fsdp(tmp_path):
+    """As accelerate writes it; what FSDP2 does not have is named."""
+
+    def read(**content):
+        (tmp_path / "fsdp.json").write_text(json.dumps(content))
+        return parse_arguments(["--strategy=fsdp", f"--fsdp_config={tmp_path}/fsdp.json"])
+
+    args = read(
+        fsdp_sharding_strategy="SHARD_GRAD_OP",
+        fsdp_mixed_precision="BFLOAT16",
+        fsdp_transformer_layer_cls_to_wrap="GPT2Block, Other",
+        fsdp_use_orig_params=True,
+        backward_prefetch="backward_pre",
+        _comment="mine",
+    )
+    assert args.precision == "bf16" and args.fsdp.layers == ("GPT2Block", "Other")
+    assert not args.fsdp.reshard_after_forward and args.fsdp.wrap_layers
+    assert ignored_flags(args)[0].endswith("option: fsdp_use_orig_params, backward_prefetch")
+    assert read(sharding_strategy="no_shard").strategy == "dp"
+    for wrong in ({"sharding_strategy": "half"}, {"fsdp_offload_param": True}):
+        with pytest.raises(UserError, match=r"fsdp\.json: (sharding_strategy HALF|unknown key)"):
+            read(**wrong)
 
 
 def test_ignored_flags_and_other_defaults_are_reported():
