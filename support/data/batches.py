@@ -35,11 +35,6 @@ TEXT_IS_PACKED = (
     "--packing is for conversations and pairs, and this corpus is text, whose sequences have no "
     "padding: use --isolate_documents."
 )
-# The flag would cost a mask, which isolates nothing here.
-EXAMPLES_ARE_ISOLATED = (
-    "--isolate_documents is for text, and each conversation or pair is a sequence of its own: "
-    "leave the flag out, or use --packing."
-)
 
 # ------------------------------------------------------------------------------------------- splits
 
@@ -68,17 +63,11 @@ def _open_dataset(
     prepared = tokenize.tokenize_corpus(args, ctx, tokenizer, name)
     train, validation, facts = split_sequences(prepared, args, Padding.of(args, ctx.device.type))
     tokenize.print_splits(ctx, args, facts, tokenizer)
-    for split in prepared["splits"].values():
-        tokenize.warn_of_joined(ctx, args, split["joined"])
-    entry = {"name": name, "sha256": None, "tokens": 0, "blocks": 0, "kind": None}
-    if "train" not in facts:
-        entry["kind"] = facts["validation"]["kind"]
+    kind = facts["validation"]["kind"] if "train" not in facts else None
+    entry = {"name": name, "sha256": None, "tokens": 0, "blocks": 0, "kind": kind}
     entry |= facts.get("train", {})
-    return (
-        train,
-        validation,
-        {**entry, "validation": facts["validation"], "bad_rows": prepared["bad_rows"]},
-    )
+    entry |= {"validation": facts["validation"], "bad_rows": prepared["bad_rows"]}
+    return train, validation, entry
 
 
 def _open_mixture(
@@ -88,9 +77,9 @@ def _open_mixture(
 
     The evaluation uses the validation sequences of each dataset once, or only --validation_file.
     """
-    datasets, validations, entries = [], [], []
     # The training sequences of each, also with --eval_only.
     whole = args.replace(num_samples=None, eval_only=False)
+    datasets, validations, entries = [], [], []
     for name, _ in args.mixture:
         ctx.console.print0(f"📂 {name}")
         train, validation, entry = _open_dataset(whole, ctx, tokenizer, name)
@@ -100,44 +89,33 @@ def _open_mixture(
     weights = [Fraction(weight) for _, weight in args.mixture if weight]
     mixture = Mixture.of(datasets, weights)
     mixture = mixture.take(args.num_samples or mixture.num_sequences)
-    if unused := [str(d) for d, n in zip(args.mixture, mixture.counts, strict=True) if not n]:
-        raise UserError(
-            f"--dataset {unused[0]} has less than one sequence in an epoch of "
-            f"{mixture.num_sequences}: change the weights, or use more data."
-        )
     for named, count, entry in zip(args.mixture, mixture.counts, entries, strict=True):
+        if not count:
+            raise UserError(
+                f"--dataset {named} has less than one sequence in an epoch of "
+                f"{mixture.num_sequences}: change the weights, or use more data."
+            )
         entry |= {"weight": named.weight, "blocks_per_epoch": count}
         share = count / mixture.num_sequences
         ctx.console.print0(f"📂 {named.name}: {count:,} sequences in an epoch ({share:.1%})")
     evaluated = validations[0] if args.validation_file else Mixture.of(validations)
-    return mixture, evaluated, _mixture_facts(args.dataset, entries, mixture, evaluated)
-
-
-def _mixture_facts(
-    name: str, entries: list[dict], train: Mixture, validation: Sequences | Mixture
-) -> dict:
-    """Return the entry of several datasets in results.json.
-
-    Args:
-        entries: the entry of each dataset, with "weight" and "blocks_per_epoch".
-    """
+    held_out = [entry["validation"].get("sha256") for entry in entries]
     kinds = {entry["kind"] for entry in entries}
-    parts = [[entry["sha256"], entry["weight"]] for entry in entries]
-    validations = [entry["validation"].get("sha256") for entry in entries]
-    return {
-        "name": name,
+    facts = {
+        "name": args.dataset,
         "kind": kinds.pop() if len(kinds) == 1 else "mixed",
-        "formats": list(dict.fromkeys(one for entry in entries for one in entry["formats"])),
+        "formats": list(dict.fromkeys(name for entry in entries for name in entry["formats"])),
         **{key: sum(e[key] for e in entries) for key in ("rows", "tokens", "truncated", "skipped")},
-        "sha256": digest_of_json(parts),
-        "blocks": train.num_sequences,
+        "sha256": digest_of_json([[entry["sha256"], entry["weight"]] for entry in entries]),
+        "blocks": mixture.num_sequences,
         "validation": {
-            "blocks": validation.num_sequences,
-            "sha256": digest_of_json(validations) if any(validations) else None,
+            "blocks": evaluated.num_sequences,
+            "sha256": digest_of_json(held_out) if any(held_out) else None,
         },
-        "bad_rows": [row for entry in entries for row in entry["bad_rows"]],
-        "datasets": [{key: e[key] for key in e if key != "bad_rows"} for e in entries],
+        "bad_rows": [row for entry in entries for row in entry.pop("bad_rows")],
+        "datasets": entries,
     }
+    return mixture, evaluated, facts
 
 
 def split_sequences(
@@ -212,8 +190,6 @@ def open_split(
     facts = {key: split[key] for key in ("kind", "formats", "rows", "tokens", "sha256")}
     facts |= {"truncated": 0, "skipped": split["empty"]}
     if split["kind"] in ("chat", "pair"):
-        if args.isolate_documents and not (args.packing or args.mixture):
-            raise UserError(EXAMPLES_ARE_ISOLATED)
         index = np.fromfile(f"{prepared['folder']}/{name}.index.bin", np.int64).reshape(-1, 3)
         ends = np.minimum(index[:, 1], index[:, 0] + length)
         usable = index[:, 2] < ends  # a target remains after truncation

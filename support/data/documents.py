@@ -18,11 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 
 from support.data.formats import Document
-from support.errors import UserError
-from support.units import GB
 
 PIECE_CHARACTERS = 1 << 16  # a piece has one to two times as many, if the text can be cut
 BATCH_CHARACTERS = 1 << 20  # tokenized by one call, which uses all cores
@@ -36,9 +33,6 @@ PLACES = [
     for pattern in (r"(?<=\S) ?\n(?= ?\S)", r"(?<=[\u3002\uff01\uff1f])(?=\w)", r"(?<=\w)(?= \w)")
 ]
 TRIES = 6  # places of each kind that are tried in PIECE_CHARACTERS of text
-LONG_CHARACTERS = 1 << 22  # of a text that may not fit into memory
-# Memory that a tokenizer needs for each character of a text; 120 were measured (GPT-2, Llama 2).
-BYTES_PER_CHARACTER = 160
 
 
 @dataclass(frozen=True)
@@ -46,19 +40,13 @@ class Piece:
     """A part of a document that is tokenized alone."""
 
     text: str
-    where: str  # the document, for messages
     before: str = ""  # the character before it; empty at the beginning of a document
 
 
 class DocumentTokenizer:
-    """A tokenizer of documents in pieces.
+    """A tokenizer of documents, which are cut from `size` characters on."""
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        size: characters from which on a document is cut.
-    """
-
-    def __init__(self, tokenizer: Any, size: int | None = None):
+    def __init__(self, tokenizer: Any, size: int | None = None) -> None:
         self.tokenizer, self.size = tokenizer, size or PIECE_CHARACTERS
         if tokenizer.is_fast:
             # Sets the options of the backend (no truncation, no padding), which is called directly.
@@ -75,13 +63,7 @@ class DocumentTokenizer:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
     def encode(self, pieces: list[Piece]) -> list[np.ndarray]:
-        """Return the token ids of each piece, uint32; joined, they are those of the document.
-
-        Raises:
-            UserError: a piece is so long that the tokenizer would run out of memory.
-        """
-        for piece in pieces:
-            _check_memory(piece)
+        """Return the token ids of each piece, uint32; joined, they are those of the document."""
         tokens = self._tokens([piece.before + piece.text for piece in pieces])
         return [
             np.array(ids[self._length_of(piece.before) if piece.before else 0 :], dtype=np.uint32)
@@ -114,13 +96,12 @@ class DocumentTokenizer:
 
     def _batches(self, documents: Iterable[Document]) -> Iterator[list[Piece]]:
         batch, characters = list[Piece](), 0
-        for document in documents:
-            for piece in self.pieces(document):
-                batch.append(piece)
-                characters += len(piece.text)
-                if characters >= BATCH_CHARACTERS:
-                    yield batch
-                    batch, characters = [], 0
+        for piece in itertools.chain.from_iterable(map(self.pieces, documents)):
+            batch.append(piece)
+            characters += len(piece.text)
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
         yield batch
 
     def pieces(self, document: Document) -> Iterator[Piece]:
@@ -134,10 +115,10 @@ class DocumentTokenizer:
                     if cut is None:
                         searched += self.size
                         continue
-                    yield Piece(text[:cut], document.where, before)
+                    yield Piece(text[:cut], before)
                     text, before, searched = text[cut:], text[cut - 1], self.size
         if text:
-            yield Piece(text, document.where, before)
+            yield Piece(text, before)
 
     def _cut(self, text: str, start: int) -> int | None:
         """Return a place for a cut in the `size` characters from `start`; None if there is none."""
@@ -156,19 +137,3 @@ class DocumentTokenizer:
             if second[: len(alone)] != alone or both != first + second[len(alone) :]:
                 return False
         return True
-
-
-def _check_memory(piece: Piece) -> None:
-    """Check that the tokenizer can process a text; its library ends the process if it cannot."""
-    if len(piece.text) < LONG_CHARACTERS:
-        return
-    needed, free = len(piece.text) * BYTES_PER_CHARACTER, psutil.virtual_memory().available
-    with_limit = getattr(psutil.Process(), "rlimit", None)  # Linux only
-    if with_limit and (limit := with_limit(psutil.RLIMIT_AS)[0]) != psutil.RLIM_INFINITY:
-        free = min(free, limit - psutil.Process().memory_info().vms)
-    if needed > free:
-        raise UserError(
-            f"{piece.where} has {len(piece.text):,} characters without a place at which its tokens "
-            f"can be cut, for which the tokenizer may need {needed / GB:.1f} GB of memory, and "
-            f"{max(0, free) / GB:.1f} GB are free: insert line breaks, or use more memory."
-        )

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext, require_equal_on_all_ranks
+from support.console import Console
 from support.data.chat import (
     PLAIN_NOTICE,
     PLAIN_TEMPLATE,
@@ -30,14 +31,14 @@ from support.data.chat import (
 )
 from support.data.documents import DocumentTokenizer
 from support.data.formats import BadRow, Document, Example, OneKind, RowOptions
-from support.data.rows import Content, Position, Source, evaluates_only, open_source
+from support.data.rows import PlacedRows, Source, evaluates_only, open_source
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
 
-CACHE_VERSION = 8  # increase it when the layout of the cache or the tokenization changes
+CACHE_VERSION = 9  # increase it when the layout of the cache or the tokenization changes
 BATCH_EXAMPLES = 256
-WRITTEN_TOKENS = 1 << 16  # minimum number of tokens of a document file in one write
+WRITTEN_PARTS = 128  # documents, or pieces of them, in one write
 BAD_ROWS = "bad_rows.json"  # file in a folder of the cache
 SHOWN_BAD_ROWS = 10
 
@@ -57,7 +58,8 @@ def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str
 
     def tokenize() -> dict:
         source = open_source(name, args, RowOptions.of(args, has_own_template(tokenizer)))
-        print_files(source, ctx)
+        for line in source.counts:
+            ctx.console.print0(f"📂 {line}")
         if evaluates_only(args) and "train" in source.splits:
             ctx.console.print0(
                 "ℹ️  The validation data is a part of the training data, so all of it is tokenized."
@@ -69,21 +71,16 @@ def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str
     prepared = ctx.once_per_node(f"dataset {name}", tokenize)
     require_equal_on_all_ranks(ctx.all_gather(prepared["splits"]), "The text of the dataset")
     prepared["bad_rows"] = bad_rows_in(prepared["folder"]) if ctx.is_main else []
-    for row in prepared["bad_rows"][:SHOWN_BAD_ROWS]:
-        ctx.console.warn(f"Left out: {row}")
-    if (more := len(prepared["bad_rows"]) - SHOWN_BAD_ROWS) > 0:
-        ctx.console.warn(
-            f"Left out: {more} more rows, all named in results.json under dataset.bad_rows."
-        )
+    print_bad_rows(ctx.console, prepared["bad_rows"])
     return prepared
 
 
-def print_files(source: Source, ctx: DistContext) -> None:
-    """Print how many files there are of each type, and which files are not used."""
-    for line in source.counts:
-        ctx.console.print0(f"📂 {line}")
-    for line in source.notices:
-        ctx.console.warn(line)
+def print_bad_rows(console: Console, rows: Sequence[str], printed: int = 0) -> None:
+    """Print the first bad rows, except the `printed` ones at the beginning."""
+    for row in rows[printed:SHOWN_BAD_ROWS]:
+        console.warn(f"Left out: {row}")
+    if printed <= SHOWN_BAD_ROWS < len(rows):
+        console.warn("More rows are left out: see dataset.bad_rows in results.json.")
 
 
 def print_splits(ctx: DistContext, args: Arguments, facts: dict[str, dict], tokenizer: Any) -> None:
@@ -95,10 +92,10 @@ def print_splits(ctx: DistContext, args: Arguments, facts: dict[str, dict], toke
     Raises:
         UserError: the corpus has conversations and the tokenizer is not a fast one.
     """
-    rows = [split_facts for split_facts in facts.values() if "kind" in split_facts]
-    if any(split["kind"] == "chat" for split in rows) and use_plain_template(tokenizer, "chat"):
-        ctx.console.warn(PLAIN_NOTICE)
-    print_format(ctx, [name for split in rows for name in split["formats"]], rows[0]["kind"])
+    rows = [split for split in facts.values() if "kind" in split]
+    formats = [name for split in rows for name in split["formats"]]
+    kinds = [split["kind"] for split in rows]
+    print_format(ctx, formats, "chat" if "chat" in kinds else kinds[0], tokenizer)
     for name, split in facts.items():
         ctx.console.print0(f"📚 {_describe_split(name, split, args)}")
         if name == "train" and args.num_samples and split["blocks"] < args.num_samples:
@@ -108,29 +105,18 @@ def print_splits(ctx: DistContext, args: Arguments, facts: dict[str, dict], toke
             )
 
 
-def print_format(ctx: DistContext, formats: list[str], kind: str | None) -> None:
-    """Print the formats that were recognized, and what is made of them."""
-    if formats:
-        result = {
-            "chat": "conversations in the chat template, the assistant's messages are trained",
-            "pair": "prompts and completions, the completions are trained",
-            "text": "documents, all tokens are trained",
-        }[kind or "text"]
-        ctx.console.print0(f"🔎 Format: {', '.join(dict.fromkeys(formats))} → {result}")
-
-
-def warn_of_joined(ctx: DistContext, args: Arguments, joined: str | None) -> None:
-    """Warn if the two columns that the flags name are joined without a separator.
-
-    Args:
-        joined: the characters around such a place; see `Example.joined`.
-    """
-    if joined and args.prompt_column and args.completion_column:
-        ctx.console.warn(
-            f"--prompt_column {args.prompt_column} and --completion_column "
-            f"{args.completion_column} are joined without a separator ({joined!r}): end the "
-            "prompts with a space or a line break, or write the rows as messages."
-        )
+def print_format(
+    ctx: DistContext, formats: Iterable[str], kind: str | None, tokenizer: Any
+) -> None:
+    """Print the formats that were recognized; set a chat template if conversations need one."""
+    if use_plain_template(tokenizer, kind):
+        ctx.console.warn(PLAIN_NOTICE)
+    result = {
+        "chat": "conversations in the chat template, the assistant's messages are trained",
+        "pair": "prompts and completions, the completions are trained",
+        "text": "documents, all tokens are trained",
+    }[kind or "text"]
+    ctx.console.print0(f"🔎 Format: {', '.join(dict.fromkeys(formats))} → {result}")
 
 
 def _describe_split(name: str, facts: dict, args: Arguments) -> str:
@@ -146,23 +132,13 @@ def _describe_split(name: str, facts: dict, args: Arguments) -> str:
     )
     if "padding_share" in facts:
         line += f", {facts['padding_share']:.1%} padding"
-    return line + "".join(
-        f", {facts[label]:,} {label}" for label in ("truncated", "skipped") if facts[label]
-    )
+    flaws = [flaw for flaw in ("truncated", "skipped") if facts[flaw]]
+    return line + "".join(f", {facts[flaw]:,} {flaw}" for flaw in flaws)
 
 
 def bad_rows_in(folder: str | Path) -> list[str]:
-    """Return a line about each row of a tokenized corpus that is not used; there may be millions.
-
-    Raises:
-        UserError: the file cannot be read, for instance because the cache was removed meanwhile.
-    """
-    try:
-        return json.loads((Path(folder) / BAD_ROWS).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"The cache {folder} cannot be read ({error.strerror}): use another --cache_dir."
-        ) from error
+    """Return a line about each row of a tokenized corpus that is not used."""
+    return json.loads((Path(folder) / BAD_ROWS).read_text(encoding="utf-8"))
 
 
 def tokenize_once(
@@ -181,50 +157,42 @@ def tokenize_once(
         max_bad_rows: maximum number of rows that cannot be used; `bad_rows_in` lists them.
     Returns:
         {folder, end_of_text (the id, or None), splits: {name: {dtype, kind, formats, tokens, rows,
-        empty, joined, sha256 of the text}}}. It is JSON, and small for a corpus of any size,
-        because it is sent to all ranks of a node through the store.
+        empty, sha256 of the text}}}. It is JSON, and small for a corpus of any size, because it is
+        sent to all ranks of a node through the store.
     Raises:
         UserError: the cache cannot be read or written, the text cannot be read, there are more than
             `max_bad_rows` bad rows, or see `chat.Encoder.encode` and `chat.use_plain_template`.
     """
     template = template_of(tokenizer) or PLAIN_TEMPLATE
-    key = hashlib.sha256(
-        f"{CACHE_VERSION}\0{source.fingerprint}\0{tokenizer_fingerprint(tokenizer)}\0"
-        f"{template}".encode()
-    )
+    texts = (str(CACHE_VERSION), source.fingerprint, tokenizer_fingerprint(tokenizer), template)
+    key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
     def write(folder: Path) -> dict:
         bad: list[str] = []
 
         def refuse(row: BadRow) -> None:
             bad.append(str(row))
-            refuse_bad_rows(bad, max_bad_rows, "" if row.whole_file and source.one_file else hint)
+            check_bad_rows(bad, max_bad_rows, source)
 
-        writers = {name: SplitWriter(folder / name, tokenizer, advance, refuse) for name in splits}
-        facts = {name: writer.write(splits[name](None)) for name, writer in writers.items()}
+        writers = {
+            name: SplitWriter(folder / name, tokenizer, advance, refuse) for name in source.splits
+        }
+        facts = {name: writer.write(source.splits[name](None)) for name, writer in writers.items()}
         (folder / BAD_ROWS).write_text(json.dumps(bad), encoding="utf-8")
         return {"splits": facts}
 
-    splits, hint = source.splits, f"{MAX_BAD_ROWS}{source.advice}"
-    folder, facts = cache.get(key.hexdigest()[:32], write)
+    folder, facts = cache.get(key, write)
     # The run that wrote the cache may have had a larger --max_bad_rows.
-    refuse_bad_rows(bad_rows_in(folder), max_bad_rows, hint)
+    check_bad_rows(bad_rows_in(folder), max_bad_rows, source)
     return {"folder": str(folder), "end_of_text": tokenizer.eos_token_id, **facts}
 
 
-MAX_BAD_ROWS = " --max_bad_rows N leaves out up to N."
-
-
-def refuse_bad_rows(bad: Sequence[str], allowed: int, advice: str) -> None:
-    """Check that there are no more than `allowed` bad rows.
-
-    Raises:
-        UserError: there are more; the message names the first row beyond the maximum.
-    """
+def check_bad_rows(bad: Sequence[str], allowed: int, source: Source) -> None:
+    """Raise a UserError that names the first row beyond the maximum, if there are more bad rows."""
     if len(bad) > allowed:
-        limit = f" That is one more than --max_bad_rows {allowed} allows."
-        advice = advice.replace(MAX_BAD_ROWS, limit) if allowed else advice
-        raise UserError(f"{bad[allowed]}{advice}")
+        limit = f"That is one more than --max_bad_rows {allowed} allows."
+        hint = limit if allowed else "--max_bad_rows N leaves out up to N."
+        raise UserError(f"{bad[allowed]} {hint}{source.advice}")
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -237,44 +205,51 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()
 
 
-@dataclass
 class SplitWriter:
-    """A writer of the tokens of one split, which counts its rows."""
+    """A writer of the tokens of one split, which counts its rows.
 
-    path: Path  # of the files, without their suffixes
-    tokenizer: Any
-    advance: Callable[[int], object]  # called with the number of characters since the last call
-    refuse: Callable[[BadRow], None]  # called with each bad row
-    one_kind: OneKind = field(default_factory=OneKind)
-    rows: int = 0
-    empty: int = 0
-    joined: str | None = None  # see `warn_of_joined`
-    digest: Any = field(default_factory=hashlib.sha256)  # of the text
+    Args:
+        path: of the files, without their suffixes.
+        advance: called with the number of characters since the last call.
+        refuse: called with each bad row.
+    """
 
-    def write(self, rows: Iterator[tuple[Position, Content]]) -> dict:
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: Any,
+        advance: Callable[[int], object],
+        refuse: Callable[[BadRow], None],
+    ) -> None:
+        self.path, self.tokenizer, self.advance, self.refuse = path, tokenizer, advance, refuse
+        self.one_kind, self.rows, self.empty, self.tokens = OneKind(), 0, 0, 0
+        self.digest = hashlib.sha256()  # of the text
+
+    def write(self, rows: PlacedRows) -> dict:
         """Write the files; return the facts of the split, see `tokenize_once`."""
         usable = self._usable(rows)
         first = next(usable, None)
         usable = itertools.chain([] if first is None else [first], usable)
-        if isinstance(first, Example):
-            dtype, tokens = "int32", self._write_examples(usable)
-        else:
-            # Not len(tokenizer): the ids of some vocabularies have gaps.
-            largest = max(self.tokenizer.get_vocab().values(), default=0)
-            dtype = "uint16" if largest < 1 << 16 else "uint32"
-            tokens = self._write_documents(usable, dtype)
+        with open(f"{self.path}.bin", "wb") as file:
+            if isinstance(first, Example):
+                dtype = "int32"
+                self._write_examples(usable, file)
+            else:
+                # Not len(tokenizer): the ids of some vocabularies have gaps.
+                largest = max(self.tokenizer.get_vocab().values(), default=0)
+                dtype = "uint16" if largest < 1 << 16 else "uint32"
+                self._write_documents(usable, dtype, file)
         return {
             "dtype": dtype,
             "kind": self.one_kind.kind,
             "formats": self.one_kind.formats,
-            "tokens": tokens,
+            "tokens": self.tokens,
             "rows": self.rows,
             "empty": self.empty,
-            "joined": self.joined,
             "sha256": self.digest.hexdigest(),
         }
 
-    def _usable(self, rows: Iterator[tuple[Position, Content]]) -> Iterator[Any]:
+    def _usable(self, rows: PlacedRows) -> Iterator[Any]:
         for _, content in rows:
             row = self.one_kind.check(content)
             if isinstance(row, BadRow):
@@ -284,21 +259,19 @@ class SplitWriter:
                 self.empty += isinstance(row, Document) and row.pieces == [""]
                 yield row
 
-    def _write_documents(self, documents: Iterable[Document], dtype: str) -> int:
-        """Write one stream of ids; return their number."""
+    def _write_documents(self, documents: Iterable[Document], dtype: str, file: Any) -> None:
+        """Write one stream of ids."""
         end_of_text = self.tokenizer.eos_token_id
         separator = np.array([] if end_of_text is None else [end_of_text], np.uint32)
         counted = (replace(document, pieces=self._read(document)) for document in documents)
         encoded = DocumentTokenizer(self.tokenizer).encode_documents(counted, self.advance)
-        tokens, waiting, size = 0, list[np.ndarray](), 0
-        with open(f"{self.path}.bin", "wb") as file:
-            for number, (begins, ids) in enumerate(encoded):
-                waiting += [separator, ids] if begins and number else [ids]
-                size += len(waiting[-1])
-                if size >= WRITTEN_TOKENS:  # many short documents are one write
-                    tokens += _append(waiting, dtype, file)
-                    waiting, size = [], 0
-            return tokens + _append(waiting, dtype, file)
+        waiting = list[np.ndarray]()  # many short documents are one write
+        for number, (begins, ids) in enumerate(encoded):
+            waiting += [separator, ids] if begins and number else [ids]
+            if len(waiting) >= WRITTEN_PARTS:
+                self._append(waiting, dtype, file)
+                waiting = []
+        self._append(waiting, dtype, file)
 
     def _read(self, document: Document) -> Iterator[str]:
         """Yield the pieces of a document, and add them to the digest."""
@@ -307,29 +280,26 @@ class SplitWriter:
             yield piece
         self.digest.update(b"\0")
 
-    def _write_examples(self, examples: Iterator[Example]) -> int:
-        """Write the tokens and the index; return the number of tokens."""
+    def _write_examples(self, examples: Iterator[Example], file: Any) -> None:
+        """Write the tokens and the index."""
         use_plain_template(self.tokenizer, self.one_kind.kind)
-        encoder, index, end = Encoder(self.tokenizer), list[tuple[int, int, int]](), 0
-        with open(f"{self.path}.bin", "wb") as file:
-            while batch := list(itertools.islice(examples, BATCH_EXAMPLES)):
-                for example, encoded in zip(batch, encoder.encode(batch), strict=True):
-                    if isinstance(encoded, BadRow):
-                        self.rows -= 1
-                        self.refuse(encoded)
-                        continue
-                    self.digest.update(example.as_json().encode() + b"\0")
-                    self.joined = self.joined or example.joined
-                    start, end = end, end + _append([encoded], "int32", file)
-                    # The first token is not predicted from anything.
-                    index.append((start, end, start + 1 + int((encoded[1:] >= 0).argmax())))
-                self.advance(sum(len(example.as_json()) for example in batch))
+        encoder, index = Encoder(self.tokenizer), list[tuple[int, int, int]]()
+        while batch := list(itertools.islice(examples, BATCH_EXAMPLES)):
+            for example, encoded in zip(batch, encoder.encode(batch), strict=True):
+                if isinstance(encoded, BadRow):
+                    self.rows -= 1
+                    self.refuse(encoded)
+                    continue
+                self.digest.update(example.as_json().encode() + b"\0")
+                start = self.tokens
+                self._append([encoded], "int32", file)
+                # The first token is not predicted from anything.
+                first_target = start + 1 + int((encoded[1:] >= 0).argmax())
+                index.append((start, self.tokens, first_target))
+            self.advance(sum(len(example.as_json()) for example in batch))
         np.array(index, np.int64).tofile(f"{self.path}.index.bin")
-        return end
 
-
-def _append(ids: list[np.ndarray], dtype: str, file: Any) -> int:
-    """Write token ids to a file; return their number."""
-    joined = np.concatenate(ids or [np.empty(0)]).astype(dtype)
-    joined.tofile(file)
-    return len(joined)
+    def _append(self, ids: list[np.ndarray], dtype: str, file: Any) -> None:
+        joined = np.concatenate(ids or [np.empty(0)]).astype(dtype)
+        joined.tofile(file)
+        self.tokens += len(joined)

@@ -59,7 +59,7 @@ def arguments(packing: bool) -> SimpleNamespace:
     return SimpleNamespace(seq_length=LENGTH, batch_size=4, packing=packing, **flags, **limits)
 
 
-PADDING = Padding(LENGTH, 8, False)
+PADDING = Padding(LENGTH, 8)
 
 
 def examples_of(inputs, labels, positions) -> list[tuple[list, list]]:
