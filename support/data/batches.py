@@ -6,7 +6,7 @@ The order is the same for any number of ranks and any strategy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -129,8 +129,6 @@ def split_sequences(
 
     Args:
         prepared: what `tokenize.tokenize_once` returned.
-        args: --seq_length, --num_samples, --validation_split, --validation_split_percentage,
-            --validation_file, --packing, --isolate_documents.
     Returns:
         (training sequences, validation sequences, {"train", "validation": facts of `open_split`}).
     Raises:
@@ -150,8 +148,7 @@ def split_sequences(
     if not validation.num_sequences and "train" in facts:
         share, size = held_out_share(args), train.num_sequences
         count = min(max(1, int(size * share) if share else size // 10), max(0, size - 1))
-        at_random = facts["train"]["kind"] != "text"
-        train, validation = train.hold_out(count, at_random)
+        train, validation = train.hold_out(count, at_random=facts["train"]["kind"] != "text")
         facts["validation"] = {"blocks": count}
     # After the split, so that the same examples are held out with and without --packing.
     if args.packing:
@@ -186,34 +183,29 @@ def open_split(
         UserError: the training split is empty or shorter than one sequence.
     """
     split, length = prepared["splits"][name], args.seq_length
-    path, dtype = f"{prepared['folder']}/{name}.bin", split["dtype"]
+    path, end_of_text = f"{prepared['folder']}/{name}", None
     facts = {key: split[key] for key in ("kind", "formats", "rows", "tokens", "sha256")}
     facts |= {"truncated": 0, "skipped": split["empty"]}
     if split["kind"] in ("chat", "pair"):
-        index = np.fromfile(f"{prepared['folder']}/{name}.index.bin", np.int64).reshape(-1, 3)
+        index = np.fromfile(f"{path}.index.bin", np.int64).reshape(-1, 3)
         ends = np.minimum(index[:, 1], index[:, 0] + length)
         usable = index[:, 2] < ends  # a target remains after truncation
         facts["truncated"] = int((usable & (index[:, 1] > ends)).sum())
         facts["skipped"] = int((~usable).sum())
         ranges = np.stack([index[:, 0], ends], axis=1)[usable]
-        problem = f"No example has a target within --seq_length {length}: use a larger one."
     else:
+        if args.packing and split["tokens"]:
+            raise UserError(TEXT_IS_PACKED)
+        end_of_text = prepared["end_of_text"] if isolates_documents(args) else None
         starts = np.arange(split["tokens"] // length, dtype=np.int64) * length
         ranges = np.stack([starts, starts + length], axis=1)
-        problem = (
-            f"The corpus has {split['tokens']:,} tokens, less than one sequence of {length}: "
-            "use a smaller --seq_length or more text."
+    if name == "train" and not len(ranges):
+        raise UserError(
+            f"The corpus has {split['tokens']:,} tokens, less than one sequence with a target "
+            f"within --seq_length {length}: use another --seq_length or more text."
         )
-    sequences = Sequences.of(path, dtype, ranges, padding)
-    if split["kind"] == "text" and split["tokens"]:
-        if args.packing:
-            raise UserError(TEXT_IS_PACKED)
-        if isolates_documents(args):
-            sequences = replace(sequences, end_of_text=prepared["end_of_text"])
-    if name == "train" and not split["tokens"]:
-        raise UserError("The corpus is empty: it has no row that can be used.")
-    if name == "train" and not sequences.num_sequences:
-        raise UserError(problem)
+    sequences = Sequences.of(f"{path}.bin", split["dtype"], ranges, padding)
+    sequences = replace(sequences, end_of_text=end_of_text)
     return sequences, {**facts, "blocks": sequences.num_sequences}
 
 
@@ -238,8 +230,7 @@ def total_steps(
     """Return the number of optimizer steps of the whole run, including those before a resume.
 
     Args:
-        args: --epochs, --max_steps (one epoch if neither is given), and the flags that determine
-            the global batch size.
+        num_sequences: sequences in an epoch.
         step, samples: optimizer steps made before the resume, and the sequences used in them.
     """
     if args.epochs is None and args.max_steps:
@@ -256,9 +247,7 @@ class StepBatch:
 
     batches: list[MicroBatch]  # micro-batches of batch_size sequences
     tokens: int  # number of tokens in them, without padding
-    # With --streaming a `streaming.Place`, the position of the stream after this step; otherwise
-    # None.
-    state: Any = None
+    state: Any = None  # with --streaming the position of the stream after this step
 
 
 def step_batches(
@@ -274,8 +263,7 @@ def step_batches(
     The order is cut into global batches of batch_size × world_size × accumulation sequences. The
     number of ranks therefore changes which rank computes a sequence, but never the step in which it
     is used. Every micro-batch has the same number of rows on every rank: if there are too few
-    sequences, it is padded with rows whose labels are all ignored. These rows add nothing to the
-    loss or the gradient, but every rank takes part in every collective.
+    sequences, it is padded with rows whose labels are all ignored.
 
     Args:
         order: sequence numbers in the order of this epoch.
@@ -325,8 +313,7 @@ def rest_of_epoch(
 
     Args:
         train: training sequences, or a Stream.
-        state: the epoch, which seeds the order of the sequences, and how many of them were trained
-            on before a resume or an evaluation.
+        state: the epoch, which seeds the order of the sequences, and how many of them were used.
     """
     if args.streaming:
         return train.step_batches(ctx.device)
@@ -339,12 +326,7 @@ def rest_of_epoch(
 def evaluation_batches(
     validation: Sequences | Mixture, args: Arguments, ctx: DistContext
 ) -> tuple[Iterator[MicroBatch], int]:
-    """Return this rank's micro-batches of an evaluation, and how many there are.
-
-    Args:
-        args: --eval_batch_size, or else --batch_size; --eval_samples, or else --num_samples,
-            limits the sequences.
-    """
+    """Return this rank's micro-batches of an evaluation, and how many there are."""
     limit = args.eval_samples or args.num_samples or validation.num_sequences
     validation = validation.take(limit)
     order = np.arange(validation.num_sequences)
@@ -364,10 +346,9 @@ def fill_up(sequences: Sequences | Mixture, indices: np.ndarray, rows: int) -> M
 
 
 def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
-    """Seed the random numbers of dropout with (seed, step, micro-step, rank).
+    """Seed the random numbers of dropout, which differ for each rank and micro-batch.
 
-    Every rank and micro-batch draws different numbers, and a resumed run draws the same ones as an
-    uninterrupted run.
+    A resumed run draws the same ones as an uninterrupted run.
     """
     numbers = np.random.SeedSequence([seed, step, micro_step, rank])
     torch.manual_seed(int(numbers.generate_state(1, np.uint64)[0]) >> 1)
@@ -379,41 +360,29 @@ def copy_ahead(steps: Iterator[StepBatch], device: torch.device) -> Iterator[Ste
     def copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
 
-    ahead: deque[StepBatch] = deque()
+    ahead = None
     for step_batch in steps:
         if device.type == "cuda":
             step_batch.batches = [tuple(map(copy, micro)) for micro in step_batch.batches]  # type: ignore[misc]
-        ahead.append(step_batch)
-        if len(ahead) > 1:
-            yield ahead.popleft()
-    yield from ahead
+        if ahead:
+            yield ahead
+        ahead = step_batch
+    if ahead:
+        yield ahead
 
 
-class ReadAhead:
-    """An iterator that reads `steps` in its own thread, in order.
+def read_ahead(steps: Iterator[StepBatch], depth: int) -> Generator[StepBatch, None, None]:
+    """Read up to `depth` steps of an endless iterator ahead, in a thread, in their order.
 
-    Up to `depth` items wait for the consumer. An error of `steps` is raised in the consumer's
-    thread, at the position of the item that it replaces. Nothing is read before the first item is
-    requested, because a stream may have to be resumed before.
+    An error of `steps` is raised at the position of the item that it replaces. Nothing is read
+    before the first item is requested, because a stream may have to be resumed before.
     """
-
-    def __init__(self, steps: Iterator[StepBatch], depth: int):
-        self._steps, self._depth, self._closed = steps, depth, False
-        self._thread = ThreadPoolExecutor(1, "read ahead")
-        self._items: deque[Future] = deque()
-
-    def __iter__(self) -> ReadAhead:
-        return self
-
-    def __next__(self) -> StepBatch:
-        if self._closed:
-            raise StopIteration
-        while len(self._items) <= self._depth:
-            self._items.append(self._thread.submit(next, self._steps))
-        return self._items.popleft().result()
-
-    def close(self, seconds: float = 30) -> None:
-        """Stop reading, and wait some seconds for the item in progress: a network may hang."""
-        self._closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        wait([item for item in self._items if not item.cancelled()], seconds)
+    thread, items = ThreadPoolExecutor(1, "read ahead"), deque[Future]()
+    try:
+        while True:
+            while len(items) <= depth:
+                items.append(thread.submit(next, steps))
+            yield items.popleft().result()
+    finally:  # wait for the item in progress, but not for a network that hangs
+        thread.shutdown(wait=False, cancel_futures=True)
+        wait([item for item in items if not item.cancelled()], 30)

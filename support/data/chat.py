@@ -58,11 +58,7 @@ class Encoder:
     If the chat template has {% generation %} blocks, they determine the valid tokens. Otherwise the
     conversation is rendered a second time with a mark in place of each of the assistant's texts.
     The valid tokens are those at the positions of the marks, and the special token that follows and
-    ends the turn. The assistant's messages among the first `Example.context` messages have no valid
-    tokens.
-
-    Args:
-        tokenizer: a fast Hugging Face tokenizer; for conversations, one with a chat template.
+    ends the turn. The first `Example.context` messages have no valid tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -72,11 +68,8 @@ class Encoder:
         self.special = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
 
     def encode(self, examples: list[Example]) -> list[np.ndarray | BadRow]:
-        """Encode examples, all of the same kind.
+        """Return for each example, all of one kind, its ids, int32 [tokens], or a BadRow.
 
-        Returns:
-            For each example its ids, int32 [tokens]; or a BadRow with the reason why it cannot be
-            used.
         Raises:
             UserError: the chat template has a syntax error.
         """
@@ -124,10 +117,7 @@ class Encoder:
         if says and (row[1:] >= 0).any():
             return row
         roles = ", ".join(sorted({message["role"] for message in messages}))
-        return BadRow(
-            f"{example.where}: it has no token to train on, because the assistant says nothing "
-            f"(roles: {roles})."
-        )
+        return BadRow(f"{example.where}: the assistant says nothing (roles: {roles}).")
 
     def render(self, messages: list[dict], marked: Sequence[int] = (), **options: Any) -> Any:
         """Return the text of a conversation, with marks in place of the messages `marked`.
@@ -153,18 +143,13 @@ class Encoder:
         encoded = self.render(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        mask = np.array(encoded["assistant_masks"], dtype=bool)
-        context = sum(m["role"] == "assistant" for m in messages) - len(example.answers)
-        if context:
-            # Each answer is a run of valid tokens.
-            begins = np.flatnonzero(np.diff(mask.astype(int), prepend=0) == 1)
-            if len(begins) != context + len(example.answers):
-                raise ValueError(
-                    "the {% generation %} blocks of the chat template do not distinguish the "
-                    "answers of the prompt from the completion."
-                )
-            mask[: [*begins, len(mask)][context]] = False
-        return _masked(encoded["input_ids"], mask)
+        ids, mask = encoded["input_ids"], np.array(encoded["assistant_masks"], dtype=bool)
+        if example.context:
+            prompt = self.render(messages[: example.context], tokenize=True, return_dict=True)
+            if ids[: len(prompt["input_ids"])] != prompt["input_ids"]:
+                raise ValueError("the chat template renders the prompt differently if it is alone.")
+            mask[: len(prompt["input_ids"])] = False
+        return _masked(ids, mask)
 
     def _by_marks(self, example: Example, messages: list[dict], text: str) -> np.ndarray:
         ranges = self._answers_in(example, messages, text)
@@ -239,23 +224,16 @@ def prompt_of(text: str, tokenizer: Any, as_chat: bool) -> Prompt:
 
 
 def use_plain_template(tokenizer: Any, kind: str | None) -> bool:
-    """Set PLAIN_TEMPLATE on a tokenizer without a chat template, if the rows are conversations.
+    """Set PLAIN_TEMPLATE on a tokenizer without a template, and return whether it is needed.
 
     Args:
-        kind: "chat", "pair" or "text"; None if there are no rows.
-    Returns:
-        Whether the conversations get PLAIN_TEMPLATE.
+        kind: of the rows, "chat", "pair" or "text"; None if there are no rows.
     Raises:
         UserError: the tokenizer is a slow one, which does not give the characters of a token.
     """
-    if kind != "chat":
+    if kind == "chat" and not tokenizer.is_fast:
+        raise UserError("Conversations need a model with a fast tokenizer (tokenizer.json).")
+    if kind != "chat" or tokenizer.chat_template not in (None, PLAIN_TEMPLATE):
         return False
-    if not tokenizer.is_fast:
-        raise UserError(
-            "Conversations need a fast tokenizer (tokenizer.json), but this model has only a slow "
-            "one."
-        )
-    if tokenizer.chat_template in (None, PLAIN_TEMPLATE):
-        tokenizer.chat_template = PLAIN_TEMPLATE
-        return True
-    return False
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,10 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 TOOL_ROLES = ("function_call", "function_response", "function", "observation", "tool_call", "tool")
 # The prompt of the Alpaca dataset (github.com/tatsu-lab/stanford_alpaca), for models without a chat
 # template. The completion follows without a space, as in the project's own training script.
-ALPACA_PREAMBLE = "Below is an instruction that describes a task{}. {}"
-ALPACA_TASK = "Write a response that appropriately completes the request."
+ALPACA_PREAMBLE = (
+    "Below is an instruction that describes a task{}. "
+    "Write a response that appropriately completes the request."
+)
 ALPACA_INPUT = ", paired with an input that provides further context"
 
 
@@ -120,84 +122,33 @@ class RowOptions:
         return cls(tuple((key, name) for key, name in columns.items() if name), chat_template)
 
 
-# ------------------------------------------------------------------------------------- the formats
-
-
-@dataclass(frozen=True)
-class Format:
-    """A format of rows."""
-
-    name: str  # for the user, with the keys
-    keys: tuple[str, ...]  # the keys that a row of this format has
-    # A function from a row with these keys, and the options, to fields of a Document or an Example.
-    # Raises a ValueError with the reason if the row cannot be used.
-    convert: Callable[[Mapping[str, Any], RowOptions], dict]
-    optional: tuple[str, ...] = ()  # further keys that are read
-
-    def columns(self, options: RowOptions) -> dict[str, str]:
-        """Return the column of each key."""
-        return {key: dict(options.columns).get(key, key) for key in (*self.keys, *self.optional)}
-
-
-def _from_pair(row: Mapping[str, Any], _: RowOptions) -> dict:
-    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-        prompt, completion = _messages(row, "prompt"), _messages(row, "completion")
-        name = "prompt and completion, each a list of messages"
-        return {"messages": prompt + completion, "context": len(prompt), "format": name}
-    return {key: _text(row, key) for key in ("prompt", "completion")}
-
-
-def _from_alpaca(row: Mapping[str, Any], options: RowOptions) -> dict:
-    """Return a conversation, or Alpaca's prompt if the tokenizer has no chat template."""
-    if row["history"]:
-        raise ValueError("'history' is not supported: write the conversation as 'messages'")
-    instruction, output = _text(row, "instruction"), _text(row, "output")
-    context = _text(row, "input") if row["input"] else ""
-    if options.chat_template:
-        content = "\n".join(part for part in (instruction, context) if part)
-        turns = [("user", content), ("assistant", output)]
-        messages = [{"role": role, "content": content} for role, content in turns]
-        return {"messages": _system_message(row) + messages}
-    preamble = ALPACA_PREAMBLE.format(ALPACA_INPUT if context else "", ALPACA_TASK)
-    system = _text(row, "system") if row["system"] else preamble
-    heading = f"\n\n### Input:\n{context}" if context else ""
-    prompt = f"{system}\n\n### Instruction:\n{instruction}{heading}\n\n### Response:"
-    return {"prompt": prompt, "completion": output}
-
-
-# The first format that fits is used.
+# A format's name, the keys that its rows have, and further keys that are read. The first that fits
+# is used.
 FORMATS = (
-    Format("messages", ("messages",), lambda row, _: {"messages": _messages(row, "messages")}),
-    Format(
-        "ShareGPT (conversations)",
-        ("conversations",),
-        lambda row, _: {"messages": _system_message(row) + _messages(row, "conversations")},
-        ("system",),
-    ),
-    Format("prompt and completion", ("prompt", "completion"), _from_pair),
-    Format(
+    ("messages", ("messages",), ()),
+    ("ShareGPT (conversations)", ("conversations",), ("system",)),
+    ("prompt and completion", ("prompt", "completion"), ()),
+    (
         "Alpaca (instruction, input, output)",
         ("instruction", "output"),
-        _from_alpaca,
         ("input", "system", "history"),
     ),
-    # null is an empty document
-    Format(
-        "text",
-        ("text",),
-        lambda row, _: {"pieces": ["" if row["text"] is None else _text(row, "text")]},
-    ),
+    ("text", ("text",), ()),
 )
 
 
-def format_of(keys: Iterable[str], options: RowOptions) -> Format:
-    """Return the format of a row or table with these keys; raise a ValueError if there is none."""
+def format_of(keys: Iterable[str], options: RowOptions) -> tuple[str, dict[str, str]]:
+    """Return the name of the format that fits, and {key: its column} of the keys that it reads.
+
+    Raises:
+        ValueError: a row or table with these keys has no known format.
+    """
     found, columns, wanted = set(keys), dict(options.columns), []
-    for known in FORMATS:
-        if columns.keys() <= set(known.keys):
-            names = [columns.get(key, key) for key in known.keys]
+    for name, required, optional in FORMATS:
+        if columns.keys() <= set(required):
+            names = [columns.get(key, key) for key in required]
             if found.issuperset(names):
-                return known
+                return name, {key: columns.get(key, key) for key in (*required, *optional)}
             wanted.append(" with ".join(map(repr, names)))
     first = [str(key)[:40] for key in itertools.islice(keys, 10)]
     raise ValueError(
@@ -209,35 +160,62 @@ def format_of(keys: Iterable[str], options: RowOptions) -> Format:
 def columns_of_table(columns: list[str], options: RowOptions, where: str) -> list[str]:
     """Return the columns of a table that are read; `where` is the table, for messages."""
     try:
-        known = format_of(columns, options)
+        name, read = format_of(columns, options)
     except ValueError as error:
         raise UserError(f"{where}: {error}.") from error
-    unsupported = () if known.name == "text" else UNSUPPORTED
-    return [name for name in (*known.columns(options).values(), *unsupported) if name in columns]
+    also = () if name == "text" else UNSUPPORTED
+    return [column for column in (*read.values(), *also) if column in columns]
 
 
 def read_row(row: Any, where: str, options: RowOptions) -> Content:
-    """Convert a row to a document or an example, or to a BadRow with the reason why it is neither.
+    """Convert a row, a text or an object with the keys of a format, to what it is.
 
-    Args:
-        row: a text, or an object with the keys of a format.
+    Returns:
+        A document or an example; a BadRow with the reason if it is neither.
     """
     if isinstance(row, str):
         row = {dict(options.columns).get("text", "text"): row}
     try:
         if not isinstance(row, dict):
             raise ValueError("neither a text nor an object with keys such as text or messages")
-        known = format_of(row, options)
-        if known.name != "text":
-            _refuse_unsupported(row, UNSUPPORTED)
-        values = {key: row.get(column) for key, column in known.columns(options).items()}
-        fields = {"format": known.name, **known.convert(values, options)}
+        name, columns = format_of(row, options)
+        values = {key: row.get(column) for key, column in columns.items()}
+        if name == "text":
+            text = "" if values["text"] is None else _text(values, "text")
+            return Document(where, [text])  # null is an empty document
+        _refuse_unsupported(row, UNSUPPORTED)
+        return Example(where, **{"format": name, **_convert(values, options)})
     except ValueError as error:
         return BadRow(f"{where}: {error}.")
-    return Document(where, **fields) if known.name == "text" else Example(where, **fields)
 
 
-# ------------------------------------------------------------------------------- parts of the rows
+def _convert(row: dict[str, Any], options: RowOptions) -> dict[str, Any]:
+    """Return the fields of the Example of a row; raise a ValueError if it cannot be used."""
+    system: list[dict] = []
+    if row.get("system"):
+        system = [{"role": "system", "content": _text(row, "system")}]
+    for key in ("messages", "conversations"):
+        if key in row:
+            return {"messages": system + _messages(row, key)}
+    if "prompt" in row:
+        if not isinstance(row["prompt"], list) and not isinstance(row["completion"], list):
+            return {key: _text(row, key) for key in ("prompt", "completion")}
+        prompt, completion = _messages(row, "prompt"), _messages(row, "completion")
+        name = "prompt and completion, each a list of messages"
+        return {"messages": prompt + completion, "context": len(prompt), "format": name}
+    if row["history"]:
+        raise ValueError("'history' is not supported: write the conversation as 'messages'")
+    task, answer = _text(row, "instruction"), _text(row, "output")
+    context = _text(row, "input") if row["input"] else ""
+    if options.chat_template:
+        content = "\n".join(part for part in (task, context) if part)
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+        return {"messages": system + turns}
+    preamble = ALPACA_PREAMBLE.format(ALPACA_INPUT if context else "")
+    preamble = _text(row, "system") if system else preamble
+    heading = f"\n\n### Input:\n{context}" if context else ""
+    question = f"{preamble}\n\n### Instruction:\n{task}{heading}\n\n### Response:"
+    return {"prompt": question, "completion": answer}
 
 
 def _messages(row: Mapping[str, Any], name: str) -> list[dict]:
@@ -269,11 +247,6 @@ def _message(message: Any) -> dict:
             raise ValueError(f"a message has a part of type {kind}: only text is trained on")
     text = "".join(_text(part, "text", name) for part in parts)
     return {"role": ROLES.get(role, role) if sharegpt else role, "content": text}
-
-
-def _system_message(row: Mapping[str, Any]) -> list[dict]:
-    """Return the message of the optional key "system", if it has a text."""
-    return [{"role": "system", "content": _text(row, "system")}] if row["system"] else []
 
 
 def _refuse_unsupported(row: dict, keys: tuple[str, ...]) -> None:

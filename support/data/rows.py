@@ -17,8 +17,8 @@ import os
 import re
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -30,7 +30,7 @@ from support.cli.paths import is_local_dataset
 from support.data.formats import BadRow, Content, Document, RowOptions, columns_of_table, read_row
 from support.errors import UserError, first_line, refused_as
 from support.files.atomic import sha256_of
-from support.files.folders import advise_include, count_types, files_of
+from support.files.folders import count_types, files_of
 
 WIKITEXT = "Salesforce/wikitext"  # its short name on the hub no longer loads with `datasets` 5
 READ_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
@@ -46,12 +46,9 @@ Rows = Callable[[Position | None], PlacedRows]
 class Source:
     """A corpus before tokenization."""
 
-    # A digest that changes whenever the text may have changed. With --streaming, which never reads
-    # the text completely, it covers the beginnings and ends of the files.
-    fingerprint: str
+    fingerprint: str  # a digest that changes whenever the text may have changed
     splits: Mapping[str, Rows]  # "train", and "validation" if the corpus has it
     counts: list[str] = field(default_factory=list)  # for each folder, its files of each type
-    advice: str = ""  # added to the message about a bad row
 
 
 def evaluates_only(args: Arguments) -> bool:
@@ -60,66 +57,57 @@ def evaluates_only(args: Arguments) -> bool:
 
 
 def open_source(name: str, args: Arguments, options: RowOptions) -> Source:
-    """Open a corpus, and the text of --validation_file.
+    """Open a corpus ("pydocs", a file, a folder, or a dataset on the hub) and --validation_file.
 
     With --eval_only, only the validation data if it does not depend on the training data.
 
-    Args:
-        name: "pydocs", "wikitext", a file, a folder, or a dataset on the hub.
     Raises:
         UserError: the corpus does not exist or cannot be read, or has no known split or column.
     """
+    corpus = Source("", {})
+    if not (args.validation_file and evaluates_only(args)):
+        if name == "pydocs":
+            corpus = _open_pydocs()
+        else:
+            corpus = (_open_files if is_local_dataset(name) else _open_hub)(name, args, options)
     if args.validation_file is None:
-        return _open_corpus(name, args, options)
+        return corpus
     held_out = _open_files(args.validation_file, args, options)
-    if evaluates_only(args):
-        corpus = Source("", {})
-    else:
-        corpus = _open_corpus(name, args, options)
     digest = hashlib.sha256(f"{corpus.fingerprint}\0{held_out.fingerprint}".encode())
-    return Source(
-        digest.hexdigest(),
-        {**corpus.splits, "validation": held_out.splits["train"]},
-        corpus.counts + held_out.counts,
-        corpus.advice or held_out.advice,
-    )
-
-
-def _open_corpus(name: str, args: Arguments, options: RowOptions) -> Source:
-    if name == "pydocs":
-        return _open_pydocs()
-    opened = _open_files if is_local_dataset(name) else _open_hub
-    return opened(name, args, options)
+    splits = {**corpus.splits, "validation": held_out.splits["train"]}
+    return Source(digest.hexdigest(), splits, corpus.counts + held_out.counts)
 
 
 def open_for_streaming(args: Arguments, options: RowOptions, commit: str | None) -> Source:
     """Open the training split of --dataset for --streaming.
+
+    The fingerprint covers the beginnings and ends of files, which are never read completely.
 
     Args:
         commit: of the dataset on the hub, the same on every rank; None for files.
     Raises:
         UserError: the corpus does not exist or cannot be read.
     """
+    name = args.dataset
     digest = hashlib.sha256(f"{args.dataset_config}\0{args.text_column}".encode())
     if args.prompt_column or args.completion_column:  # checkpoints of runs without them stay valid
         digest.update(repr(options.columns).encode())
-    if not is_local_dataset(args.dataset):
-        split = args.train_split or "train"
-        digest.update(f"{args.dataset}\0{commit}".encode())
-        digest.update(f"\0{split}".encode() if args.train_split else b"")
-        with _loading(args.dataset):
-            table = _builder_of(args.dataset, args, commit).as_streaming_dataset(split=split)
-        where = f"--dataset {args.dataset}"
-        rows = partial(_rows_of_table, table, args.dataset, where, options)
+    if not is_local_dataset(name):
+        digest.update(f"{name}\0{commit}".encode())
+        digest.update(f"\0{args.train_split}".encode() if args.train_split else b"")
+        with _loading(name):
+            builder = _builder_of(name, args, commit)
+            table = builder.as_streaming_dataset(split=args.train_split or "train")
+        rows = partial(_rows_of_table, table, name, f"--dataset {name}", options)
         return Source(digest.hexdigest(), {"train": rows})
-    source, files = _source_of_files(args.dataset, args, options)
+    files = files_of(Path(name), name, args.include)
     for file in files:
         with reading(file), open(file, "rb") as stream:
             size, begin = file.stat().st_size, stream.read(COMPARED_BYTES)
             stream.seek(max(0, size - COMPARED_BYTES))
             edges = begin + stream.read(COMPARED_BYTES)
             digest.update(os.fsencode(file.name) + f"\0{size}".encode() + edges)
-    return replace(source, fingerprint=digest.hexdigest())
+    return _source_of_files(name, files, digest.hexdigest(), options)
 
 
 def _open_pydocs() -> Source:
@@ -135,6 +123,27 @@ def _open_pydocs() -> Source:
 
 
 # -------------------------------------------------------------------------------------------- files
+
+
+def _open_files(name: str, args: Arguments, options: RowOptions) -> Source:
+    files = files_of(Path(name), name, args.include)
+    digest = hashlib.sha256(repr(options).encode())
+    for file in files:
+        with reading(file):
+            digest.update(type_of(file).encode() + bytes.fromhex(sha256_of(file)))
+    return _source_of_files(name, files, digest.hexdigest(), options)
+
+
+def _source_of_files(name: str, files: list[Path], digest: str, options: RowOptions) -> Source:
+    def rows(position: Position | None) -> PlacedRows:
+        first, skip = (position["file"], position["row"]) if position else (0, 0)
+        for number in range(first, len(files)):
+            for row, content in enumerate(contents_of_file(files[number], options)):
+                if number > first or row >= skip:
+                    yield {"file": number, "row": row}, content
+
+    counts = [f"{name}: {count_types(files)}"] if Path(name).is_dir() else []
+    return Source(digest, {"train": rows}, counts)
 
 
 @contextlib.contextmanager
@@ -159,33 +168,8 @@ def type_of(file: Path) -> str:
     return next((suffix for suffix in reversed(suffixes) if suffix != ".gz"), "")
 
 
-def _open_files(name: str, args: Arguments, options: RowOptions) -> Source:
-    source, files = _source_of_files(name, args, options)
-    digest = hashlib.sha256(repr(options).encode())
-    for file in files:
-        with reading(file):
-            digest.update(type_of(file).encode() + bytes.fromhex(sha256_of(file)))
-    return replace(source, fingerprint=digest.hexdigest())
-
-
-def _source_of_files(name: str, args: Arguments, options: RowOptions) -> tuple[Source, list[Path]]:
-    """Return a file or folder as a source without a fingerprint, and its files."""
-    files = files_of(Path(name), name, args.include)
-    counts = [f"{name}: {count_types(files)}"] if Path(name).is_dir() else []
-    rows = partial(_rows_of_files, files, options)
-    return Source("", {"train": rows}, counts, advise_include(files)), files
-
-
-def _rows_of_files(files: list[Path], options: RowOptions, position: Position | None) -> PlacedRows:
-    first, skip = (position["file"], position["row"]) if position else (0, 0)
-    for number in range(first, len(files)):
-        for row, content in enumerate(contents_of_file(files[number], options)):
-            if number > first or row >= skip:
-                yield {"file": number, "row": row}, content
-
-
 def contents_of_file(file: Path, options: RowOptions) -> Iterator[Content]:
-    """Yield the rows of a file as documents and examples, or the only document of a text file.
+    """Yield the rows of a file, or the only document of a text file.
 
     Raises:
         UserError: during iteration, also over the pieces of a document: the file cannot be read, or
@@ -207,9 +191,7 @@ def contents_of_file(file: Path, options: RowOptions) -> Iterator[Content]:
 def _open_text(file: Path, errors: str = "surrogateescape", newline: str | None = None) -> TextIO:
     """Open a file as text: UTF-8, also with a byte-order mark, or UTF-16 with one; also gzip.
 
-    Args:
-        errors: the default decodes a byte that is not UTF-8 to half of a surrogate pair, so that
-            the row with this byte can be named.
+    A byte that is not UTF-8 becomes half of a surrogate pair, so that its row can be named.
     """
     binary: Any = gzip.open(file) if file.suffix.lower() == ".gz" else open(file, "rb")  # noqa: SIM115
     utf_16 = binary.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE)
@@ -230,8 +212,7 @@ def _parse_json(text: str, place: str, is_file: bool = False) -> Any:
         place = f"{place}, line {error.lineno}" if is_file else place
         return BadRow(f"{place}, column {error.colno}: not valid JSON ({error.msg}).")
     except (RecursionError, ValueError) as error:  # a number may have too many digits for Python
-        reason = first_line(error, 200).split(";")[0]
-        return BadRow(f"{place}: JSON that cannot be read ({reason}).")
+        return BadRow(f"{place}: JSON that cannot be read ({first_line(error, 200)}).")
 
 
 def _read_jsonl(file: Path, options: RowOptions) -> Iterator[Content]:
@@ -270,8 +251,8 @@ def _is_row(value: object, options: RowOptions) -> bool:
 
 def _read_csv(file: Path, options: RowOptions) -> Iterator[Content]:
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is less than a long document
+    delimiter = "\t" if type_of(file) == ".tsv" else ","
     with _open_text(file, newline="") as stream:
-        delimiter = "\t" if type_of(file) == ".tsv" else ","
         rows = csv.DictReader(stream, strict=True, delimiter=delimiter)
         while True:
             begin = rows.line_num + 1
@@ -396,7 +377,7 @@ def _rows_of_table(
         yield from join_articles(rows()) if name == "wikitext" else rows()
 
 
-def join_articles(lines: Iterable[tuple[Position, Content]]) -> PlacedRows:
+def join_articles(lines: PlacedRows) -> PlacedRows:
     """Join the rows of WikiText, which are lines, to one document per article.
 
     A line with the title of an article is ` = Title = `; that of a section is ` = = Title = = `.

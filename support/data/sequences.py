@@ -166,11 +166,10 @@ class Sequences:
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distribute examples over as few sequences as best-fit decreasing finds.
+    """Distribute examples over few sequences by best-fit decreasing (Johnson et al., 1974).
 
     The longest example first, each goes into the sequence with the least room that is enough, or
-    into a new one. This needs at most 11/9 of the fewest possible sequences, plus 4 (Johnson et
-    al., SIAM J. Comput. 3, 1974).
+    into a new one.
 
     Args:
         lengths: tokens of each example, from 1 to `capacity`.

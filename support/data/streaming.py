@@ -7,9 +7,8 @@ these in chunks. Every rank reads all rows, and processes only the slots whose s
 on. Each step therefore has the same sequences for any number of ranks, and a checkpoint needs only
 the position of each slot in the corpus, which is a few numbers.
 
-A thread reads and tokenizes some steps ahead of training (`batches.ReadAhead`). Each step carries
-the position of the stream after it, so that checkpoints and messages about bad rows exclude rows
-that were only read ahead.
+A thread reads and tokenizes some steps ahead. Each step carries the position of the stream after
+it, so that checkpoints and messages about bad rows exclude rows that were only read ahead.
 """
 
 from __future__ import annotations
@@ -62,12 +61,8 @@ class Unit:
 class Slot:
     """A batch slot, which provides one sequence at the same position of every global batch.
 
-    Rows are tokenized until there are enough for a chunk of sequences, which is shuffled and then
-    used one by one; then the next chunk follows.
-
-    Args:
-        encode: returns the stored ids of a row, or None if it cannot be used, and its flaw: see
-            `Stream._encode`.
+    Rows are tokenized by `encode` (see `Stream._encode`) until there are enough for a chunk of
+    sequences, which is shuffled and then used one by one; then the next chunk follows.
     """
 
     def __init__(self, number: int, num_slots: int, args: Arguments, encode: Callable) -> None:
@@ -107,9 +102,8 @@ class Slot:
                 self._tokenize(self.waiting.popleft())
             unit, offset, _ = self.rest[0]
             sequences = self._cut_chunk(size)
-            order = np.random.default_rng([self.seed, self.number, number]).permutation(
-                len(sequences)
-            )
+            generator = np.random.default_rng([self.seed, self.number, number])
+            order = generator.permutation(len(sequences))
             self.sequences = [sequences[i] for i in order]
             # A chunk may be smaller after a resume with other flags (--resume_force).
             used = min(state["used"], len(order)) if resumes else 0
@@ -204,26 +198,18 @@ class Stream:
         self.units, self.last, self.rows_in_pass = self._read_units(START), START, 0
         facts = {"name": args.dataset, "sha256": source.fingerprint, "streaming": True}
         self.facts: dict[str, Any] = {**facts, "tokens": None, "blocks": None}  # for results.json
-        self._ahead = batches.ReadAhead(self._read_steps(), STEPS_AHEAD)
+        self._ahead = batches.read_ahead(self._read_steps(), STEPS_AHEAD)
         self._live: Iterator[batches.StepBatch] | None = None
 
     def progress(self) -> dict:
-        """Return the state of all ranks for a checkpoint; every rank must call it.
-
-        Returns:
-            {"lanes": {number of a slot: its state}, "bad": sorted lines about all bad rows,
-            "version": ROWS_VERSION}.
-        """
+        """Return the state of all ranks for a checkpoint; every rank must call it."""
         ranks = self.ctx.all_gather((self.place.slots, self.bad[: self.place.bad]))
         slots = {slot: state for states, _ in ranks for slot, state in states.items()}
         rows = sorted({row for _, rows in ranks for row in rows})
         return {"lanes": slots, "bad": rows, "version": ROWS_VERSION}
 
     def summary(self) -> dict:
-        """Stop reading, print the counts of rows, and return the facts for results.json.
-
-        Every rank must call it.
-        """
+        """Stop reading, and return the facts for results.json; every rank must call it."""
         self._ahead.close()
         progress, rows = self.progress(), max(self.ctx.all_gather(self.place.rows))
         counts: dict[str, Any] = {"rows": rows}
@@ -245,15 +231,12 @@ class Stream:
                 size, or an earlier version divided the corpus into other rows.
         """
         slots = state["lanes"] if state else {}
-        if state is None or (slots and set(map(int, slots)) != set(range(self.num_slots))):
+        same = not slots or set(map(int, slots)) == set(range(self.num_slots))
+        if state is None or not same or (slots and state.get("version") != ROWS_VERSION):
             raise UserError(
-                "--resume: the checkpoint was written without --streaming or with another global "
-                "batch size: use the flags of its run."
-            )
-        if slots and state.get("version") != ROWS_VERSION:
-            raise UserError(
-                "--resume: the checkpoint was written by a version that read the corpus in other "
-                "pieces: continue from its exported weights (--export_hf) in a new run."
+                "--resume: the checkpoint was written without --streaming, with another global "
+                "batch size, or by a version that divided the corpus into other rows: use the "
+                "flags of its run, or continue from its exported weights in a new run."
             )
         self.bad, self.known_bad = list(state["bad"]), set(state["bad"])
         self.place = Place({}, len(self.bad), 0, 0)
@@ -297,12 +280,7 @@ class Stream:
             yield batches.StepBatch(stacked, tokens, place)
 
     def _next(self, number: int) -> list[Part]:
-        """Read rows until a slot has its next sequence, and return its parts.
-
-        Raises:
-            UserError: no row can be used, of as many consecutive rows as the corpus has and at
-                least 100.
-        """
+        """Read rows until a slot has its next sequence, and return its parts."""
         slot = self.slots[number]
         while (sequence := slot.next_sequence()) is None:
             if self.rows_in_pass and slot.refused > max(100, self.rows_in_pass):
@@ -324,9 +302,6 @@ class Stream:
         A slot gets a whole row, or a whole article of WikiText. A text file is assigned in pieces,
         so that all slots have a share of a single file. If the next piece of a slot does not
         directly follow its previous one, an end-of-text token separates the two.
-
-        Raises:
-            UserError: there are too many bad rows, or the corpus has no usable row.
         """
         number, first, start, skip = state["row"], state["first"], state["rows"], state["part"]
         for passes in itertools.count(state["pass"]):
@@ -359,9 +334,9 @@ class Stream:
         return Encoder(self.documents.tokenizer)
 
     def _encode(self, unit: Unit) -> tuple[np.ndarray | None, str | None]:
-        """Return the ids of a row as `sequences` stores them, or None; and its flaw.
+        """Return the ids of a row as `sequences` stores them, or None if it cannot be used.
 
-        The flaw is "truncated" or "skipped" if the row counts as such, or else None.
+        Also return "truncated" or "skipped" if the row counts as such, or else None.
         """
         content = unit.content
         if isinstance(content, Document):
@@ -388,7 +363,7 @@ class Stream:
         if passes == 0 and str(row) not in self.known_bad:
             self.bad.append(str(row))
             self.known_bad.add(str(row))
-            tokenize.check_bad_rows(self.bad, self.args.max_bad_rows, self.source)
+            tokenize.check_bad_rows(self.bad, self.args.max_bad_rows)
 
 
 def open_stream(

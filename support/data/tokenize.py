@@ -44,13 +44,10 @@ SHOWN_BAD_ROWS = 10
 
 
 def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str) -> dict:
-    """Read and tokenize a corpus once per node, unless the cache has it from an earlier run.
-
-    The first rank of each node does the work; every rank must call this function.
+    """Read and tokenize a corpus once per node, unless the cache has it; all ranks must call it.
 
     Returns:
-        What `tokenize_once` returns, and on rank 0 under "bad_rows" the lines of `bad_rows_in` (an
-        empty list on other ranks).
+        What `tokenize_once` returns, and on rank 0 under "bad_rows" the lines of `bad_rows_in`.
     Raises:
         UserError: see `rows.open_source` and `tokenize_once`.
         TrainingError: the text of the dataset differs between nodes.
@@ -84,14 +81,7 @@ def print_bad_rows(console: Console, rows: Sequence[str], printed: int = 0) -> N
 
 
 def print_splits(ctx: DistContext, args: Arguments, facts: dict[str, dict], tokenizer: Any) -> None:
-    """Print one line for each split of the corpus.
-
-    Args:
-        facts: split -> its counts; see batches.open_split.
-        tokenizer: gets a chat template if the corpus has conversations and it has no template.
-    Raises:
-        UserError: the corpus has conversations and the tokenizer is not a fast one.
-    """
+    """Print one line for each split; `facts` has their counts, see batches.open_split."""
     rows = [split for split in facts.values() if "kind" in split]
     formats = [name for split in rows for name in split["formats"]]
     kinds = [split["kind"] for split in rows]
@@ -120,15 +110,13 @@ def print_format(
 
 
 def _describe_split(name: str, facts: dict, args: Arguments) -> str:
-    """Return one line about a split: rows, tokens, sequences, and what was truncated or skipped."""
     if "rows" not in facts:
         return f"{name}: {facts['blocks']:,} sequences held out of the corpus"
-    label = "sequences of"
-    if facts["kind"] in ("chat", "pair"):
-        label = "sequences, packed, of at most" if args.packing else "sequences of at most"
+    most = " at most" if facts["kind"] in ("chat", "pair") else ""
+    packed = ", packed," if args.packing else ""
     line = (
         f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, "
-        f"{facts['blocks']:,} {label} {args.seq_length} tokens"
+        f"{facts['blocks']:,} sequences{packed} of{most} {args.seq_length} tokens"
     )
     if "padding_share" in facts:
         line += f", {facts['padding_share']:.1%} padding"
@@ -151,17 +139,14 @@ def tokenize_once(
     """Tokenize a corpus, unless the cache has it from an earlier run.
 
     Args:
-        tokenizer: a Hugging Face tokenizer; one without a chat template gets PLAIN_TEMPLATE if
-            there are conversations.
+        tokenizer: gets PLAIN_TEMPLATE if it needs one and has none.
         advance: called from time to time with the number of characters done since the last call.
         max_bad_rows: maximum number of rows that cannot be used; `bad_rows_in` lists them.
     Returns:
         {folder, end_of_text (the id, or None), splits: {name: {dtype, kind, formats, tokens, rows,
-        empty, sha256 of the text}}}. It is JSON, and small for a corpus of any size, because it is
-        sent to all ranks of a node through the store.
+        empty, sha256 of the text}}}. It is JSON, and small, because it is sent through the store.
     Raises:
-        UserError: the cache cannot be read or written, the text cannot be read, there are more than
-            `max_bad_rows` bad rows, or see `chat.Encoder.encode` and `chat.use_plain_template`.
+        UserError: the cache or the text cannot be read, or there are too many bad rows.
     """
     template = template_of(tokenizer) or PLAIN_TEMPLATE
     texts = (str(CACHE_VERSION), source.fingerprint, tokenizer_fingerprint(tokenizer), template)
@@ -172,7 +157,7 @@ def tokenize_once(
 
         def refuse(row: BadRow) -> None:
             bad.append(str(row))
-            check_bad_rows(bad, max_bad_rows, source)
+            check_bad_rows(bad, max_bad_rows)
 
         writers = {
             name: SplitWriter(folder / name, tokenizer, advance, refuse) for name in source.splits
@@ -183,16 +168,16 @@ def tokenize_once(
 
     folder, facts = cache.get(key, write)
     # The run that wrote the cache may have had a larger --max_bad_rows.
-    check_bad_rows(bad_rows_in(folder), max_bad_rows, source)
+    check_bad_rows(bad_rows_in(folder), max_bad_rows)
     return {"folder": str(folder), "end_of_text": tokenizer.eos_token_id, **facts}
 
 
-def check_bad_rows(bad: Sequence[str], allowed: int, source: Source) -> None:
+def check_bad_rows(bad: Sequence[str], allowed: int) -> None:
     """Raise a UserError that names the first row beyond the maximum, if there are more bad rows."""
     if len(bad) > allowed:
         limit = f"That is one more than --max_bad_rows {allowed} allows."
         hint = limit if allowed else "--max_bad_rows N leaves out up to N."
-        raise UserError(f"{bad[allowed]} {hint}{source.advice}")
+        raise UserError(f"{bad[allowed]} {hint}")
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -206,13 +191,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 class SplitWriter:
-    """A writer of the tokens of one split, which counts its rows.
-
-    Args:
-        path: of the files, without their suffixes.
-        advance: called with the number of characters since the last call.
-        refuse: called with each bad row.
-    """
+    """A writer of the tokens of one split, to files with `path` as the beginning of their names."""
 
     def __init__(
         self,

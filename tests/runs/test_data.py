@@ -12,17 +12,7 @@ TEXTS = [
     "jumps over \n\nthe lazy dog " * 50,
     "an\u00e9mone \u732b " * 30,
 ]
-WORK = [
-    "--seq_length",
-    "32",
-    "--max_steps",
-    "1",
-    "--batch_size",
-    "2",
-    "--no_eval",
-    "--precision",
-    "fp32",
-]
+WORK = [*"--seq_length 32 --max_steps 1 --batch_size 2 --no_eval --precision fp32".split()]
 
 
 def write(folder, kind):
@@ -68,9 +58,7 @@ def test_every_format_gives_the_same_stream(script, llama, tmp_path, expected_to
         llama,
         "--dataset",
         write(tmp_path, kind),
-        "--text_column",
-        "body",
-        "--cache_dir",
+        *"--text_column body --cache_dir".split(),
         cache,
         *WORK,
     )
@@ -108,9 +96,7 @@ def test_tokenised_once_for_every_length_and_again_when_the_text_changes(
         copy,
         "--cache_dir",
         cache,
-        "--max_steps",
-        "1",
-        "--no_eval",
+        *"--max_steps 1 --no_eval".split(),
     ]
     first = script(*common, "--seq_length", "32")
     written = files()
@@ -127,19 +113,8 @@ def test_the_order_differs_between_epochs_and_seeds_and_not_between_runs(script)
     def losses(*args):
         # At this learning rate the model does not move, so a loss names its block.
         run = script(
-            "--seq_length",
-            "32",
-            "--num_samples",
-            "6",
-            "--batch_size",
-            "1",
-            "--epochs",
-            "2",
-            "--lr",
-            "1e-30",
-            "--no_eval",
-            "--precision",
-            "fp32",
+            *"--seq_length 32 --num_samples 6 --batch_size 1 --epochs 2 --lr 1e-30".split(),
+            *"--no_eval --precision fp32".split(),
             *args,
         )
         assert len(run.losses) == 12
@@ -153,13 +128,7 @@ def test_the_order_differs_between_epochs_and_seeds_and_not_between_runs(script)
 
 def test_num_samples_is_the_whole_runs_number(script):
     run = script(
-        "--seq_length",
-        "32",
-        "--num_samples",
-        "10",
-        "--batch_size",
-        "2",
-        "--no_eval",
+        *"--seq_length 32 --num_samples 10 --batch_size 2 --no_eval".split(),
         launcher="torchrun",
         ranks=2,
     )
@@ -217,13 +186,7 @@ def test_ds_config_values_are_used_where_no_flag_was_given(script, tmp_path):
     run = script(
         "--ds_config",
         path,
-        "--seq_length",
-        "32",
-        "--max_steps",
-        "2",
-        "--no_eval",
-        "--lr_scheduler",
-        "constant",
+        *"--seq_length 32 --max_steps 2 --no_eval --lr_scheduler constant".split(),
     )
     assert run.results["strategy"] == "zero2"
     assert run.results["batch_size"] == 3

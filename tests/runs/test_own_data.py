@@ -31,17 +31,7 @@ TEXTS = [  # what the template makes of them; what is learned stands between < a
 ]
 PAIRS = [("the quick ", "brown fox"), ("", "lazy dog"), ("jumps over", " the lazy dog")]
 # At this rate the weights do not move. All rows in one batch, in one step.
-STILL = [
-    "--lr",
-    "1e-30",
-    "--precision",
-    "fp32",
-    "--no_export",
-    "--max_steps",
-    "1",
-    "--validation_split",
-    "0.1",
-]
+STILL = [*"--lr 1e-30 --precision fp32 --no_export --max_steps 1 --validation_split 0.1".split()]
 
 
 def as_lines(path, rows):
@@ -130,10 +120,7 @@ def test_only_the_assistants_tokens_are_learned(script, llama, tokenizer, tmp_pa
         tmp_path / "template.jinja",
         "--cache_dir",
         cache,
-        "--seq_length",
-        "128",
-        "--batch_size",
-        "3",
+        *"--seq_length 128 --batch_size 3".split(),
         *STILL[:-2],
     )
     wanted = [expected(tokenizer, text) for text in TEXTS]
@@ -151,13 +138,7 @@ def test_a_conversation_without_a_template_gets_a_plain_one(script, tmp_path):
     run = script(
         "--dataset",
         file,
-        "--seq_length",
-        "128",
-        "--batch_size",
-        "2",
-        "--max_steps",
-        "1",
-        "--no_eval",
+        *"--seq_length 128 --batch_size 2 --max_steps 1 --no_eval".split(),
         *("--generate", "What jumps?"),
     )
     assert "no chat template" in run.out
@@ -181,10 +162,7 @@ def test_only_completions_are_learned(script, llama, tokenizer, tmp_path):
         file,
         "--validation_file",
         file,
-        "--seq_length",
-        "64",
-        "--batch_size",
-        "3",
+        *"--seq_length 64 --batch_size 3".split(),
         *STILL[:-2],
     )
     rows = []
@@ -285,13 +263,7 @@ def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
         llama,
         "--dataset",
         file,
-        "--seq_length",
-        "32",
-        "--batch_size",
-        "2",
-        "--max_steps",
-        "1",
-        "--no_eval",
+        *"--seq_length 32 --batch_size 2 --max_steps 1 --no_eval".split(),
     ]
     refused = script(*work, ok=False)
     assert refused.code == 2 and f"{file}, line 2, column" in refused.error
@@ -347,15 +319,8 @@ def test_what_would_be_lost_or_guessed_is_a_bad_row(script, llama, tmp_path, nam
         llama,
         "--dataset",
         tmp_path,
-        "--seq_length",
-        "16",
-        "--batch_size",
-        "2",
-        "--max_steps",
-        "1",
-        "--no_eval",
-        "--no_export",
-        "--max_bad_rows",
+        *"--seq_length 16 --batch_size 2 --max_steps 1 --no_eval --no_export".split(),
+        *"--max_bad_rows".split(),
         str(len(bad)),
     )
     found = named(run.results["dataset"])
@@ -375,15 +340,8 @@ def test_conversations_that_would_lose_something_are_bad_rows(script, llama, tmp
         llama,
         "--dataset",
         file,
-        "--seq_length",
-        "64",
-        "--batch_size",
-        "2",
-        "--max_steps",
-        "1",
-        "--no_eval",
-        "--no_export",
-        "--max_bad_rows",
+        *"--seq_length 64 --batch_size 2 --max_steps 1 --no_eval --no_export".split(),
+        *"--max_bad_rows".split(),
         str(len(BAD_CHATS)),
     )
     found = named(run.results["dataset"])
@@ -402,11 +360,7 @@ def test_a_picture_in_a_folder_of_texts(script, llama, tmp_path, streaming):
         llama,
         "--dataset",
         tmp_path,
-        "--seq_length",
-        "32",
-        "--batch_size",
-        "2",
-        "--no_eval",
+        *"--seq_length 32 --batch_size 2 --no_eval".split(),
         *streaming,
     ]
     refused = script(*work, ok=False)
@@ -422,16 +376,7 @@ def test_what_is_cut_and_what_is_left_out_is_said(script, llama, tmp_path):
         tmp_path / "rows.jsonl", [{"prompt": prompt, "completion": text} for prompt, text in texts]
     )
     run = script(
-        "--model",
-        llama,
-        "--dataset",
-        file,
-        "--seq_length",
-        "32",
-        "--batch_size",
-        "2",
-        "--max_steps",
-        "1",
+        "--model", llama, "--dataset", file, *"--seq_length 32 --batch_size 2 --max_steps 1".split()
     )
     found = run.results["dataset"]
     assert (found["rows"], found["truncated"], found["skipped"]) == (10, 1, 1)
@@ -445,14 +390,7 @@ def test_validation_file_and_split(script, text_file, tmp_path):
     work = [
         "--dataset",
         text_file,
-        "--seq_length",
-        "32",
-        "--batch_size",
-        "4",
-        "--max_steps",
-        "2",
-        "--precision",
-        "fp32",
+        *"--seq_length 32 --batch_size 4 --max_steps 2 --precision fp32".split(),
     ]
     all_of_it = script(*work, "--validation_file", other)
     part = script(*work, "--validation_split", "0.25", "--no_export", "--eval_samples", "8")
@@ -466,13 +404,7 @@ def test_validation_file_and_split(script, text_file, tmp_path):
         text_file,
         "--validation_file",
         other,
-        "--eval_only",
-        "--seq_length",
-        "32",
-        "--batch_size",
-        "2",
-        "--precision",
-        "fp32",
+        *"--eval_only --seq_length 32 --batch_size 2 --precision fp32".split(),
         launcher="torchrun",
         ranks=2,
     )
@@ -496,11 +428,7 @@ def test_data_that_ends_the_run_gives_its_folder_back(script, llama, tmp_path, n
             llama,
             "--dataset",
             tmp_path / name,
-            "--max_bad_rows",
-            "9",
-            "--seq_length",
-            "16",
-            "--chat_template",
+            *"--max_bad_rows 9 --seq_length 16 --chat_template".split(),
             tmp_path / "broken.jinja",
             "--output_dir",
             tmp_path / "out",

@@ -21,7 +21,7 @@ def wait_until(condition) -> None:
 
 def read_ahead(depth=4, items=10, error_at=None):
     """(a ReadAhead over the numbers from 0, how many its thread has read)."""
-    from support.data.batches import ReadAhead
+    from support.data.batches import read_ahead as ahead_of
 
     read = []
 
@@ -32,7 +32,7 @@ def read_ahead(depth=4, items=10, error_at=None):
                 raise UserError(f"row {number}")
             yield number
 
-    return ReadAhead(numbers(), depth), read
+    return ahead_of(numbers(), depth), read
 
 
 def test_steps_are_read_ahead_in_their_order():

@@ -14,16 +14,8 @@ from support.data.formats import Document
 from support.data.rows import join_articles
 
 WORK = [
-    "--streaming",
-    "--seq_length",
-    "32",
-    "--precision",
-    "fp32",
-    "--max_steps",
-    "10",
-    "--shuffle_buffer",
-    "24",
-    "--no_eval",
+    *"--streaming --seq_length 32 --precision fp32 --max_steps 10 --shuffle_buffer 24".split(),
+    *"--no_eval".split(),
 ]
 TWO = {"launcher": "torchrun", "ranks": 2}
 
@@ -43,12 +35,7 @@ def whole(script, topic_rows):
         *WORK,
         "--dataset",
         topic_rows,
-        "--batch_size",
-        "2",
-        "--dropout",
-        "0.1",
-        "--save_every",
-        "3",
+        *"--batch_size 2 --dropout 0.1 --save_every 3".split(),
         **TWO,
     )
 
@@ -59,12 +46,7 @@ def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(script, topic_rows, wh
             *WORK,
             "--dataset",
             topic_rows,
-            "--batch_size",
-            "2",
-            "--dropout",
-            "0.1",
-            "--no_export",
-            "--resume",
+            *"--batch_size 2 --dropout 0.1 --no_export --resume".split(),
             whole.folder / "checkpoints" / f"step-{step:08d}",
             **TWO,
         )
@@ -76,26 +58,14 @@ def test_the_same_blocks_on_any_number_of_ranks(script, text_file):
     one = script(*work, "--batch_size", "4")
     split = script(
         *work,
-        "--batch_size",
-        "1",
-        "--gradient_accumulation_steps",
-        "2",
-        "--strategy",
-        "zero3",
-        "--save_every",
-        "5",
+        *"--batch_size 1 --gradient_accumulation_steps 2 --strategy zero3 --save_every 5".split(),
         **TWO,
     )
     assert_close(split.losses, one.losses, 1e-4)
     assert len({round(loss, 3) for loss in one.losses}) > 8
     resumed = script(
         *work,
-        "--batch_size",
-        "2",
-        "--gradient_accumulation_steps",
-        "2",
-        "--no_save",
-        "--resume",
+        *"--batch_size 2 --gradient_accumulation_steps 2 --no_save --resume".split(),
         split.folder / "checkpoints" / "step-00000005",
     )
     assert_close(resumed.losses, one.losses[5:], 1e-4)
@@ -115,16 +85,8 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
         llama,
         "--dataset",
         path,
-        "--seq_length",
-        "44",
-        "--lr",
-        "1e-30",
-        "--precision",
-        "fp32",
-        "--no_eval",
-        "--no_export",
-        "--batch_size",
-        "1",
+        *"--seq_length 44 --lr 1e-30 --precision fp32 --no_eval --no_export --batch_size".split(),
+        *"1".split(),
     ]
     plain = script(*work, "--validation_file", path)
     streamed = script(
@@ -138,12 +100,7 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
     for step in (8, 27):
         resumed = script(
             *work,
-            "--streaming",
-            "--max_steps",
-            "40",
-            "--shuffle_buffer",
-            "5",
-            "--resume",
+            *"--streaming --max_steps 40 --shuffle_buffer 5 --resume".split(),
             streamed.folder / "checkpoints" / f"step-{step:08d}",
         )
         assert resumed.losses == streamed.losses[step:]
@@ -181,15 +138,7 @@ def test_one_lane_reads_what_the_cache_holds(script, llama, tmp_path):
         llama,
         "--dataset",
         tmp_path,
-        "--seq_length",
-        "16",
-        "--batch_size",
-        "1",
-        "--lr",
-        "1e-30",
-        "--precision",
-        "fp32",
-        "--no_export",
+        *"--seq_length 16 --batch_size 1 --lr 1e-30 --precision fp32 --no_export".split(),
     ]
     plain = script(*work, "--validation_file", tmp_path / "0.txt", "--no_eval")
     blocks = plain.results["steps"]
@@ -294,11 +243,7 @@ def test_a_checkpoint_of_before(script, tmp_path, llama, name, refused):
         llama,
         "--dataset",
         tmp_path / name,
-        "--batch_size",
-        "1",
-        "--no_export",
-        "--max_steps",
-        "4",
+        *"--batch_size 1 --no_export --max_steps 4".split(),
     ]
     whole = script(*work, "--save_every", "2")
     manifest = whole.folder / "checkpoints" / "step-00000002" / "manifest.json"
@@ -330,18 +275,11 @@ def test_rows_of_which_nothing_can_be_used(script, llama, tmp_path):
             llama,
             "--dataset",
             path,
-            "--streaming",
-            "--seq_length",
-            "32",
-            "--max_steps",
-            "8",
-            "--no_eval",
+            *"--streaming --seq_length 32 --max_steps 8 --no_eval".split(),
         ]
         run = script(
             *work,
-            "--no_export",
-            "--batch_size",
-            "2",
+            *"--no_export --batch_size 2".split(),
             ok=usable is rows,
             launcher="torchrun",
             ranks=2,
@@ -356,17 +294,13 @@ def test_a_corpus_on_the_hub(script, hub, tmp_path):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path}
     work = [
         *WORK,
-        "--dataset",
-        "wikitext",
-        "--no_export",
+        *"--dataset wikitext --no_export".split(),
     ]  # its rows are lines, and a document is an article
     run = script(*work, "--batch_size", "2", "--save_every", "5", env=env, **TWO)
     assert len(run.losses) == 10 and run.losses[-1] < run.losses[0]
     resumed = script(
         *work,
-        "--batch_size",
-        "4",
-        "--resume",
+        *"--batch_size 4 --resume".split(),
         run.folder / "checkpoints" / "step-00000005",
         env=env,
     )
@@ -378,12 +312,7 @@ def test_another_global_batch_is_refused(script, topic_rows, whole):
         *WORK,
         "--dataset",
         topic_rows,
-        "--batch_size",
-        "3",
-        "--dropout",
-        "0.1",
-        "--no_export",
-        "--resume",
+        *"--batch_size 3 --dropout 0.1 --no_export --resume".split(),
         whole.folder / "checkpoints" / "step-00000003",
         "--resume_force",
         ok=False,
