@@ -54,10 +54,7 @@ def expected_tokens(llama):
 def test_every_format_gives_the_same_stream(script, llama, tmp_path, expected_tokens, kind):
     cache = tmp_path / "cache"
     run = script(
-        "--model",
-        llama,
-        "--dataset",
-        write(tmp_path, kind),
+        *("--model", llama, "--dataset", write(tmp_path, kind)),
         *"--text_column body --cache_dir".split(),
         cache,
         *WORK,
@@ -65,19 +62,6 @@ def test_every_format_gives_the_same_stream(script, llama, tmp_path, expected_to
     [stream] = cache.glob("*/train.bin")
     assert np.fromfile(stream, dtype="uint16").tolist() == expected_tokens
     assert run.results["dataset"]["tokens"] == len(expected_tokens)
-
-
-def test_long_document_is_cut_without_changing_a_token(llama, script, tmp_path, text_file):
-    """200 kB in one document are tokenized in pieces; the result is that of the whole."""
-    from transformers import AutoTokenizer
-
-    cache = tmp_path / "cache"
-    script("--model", llama, "--dataset", text_file, "--cache_dir", cache, *WORK)
-    [stream] = cache.glob("*/train.bin")
-    whole = AutoTokenizer.from_pretrained(llama)(text_file.read_text(), add_special_tokens=False)[
-        "input_ids"
-    ]
-    assert np.fromfile(stream, dtype="uint16").tolist() == whole
 
 
 def test_tokenised_once_for_every_length_and_again_when_the_text_changes(
@@ -90,12 +74,7 @@ def test_tokenised_once_for_every_length_and_again_when_the_text_changes(
         return {path: path.stat().st_mtime_ns for path in cache.glob("*/*")}
 
     common = [
-        "--model",
-        llama,
-        "--dataset",
-        copy,
-        "--cache_dir",
-        cache,
+        *("--model", llama, "--dataset", copy, "--cache_dir", cache),
         *"--max_steps 1 --no_eval".split(),
     ]
     first = script(*common, "--seq_length", "32")
@@ -184,8 +163,7 @@ def test_ds_config_values_are_used_where_no_flag_was_given(script, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(config)
     run = script(
-        "--ds_config",
-        path,
+        *("--ds_config", path),
         *"--seq_length 32 --max_steps 2 --no_eval --lr_scheduler constant".split(),
     )
     assert run.results["strategy"] == "zero2"

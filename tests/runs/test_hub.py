@@ -54,8 +54,7 @@ def test_wikitext_is_split_into_articles(script, hub, home, tmp_path):
 
     script(
         *GUIDE,
-        "--cache_dir",
-        tmp_path,
+        *("--cache_dir", tmp_path),
         *"--max_steps 1 --no_eval".split(),
         env={"HF_ENDPOINT": hub.url, **home},
     )

@@ -110,16 +110,8 @@ def test_only_the_assistants_tokens_are_learned(script, llama, tokenizer, tmp_pa
     file, cache = as_lines(tmp_path / "chat.jsonl", map(chat, CHATS)), tmp_path / "cache"
     (tmp_path / "template.jinja").write_text(template)
     run = script(
-        "--model",
-        llama,
-        "--dataset",
-        file,
-        "--validation_file",
-        file,
-        "--chat_template",
-        tmp_path / "template.jinja",
-        "--cache_dir",
-        cache,
+        *("--model", llama, "--dataset", file, "--validation_file", file, "--chat_template"),
+        *(tmp_path / "template.jinja", "--cache_dir", cache),
         *"--seq_length 128 --batch_size 3".split(),
         *STILL[:-2],
     )
@@ -136,8 +128,7 @@ def test_only_the_assistants_tokens_are_learned(script, llama, tokenizer, tmp_pa
 def test_a_conversation_without_a_template_gets_a_plain_one(script, tmp_path):
     file = as_lines(tmp_path / "chat.jsonl", [chat(turns) for turns in CHATS])
     run = script(
-        "--dataset",
-        file,
+        *("--dataset", file),
         *"--seq_length 128 --batch_size 2 --max_steps 1 --no_eval".split(),
         *("--generate", "What jumps?"),
     )
@@ -156,12 +147,7 @@ def test_a_conversation_without_a_template_gets_a_plain_one(script, tmp_path):
 def test_only_completions_are_learned(script, llama, tokenizer, tmp_path):
     file = as_lines(tmp_path / "pairs.jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS])
     run = script(
-        "--model",
-        llama,
-        "--dataset",
-        file,
-        "--validation_file",
-        file,
+        *("--model", llama, "--dataset", file, "--validation_file", file),
         *"--seq_length 64 --batch_size 3".split(),
         *STILL[:-2],
     )
@@ -225,13 +211,6 @@ def test_two_columns_of_a_table(script, llama, tmp_path):
     )
 
 
-def test_a_conversation_about_an_image_is_refused(script, llama, tmp_path):
-    image = [{"type": "image_url", "image_url": "a.png"}, {"type": "text", "text": "What is it?"}]
-    file = as_lines(tmp_path / "a.jsonl", [chat([("user", image), ("assistant", "a dog")])])
-    run = script("--model", llama, "--dataset", file, "--seq_length", "64", ok=False)
-    assert run.code == 2 and "'image_url'" in run.error and f"{file}, line 1" in run.error
-
-
 def test_show_sample_marks_the_trained_tokens(script, llama, tokenizer, tmp_path):
     """It trains nothing and writes no results; also under a launcher."""
     (tmp_path / "template.jinja").write_text(PLAIN)
@@ -259,10 +238,7 @@ def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
         tmp_path / "rows.jsonl", [pair, bad[0], pair, bad[1], bad[2], pair, bad[3], *[pair] * 6]
     )
     work = [
-        "--model",
-        llama,
-        "--dataset",
-        file,
+        *("--model", llama, "--dataset", file),
         *"--seq_length 32 --batch_size 2 --max_steps 1 --no_eval".split(),
     ]
     refused = script(*work, ok=False)
@@ -282,73 +258,6 @@ def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
     assert refused.code == 2 and "more than --max_bad_rows 3 allows" in refused.error
 
 
-# in each file the lines that cannot be used, and what is said of them; "*": of the file as a whole
-BAD = {
-    "rows.csv": (
-        'id,text\n1,fine\n2,not quoted, and so cut\n3\n4,"quoted, and so whole"\n5,"a" b\n',
-        {3: "cells", 4: "cells", 6: "expected after"},
-    ),
-    "twice.csv": ("text,text\na,b\n", {1: "same name"}),
-    "rows.json": ('{"train": [{"text": "a"}], "test": [{"text": "b"}]}', {"*": "train, test"}),
-    "table.parquet": ("PAR0", {"*": "not a Parquet file"}),
-    "text.jsonl": ('{"text": "fine"}\n{"text": "caf\udce9"}\n', {2: "not UTF-8"}),
-}
-BAD_CHATS = [
-    ({"content": "Yes.", "weight": 0}, "weight"),
-    ({"content": "Yes.", "reasoning_content": "Hm."}, "reasoning_content"),
-    ({"content": " "}, "says nothing"),
-    ({"content": None}, "content"),
-    ({"content": "Yes.", "tool_calls": [1]}, "tool_calls"),
-]
-
-
-def named(found):
-    return {
-        int(line[1]) if (line := re.search(r"line (\d+)", row)) else "*": row
-        for row in found["bad_rows"]
-    }
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_would_be_lost_or_guessed_is_a_bad_row(script, llama, tmp_path, name):
-    text, bad = BAD[name]
-    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
-    (tmp_path / "more.txt").write_text("the quick brown fox " * 100)
-    run = script(
-        "--model",
-        llama,
-        "--dataset",
-        tmp_path,
-        *"--seq_length 16 --batch_size 2 --max_steps 1 --no_eval --no_export".split(),
-        *"--max_bad_rows".split(),
-        str(len(bad)),
-    )
-    found = named(run.results["dataset"])
-    assert found.keys() == bad.keys() and all(said in found[line] for line, said in bad.items())
-
-
-def test_conversations_that_would_lose_something_are_bad_rows(script, llama, tmp_path):
-    def row(message):
-        return {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", **message}]}
-
-    fine = {"content": "the dog", "weight": 1, "tool_calls": None, "id": 7}
-    file = as_lines(
-        tmp_path / "chat.jsonl", [row(message) for message, _ in BAD_CHATS] + [row(fine)] * 4
-    )
-    run = script(
-        "--model",
-        llama,
-        "--dataset",
-        file,
-        *"--seq_length 64 --batch_size 2 --max_steps 1 --no_eval --no_export".split(),
-        *"--max_bad_rows".split(),
-        str(len(BAD_CHATS)),
-    )
-    found = named(run.results["dataset"])
-    assert found.keys() == {1, 2, 3, 4, 5} and run.results["dataset"]["rows"] == 4
-    assert all(said in found[line] for line, (_, said) in enumerate(BAD_CHATS, 1))
-
-
 @pytest.mark.parametrize(
     "streaming", [[], ["--streaming", "--max_steps", "1"]], ids=["cached", "streamed"]
 )
@@ -356,10 +265,7 @@ def test_a_picture_in_a_folder_of_texts(script, llama, tmp_path, streaming):
     (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" * 100)
     (tmp_path / "b.txt").write_text("the quick brown fox " * 100)
     work = [
-        "--model",
-        llama,
-        "--dataset",
-        tmp_path,
+        *("--model", llama, "--dataset", tmp_path),
         *"--seq_length 32 --batch_size 2 --no_eval".split(),
         *streaming,
     ]
@@ -388,8 +294,7 @@ def test_validation_file_and_split(script, text_file, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(text_file.read_text()[1000:9000])
     work = [
-        "--dataset",
-        text_file,
+        *("--dataset", text_file),
         *"--seq_length 32 --batch_size 4 --max_steps 2 --precision fp32".split(),
     ]
     all_of_it = script(*work, "--validation_file", other)
@@ -398,12 +303,7 @@ def test_validation_file_and_split(script, text_file, tmp_path):
     assert part.results["dataset"]["validation"]["blocks"] == int(0.25 * blocks)
     assert part.results["dataset"]["blocks"] == blocks - int(0.25 * blocks)
     again = script(
-        "--model",
-        all_of_it.folder / "hf",
-        "--dataset",
-        text_file,
-        "--validation_file",
-        other,
+        *("--model", all_of_it.folder / "hf", "--dataset", text_file, "--validation_file", other),
         *"--eval_only --seq_length 32 --batch_size 2 --precision fp32".split(),
         launcher="torchrun",
         ranks=2,
@@ -424,14 +324,10 @@ def test_data_that_ends_the_run_gives_its_folder_back(script, llama, tmp_path, n
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}{{ m }")
     for _ in range(2):
         run = script(
-            "--model",
-            llama,
-            "--dataset",
-            tmp_path / name,
+            *("--model", llama, "--dataset", tmp_path / name),
             *"--max_bad_rows 9 --seq_length 16 --chat_template".split(),
             tmp_path / "broken.jinja",
-            "--output_dir",
-            tmp_path / "out",
+            *("--output_dir", tmp_path / "out"),
             ok=False,
         )
         assert run.code == 2 and said in run.error

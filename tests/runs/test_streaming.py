@@ -33,8 +33,7 @@ def topic_rows(tmp_path_factory):
 def whole(script, topic_rows):
     return script(
         *WORK,
-        "--dataset",
-        topic_rows,
+        *("--dataset", topic_rows),
         *"--batch_size 2 --dropout 0.1 --save_every 3".split(),
         **TWO,
     )
@@ -44,8 +43,7 @@ def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(script, topic_rows, wh
     for step in (3, 9):
         resumed = script(
             *WORK,
-            "--dataset",
-            topic_rows,
+            *("--dataset", topic_rows),
             *"--batch_size 2 --dropout 0.1 --no_export --resume".split(),
             whole.folder / "checkpoints" / f"step-{step:08d}",
             **TWO,
@@ -81,10 +79,7 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     work = [
-        "--model",
-        llama,
-        "--dataset",
-        path,
+        *("--model", llama, "--dataset", path),
         *"--seq_length 44 --lr 1e-30 --precision fp32 --no_eval --no_export --batch_size".split(),
         *"1".split(),
     ]
@@ -108,47 +103,6 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
             resumed.results["dataset"] == streamed.results["dataset"]
         )  # what was cut is counted once
     assert streamed.results["dataset"]["truncated"] == plain.results["dataset"]["truncated"] > 0
-
-
-def test_one_lane_reads_what_the_cache_holds(script, llama, tmp_path):
-    """All files, every token once, with the end-of-text token between documents: the same blocks in
-    the same order.
-    """
-    words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "the",
-        "lazy",
-        "dog",
-        "and",
-        "then",
-        "some",
-    ]
-    for number in range(4):
-        (tmp_path / f"{number}.txt").write_text(" ".join(words[number:] * (number + 2)))
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"text": " ".join(words[n:])}) + "\n" for n in range(6))
-    )
-    work = [
-        "--model",
-        llama,
-        "--dataset",
-        tmp_path,
-        *"--seq_length 16 --batch_size 1 --lr 1e-30 --precision fp32 --no_export".split(),
-    ]
-    plain = script(*work, "--validation_file", tmp_path / "0.txt", "--no_eval")
-    blocks = plain.results["steps"]
-    streamed = script(
-        *work, "--streaming", "--shuffle_buffer", "1", "--max_steps", str(blocks), "--no_eval"
-    )
-    assert blocks > 20 and len({round(loss, 4) for loss in plain.losses}) > 15
-    assert sorted(round(loss, 4) for loss in streamed.losses) == sorted(
-        round(loss, 4) for loss in plain.losses
-    )
 
 
 def blocks_of(stream, steps):
@@ -226,70 +180,6 @@ def test_lines_of_an_article_are_one_document():
     assert [position["row"] for position, _ in joined] == list(range(0, len(lines), 15))
 
 
-@pytest.mark.parametrize(
-    "name, refused", [("long.txt", True), ("short.txt", False), ("rows.jsonl", False)]
-)
-def test_a_checkpoint_of_before(script, tmp_path, llama, name, refused):
-    """Where texts are read in the same pieces as before, it resumes; otherwise one line says that
-    it cannot.
-    """
-    from support.files.atomic import digest_of_json
-
-    text = "the quick brown fox jumps over the lazy dog. " * (2000 if refused else 100)
-    (tmp_path / name).write_text(json.dumps({"text": text}) if name == "rows.jsonl" else text)
-    work = [
-        *WORK,
-        "--model",
-        llama,
-        "--dataset",
-        tmp_path / name,
-        *"--batch_size 1 --no_export --max_steps 4".split(),
-    ]
-    whole = script(*work, "--save_every", "2")
-    manifest = whole.folder / "checkpoints" / "step-00000002" / "manifest.json"
-    found = json.loads(manifest.read_text())
-    del found["sha256"]
-    found["stream"]["version"] = 2
-    for slot in found["stream"]["lanes"].values():  # the library's position
-        slot["reader"]["rows"] = {"examples_iterable": {"shard_idx": 0}, "epoch": 0}
-    manifest.write_text(json.dumps({**found, "sha256": digest_of_json(found)}))
-    resumed = script(*work, "--resume", manifest.parent, ok=not refused)
-    if refused:
-        assert resumed.code == 2 and "other pieces" in resumed.error
-    else:
-        assert resumed.losses == whole.losses[2:]
-
-
-def test_rows_of_which_nothing_can_be_used(script, llama, tmp_path):
-    """One lane gets no row that fits; then no lane does."""
-    path, long = tmp_path / "rows.jsonl", "the quick brown fox " * 20
-    rows = [("fox", "dog") if n % 2 else (long, "dog") for n in range(16)]
-    for usable in (rows, [(long, "dog")] * 16):
-        path.write_text(
-            "".join(
-                json.dumps({"prompt": prompt, "completion": text}) + "\n" for prompt, text in usable
-            )
-        )
-        work = [
-            "--model",
-            llama,
-            "--dataset",
-            path,
-            *"--streaming --seq_length 32 --max_steps 8 --no_eval".split(),
-        ]
-        run = script(
-            *work,
-            *"--no_export --batch_size 2".split(),
-            ok=usable is rows,
-            launcher="torchrun",
-            ranks=2,
-        )
-        if usable is rows:
-            assert run.results["samples"] == 32 and run.results["dataset"]["skipped"] == 8
-        else:
-            assert run.code != 0 and "no row of the corpus can be used" in run.error
-
-
 def test_a_corpus_on_the_hub(script, hub, tmp_path):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path}
     work = [
@@ -310,8 +200,7 @@ def test_a_corpus_on_the_hub(script, hub, tmp_path):
 def test_another_global_batch_is_refused(script, topic_rows, whole):
     run = script(
         *WORK,
-        "--dataset",
-        topic_rows,
+        *("--dataset", topic_rows),
         *"--batch_size 3 --dropout 0.1 --no_export --resume".split(),
         whole.folder / "checkpoints" / "step-00000003",
         "--resume_force",
