@@ -173,6 +173,8 @@ def read_row(row: Any, where: str, options: RowOptions) -> Content:
     Returns:
         A document or an example; a BadRow with the reason if it is neither.
     """
+    if isinstance(row, BadRow):
+        return row
     if isinstance(row, str):
         row = {dict(options.columns).get("text", "text"): row}
     try:

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 from support import progress
 from support.cli.arguments import Arguments, held_out_share
 from support.cli.paths import is_local_dataset
+from support.cluster.context import DistContext
 from support.data.formats import BadRow, Content, Document, RowOptions, columns_of_table, read_row
 from support.errors import UserError, first_line, refused_as
 from support.files.atomic import sha256_of
@@ -78,13 +79,11 @@ def open_source(name: str, args: Arguments, options: RowOptions) -> Source:
     return Source(digest.hexdigest(), splits, corpus.counts + held_out.counts)
 
 
-def open_for_streaming(args: Arguments, options: RowOptions, commit: str | None) -> Source:
-    """Open the training split of --dataset for --streaming.
+def open_for_streaming(args: Arguments, options: RowOptions, ctx: DistContext) -> Source:
+    """Open the training split of --dataset for --streaming; every rank must call it.
 
     The fingerprint covers the beginnings and ends of files, which are never read completely.
 
-    Args:
-        commit: of the dataset on the hub, the same on every rank; None for files.
     Raises:
         UserError: the corpus does not exist or cannot be read.
     """
@@ -93,11 +92,14 @@ def open_for_streaming(args: Arguments, options: RowOptions, commit: str | None)
     if args.prompt_column or args.completion_column:  # checkpoints of runs without them stay valid
         digest.update(repr(options.columns).encode())
     if not is_local_dataset(name):
+        with _loading(name):
+            builder = _builder_of(name, args, args.dataset_revision) if ctx.is_main else None
+            # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
+            commit = ctx.broadcast_from_rank0(builder and builder.hash)
+            builder = builder or _builder_of(name, args, commit)
+            table = builder.as_streaming_dataset(split=args.train_split or "train")
         digest.update(f"{name}\0{commit}".encode())
         digest.update(f"\0{args.train_split}".encode() if args.train_split else b"")
-        with _loading(name):
-            builder = _builder_of(name, args, commit)
-            table = builder.as_streaming_dataset(split=args.train_split or "train")
         rows = partial(_rows_of_table, table, name, f"--dataset {name}", options)
         return Source(digest.hexdigest(), {"train": rows})
     files = files_of(Path(name), name, args.include)
@@ -208,11 +210,11 @@ def _parse_json(text: str, place: str, is_file: bool = False) -> Any:
     """Return the value of one line or of a whole file, or a BadRow."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"{place}, line {error.lineno}" if is_file else place
-        return BadRow(f"{place}, column {error.colno}: not valid JSON ({error.msg}).")
-    except (RecursionError, ValueError) as error:  # a number may have too many digits for Python
-        return BadRow(f"{place}: JSON that cannot be read ({first_line(error, 200)}).")
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            place += f", line {error.lineno}" if is_file else ""
+            place += f", column {error.colno}"
+        return BadRow(f"{place}: not valid JSON ({first_line(error, 200)}).")
 
 
 def _read_jsonl(file: Path, options: RowOptions) -> Iterator[Content]:
@@ -220,58 +222,41 @@ def _read_jsonl(file: Path, options: RowOptions) -> Iterator[Content]:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 place = f"{file}, line {number}"
-                row = _parse_json(line, place)
-                yield row if isinstance(row, BadRow) else read_row(row, place, options)
+                yield read_row(_parse_json(line, place), place, options)
 
 
 def _read_json(file: Path, options: RowOptions) -> Iterator[Content]:
     """Yield the entries of a list, or the rows of JSON lines, which `datasets` writes as .json."""
     with _open_text(file) as stream:
         first = _parse_json(stream.readline(), "")
-        if _is_row(first, options):
+        if not isinstance(first, list) and not isinstance(read_row(first, "", options), BadRow):
             yield from _read_jsonl(file, options)
             return
         stream.seek(0)
         rows = _parse_json(stream.read(), str(file), is_file=True)
-    if isinstance(rows, BadRow):
-        yield rows
-        return
-    if isinstance(rows, dict) and not _is_row(rows, options):  # {"data": [...]}
+    if isinstance(rows, dict) and isinstance(read_row(rows, "", options), BadRow):
         lists = [value for value in rows.values() if isinstance(value, list)]
-        rows = lists[0] if len(lists) == 1 else rows
+        rows = lists[0] if len(lists) == 1 else rows  # {"data": [...]}
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
         yield read_row(row, f"{file}, entry {number}", options)
 
 
-def _is_row(value: object, options: RowOptions) -> bool:
-    return not isinstance(value, BadRow | list) and not isinstance(
-        read_row(value, "", options), BadRow
-    )
-
-
 def _read_csv(file: Path, options: RowOptions) -> Iterator[Content]:
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is less than a long document
-    delimiter = "\t" if type_of(file) == ".tsv" else ","
+    delimiter, line = "\t" if type_of(file) == ".tsv" else ",", 1
     with _open_text(file, newline="") as stream:
         rows = csv.DictReader(stream, strict=True, delimiter=delimiter)
-        while True:
-            begin = rows.line_num + 1
-            try:
-                row = next(rows, None)
-            except csv.Error as error:
-                if "end of data" in str(error):  # the unclosed quote contains all following rows
-                    problem = "a quote is opened here and not closed"
-                    raise UserError(f"{file}, line {begin}: {problem}.") from error
-                yield BadRow(f"{file}, line {begin}: {error}.")
-                continue
-            if row is None:
-                return
-            place = f"{file}, line {rows.line_num}"
-            if None in row or None in row.values():
-                cells = f"it does not have {len(rows.fieldnames or ())} cells as the first line has"
-                yield BadRow(f"{place}: {cells}: quote a text that contains the separator.")
-            else:
-                yield read_row(row, place, options)
+        try:
+            for row in rows:
+                line, cells = rows.line_num, len(rows.fieldnames or ())
+                if None in row or None in row.values():
+                    problem = f"it does not have {cells} cells as the first line has"
+                    yield BadRow(f"{file}, line {line}: {problem}: quote texts with separators.")
+                else:
+                    yield read_row(row, f"{file}, line {line}", options)
+        except csv.Error as error:  # the unclosed quote contains all following rows
+            problem = f"{error}: a quote is not closed, or not doubled inside a text"
+            raise UserError(f"{file}, after line {line}: {problem}.") from error
 
 
 def _read_parquet(file: Path, options: RowOptions) -> Iterator[Content]:
@@ -310,12 +295,6 @@ def _builder_of(name: str, args: Arguments, revision: str | None) -> Any:
     if name == "wikitext":
         name, config = WIKITEXT, config or "wikitext-2-raw-v1"
     return datasets.load_dataset_builder(name, config, revision=revision)
-
-
-def commit_on_hub(args: Arguments) -> str | None:
-    """Return the commit hash of --dataset on the hub."""
-    with _loading(args.dataset):
-        return _builder_of(args.dataset, args, args.dataset_revision).hash
 
 
 def _loading(name: str) -> contextlib.AbstractContextManager[None]:

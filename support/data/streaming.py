@@ -24,13 +24,12 @@ from typing import Any
 import numpy as np
 
 from support.cli.arguments import Arguments, global_batch, isolates_documents
-from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data import batches, tokenize
 from support.data.chat import Encoder, has_own_template, use_plain_template
 from support.data.documents import DocumentTokenizer, Piece
 from support.data.formats import BadRow, Document, Example, OneKind, RowOptions
-from support.data.rows import Source, commit_on_hub, open_for_streaming
+from support.data.rows import Source, open_for_streaming
 from support.data.sequences import Padding, Part, Sequences, micro_batch, pack
 from support.errors import UserError
 
@@ -180,7 +179,7 @@ class Stream:
         self.one_kind = OneKind()
         # The thread has a copy, because rank 0 may save the original at the same time.
         self.documents = DocumentTokenizer(copy.deepcopy(tokenizer))
-        self.encoder = functools.cache(self._make_encoder)  # created for the first example
+        self.encoder = Encoder(self.documents.tokenizer)
         self.num_slots = global_batch(args, ctx.world_size)
         self.order_of_group = functools.lru_cache(2)(
             lambda group: np.random.default_rng([args.seed, group]).permutation(self.num_slots)
@@ -329,10 +328,6 @@ class Stream:
         group, place = divmod(row + 1, self.num_slots)
         return int(self.order_of_group(group)[place])
 
-    def _make_encoder(self, kind: str) -> Encoder:
-        use_plain_template(self.documents.tokenizer, kind)
-        return Encoder(self.documents.tokenizer)
-
     def _encode(self, unit: Unit) -> tuple[np.ndarray | None, str | None]:
         """Return the ids of a row as `sequences` stores them, or None if it cannot be used.
 
@@ -349,7 +344,8 @@ class Stream:
             eos = self.tokenizer.eos_token_id
             separator = np.array([eos] if unit.begins and eos is not None else [], np.int64)
             return np.concatenate([separator, *self.documents.encode(pieces)]).astype(int), None
-        [encoded] = self.encoder(content.kind).encode([content])
+        use_plain_template(self.documents.tokenizer, content.kind)
+        [encoded] = self.encoder.encode([content])
         if isinstance(encoded, BadRow):
             self._refuse(encoded, unit.state["pass"])
             return None, None
@@ -377,11 +373,8 @@ def open_stream(
         UserError: see `rows.open_for_streaming`; or --validation_file cannot be read.
         TrainingError: the corpus differs between the nodes.
     """
-    options, commit = RowOptions.of(args, has_own_template(tokenizer)), None
-    if not is_local_dataset(args.dataset):
-        # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
-        commit = ctx.broadcast_from_rank0(commit_on_hub(args) if ctx.is_main else None)
-    source = open_for_streaming(args, options, commit)
+    options = RowOptions.of(args, has_own_template(tokenizer))
+    source = open_for_streaming(args, options, ctx)
     for line in source.counts:
         ctx.console.print0(f"📂 {line}")
     require_equal_on_all_ranks(ctx.all_gather(source.fingerprint), "The corpus")

@@ -38,7 +38,6 @@ from support.files.hub_cache import cache_folder
 
 CACHE_VERSION = 9  # increase it when the layout of the cache or the tokenization changes
 BATCH_EXAMPLES = 256
-WRITTEN_PARTS = 128  # documents, or pieces of them, in one write
 BAD_ROWS = "bad_rows.json"  # file in a folder of the cache
 SHOWN_BAD_ROWS = 10
 
@@ -194,11 +193,7 @@ class SplitWriter:
     """A writer of the tokens of one split, to files with `path` as the beginning of their names."""
 
     def __init__(
-        self,
-        path: Path,
-        tokenizer: Any,
-        advance: Callable[[int], object],
-        refuse: Callable[[BadRow], None],
+        self, path: Path, tokenizer: Any, advance: Callable[[int], object], refuse: Callable
     ) -> None:
         self.path, self.tokenizer, self.advance, self.refuse = path, tokenizer, advance, refuse
         self.one_kind, self.rows, self.empty, self.tokens = OneKind(), 0, 0, 0
@@ -209,24 +204,20 @@ class SplitWriter:
         usable = self._usable(rows)
         first = next(usable, None)
         usable = itertools.chain([] if first is None else [first], usable)
+        if isinstance(first, Example):
+            dtype, encoded = "int32", self._encode_examples(usable)
+        else:
+            # Not len(tokenizer): the ids of some vocabularies have gaps.
+            largest = max(self.tokenizer.get_vocab().values(), default=0)
+            dtype = "uint16" if largest < 1 << 16 else "uint32"
+            encoded = self._encode_documents(usable)
         with open(f"{self.path}.bin", "wb") as file:
-            if isinstance(first, Example):
-                dtype = "int32"
-                self._write_examples(usable, file)
-            else:
-                # Not len(tokenizer): the ids of some vocabularies have gaps.
-                largest = max(self.tokenizer.get_vocab().values(), default=0)
-                dtype = "uint16" if largest < 1 << 16 else "uint32"
-                self._write_documents(usable, dtype, file)
-        return {
-            "dtype": dtype,
-            "kind": self.one_kind.kind,
-            "formats": self.one_kind.formats,
-            "tokens": self.tokens,
-            "rows": self.rows,
-            "empty": self.empty,
-            "sha256": self.digest.hexdigest(),
-        }
+            for ids in encoded:
+                file.write(ids.astype(dtype).tobytes())
+                self.tokens += len(ids)
+        kind = {"kind": self.one_kind.kind, "formats": self.one_kind.formats}
+        counts = {"tokens": self.tokens, "rows": self.rows, "empty": self.empty}
+        return {"dtype": dtype, **kind, **counts, "sha256": self.digest.hexdigest()}
 
     def _usable(self, rows: PlacedRows) -> Iterator[Any]:
         for _, content in rows:
@@ -238,19 +229,14 @@ class SplitWriter:
                 self.empty += isinstance(row, Document) and row.pieces == [""]
                 yield row
 
-    def _write_documents(self, documents: Iterable[Document], dtype: str, file: Any) -> None:
-        """Write one stream of ids."""
+    def _encode_documents(self, documents: Iterator[Document]) -> Iterator[np.ndarray]:
+        """Yield the ids of one stream."""
         end_of_text = self.tokenizer.eos_token_id
         separator = np.array([] if end_of_text is None else [end_of_text], np.uint32)
         counted = (replace(document, pieces=self._read(document)) for document in documents)
         encoded = DocumentTokenizer(self.tokenizer).encode_documents(counted, self.advance)
-        waiting = list[np.ndarray]()  # many short documents are one write
         for number, (begins, ids) in enumerate(encoded):
-            waiting += [separator, ids] if begins and number else [ids]
-            if len(waiting) >= WRITTEN_PARTS:
-                self._append(waiting, dtype, file)
-                waiting = []
-        self._append(waiting, dtype, file)
+            yield np.concatenate([separator, ids]) if begins and number else ids
 
     def _read(self, document: Document) -> Iterator[str]:
         """Yield the pieces of a document, and add them to the digest."""
@@ -259,8 +245,8 @@ class SplitWriter:
             yield piece
         self.digest.update(b"\0")
 
-    def _write_examples(self, examples: Iterator[Example], file: Any) -> None:
-        """Write the tokens and the index."""
+    def _encode_examples(self, examples: Iterator[Example]) -> Iterator[np.ndarray]:
+        """Yield the ids of each example, and write the index."""
         use_plain_template(self.tokenizer, self.one_kind.kind)
         encoder, index = Encoder(self.tokenizer), list[tuple[int, int, int]]()
         while batch := list(itertools.islice(examples, BATCH_EXAMPLES)):
@@ -270,15 +256,9 @@ class SplitWriter:
                     self.refuse(encoded)
                     continue
                 self.digest.update(example.as_json().encode() + b"\0")
-                start = self.tokens
-                self._append([encoded], "int32", file)
                 # The first token is not predicted from anything.
-                first_target = start + 1 + int((encoded[1:] >= 0).argmax())
-                index.append((start, self.tokens, first_target))
+                first_target = self.tokens + 1 + int((encoded[1:] >= 0).argmax())
+                index.append((self.tokens, self.tokens + len(encoded), first_target))
+                yield encoded
             self.advance(sum(len(example.as_json()) for example in batch))
         np.array(index, np.int64).tofile(f"{self.path}.index.bin")
-
-    def _append(self, ids: list[np.ndarray], dtype: str, file: Any) -> None:
-        joined = np.concatenate(ids or [np.empty(0)]).astype(dtype)
-        joined.tofile(file)
-        self.tokens += len(joined)

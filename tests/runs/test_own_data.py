@@ -314,7 +314,7 @@ def test_validation_file_and_split(script, text_file, tmp_path):
 @pytest.mark.parametrize(
     "name, text, said",
     [
-        ("rows.csv", 'text\nfine\n"never closed\nand more\n', "line 3: a quote"),
+        ("rows.csv", 'text\nfine\n"never closed\nand more\n', "after line 2: "),
         ("chat.jsonl", json.dumps(chat(CHATS[0])), "chat template cannot be read"),
     ],
 )

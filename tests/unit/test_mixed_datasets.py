@@ -96,9 +96,9 @@ def test_names_and_weights(tmp_path, monkeypatch):
     assert parse_datasets(["notes:3"]) == (Dataset("notes:3"),)
     assert parse_datasets(["a", "b"]) == (Dataset("a"), Dataset("b"))
     for wrong, said in (
-        (["a:1"], "a weight is for several"),
-        (["a:1", "b"], "b has no weight"),
-        (["a:1", "b:0"], "weight is 0"),
+        (["a:1"], "all of several"),
+        (["a:1", "b"], "all of several"),
+        (["a:1", "b:0"], "above 0"),
         (["a:1", "a:2"], "twice"),
     ):
         with pytest.raises(UserError, match=said):
