@@ -29,12 +29,12 @@ def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
     for word in words:
         weighted = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word)
         # A file may have a colon and a number at the end of its name.
-        own_name = not weighted or os.path.exists(word)
-        datasets.append(Dataset(word) if own_name else Dataset(*weighted.groups()))
+        if weighted and not os.path.exists(word):
+            datasets.append(Dataset(weighted[1], weighted[2]))
+        else:
+            datasets.append(Dataset(word))
     weights = [dataset.weight for dataset in datasets]
-    if any(weights) and (
-        len(datasets) == 1 or not all(weight and float(weight) for weight in weights)
-    ):
+    if any(weights) and (len(words) == 1 or not all(float(weight or 0) for weight in weights)):
         raise UserError(
             f"--dataset {' '.join(words)}: either all of several datasets have a weight above 0, "
             "or none has one."

@@ -27,10 +27,10 @@ from support.cli.arguments import Arguments, global_batch, isolates_documents
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data import batches, tokenize
 from support.data.chat import Encoder, has_own_template, use_plain_template
-from support.data.documents import DocumentTokenizer, Piece
 from support.data.formats import BadRow, Document, Example, OneKind, RowOptions
 from support.data.rows import Source, open_for_streaming
 from support.data.sequences import Padding, Part, Sequences, micro_batch, pack
+from support.data.tokenize import DocumentTokenizer, Piece
 from support.errors import UserError
 
 # Steps that are read ahead, besides the one of `copy_ahead`. A few are enough, because the slots

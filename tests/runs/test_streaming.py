@@ -9,7 +9,7 @@ from conftest import assert_close
 from streams import stream_of
 from tokenizer_zoo import tokenizer_of
 
-from support.data import documents
+from support.data import tokenize
 from support.data.formats import Document
 from support.data.rows import join_articles
 
@@ -138,7 +138,7 @@ def long_texts(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["gpt2", "llama2"])
 def test_the_tokens_are_those_of_the_whole_texts(long_texts, kind, monkeypatch):
     """One slot: exactly the stream that the cache holds. Three slots: a share of each text."""
-    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(tokenize, "PIECE_CHARACTERS", 1000)
     folder, texts = long_texts
     tokenizer = tokenizer_of(kind)
     end, stream = tokenizer.eos_token_id, []
@@ -156,7 +156,7 @@ def test_the_tokens_are_those_of_the_whole_texts(long_texts, kind, monkeypatch):
 
 def test_resume_within_a_text_file(long_texts, monkeypatch):
     """After some of the steps, in the first pass and in the next ones: the same blocks follow."""
-    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(tokenize, "PIECE_CHARACTERS", 1000)
     folder, _ = long_texts
     tokenizer = tokenizer_of("gpt2")
     steps = blocks_of(one_rank(folder, tokenizer, 3), 250)

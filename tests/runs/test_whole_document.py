@@ -12,10 +12,9 @@ import pytest
 from tokenizer_zoo import CHINESE, EMOJI, KINDS, MARKS, SPECIAL, random_text, tokenizer_of
 
 from support.cli.parse import parse_arguments
-from support.data.documents import DocumentTokenizer
 from support.data.formats import Document, RowOptions
 from support.data.rows import open_source
-from support.data.tokenize import tokenize_once
+from support.data.tokenize import DocumentTokenizer, tokenize_once
 from support.errors import UserError
 from support.files.cache import Cache
 
