@@ -35,7 +35,7 @@ PLAIN_NOTICE = (
 MARK = "\ue000{}\ue001"
 # What a template raises for a row that it does not accept: jinja2's errors, and Python's for the
 # operations in it.
-TEMPLATE_ERRORS = (
+TEMPLATE_ERRORS: tuple[type[Exception], ...] = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, RecursionError),
 )
@@ -102,17 +102,14 @@ class Encoder:
             text = self.render(messages)
             for number, message in enumerate(messages):
                 # A message that is not in the text is missing, or the template changes it.
-                if message["content"].strip() not in text:
-                    marked = self.render(messages, [number])
-                    if MARK.format(number) not in marked:
-                        role = message["role"]
-                        raise ValueError(
-                            f"the template leaves out the message of the role {role!r}"
-                        )
+                kept = message["content"].strip() in text
+                if not kept and MARK.format(number) not in self.render(messages, [number]):
+                    role = message["role"]
+                    raise BadRow(f"the template leaves out the message of the role {role!r}")
             encode = self._by_template if self.marks_itself else self._by_marks
             row = encode(example, messages, text)
-        except ValueError as error:
-            return BadRow(f"{example.where}: {first_line(error, 300)}")
+        except BadRow as flaw:
+            return BadRow(f"{example.where}: {flaw}")
         says = self.marks_itself or any(messages[n]["content"].strip() for n in example.answers)
         if says and (row[1:] >= 0).any():
             return row
@@ -123,7 +120,7 @@ class Encoder:
         """Return the text of a conversation, with marks in place of the messages `marked`.
 
         Raises:
-            ValueError: the template refuses the conversation.
+            BadRow: the template refuses the conversation.
             UserError: the template has a syntax error, so other rows fail as well.
         """
         messages = [
@@ -137,7 +134,7 @@ class Encoder:
             raise UserError(f"The chat template cannot be read: {problem}.") from error
         except TEMPLATE_ERRORS as error:
             reason = first_line(error, 200)
-            raise ValueError(f"the chat template refuses it: {reason}") from error
+            raise BadRow(f"the chat template refuses it: {reason}") from error
 
     def _by_template(self, example: Example, messages: list[dict], text: str) -> np.ndarray:
         encoded = self.render(
@@ -147,12 +144,13 @@ class Encoder:
         if example.context:
             prompt = self.render(messages[: example.context], tokenize=True, return_dict=True)
             if ids[: len(prompt["input_ids"])] != prompt["input_ids"]:
-                raise ValueError("the chat template renders the prompt differently if it is alone.")
+                raise BadRow("the chat template renders the prompt differently if it is alone.")
             mask[: len(prompt["input_ids"])] = False
         return _masked(ids, mask)
 
     def _by_marks(self, example: Example, messages: list[dict], text: str) -> np.ndarray:
-        ranges = self._answers_in(example, messages, text)
+        answers = [messages[number]["content"] for number in example.answers]
+        ranges = self._find(answers, text, self.render(messages, example.answers))
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -162,19 +160,16 @@ class Encoder:
             mask |= (starts < end) & (ends > start)
         return _masked(encoded["input_ids"], mask)
 
-    def _answers_in(
-        self, example: Example, messages: list[dict], text: str
-    ) -> list[tuple[int, int]]:
-        """Return the character ranges of the valid tokens."""
-        around = re.split("\ue000\\d+\ue001", self.render(messages, example.answers))
-        answers = [messages[number]["content"] for number in example.answers]
+    def _find(self, answers: list[str], text: str, marked: str) -> list[tuple[int, int]]:
+        """Return the character ranges of the valid tokens in a text; `marked` has the marks."""
+        around = re.split("\ue000\\d+\ue001", marked)
         # Many templates strip the messages.
         for texts in (answers, [answer.strip() for answer in answers]):
             pairs = list(zip([*texts, ""], around[1:], strict=False))
             if len(around) == len(texts) + 1 and around[0] + "".join(map("".join, pairs)) == text:
                 break
         else:
-            raise ValueError(
+            raise BadRow(
                 "the chat template changes the assistant's text, so its position is unknown: use "
                 "a template with {% generation %} blocks (--chat_template)."
             )
@@ -215,7 +210,7 @@ def prompt_of(text: str, tokenizer: Any, as_chat: bool) -> Prompt:
     if is_chat:
         try:
             rendered = Encoder(tokenizer).render(messages, add_generation_prompt=True)
-        except (ValueError, UserError) as error:
+        except UserError as error:
             raise UserError(f"--generate: {error}: use another --chat_template FILE.") from error
     ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     if not ids:
