@@ -1,7 +1,7 @@
 """--streaming: sequences of a corpus that is read and tokenized during training.
 
 The corpus is never complete in memory or on disk. A global batch has G sequences, and batch slot g
-(class `Slot`) provides the g-th. Every group of G rows is distributed over the slots, one row each,
+provides the g-th. Every group of G rows is distributed over the slots, one row each,
 in an order drawn from the seed. A slot tokenizes its rows, cuts them into sequences and shuffles
 these in chunks. Every rank reads all rows, and processes only the slots whose sequences it trains
 on. Each step therefore has the same sequences for any number of ranks, and a checkpoint needs only
@@ -17,7 +17,7 @@ import copy
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,11 @@ STEPS_AHEAD = 5
 ROWS_VERSION = 3
 # See `Unit.state`.
 START: dict[str, Any] = {"row": 0, "pass": 0, "first": 0, "rows": None, "part": 0}
+# The state of a slot. "reader": state of the unit at which its chunk of sequences begins; "offset":
+# tokens of this unit in earlier chunks; "chunk": its number, from 1; "used": its sequences that
+# were used; "counts": of rows, "counted" of which are included, so that none counts twice.
+COUNTS = {"counted": 0, "truncated": 0, "skipped": 0}
+NEW_SLOT = {"reader": START, "offset": 0, "chunk": 0, "used": 0, "counts": COUNTS}
 
 
 @dataclass(frozen=True)
@@ -57,102 +62,7 @@ class Unit:
     piece: Piece | None = None  # of a text file
 
 
-class Slot:
-    """A batch slot, which provides one sequence at the same position of every global batch.
-
-    Rows are tokenized by `encode` (see `Stream._encode`) until there are enough for a chunk of
-    sequences, which is shuffled and then used one by one; then the next chunk follows.
-    """
-
-    def __init__(self, number: int, num_slots: int, args: Arguments, encode: Callable) -> None:
-        self.number, self.seed, self.encode = number, args.seed, encode
-        self.seq_length, self.packing = args.seq_length, args.packing
-        self.size = max(1, args.shuffle_buffer // num_slots)  # sequences of a chunk
-        # The first chunks differ in size, so that not all slots refill in the same step.
-        self.first_size = 1 + (self.size - 1) * (number + 1) // num_slots
-        self.waiting: deque[Unit] = deque()
-        # Tokenized rows, with the number of tokens of each that are in earlier chunks.
-        self.rest: list[tuple[Unit, int, np.ndarray]] = []
-        self.sequences: list[list[np.ndarray]] = []  # the chunk
-        # In a checkpoint. "reader": state of the unit at which the chunk begins; "offset": its
-        # tokens in earlier chunks; "chunk": its number, from 1; "used": its sequences that were
-        # used; "counts": of rows, "counted" of which are included, so that none counts twice.
-        counts = {"counted": 0, "truncated": 0, "skipped": 0}
-        self.state: dict[str, Any] = {
-            **{"reader": START, "offset": 0, "chunk": 0, "used": 0, "counts": counts}
-        }
-        self.refused = 0  # consecutive rows that could not be used
-
-    def add(self, unit: Unit) -> None:
-        """Add a row, unless the slot was past it before a resume."""
-        if self.sequences or unit.state["row"] >= self.state["reader"]["row"]:
-            self.waiting.append(unit)
-
-    def next_sequence(self) -> list[np.ndarray] | None:
-        """Return the parts of the next sequence; None if more rows must be added first."""
-        state = self.state
-        while not self.sequences or state["used"] == len(self.sequences):
-            resumes = state["chunk"] > 0 and not self.sequences  # the chunk is cut again
-            number = state["chunk"] + (not resumes)
-            size = self.first_size if number == 1 else self.size
-            while not self._is_enough(size):
-                if not self.waiting:
-                    return None
-                self._tokenize(self.waiting.popleft())
-            unit, offset, _ = self.rest[0]
-            sequences = self._cut_chunk(size)
-            generator = np.random.default_rng([self.seed, self.number, number])
-            order = generator.permutation(len(sequences))
-            self.sequences = [sequences[i] for i in order]
-            # A chunk may be smaller after a resume with other flags (--resume_force).
-            used = min(state["used"], len(order)) if resumes else 0
-            state |= {"reader": unit.state, "offset": offset, "chunk": number, "used": used}
-        state["used"] += 1
-        return self.sequences[state["used"] - 1]
-
-    def _tokenize(self, unit: Unit) -> None:
-        """Tokenize a row, and append it to `rest` if it can be used."""
-        ids, flaw = self.encode(unit)
-        counts, row = self.state["counts"], unit.state["row"]
-        if flaw and unit.state["pass"] == 0 and row >= counts["counted"]:
-            counts[flaw] += 1
-        counts["counted"] = max(counts["counted"], row + 1)
-        if ids is None:
-            self.refused += 1
-            return
-        resumes = not self.sequences and not self.rest
-        self.rest.append((unit, self.state["offset"] if resumes else 0, ids))
-        self.refused = 0
-
-    def _is_enough(self, size: int) -> bool:
-        """Return whether `rest` has the rows of a chunk of `size` sequences."""
-        if not self.rest:
-            return False
-        tokens = sum(len(ids) - offset for _, offset, ids in self.rest)
-        if self.packing:  # as many examples as there is room for, and the next one
-            return tokens > size * self.seq_length
-        if self.rest[0][0].content.kind == "text":
-            return tokens >= size * self.seq_length
-        return len(self.rest) == size
-
-    def _cut_chunk(self, size: int) -> list[list[np.ndarray]]:
-        """Take about `size` sequences from `rest`."""
-        if self.packing:
-            *rows, unused = self.rest
-            self.rest = [unused]
-            examples = [ids for _, _, ids in rows]
-            members, ends = pack(np.array([len(ids) for ids in examples]), self.seq_length)
-            return [[examples[n] for n in part] for part in np.split(members, ends[:-1])]
-        if self.rest[0][0].content.kind != "text":
-            rows, self.rest = self.rest, []
-            return [[ids] for _, _, ids in rows]
-        stream = np.concatenate([ids[at:] for _, at, ids in self.rest])
-        needed = size * self.seq_length
-        # Only the last row may have tokens that are not used.
-        unit, _, ids = self.rest[-1]
-        surplus = len(stream) - needed
-        self.rest = [(unit, len(ids) - surplus, ids)] if surplus else []
-        return [[part] for part in stream[:needed].reshape(size, self.seq_length)]
+Row = tuple[Unit, int, np.ndarray]  # tokenized, with the number of tokens in earlier chunks
 
 
 @dataclass(frozen=True)
@@ -192,8 +102,10 @@ class Stream:
         ]
         # The numbers of the slots of this rank, for each micro-batch.
         self.layout = [range(start, start + args.batch_size) for start in starts]
-        numbers = itertools.chain.from_iterable(self.layout)
-        self.slots = {n: Slot(n, self.num_slots, args, self._encode) for n in numbers}
+        numbers = list(itertools.chain.from_iterable(self.layout))
+        self.states: dict[int, dict[str, Any]] = {n: copy.deepcopy(NEW_SLOT) for n in numbers}
+        self.waiting: dict[int, deque[Unit]] = {n: deque() for n in numbers}
+        self.sequences = {n: self._sequences_of(n) for n in numbers}
         self.units, self.last, self.rows_in_pass = self._read_units(START), START, 0
         facts = {"name": args.dataset, "sha256": source.fingerprint, "streaming": True}
         self.facts: dict[str, Any] = {**facts, "tokens": None, "blocks": None}  # for results.json
@@ -241,13 +153,13 @@ class Stream:
         self.place = Place({}, len(self.bad), 0, 0)
         if not slots:  # before the first step
             return
-        for number, slot in self.slots.items():
-            slot.state = copy.deepcopy(slots[str(number)])
-        begins = [slot.state["reader"] for slot in self.slots.values()]
+        for number in self.states:
+            self.states[number] = copy.deepcopy(slots[str(number)])
+        begins = [state["reader"] for state in self.states.values()]
         self.last = begin = min(begins, key=lambda reader: reader["row"])
         self.ctx.console.print0(f"⏩ Reading the stream again up to row {begin['row']:,}")
         self.units = self._read_units(begin)
-        own = {str(number): slots[str(number)] for number in self.slots}
+        own = {str(number): slots[str(number)] for number in self.states}
         self.place = Place(own, len(self.bad), begin["row"], begin["pass"])
 
     def step_batches(self, device: Any) -> Iterator[batches.StepBatch]:
@@ -268,32 +180,65 @@ class Stream:
 
     def _read_steps(self) -> Iterator[batches.StepBatch]:
         while True:
-            sequences = [[self._next(number) for number in slots] for slots in self.layout]
+            sequences = [[next(self.sequences[n]) for n in numbers] for numbers in self.layout]
             parts = itertools.chain.from_iterable(itertools.chain.from_iterable(sequences))
             tokens = sum(len(ids) for ids, _ in parts)
-            states = {str(number): copy.deepcopy(slot.state) for number, slot in self.slots.items()}
+            states = {str(n): copy.deepcopy(state) for n, state in self.states.items()}
             kind, formats = self.one_kind.kind, tuple(self.one_kind.formats)
             rows, passes = self.last["row"] + 1, self.last["pass"]
             place = Place(states, len(self.bad), rows, passes, kind, formats)
             stacked = [micro_batch(some, self.padding, self.args.packing) for some in sequences]
             yield batches.StepBatch(stacked, tokens, place)
 
-    def _next(self, number: int) -> list[Part]:
-        """Read rows until a slot has its next sequence, and return its parts."""
-        slot = self.slots[number]
-        while (sequence := slot.next_sequence()) is None:
-            if self.rows_in_pass and slot.refused > max(100, self.rows_in_pass):
-                raise UserError(
-                    "--streaming: no row of the corpus can be used: the rows are empty, or their "
-                    "targets come after the first --seq_length tokens."
-                )
+    def _sequences_of(self, number: int) -> Iterator[list[Part]]:
+        """Yield the parts of each sequence of a slot, and update the state of the slot.
+
+        Rows are tokenized until there are enough for a chunk of sequences, which is shuffled and
+        then used one by one; then the next chunk follows.
+        """
+        args, state = self.args, self.states[number]
+        resumes, refused = state["chunk"] > 0, 0  # the chunk is cut again
+        # Tokenized rows, with the number of tokens of each that are in earlier chunks.
+        rest, offset = list[Row](), state["offset"]
+        full = max(1, args.shuffle_buffer // self.num_slots)  # sequences of a chunk
+        while True:
+            chunk = state["chunk"] + (not resumes)
+            # The first chunks differ in size, so that not all slots refill in the same step.
+            size = full if chunk > 1 else 1 + (full - 1) * (number + 1) // self.num_slots
+            while not _is_enough(rest, size, args):
+                unit = self._next_unit(number)
+                if resumes and not rest and unit.state["row"] < state["reader"]["row"]:
+                    continue
+                ids = self._encode(unit, state["counts"])
+                if ids is not None:
+                    rest.append((unit, offset, ids))
+                    offset = 0
+                refused = 0 if ids is not None else refused + 1
+                if self.rows_in_pass and refused > max(100, self.rows_in_pass):
+                    raise UserError(
+                        "--streaming: no row of the corpus can be used: the rows are empty, or "
+                        "their targets come after the first --seq_length tokens."
+                    )
+            unit, at, _ = rest[0]
+            sequences, rest = _cut_chunk(rest, size, args)
+            order = np.random.default_rng([args.seed, number, chunk]).permutation(len(sequences))
+            used = state["used"] if resumes else 0
+            state |= {"reader": unit.state, "offset": at, "chunk": chunk, "used": used}
+            resumes = False
+            isolated = isolates_documents(args) and self.one_kind.kind == "text"
+            end_of_text = self.tokenizer.eos_token_id if isolated else None
+            for index in order[used:]:
+                state["used"] += 1
+                yield [(part, end_of_text) for part in sequences[index]]
+
+    def _next_unit(self, number: int) -> Unit:
+        """Read rows until there is one for a slot."""
+        while not self.waiting[number]:
             unit = next(self.units)
             self.last = unit.state
-            if unit.slot in self.slots:
-                self.slots[unit.slot].add(unit)
-        isolated = isolates_documents(self.args) and self.one_kind.kind == "text"
-        end_of_text = self.tokenizer.eos_token_id if isolated else None
-        return [(part, end_of_text) for part in sequence]
+            if unit.slot in self.waiting:
+                self.waiting[unit.slot].append(unit)
+        return self.waiting[number].popleft()
 
     def _read_units(self, state: dict) -> Iterator[Unit]:
         """Yield the units from a state on, pass after pass, without end.
@@ -328,31 +273,35 @@ class Stream:
         group, place = divmod(row + 1, self.num_slots)
         return int(self.order_of_group(group)[place])
 
-    def _encode(self, unit: Unit) -> tuple[np.ndarray | None, str | None]:
-        """Return the ids of a row as `sequences` stores them, or None if it cannot be used.
-
-        Also return "truncated" or "skipped" if the row counts as such, or else None.
-        """
-        content = unit.content
+    def _encode(self, unit: Unit, counts: dict[str, int]) -> np.ndarray | None:
+        """Return the ids of a row as `sequences` stores them, or None if it cannot be used."""
+        content, flaw, ids = unit.content, "", None
         if isinstance(content, Document):
             if self.args.packing:
                 raise UserError(batches.TEXT_IS_PACKED)
             # A row is one piece, or several if it is long.
             pieces = [unit.piece] if unit.piece else list(self.documents.pieces(content))
-            if not pieces:
-                return None, "skipped"
             eos = self.tokenizer.eos_token_id
             separator = np.array([eos] if unit.begins and eos is not None else [], np.int64)
-            return np.concatenate([separator, *self.documents.encode(pieces)]).astype(int), None
-        use_plain_template(self.documents.tokenizer, content.kind)
-        [encoded] = self.encoder.encode([content])
-        if isinstance(encoded, BadRow):
-            self._refuse(encoded, unit.state["pass"])
-            return None, None
-        ids = encoded[: self.args.seq_length]
-        if not (ids[1:] >= 0).any():  # all targets are beyond seq_length
-            return None, "skipped"
-        return ids, "truncated" if len(encoded) > len(ids) else None
+            if pieces:
+                ids = np.concatenate([separator, *self.documents.encode(pieces)]).astype(int)
+            flaw = "" if pieces else "skipped"
+        else:
+            use_plain_template(self.documents.tokenizer, content.kind)
+            [encoded] = self.encoder.encode([content])
+            if isinstance(encoded, BadRow):
+                self._refuse(encoded, unit.state["pass"])
+                return None
+            if (encoded[1 : self.args.seq_length] >= 0).any():  # a target remains
+                ids = encoded[: self.args.seq_length]
+                flaw = "truncated" if len(encoded) > len(ids) else ""
+            else:
+                flaw = "skipped"
+        row = unit.state["row"]
+        if flaw and unit.state["pass"] == 0 and row >= counts["counted"]:
+            counts[flaw] += 1
+        counts["counted"] = max(counts["counted"], row + 1)
+        return ids
 
     def _refuse(self, row: BadRow, passes: int) -> None:
         """Record a bad row of the first pass, if it is not recorded, as before a resume."""
@@ -360,6 +309,36 @@ class Stream:
             self.bad.append(str(row))
             self.known_bad.add(str(row))
             tokenize.check_bad_rows(self.bad, self.args.max_bad_rows)
+
+
+def _is_enough(rest: list[Row], size: int, args: Arguments) -> bool:
+    """Return whether there are the rows of a chunk of `size` sequences."""
+    if not rest:
+        return False
+    tokens = sum(len(ids) - offset for _, offset, ids in rest)
+    if args.packing:  # as many examples as there is room for, and the next one
+        return tokens > size * args.seq_length
+    if rest[0][0].content.kind == "text":
+        return tokens >= size * args.seq_length
+    return len(rest) == size
+
+
+def _cut_chunk(
+    rest: list[Row], size: int, args: Arguments
+) -> tuple[list[list[np.ndarray]], list[Row]]:
+    """Return about `size` sequences, and the rows of the next chunk."""
+    if args.packing:
+        examples = [ids for _, _, ids in rest[:-1]]
+        members, ends = pack(np.array([len(ids) for ids in examples]), args.seq_length)
+        return [[examples[n] for n in part] for part in np.split(members, ends[:-1])], rest[-1:]
+    if rest[0][0].content.kind != "text":
+        return [[ids] for _, _, ids in rest], []
+    stream = np.concatenate([ids[at:] for _, at, ids in rest])
+    needed = size * args.seq_length
+    unit, _, ids = rest[-1]  # the only row that may have tokens that are not used
+    surplus = len(stream) - needed
+    sequences = [[part] for part in stream[:needed].reshape(size, args.seq_length)]
+    return sequences, [(unit, len(ids) - surplus, ids)] if surplus else []
 
 
 def open_stream(
