@@ -84,11 +84,8 @@ def loss_of(model, rows):
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, total, count = (
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(),
-        0.0,
-        0,
-    )
+    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    total, count = 0.0, 0
     for ids, mask in rows:
         with torch.no_grad():
             logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -245,16 +242,11 @@ def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
     assert refused.code == 2 and f"{file}, line 2, column" in refused.error
     run = script(*work, "--max_bad_rows", "4")
     found = run.results["dataset"]
-    assert sorted(int(re.search(r"line (\d+)", row)[1]) for row in found["bad_rows"]) == [
-        2,
-        4,
-        5,
-        7,
-    ]
+    lines = [int(re.search(r"line (\d+)", row)[1]) for row in found["bad_rows"]]
+    assert sorted(lines) == [2, 4, 5, 7]
     assert all(row in run.out for row in found["bad_rows"]) and found["rows"] == 9
-    refused = script(
-        *work, "--max_bad_rows", "3", ok=False
-    )  # what lies in the cache was made when more were allowed
+    # The cache was written when more were allowed.
+    refused = script(*work, "--max_bad_rows", "3", ok=False)
     assert refused.code == 2 and "more than --max_bad_rows 3 allows" in refused.error
 
 

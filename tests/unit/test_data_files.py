@@ -5,7 +5,6 @@ import json
 import os
 from copy import copy
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +19,6 @@ from support.data.tokenize import tokenize_once
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.folders import files_of
-
-NO_FLAGS = {"compile": False, "simulate_gpus": None, "isolate_documents": False}
 
 
 def tokenized(tokenizer, folder, conversations):
@@ -42,7 +39,7 @@ def test_an_example_without_a_target_in_the_sequence_is_skipped(tmp_path):
     late = [("assistant", "a"), ("user", " and" * 50), ("assistant", "late")]
     early = [("assistant", "a long answer"), ("user", " and" * 50)]
     prepared = tokenized(tokenizer, tmp_path, [late, early])
-    args = SimpleNamespace(seq_length=16, packing=False, **NO_FLAGS)
+    args = parse_arguments(["--seq_length", "16"])
     file, facts = open_split(prepared, "train", args, Padding(args.seq_length, 8))
     assert (facts["blocks"], facts["skipped"], facts["truncated"]) == (1, 1, 1)
     assert (file.read(np.arange(1))[1][:, 1:] != IGNORED).any()
@@ -52,10 +49,9 @@ def test_the_plain_template_without_an_end_of_text_token(tmp_path):
     tokenizer = copy(tokenizer_of("gpt2"))
     tokenizer.eos_token, tokenizer.chat_template = None, None
     prepared = tokenized(tokenizer, tmp_path, [[("user", "fox?"), ("assistant", "dog")]])
-    args = SimpleNamespace(seq_length=64, packing=False, **NO_FLAGS)
-    inputs, labels, _ = open_split(prepared, "train", args, Padding(args.seq_length, 8))[0].read(
-        np.arange(1)
-    )
+    args = parse_arguments(["--seq_length", "64"])
+    sequences, _ = open_split(prepared, "train", args, Padding(args.seq_length, 8))
+    inputs, labels, _ = sequences.read(np.arange(1))
     learned = inputs[0][labels[0] != IGNORED]
     assert "".join(tokenizer.convert_ids_to_tokens(learned)) == "dog"
 
