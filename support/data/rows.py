@@ -92,11 +92,11 @@ def open_for_streaming(args: Arguments, options: RowOptions, ctx: DistContext) -
     if args.prompt_column or args.completion_column:  # checkpoints of runs without them stay valid
         digest.update(repr(options.columns).encode())
     if not is_local_dataset(name):
+        # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
+        commit = _builder_of(name, args, args.dataset_revision).hash if ctx.is_main else None
+        commit = ctx.broadcast_from_rank0(commit)
         with _loading(name):
-            builder = _builder_of(name, args, args.dataset_revision) if ctx.is_main else None
-            # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
-            commit = ctx.broadcast_from_rank0(builder and builder.hash)
-            builder = builder or _builder_of(name, args, commit)
+            builder = _builder_of(name, args, commit)
             table = builder.as_streaming_dataset(split=args.train_split or "train")
         digest.update(f"{name}\0{commit}".encode())
         digest.update(f"\0{args.train_split}".encode() if args.train_split else b"")
@@ -294,26 +294,27 @@ def _builder_of(name: str, args: Arguments, revision: str | None) -> Any:
     config = args.dataset_config
     if name == "wikitext":
         name, config = WIKITEXT, config or "wikitext-2-raw-v1"
-    return datasets.load_dataset_builder(name, config, revision=revision)
+    with _loading(name):
+        return datasets.load_dataset_builder(name, config, revision=revision)
 
 
 def _loading(name: str) -> contextlib.AbstractContextManager[None]:
-    problem = f"--dataset {name} is not a local file or folder, and cannot be loaded from the hub"
-    return refused_as(problem, longest=200)
+    problem = f"--dataset {name} (its --train_split, --eval_split) is no local file, and cannot be "
+    return refused_as(f"{problem}loaded from the hub", longest=200)
 
 
 def _open_hub(name: str, args: Arguments, options: RowOptions) -> Source:
     """Download a dataset of the hub, unless it is in the cache, and open its splits."""
     revision = args.dataset_revision
+    builder = _builder_of(name, args, revision)
+    # Offline, the library loads the newest commit that is in its cache.
+    offline = os.environ.get("HF_HUB_OFFLINE") == "1"
+    if revision and offline and not str(builder.hash).startswith(revision):
+        raise UserError(
+            f"--dataset_revision {revision} of --dataset {name} is not in the cache: run "
+            "--prefetch with the same flags where there is a network, or name a commit."
+        )
     with _loading(name):
-        builder = _builder_of(name, args, revision)
-        # Offline, the library loads the newest commit that is in its cache.
-        offline = os.environ.get("HF_HUB_OFFLINE") == "1"
-        if revision and offline and not str(builder.hash).startswith(revision):
-            raise UserError(
-                f"--dataset_revision {revision} of --dataset {name} is not in the cache: run "
-                "--prefetch with the same flags where there is a network, or name a commit."
-            )
         builder.download_and_prepare()
         wanted = {"train": args.train_split or "train"}
         # A split that is trained on is not evaluated on, unless it is named.

@@ -40,7 +40,7 @@ from support.data.chat import (
     use_plain_template,
 )
 from support.data.formats import BadRow, Document, Example, OneKind, RowOptions
-from support.data.rows import PlacedRows, Source, evaluates_only, open_source
+from support.data.rows import PlacedRows, Source, open_source
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
@@ -77,10 +77,6 @@ def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str
         source = open_source(name, args, RowOptions.of(args, has_own_template(tokenizer)))
         for line in source.counts:
             ctx.console.print0(f"📂 {line}")
-        if evaluates_only(args) and "train" in source.splits:
-            ctx.console.print0(
-                "ℹ️  The validation data is a part of the training data, so all of it is tokenized."
-            )
         cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
         with ctx.console.bar("Tokenizing", unit="characters") as bar:
             return tokenize_once(source, tokenizer, cache, bar.update, args.max_bad_rows)

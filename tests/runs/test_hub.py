@@ -90,7 +90,7 @@ def test_splits_and_revisions(script, hub, home):
     assert held["rows"] - held["skipped"] == ARTICLES["test"]
     assert 1 < found["rows"] < ARTICLES["train"]
     wrong = script(*work, "--train_split", "training", env=env, ok=False)
-    assert wrong.code == 2 and "no split named training" in wrong.error
+    assert wrong.code == 2 and "--train_split" in wrong.error and "'validation'" in wrong.error
     wrong = script(*work, "--model_revision", "v9", env=env, ok=False)
     assert wrong.code == 2 and "v9" in wrong.error
     hub.close()
