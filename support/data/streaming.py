@@ -40,11 +40,11 @@ STEPS_AHEAD = 5
 ROWS_VERSION = 3
 # See `Unit.state`.
 START: dict[str, Any] = {"row": 0, "pass": 0, "first": 0, "rows": None, "part": 0}
-# The state of a slot. "reader": state of the unit at which its chunk of sequences begins; "offset":
-# tokens of this unit in earlier chunks; "chunk": its number, from 1; "used": its sequences that
-# were used; "counts": of rows, "counted" of which are included, so that none counts twice.
+# The state of a slot in a checkpoint. "reader": state of the unit at which its chunk of sequences
+# begins; "offset": tokens of this unit in earlier chunks; "chunk": its number, from 1; "used": its
+# sequences that were used; "counts": of rows, "counted" of which are included.
 COUNTS = {"counted": 0, "truncated": 0, "skipped": 0}
-NEW_SLOT = {"reader": START, "offset": 0, "chunk": 0, "used": 0, "counts": COUNTS}
+NEW_SLOT: dict[str, Any] = {"reader": START, "offset": 0, "chunk": 0, "used": 0, "counts": COUNTS}
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Stream:
         # The numbers of the slots of this rank, for each micro-batch.
         self.layout = [range(start, start + args.batch_size) for start in starts]
         numbers = list(itertools.chain.from_iterable(self.layout))
-        self.states: dict[int, dict[str, Any]] = {n: copy.deepcopy(NEW_SLOT) for n in numbers}
+        self.states: dict[int, dict[str, Any]] = {n: _copy_of(NEW_SLOT) for n in numbers}
         self.waiting: dict[int, deque[Unit]] = {n: deque() for n in numbers}
         self.sequences = {n: self._sequences_of(n) for n in numbers}
         self.units, self.last, self.rows_in_pass = self._read_units(START), START, 0
@@ -154,7 +154,7 @@ class Stream:
         if not slots:  # before the first step
             return
         for number in self.states:
-            self.states[number] = copy.deepcopy(slots[str(number)])
+            self.states[number] = _copy_of(slots[str(number)])
         begins = [state["reader"] for state in self.states.values()]
         self.last = begin = min(begins, key=lambda reader: reader["row"])
         self.ctx.console.print0(f"⏩ Reading the stream again up to row {begin['row']:,}")
@@ -183,7 +183,7 @@ class Stream:
             sequences = [[next(self.sequences[n]) for n in numbers] for numbers in self.layout]
             parts = itertools.chain.from_iterable(itertools.chain.from_iterable(sequences))
             tokens = sum(len(ids) for ids, _ in parts)
-            states = {str(n): copy.deepcopy(state) for n, state in self.states.items()}
+            states = {str(n): _copy_of(state) for n, state in self.states.items()}
             kind, formats = self.one_kind.kind, tuple(self.one_kind.formats)
             rows, passes = self.last["row"] + 1, self.last["pass"]
             place = Place(states, len(self.bad), rows, passes, kind, formats)
@@ -309,6 +309,10 @@ class Stream:
             self.bad.append(str(row))
             self.known_bad.add(str(row))
             tokenize.check_bad_rows(self.bad, self.args.max_bad_rows)
+
+
+def _copy_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "counts": dict(state["counts"])}
 
 
 def _is_enough(rest: list[Row], size: int, args: Arguments) -> bool:
