@@ -250,8 +250,7 @@ class Mixture:
         return np.concatenate([dataset.lengths for dataset in self.datasets])
 
     @cached_property
-    def _begins(self) -> np.ndarray:
-        """The number of the first sequence of each dataset, and of all sequences."""
+    def _begins(self) -> np.ndarray:  # the number of the first sequence of each dataset
         return np.cumsum([0, *(dataset.num_sequences for dataset in self.datasets)])
 
     def epoch_order(self, seed: int, epoch: int) -> np.ndarray:

@@ -103,7 +103,17 @@ def print_splits(ctx: DistContext, args: Arguments, facts: dict[str, dict], toke
     kinds = [split["kind"] for split in rows]
     print_format(ctx, formats, "chat" if "chat" in kinds else kinds[0], tokenizer)
     for name, split in facts.items():
-        ctx.console.print0(f"📚 {_describe_split(name, split, args)}")
+        line = f"{name}: {split['blocks']:,} sequences held out of the corpus"
+        if "rows" in split:
+            packed = ", packed," if args.packing else ""
+            most = " at most" if split["kind"] in ("chat", "pair") else ""
+            line = f"{name}: {split['rows']:,} rows, {split['tokens']:,} tokens, "
+            line += f"{split['blocks']:,} sequences{packed} of{most} {args.seq_length} tokens"
+            if "padding_share" in split:
+                line += f", {split['padding_share']:.1%} padding"
+            for flaw in ("truncated", "skipped"):
+                line += f", {split[flaw]:,} {flaw}" if split[flaw] else ""
+        ctx.console.print0(f"📚 {line}")
         if name == "train" and args.num_samples and split["blocks"] < args.num_samples:
             ctx.console.warn(
                 f"--num_samples {args.num_samples:,} is more than the corpus has: using all "
@@ -123,21 +133,6 @@ def print_format(
         "text": "documents, all tokens are trained",
     }[kind or "text"]
     ctx.console.print0(f"🔎 Format: {', '.join(dict.fromkeys(formats))} → {result}")
-
-
-def _describe_split(name: str, facts: dict, args: Arguments) -> str:
-    if "rows" not in facts:
-        return f"{name}: {facts['blocks']:,} sequences held out of the corpus"
-    most = " at most" if facts["kind"] in ("chat", "pair") else ""
-    packed = ", packed," if args.packing else ""
-    line = (
-        f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, "
-        f"{facts['blocks']:,} sequences{packed} of{most} {args.seq_length} tokens"
-    )
-    if "padding_share" in facts:
-        line += f", {facts['padding_share']:.1%} padding"
-    flaws = [flaw for flaw in ("truncated", "skipped") if facts[flaw]]
-    return line + "".join(f", {facts[flaw]:,} {flaw}" for flaw in flaws)
 
 
 def bad_rows_in(folder: str | Path) -> list[str]:
@@ -198,9 +193,8 @@ def check_bad_rows(bad: Sequence[str], allowed: int) -> None:
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a SHA-256 hex digest of everything that determines the token ids of a text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        text = backend.to_str()
+    if tokenizer.is_fast:
+        text = tokenizer.backend_tokenizer.to_str()
     else:
         text = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()
