@@ -12,6 +12,7 @@ from tokenizer_zoo import tokenizer_of
 from support.data import tokenize
 from support.data.formats import Document
 from support.data.rows import join_articles
+from support.errors import UserError
 
 WORK = [
     *"--streaming --seq_length 32 --precision fp32 --max_steps 10 --shuffle_buffer 24".split(),
@@ -197,14 +198,24 @@ def test_a_corpus_on_the_hub(script, hub, tmp_path):
     assert_close(resumed.losses, run.losses[5:], 1e-4)
 
 
-def test_another_global_batch_is_refused(script, topic_rows, whole):
-    run = script(
-        *WORK,
-        *("--dataset", topic_rows),
-        *"--batch_size 3 --dropout 0.1 --no_export --resume".split(),
-        whole.folder / "checkpoints" / "step-00000003",
-        "--resume_force",
-        ok=False,
-        **TWO,
-    )
-    assert run.code != 0 and "global batch" in run.error
+def test_a_position_of_another_stream_is_refused(long_texts):
+    folder, tokenizer = long_texts[0], tokenizer_of("gpt2")
+    [*_, (_, state)] = blocks_of(one_rank(folder, tokenizer, 3), 2)
+    for slots, wrong in ((2, state), (3, {**state, "version": 2}), (3, None)):
+        with pytest.raises(UserError, match="another global batch size"):
+            one_rank(folder, tokenizer, slots).resume(wrong)
+
+
+@pytest.mark.parametrize("usable", [8, 0])
+def test_rows_of_which_nothing_can_be_used(tmp_path, usable):
+    """The target is behind the first --seq_length tokens; a slot may get only such rows."""
+    long, path = "the quick brown fox " * 20, tmp_path / "rows.jsonl"
+    pairs = [("fox", "dog")] * usable + [(long, "dog")] * (16 - usable)
+    rows = [json.dumps({"prompt": prompt, "completion": text}) for prompt, text in pairs]
+    path.write_text("\n".join(rows))
+    stream = one_rank(path, tokenizer_of("gpt2"), 4)
+    if usable:
+        assert len(blocks_of(stream, 8)) == 8 and stream.summary()["skipped"] == 8
+    else:
+        with pytest.raises(UserError, match="no row of the corpus can be used"):
+            blocks_of(stream, 1)
