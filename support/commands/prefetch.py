@@ -6,14 +6,13 @@ import sys
 from typing import NoReturn
 
 from support.cli.arguments import Arguments, datasets_of
-from support.cli.paths import is_local_dataset, is_local_model
+from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
 from support.console import Console
-from support.data import tokenize as tokens
+from support.data.tokenize import tokenize_corpus
 from support.errors import EXIT_COMPLETED
 from support.files.hub_cache import cache_folder, huggingface_home
-from support.known_models import EMBEDDED_MODEL
 from support.model import resolve as models
 
 
@@ -22,27 +21,18 @@ def prefetch(args: Arguments, launch: Launch) -> NoReturn:
 
     A run with the same flags then needs no network; HF_HUB_OFFLINE=1 prevents it from trying to
     reach the hub. With --streaming a dataset of the hub is not downloaded.
-
-    Raises:
-        SystemExit: the downloads are complete. `FailureMonitor.end_failed` ends it after an error.
     """
     console = Console(launch.is_main, args.quiet, args.verbose)
     with DistContext.alone(launch, console) as ctx:
-        remote = not (is_local_model(args.model) or args.model == EMBEDDED_MODEL)
-        verb = "Downloading" if remote else "Reading"
-        ctx.console.print0(f"⏳ {verb} {args.model}{', unless it is in the cache' * remote}")
+        console.print0(f"⏳ Reading {args.model}, or downloading it")
         tokenizer = models.download_model(args, ctx)
-        if args.streaming:
-            if not is_local_dataset(args.dataset):
-                ctx.console.warn(
-                    f"--streaming reads {args.dataset} from the hub while it trains, "
-                    "so it is not in the cache."
-                )
-        else:
-            ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
+        if not args.streaming:
+            console.print0(f"⏳ Preparing the dataset {args.dataset}")
             for name, _ in datasets_of(args):
-                tokens.tokenize_corpus(args, ctx, tokenizer, name)
-        ctx.console.print0(
+                tokenize_corpus(args, ctx, tokenizer, name)
+        elif not is_local_dataset(args.dataset):
+            console.warn(f"--streaming reads {args.dataset} from the hub while it trains.")
+        console.print0(
             f"✅ Prefetched: files of the hub are in {huggingface_home()}, tokens in "
             f"{cache_folder(args.cache_dir)}. With HF_HUB_OFFLINE=1 a run with these flags needs "
             "no network."

@@ -15,10 +15,7 @@ from support.model import resolve as models
 
 
 def show_sample(args: Arguments, ctx: DistContext) -> int:
-    """Tokenize the dataset and print its first training sequence; all ranks must call it.
-
-    The model's weights are not loaded. Returns the exit code.
-    """
+    """Tokenize the dataset and print its first training sequence; return the exit code."""
     tokenizer, positions = models.find_tokenizer(args, ctx)
     args = args.replace(seq_length=choose_seq_length(args, positions))
     if args.streaming:
@@ -37,8 +34,7 @@ def describe(ids: list[int], labels: list[int], tokenizer: Any) -> list[str]:
     """Return a heading, and one line for each token: position, id, mark, text.
 
     Args:
-        ids: a sequence; padding with id 0 at its end is left out.
-        labels: the id of each token that has a loss, IGNORED for others.
+        ids, labels: of a sequence; padding with id 0 at its end is left out.
     """
     length = len(ids)
     while length and ids[length - 1] == 0 and labels[length - 1] == IGNORED:

@@ -2,7 +2,6 @@
 
 formats     the formats of a row, and the document or example that a row becomes
 rows        the rows of a corpus: from files, from the hub, or Python's reference
-documents   the token ids of a document of any length, computed in pieces
 chat        conversations and prompt-completion pairs as token ids
 tokenize    a corpus tokenized once, in the cache of the node
 sequences   which tokens a sequence has, packing, mixtures, and the tensors of a micro-batch

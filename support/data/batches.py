@@ -6,7 +6,7 @@ The order is the same for any number of ranks and any strategy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -34,11 +34,6 @@ NOTHING_TO_EVALUATE = (
 TEXT_IS_PACKED = (
     "--packing is for conversations and pairs, and this corpus is text, whose sequences have no "
     "padding: use --isolate_documents."
-)
-# The flag would cost a mask, which isolates nothing here.
-EXAMPLES_ARE_ISOLATED = (
-    "--isolate_documents is for text, and each conversation or pair is a sequence of its own: "
-    "leave the flag out, or use --packing."
 )
 
 # ------------------------------------------------------------------------------------------- splits
@@ -68,17 +63,12 @@ def _open_dataset(
     prepared = tokenize.tokenize_corpus(args, ctx, tokenizer, name)
     train, validation, facts = split_sequences(prepared, args, Padding.of(args, ctx.device.type))
     tokenize.print_splits(ctx, args, facts, tokenizer)
-    for split in prepared["splits"].values():
-        tokenize.warn_of_joined(ctx, args, split["joined"])
-    entry = {"name": name, "sha256": None, "tokens": 0, "blocks": 0, "kind": None}
-    if "train" not in facts:
-        entry["kind"] = facts["validation"]["kind"]
+    tokenize.warn_of_joined(ctx, args, prepared["splits"])
+    kind = facts["validation"]["kind"] if "train" not in facts else None
+    entry = {"name": name, "sha256": None, "tokens": 0, "blocks": 0, "kind": kind}
     entry |= facts.get("train", {})
-    return (
-        train,
-        validation,
-        {**entry, "validation": facts["validation"], "bad_rows": prepared["bad_rows"]},
-    )
+    entry |= {"validation": facts["validation"], "bad_rows": prepared["bad_rows"]}
+    return train, validation, entry
 
 
 def _open_mixture(
@@ -88,9 +78,9 @@ def _open_mixture(
 
     The evaluation uses the validation sequences of each dataset once, or only --validation_file.
     """
-    datasets, validations, entries = [], [], []
     # The training sequences of each, also with --eval_only.
     whole = args.replace(num_samples=None, eval_only=False)
+    datasets, validations, entries = [], [], []
     for name, _ in args.mixture:
         ctx.console.print0(f"📂 {name}")
         train, validation, entry = _open_dataset(whole, ctx, tokenizer, name)
@@ -100,44 +90,33 @@ def _open_mixture(
     weights = [Fraction(weight) for _, weight in args.mixture if weight]
     mixture = Mixture.of(datasets, weights)
     mixture = mixture.take(args.num_samples or mixture.num_sequences)
-    if unused := [str(d) for d, n in zip(args.mixture, mixture.counts, strict=True) if not n]:
-        raise UserError(
-            f"--dataset {unused[0]} has less than one sequence in an epoch of "
-            f"{mixture.num_sequences}: change the weights, or use more data."
-        )
     for named, count, entry in zip(args.mixture, mixture.counts, entries, strict=True):
+        if not count:
+            raise UserError(
+                f"--dataset {named} has less than one sequence in an epoch of "
+                f"{mixture.num_sequences}: change the weights, or use more data."
+            )
         entry |= {"weight": named.weight, "blocks_per_epoch": count}
         share = count / mixture.num_sequences
         ctx.console.print0(f"📂 {named.name}: {count:,} sequences in an epoch ({share:.1%})")
     evaluated = validations[0] if args.validation_file else Mixture.of(validations)
-    return mixture, evaluated, _mixture_facts(args.dataset, entries, mixture, evaluated)
-
-
-def _mixture_facts(
-    name: str, entries: list[dict], train: Mixture, validation: Sequences | Mixture
-) -> dict:
-    """Return the entry of several datasets in results.json.
-
-    Args:
-        entries: the entry of each dataset, with "weight" and "blocks_per_epoch".
-    """
+    held_out = [entry["validation"].get("sha256") for entry in entries]
     kinds = {entry["kind"] for entry in entries}
-    parts = [[entry["sha256"], entry["weight"]] for entry in entries]
-    validations = [entry["validation"].get("sha256") for entry in entries]
-    return {
-        "name": name,
+    facts = {
+        "name": args.dataset,
         "kind": kinds.pop() if len(kinds) == 1 else "mixed",
-        "formats": list(dict.fromkeys(one for entry in entries for one in entry["formats"])),
+        "formats": list(dict.fromkeys(name for entry in entries for name in entry["formats"])),
         **{key: sum(e[key] for e in entries) for key in ("rows", "tokens", "truncated", "skipped")},
-        "sha256": digest_of_json(parts),
-        "blocks": train.num_sequences,
+        "sha256": digest_of_json([[entry["sha256"], entry["weight"]] for entry in entries]),
+        "blocks": mixture.num_sequences,
         "validation": {
-            "blocks": validation.num_sequences,
-            "sha256": digest_of_json(validations) if any(validations) else None,
+            "blocks": evaluated.num_sequences,
+            "sha256": digest_of_json(held_out) if any(held_out) else None,
         },
-        "bad_rows": [row for entry in entries for row in entry["bad_rows"]],
-        "datasets": [{key: e[key] for key in e if key != "bad_rows"} for e in entries],
+        "bad_rows": [row for entry in entries for row in entry.pop("bad_rows")],
+        "datasets": entries,
     }
+    return mixture, evaluated, facts
 
 
 def split_sequences(
@@ -151,8 +130,6 @@ def split_sequences(
 
     Args:
         prepared: what `tokenize.tokenize_once` returned.
-        args: --seq_length, --num_samples, --validation_split, --validation_split_percentage,
-            --validation_file, --packing, --isolate_documents.
     Returns:
         (training sequences, validation sequences, {"train", "validation": facts of `open_split`}).
     Raises:
@@ -172,8 +149,7 @@ def split_sequences(
     if not validation.num_sequences and "train" in facts:
         share, size = held_out_share(args), train.num_sequences
         count = min(max(1, int(size * share) if share else size // 10), max(0, size - 1))
-        at_random = facts["train"]["kind"] != "text"
-        train, validation = train.hold_out(count, at_random)
+        train, validation = train.hold_out(count, at_random=facts["train"]["kind"] != "text")
         facts["validation"] = {"blocks": count}
     # After the split, so that the same examples are held out with and without --packing.
     if args.packing:
@@ -208,36 +184,29 @@ def open_split(
         UserError: the training split is empty or shorter than one sequence.
     """
     split, length = prepared["splits"][name], args.seq_length
-    path, dtype = f"{prepared['folder']}/{name}.bin", split["dtype"]
+    path, end_of_text = f"{prepared['folder']}/{name}", None
     facts = {key: split[key] for key in ("kind", "formats", "rows", "tokens", "sha256")}
     facts |= {"truncated": 0, "skipped": split["empty"]}
     if split["kind"] in ("chat", "pair"):
-        if args.isolate_documents and not (args.packing or args.mixture):
-            raise UserError(EXAMPLES_ARE_ISOLATED)
-        index = np.fromfile(f"{prepared['folder']}/{name}.index.bin", np.int64).reshape(-1, 3)
+        index = np.fromfile(f"{path}.index.bin", np.int64).reshape(-1, 3)
         ends = np.minimum(index[:, 1], index[:, 0] + length)
         usable = index[:, 2] < ends  # a target remains after truncation
         facts["truncated"] = int((usable & (index[:, 1] > ends)).sum())
         facts["skipped"] = int((~usable).sum())
         ranges = np.stack([index[:, 0], ends], axis=1)[usable]
-        problem = f"No example has a target within --seq_length {length}: use a larger one."
     else:
+        if args.packing and split["tokens"]:
+            raise UserError(TEXT_IS_PACKED)
+        end_of_text = prepared["end_of_text"] if isolates_documents(args) else None
         starts = np.arange(split["tokens"] // length, dtype=np.int64) * length
         ranges = np.stack([starts, starts + length], axis=1)
-        problem = (
-            f"The corpus has {split['tokens']:,} tokens, less than one sequence of {length}: "
-            "use a smaller --seq_length or more text."
+    if name == "train" and not len(ranges):
+        raise UserError(
+            f"The corpus has {split['tokens']:,} tokens, less than one sequence with a target "
+            f"within --seq_length {length}: use another --seq_length or more text."
         )
-    sequences = Sequences.of(path, dtype, ranges, padding)
-    if split["kind"] == "text" and split["tokens"]:
-        if args.packing:
-            raise UserError(TEXT_IS_PACKED)
-        if isolates_documents(args):
-            sequences = replace(sequences, end_of_text=prepared["end_of_text"])
-    if name == "train" and not split["tokens"]:
-        raise UserError("The corpus is empty: it has no row that can be used.")
-    if name == "train" and not sequences.num_sequences:
-        raise UserError(problem)
+    sequences = Sequences.of(f"{path}.bin", split["dtype"], ranges, padding)
+    sequences = replace(sequences, end_of_text=end_of_text)
     return sequences, {**facts, "blocks": sequences.num_sequences}
 
 
@@ -262,8 +231,7 @@ def total_steps(
     """Return the number of optimizer steps of the whole run, including those before a resume.
 
     Args:
-        args: --epochs, --max_steps (one epoch if neither is given), and the flags that determine
-            the global batch size.
+        num_sequences: sequences in an epoch.
         step, samples: optimizer steps made before the resume, and the sequences used in them.
     """
     if args.epochs is None and args.max_steps:
@@ -280,9 +248,7 @@ class StepBatch:
 
     batches: list[MicroBatch]  # micro-batches of batch_size sequences
     tokens: int  # number of tokens in them, without padding
-    # With --streaming a `streaming.Place`, the position of the stream after this step; otherwise
-    # None.
-    state: Any = None
+    state: Any = None  # with --streaming the position of the stream after this step
 
 
 def train_state(counters: dict, train: Any, args: Arguments, world_size: int) -> TrainState:
@@ -318,10 +284,9 @@ def fill_up(sequences: Sequences | Mixture, indices: np.ndarray, rows: int) -> M
 
 
 def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
-    """Seed the random numbers of dropout with (seed, step, micro-step, rank).
+    """Seed the random numbers of dropout, which differ for each rank and micro-batch.
 
-    Every rank and micro-batch draws different numbers, and a resumed run draws the same ones as an
-    uninterrupted run.
+    A resumed run draws the same ones as an uninterrupted run.
     """
     numbers = np.random.SeedSequence([seed, step, micro_step, rank])
     torch.manual_seed(int(numbers.generate_state(1, np.uint64)[0]) >> 1)
@@ -333,41 +298,29 @@ def copy_ahead(steps: Iterator[StepBatch], device: torch.device) -> Iterator[Ste
     def copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
 
-    ahead: deque[StepBatch] = deque()
+    ahead = None
     for step_batch in steps:
         if device.type == "cuda":
             step_batch.batches = [tuple(map(copy, micro)) for micro in step_batch.batches]  # type: ignore[misc]
-        ahead.append(step_batch)
-        if len(ahead) > 1:
-            yield ahead.popleft()
-    yield from ahead
+        if ahead:
+            yield ahead
+        ahead = step_batch
+    if ahead:
+        yield ahead
 
 
-class ReadAhead:
-    """An iterator that reads `steps` in its own thread, in order.
+def read_ahead(steps: Iterator[StepBatch], depth: int) -> Generator[StepBatch, None, None]:
+    """Read up to `depth` steps of an endless iterator ahead, in a thread, in their order.
 
-    Up to `depth` items wait for the consumer. An error of `steps` is raised in the consumer's
-    thread, at the position of the item that it replaces. Nothing is read before the first item is
-    requested, because a stream may have to be resumed before.
+    An error of `steps` is raised at the position of the item that it replaces. Nothing is read
+    before the first item is requested, because a stream may have to be resumed before.
     """
-
-    def __init__(self, steps: Iterator[StepBatch], depth: int):
-        self._steps, self._depth, self._closed = steps, depth, False
-        self._thread = ThreadPoolExecutor(1, "read ahead")
-        self._items: deque[Future] = deque()
-
-    def __iter__(self) -> ReadAhead:
-        return self
-
-    def __next__(self) -> StepBatch:
-        if self._closed:
-            raise StopIteration
-        while len(self._items) <= self._depth:
-            self._items.append(self._thread.submit(next, self._steps))
-        return self._items.popleft().result()
-
-    def close(self, seconds: float = 30) -> None:
-        """Stop reading, and wait some seconds for the item in progress: a network may hang."""
-        self._closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        wait([item for item in self._items if not item.cancelled()], seconds)
+    thread, items = ThreadPoolExecutor(1, "read ahead"), deque[Future]()
+    try:
+        while True:
+            while len(items) <= depth:
+                items.append(thread.submit(next, steps))
+            yield items.popleft().result()
+    finally:  # wait for the item in progress, but not for a network that hangs
+        thread.shutdown(wait=False, cancel_futures=True)
+        wait([item for item in items if not item.cancelled()], 30)

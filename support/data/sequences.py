@@ -35,22 +35,19 @@ class Padding:
     # Of the length. It suits matrix units, and on a GPU there are few lengths, because cuDNN
     # prepares attention for each anew.
     multiple: int
-    # Always seq_length: --compile compiles each length anew, and --simulate_gpus must show the
-    # largest memory use.
-    fixed: bool
 
     @classmethod
     def of(cls, args: Arguments, device_type: str) -> Padding:
         """Return the padding of a run on a type of device ("cpu" or "cuda")."""
-        multiple = 64 if device_type == "cuda" else 8
-        return cls(args.seq_length, multiple, bool(args.compile or args.simulate_gpus))
+        # --compile compiles each length anew; --simulate_gpus must show the largest memory use.
+        if args.compile or args.simulate_gpus:
+            return cls(args.seq_length, args.seq_length)
+        return cls(args.seq_length, 64 if device_type == "cuda" else 8)
 
     def length(self, longest: np.ndarray | int) -> np.ndarray:
         """Return the length of micro-batches whose longest sequences have `longest` tokens."""
         multiples = -(-np.maximum(longest, 1) // self.multiple)
-        return np.minimum(
-            self.seq_length, multiples * (self.seq_length if self.fixed else self.multiple)
-        )
+        return np.minimum(self.seq_length, multiples * self.multiple)
 
 
 def micro_batch(sequences: list[list[Part]], padding: Padding, packed: bool = False) -> MicroBatch:
@@ -72,7 +69,7 @@ def micro_batch(sequences: list[list[Part]], padding: Padding, packed: bool = Fa
     for row, (parts, length) in enumerate(zip(sequences, lengths, strict=True)):
         stored = np.concatenate([ids for ids, _ in parts]).astype(np.int64)
         ids = np.where(stored < 0, ~stored, stored)
-        place = np.concatenate([positions_of(part, end) for part, end in parts])
+        place = np.concatenate([_positions_of(part, end) for part, end in parts])
         learned = (stored >= 0) & (place > 0)
         inputs[row, :length] = torch.from_numpy(ids)
         labels[row, :length] = torch.from_numpy(np.where(learned, ids, IGNORED))
@@ -80,11 +77,8 @@ def micro_batch(sequences: list[list[Part]], padding: Padding, packed: bool = Fa
     return inputs, labels, positions if isolated else None
 
 
-def positions_of(ids: np.ndarray, end_of_text: int | None) -> np.ndarray:
-    """Return the position of each token in its document: int64 [tokens].
-
-    The end-of-text token belongs to the document before it.
-    """
+def _positions_of(ids: np.ndarray, end_of_text: int | None) -> np.ndarray:
+    """Return the position of each token in its document, which its end-of-text token ends."""
     place = np.arange(len(ids))
     if end_of_text is None:
         return place
@@ -151,19 +145,15 @@ class Sequences:
         return replace(self, ends=self.ends[:count])
 
     def hold_out(self, count: int, at_random: bool) -> tuple[Sequences, Sequences]:
-        """Return all sequences of one range but `count`, and these.
-
-        Args:
-            at_random: they are drawn, the same in each run; otherwise they are the last ones.
-        """
+        """Return all sequences of one range but `count`, and these: random ones, or the last."""
         order = np.arange(self.num_sequences)[::-1]
-        if at_random:
+        if at_random:  # the same in each run
             order = np.random.default_rng(0).permutation(self.num_sequences)
-        parts = (self.ranges[np.sort(part)] for part in (order[count:], order[:count]))
-        kept, held_out = (
-            replace(self, ranges=part, ends=np.arange(1, len(part) + 1)) for part in parts
+        kept, held_out = self.ranges[np.sort(order[count:])], self.ranges[np.sort(order[:count])]
+        return (
+            replace(self, ranges=kept, ends=np.arange(1, len(kept) + 1)),
+            replace(self, ranges=held_out, ends=np.arange(1, len(held_out) + 1)),
         )
-        return kept, held_out
 
     def pack(self) -> Sequences:
         """Return the examples of this object packed into fewer sequences."""
@@ -176,12 +166,10 @@ class Sequences:
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distribute examples over as few sequences as best-fit decreasing finds.
+    """Distribute examples over few sequences by best-fit decreasing (Johnson et al., 1974).
 
     The longest example first, each goes into the sequence with the least room that is enough, or
-    into a new one. This needs at most 11/9 of the fewest possible sequences, plus 4 (Johnson et
-    al., "Worst-case performance bounds for simple one-dimensional packing algorithms", SIAM J.
-    Comput. 3, 1974). The result depends on nothing but the arguments.
+    into a new one.
 
     Args:
         lengths: tokens of each example, from 1 to `capacity`.
@@ -225,11 +213,10 @@ def shares_of(weights: list[Fraction], sizes: list[int], most: int | None = None
     """
     shares = [weight / sum(weights) for weight in weights]
     total = min(int(size / share) for size, share in zip(sizes, shares, strict=True) if share)
-    total = total if most is None else min(total, most)
-    exact = [share * total for share in shares]
+    exact = [share * min(total, total if most is None else most) for share in shares]
     counts = [int(count) for count in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
-    for number in by_remainder[: total - sum(counts)]:
+    for number in by_remainder[: int(sum(exact)) - sum(counts)]:
         counts[number] += 1
     return counts
 
@@ -258,8 +245,12 @@ class Mixture:
         return sum(self.counts)
 
     @cached_property
-    def _begins(self) -> np.ndarray:
-        """The number of the first sequence of each dataset, and of all sequences."""
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each sequence of each dataset, without padding."""
+        return np.concatenate([dataset.lengths for dataset in self.datasets])
+
+    @cached_property
+    def _begins(self) -> np.ndarray:  # the number of the first sequence of each dataset
         return np.cumsum([0, *(dataset.num_sequences for dataset in self.datasets)])
 
     def epoch_order(self, seed: int, epoch: int) -> np.ndarray:
@@ -276,22 +267,18 @@ class Mixture:
             chosen.append(np.concatenate(order)[begin : begin + count] + self._begins[number])
         return np.random.default_rng([seed, epoch]).permutation(np.concatenate(chosen))
 
-    def _find(self, index: int) -> tuple[Sequences, int]:
-        """Return the dataset of a sequence, and its number there."""
-        number = int(np.searchsorted(self._begins, index, side="right")) - 1
-        return self.datasets[number], index - int(self._begins[number])
-
     def read(self, indices: np.ndarray) -> MicroBatch:
         """Return the sequences `indices`."""
-        found = [self._find(int(index)) for index in indices]
-        packed = any(dataset.packed for dataset, _ in found)
-        parts = [dataset.parts(own) for dataset, own in found]
+        parts, packed = [], False
+        for index in indices.tolist():
+            number = int(np.searchsorted(self._begins, index, side="right")) - 1
+            parts.append(self.datasets[number].parts(index - int(self._begins[number])))
+            packed |= self.datasets[number].packed
         return micro_batch(parts, self.datasets[0].padding, packed)
 
     def tokens(self, indices: np.ndarray) -> int:
         """Return the number of tokens in these sequences, without padding."""
-        found = [self._find(int(index)) for index in indices]
-        return sum(int(dataset.lengths[own]) for dataset, own in found)
+        return int(self.lengths[indices].sum())
 
     def take(self, count: int) -> Mixture:
         """Return the first sequences of each dataset, `count` in all, in the same shares."""

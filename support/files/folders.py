@@ -12,8 +12,6 @@ from pathlib import Path
 
 from support.errors import UserError
 
-SHOWN = 3  # notices about single files; the rest is counted
-
 
 def create(flag: str, folder: Path) -> None:
     """Create a folder that a flag names, if it does not exist."""
@@ -88,26 +86,3 @@ def count_types(files: list[Path]) -> str:
     """Return the number of files of each type as a text: "12 .txt, 1 .json"."""
     counts = Counter(file.suffix.lower() or "without a suffix" for file in files)
     return ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())
-
-
-def advise_include(files: list[Path]) -> str:
-    """Return the advice to read one type of files; empty if the files have only one type."""
-    types = Counter(file.suffix for file in files).most_common()
-    usual = next((suffix for suffix, _ in types if suffix), "")
-    return f" Files of one type only: --include '*{usual}'." if len(types) > 1 else ""
-
-
-def describe_twins(twins: dict[Path, Path], what: str) -> list[str]:
-    """Return lines about files that are not used because an earlier file is the same.
-
-    Args:
-        twins: {file that is not used: the earlier file}.
-        what: what is the same in both: "content" or "text".
-    """
-    pairs = list(twins.items())[:SHOWN]
-    lines = [f"{twin} has the same {what} as {first}: used once." for twin, first in pairs]
-    if len(twins) > SHOWN:
-        lines.append(
-            f"{len(twins) - SHOWN:,} more files have the same {what} as others: each is used once."
-        )
-    return lines

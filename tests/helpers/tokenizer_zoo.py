@@ -23,71 +23,31 @@ from tokenizers import (
 )
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 CHINESE = "\u4eba\u5de5\u667a\u80fd\u662f\u8ba1\u7b97\u673a\u79d1\u5b66\u7684\u4e00\u4e2a\u5206\u652f\uff0c\u6a21\u578b\u3002"
-EMOJI = [
-    "\U0001f600",
-    "\U0001f468\u200d\U0001f469\u200d\U0001f467",
-    "\U0001f44d\U0001f3fd",
-    "\U0001f1e9\U0001f1ea",
-    "\u2764\ufe0f",
-]
-MARKS = [
-    "e\u0301",
-    "\u0301",
-    "\u0327",
-    "a\u0323\u0307",
-    "\u1100\u1161\u11a8",
-    "\ufb01",
-    "\u00e9",
-    "\u0930\u094d\u0915",
-]
+EMOJI = (
+    "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f44d\U0001f3fd \u2764\ufe0f".split(
+        " "
+    )
+)
+MARKS = (
+    "e\u0301 \u0301 \u0327 a\u0323\u0307 \u1100\u1161\u11a8 \ufb01 \u00e9 \u0930\u094d\u0915".split(
+        " "
+    )
+)
 SPECIAL = ["<|end|>", "<mask>", "<|user|>"]
 ALPHABET = [
     *"abcTHe tnio.,'\"-_=()0123456789\n\n\t",
-    "the ",
-    " and",
-    " of",
-    "'s",
-    "'ll",
-    "  ",
-    "    ",
-    "\r\n",
-    "\u00a0",
-    "\u3000",
-    "\u2028",
-    "aaaa",
-    "====",
-    *CHINESE,
-    *EMOJI,
-    *MARKS,
-    *SPECIAL,
-    "Ω",
-    "ß",
-    "İ",
-    "\u0e01\u0e33",
-    "\u200b",
-    "\x00",
-    "``",
-    "''",
-    "1,000",
+    *("the ", " and", " of", "'s", "'ll", "  ", "    ", "\r\n", "\u00a0", "\u3000", "\u2028"),
+    *("aaaa", "====", *CHINESE, *EMOJI, *MARKS, *SPECIAL),
+    *("Ω", "ß", "İ", "\u0e01\u0e33", "\u200b", "\x00", "``", "''", "1,000"),
 ]
 
 
 def training_text() -> list[str]:
     """Text that the tokenizers are trained on: English, Chinese, code, digits, spaces."""
     prose = [topics[name] for name in sorted(topics)][:8]
-    return [
-        *prose,
-        CHINESE * 20,
-        "x = 1234567890\n    return None\n" * 50,
-        "a" * 200,
-        "\u00e9\u00df" * 30,
-    ]
+    code = "x = 1234567890\n    return None\n" * 50
+    return [*prose, CHINESE * 20, code, "a" * 200, "\u00e9\u00df" * 30]
 
 
 def _bpe(pre_tokenizer, normalizer=None, byte_level=True, **options) -> Tokenizer:
@@ -118,12 +78,6 @@ def gpt2() -> Tokenizer:
     return tokenizer
 
 
-def roberta() -> Tokenizer:
-    tokenizer = _bpe(_byte_level(add_prefix_space=True, use_regex=True))
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    return tokenizer
-
-
 def llama3() -> Tokenizer:
     return _bpe(pre_tokenizers.Sequence([_split(LLAMA3), _byte_level()]), ignore_merges=True)
 
@@ -133,21 +87,6 @@ def qwen() -> Tokenizer:
         pre_tokenizers.Sequence([_split(LLAMA3.replace("{1,3}", "")), _byte_level()]),
         normalizers.NFC(),
     )
-
-
-def o200k() -> Tokenizer:
-    return _bpe(pre_tokenizers.Sequence([_split(O200K), _byte_level()]))
-
-
-def deepseek() -> Tokenizer:
-    steps = [
-        _split("[\r\n]"),
-        _split(r"\s?\p{L}+"),
-        _split(r"\s?\p{P}+"),
-        _split("[一-龥]+"),
-        pre_tokenizers.Digits(True),
-    ]
-    return _bpe(pre_tokenizers.Sequence([*steps, _byte_level()]))
 
 
 def _with_bytes(tokenizer: Tokenizer) -> Tokenizer:
@@ -172,33 +111,6 @@ def llama2() -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     return found
-
-
-def mistral() -> Tokenizer:
-    tokenizer = _with_bytes(
-        _bpe(pre_tokenizers.Metaspace(prepend_scheme="first"), byte_level=False)
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    return tokenizer
-
-
-def superwords() -> Tokenizer:
-    """Tokens of several words: trained and used without any splitting."""
-    return _bpe(
-        None, normalizers.Replace(" ", "▁"), byte_level=False, unk_token="<unk>", fuse_unk=True
-    )
-
-
-def clip() -> Tokenizer:
-    """Ends of words are marked, and characters that it does not know are joined."""
-    normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, end_of_word_suffix="</w>"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.Whitespace()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<unk>"], end_of_word_suffix="</w>", show_progress=False
-    )
-    tokenizer.train_from_iterator(training_text(), trainer)
-    return tokenizer
 
 
 def _unigram(normalizer, pre_tokenizer) -> Tokenizer:
@@ -252,28 +164,7 @@ def bert() -> Tokenizer:
     return tokenizer
 
 
-def scripts() -> Tokenizer:
-    return _bpe(
-        pre_tokenizers.Sequence([pre_tokenizers.UnicodeScripts(), _byte_level(use_regex=True)])
-    )
-
-
-KINDS = [
-    gpt2,
-    roberta,
-    llama3,
-    qwen,
-    o200k,
-    deepseek,
-    llama2,
-    mistral,
-    superwords,
-    clip,
-    xlnet,
-    unigram_unsplit,
-    bert,
-    scripts,
-]
+KINDS = [gpt2, llama3, qwen, llama2, xlnet, unigram_unsplit, bert]
 
 
 def tokenizer_of(kind: str):

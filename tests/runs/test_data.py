@@ -1,28 +1,23 @@
 """From files to blocks: every format, one cache, one order."""
 
 import csv
+import hashlib
 import json
+from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
 from conftest import PROJECT
+from tokenizer_zoo import tokenizer_of
 
-TEXTS = [
-    "the quick brown fox " * 40,
-    "jumps over \n\nthe lazy dog " * 50,
-    "an\u00e9mone \u732b " * 30,
-]
-WORK = [
-    "--seq_length",
-    "32",
-    "--max_steps",
-    "1",
-    "--batch_size",
-    "2",
-    "--no_eval",
-    "--precision",
-    "fp32",
-]
+from support.cli.parse import parse_arguments
+from support.data.formats import RowOptions
+from support.data.rows import open_source
+from support.data.tokenize import tokenize_once
+from support.files.cache import Cache
+
+TEXTS = ["the quick brown fox " * 40, "jumps over \n\nthe lazy dog " * 50, "anémone 猫 " * 30]
+WORK = "--seq_length 32 --max_steps 1 --batch_size 2 --no_eval --precision fp32".split()
 
 
 def write(folder, kind):
@@ -35,7 +30,6 @@ def write(folder, kind):
     elif kind == "csv":
         with open(path, "w", newline="") as file:
             csv.writer(file).writerows([["id", "body"], *enumerate(TEXTS)])
-            # enumerate gives (0, text), …: a number and a text in each row
     elif kind == "parquet":
         import pyarrow
         import pyarrow.parquet
@@ -48,48 +42,19 @@ def write(folder, kind):
     return path
 
 
-@pytest.fixture(scope="module")
-def expected_tokens(llama):
-    """The stream that the documentation promises: the documents, an end-of-text token between them."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(llama)
-    encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    return (
-        encoded[0] + [tokenizer.eos_token_id] + encoded[1] + [tokenizer.eos_token_id] + encoded[2]
-    )
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
-def test_every_format_gives_the_same_stream(script, llama, tmp_path, expected_tokens, kind):
-    cache = tmp_path / "cache"
-    run = script(
-        "--model",
-        llama,
-        "--dataset",
-        write(tmp_path, kind),
-        "--text_column",
-        "body",
-        "--cache_dir",
-        cache,
-        *WORK,
-    )
-    [stream] = cache.glob("*/train.bin")
-    assert np.fromfile(stream, dtype="uint16").tolist() == expected_tokens
-    assert run.results["dataset"]["tokens"] == len(expected_tokens)
-
-
-def test_long_document_is_cut_without_changing_a_token(llama, script, tmp_path, text_file):
-    """200 kB in one document are tokenized in pieces; the result is that of the whole."""
-    from transformers import AutoTokenizer
-
-    cache = tmp_path / "cache"
-    script("--model", llama, "--dataset", text_file, "--cache_dir", cache, *WORK)
-    [stream] = cache.glob("*/train.bin")
-    whole = AutoTokenizer.from_pretrained(llama)(text_file.read_text(), add_special_tokens=False)[
-        "input_ids"
-    ]
-    assert np.fromfile(stream, dtype="uint16").tolist() == whole
+def test_every_format_gives_the_same_stream(tmp_path, kind):
+    """The documents, with an end-of-text token between them."""
+    tokenizer = tokenizer_of("gpt2")
+    args = parse_arguments(["--text_column", "body"])
+    source = open_source(str(write(tmp_path, kind)), args, RowOptions.of(args, False))
+    cache = Cache(tmp_path / "cache", [], print)
+    split = tokenize_once(source, tokenizer, cache, id, 0)["splits"]["train"]
+    [stream] = (tmp_path / "cache").glob("*/train.bin")
+    tokens, end = np.fromfile(stream, dtype=split["dtype"]).tolist(), tokenizer.eos_token_id
+    encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    assert tokens == [*encoded[0], end, *encoded[1], end, *encoded[2]]
+    assert split["tokens"] == len(tokens)
 
 
 def test_tokenised_once_for_every_length_and_again_when_the_text_changes(
@@ -102,15 +67,8 @@ def test_tokenised_once_for_every_length_and_again_when_the_text_changes(
         return {path: path.stat().st_mtime_ns for path in cache.glob("*/*")}
 
     common = [
-        "--model",
-        llama,
-        "--dataset",
-        copy,
-        "--cache_dir",
-        cache,
-        "--max_steps",
-        "1",
-        "--no_eval",
+        *("--model", llama, "--dataset", copy, "--cache_dir", cache),
+        *"--max_steps 1 --no_eval".split(),
     ]
     first = script(*common, "--seq_length", "32")
     written = files()
@@ -127,19 +85,8 @@ def test_the_order_differs_between_epochs_and_seeds_and_not_between_runs(script)
     def losses(*args):
         # At this learning rate the model does not move, so a loss names its block.
         run = script(
-            "--seq_length",
-            "32",
-            "--num_samples",
-            "6",
-            "--batch_size",
-            "1",
-            "--epochs",
-            "2",
-            "--lr",
-            "1e-30",
-            "--no_eval",
-            "--precision",
-            "fp32",
+            *"--seq_length 32 --num_samples 6 --batch_size 1 --epochs 2 --lr 1e-30".split(),
+            *"--no_eval --precision fp32".split(),
             *args,
         )
         assert len(run.losses) == 12
@@ -153,13 +100,7 @@ def test_the_order_differs_between_epochs_and_seeds_and_not_between_runs(script)
 
 def test_num_samples_is_the_whole_runs_number(script):
     run = script(
-        "--seq_length",
-        "32",
-        "--num_samples",
-        "10",
-        "--batch_size",
-        "2",
-        "--no_eval",
+        *"--seq_length 32 --num_samples 10 --batch_size 2 --no_eval".split(),
         launcher="torchrun",
         ranks=2,
     )
@@ -194,9 +135,6 @@ def test_memory_does_not_grow_with_the_corpus(script, tmp_path, text_file):
 
 
 def test_pydocs_is_pythons_own_reference(script):
-    import hashlib
-    from pydoc_data.topics import topics
-
     run = script(*WORK)
     text = "".join(topics[name] + "\0" for name in sorted(topics))
     assert run.results["dataset"]["name"] == "pydocs"
@@ -215,15 +153,8 @@ def test_ds_config_values_are_used_where_no_flag_was_given(script, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(config)
     run = script(
-        "--ds_config",
-        path,
-        "--seq_length",
-        "32",
-        "--max_steps",
-        "2",
-        "--no_eval",
-        "--lr_scheduler",
-        "constant",
+        *("--ds_config", path),
+        *"--seq_length 32 --max_steps 2 --no_eval --lr_scheduler constant".split(),
     )
     assert run.results["strategy"] == "zero2"
     assert run.results["batch_size"] == 3

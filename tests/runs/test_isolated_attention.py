@@ -136,7 +136,7 @@ def test_what_cannot_be_isolated_is_refused(monkeypatch):
 
 def label_text(inputs, end_of_text):
     parts = [[(row.numpy(), end_of_text)] for row in inputs]
-    return micro_batch(parts, Padding(inputs.shape[1], 1, fixed=False))
+    return micro_batch(parts, Padding(inputs.shape[1], 1))
 
 
 def test_an_error_of_the_probe_is_not_taken_for_an_answer(monkeypatch):

@@ -59,8 +59,7 @@ def test_strategies_agree_and_a_run_resumes_within_an_epoch(script, work, tmp_pa
     run = script(
         *packed,
         *saving,
-        "--strategy",
-        "fsdp",
+        *("--strategy", "fsdp"),
         launcher="torchrun",
         ranks=2,
         folder=tmp_path / "run",

@@ -6,28 +6,14 @@ def test_after_prefetch_the_run_needs_no_hub(script, hub, tmp_path):
     for.
     """
     work = [
-        "--model",
-        "gpt2",
-        "--num_samples",
-        "4",
-        "--seq_length",
-        "32",
-        "--max_steps",
-        "1",
-        "--no_eval",
-        "--no_export",
-        "--precision",
-        "fp32",
+        *"--model gpt2 --num_samples 4 --seq_length 32 --max_steps 1 --no_eval".split(),
+        *"--no_export --precision fp32".split(),
     ]
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path / "hf"}
     folder = tmp_path / "out"
     first = script(
         *work,
-        "--prefetch",
-        "--strategy",
-        "infinity",
-        "--nvme_path",
-        "/no/such/disk",
+        *"--prefetch --strategy infinity --nvme_path /no/such/disk".split(),
         env=env,
         folder=folder,
     )

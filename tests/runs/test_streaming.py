@@ -9,21 +9,14 @@ from conftest import assert_close
 from streams import stream_of
 from tokenizer_zoo import tokenizer_of
 
-from support.data import documents
+from support.data import tokenize
 from support.data.formats import Document
 from support.data.rows import join_articles
+from support.errors import UserError
 
 WORK = [
-    "--streaming",
-    "--seq_length",
-    "32",
-    "--precision",
-    "fp32",
-    "--max_steps",
-    "10",
-    "--shuffle_buffer",
-    "24",
-    "--no_eval",
+    *"--streaming --seq_length 32 --precision fp32 --max_steps 10 --shuffle_buffer 24".split(),
+    *"--no_eval".split(),
 ]
 TWO = {"launcher": "torchrun", "ranks": 2}
 
@@ -41,14 +34,8 @@ def topic_rows(tmp_path_factory):
 def whole(script, topic_rows):
     return script(
         *WORK,
-        "--dataset",
-        topic_rows,
-        "--batch_size",
-        "2",
-        "--dropout",
-        "0.1",
-        "--save_every",
-        "3",
+        *("--dataset", topic_rows),
+        *"--batch_size 2 --dropout 0.1 --save_every 3".split(),
         **TWO,
     )
 
@@ -57,14 +44,8 @@ def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(script, topic_rows, wh
     for step in (3, 9):
         resumed = script(
             *WORK,
-            "--dataset",
-            topic_rows,
-            "--batch_size",
-            "2",
-            "--dropout",
-            "0.1",
-            "--no_export",
-            "--resume",
+            *("--dataset", topic_rows),
+            *"--batch_size 2 --dropout 0.1 --no_export --resume".split(),
             whole.folder / "checkpoints" / f"step-{step:08d}",
             **TWO,
         )
@@ -76,26 +57,14 @@ def test_the_same_blocks_on_any_number_of_ranks(script, text_file):
     one = script(*work, "--batch_size", "4")
     split = script(
         *work,
-        "--batch_size",
-        "1",
-        "--gradient_accumulation_steps",
-        "2",
-        "--strategy",
-        "zero3",
-        "--save_every",
-        "5",
+        *"--batch_size 1 --gradient_accumulation_steps 2 --strategy zero3 --save_every 5".split(),
         **TWO,
     )
     assert_close(split.losses, one.losses, 1e-4)
     assert len({round(loss, 3) for loss in one.losses}) > 8
     resumed = script(
         *work,
-        "--batch_size",
-        "2",
-        "--gradient_accumulation_steps",
-        "2",
-        "--no_save",
-        "--resume",
+        *"--batch_size 2 --gradient_accumulation_steps 2 --no_save --resume".split(),
         split.folder / "checkpoints" / "step-00000005",
     )
     assert_close(resumed.losses, one.losses[5:], 1e-4)
@@ -111,20 +80,9 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     work = [
-        "--model",
-        llama,
-        "--dataset",
-        path,
-        "--seq_length",
-        "44",
-        "--lr",
-        "1e-30",
-        "--precision",
-        "fp32",
-        "--no_eval",
-        "--no_export",
-        "--batch_size",
-        "1",
+        *("--model", llama, "--dataset", path),
+        *"--seq_length 44 --lr 1e-30 --precision fp32 --no_eval --no_export --batch_size".split(),
+        *"1".split(),
     ]
     plain = script(*work, "--validation_file", path)
     streamed = script(
@@ -138,12 +96,7 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
     for step in (8, 27):
         resumed = script(
             *work,
-            "--streaming",
-            "--max_steps",
-            "40",
-            "--shuffle_buffer",
-            "5",
-            "--resume",
+            *"--streaming --max_steps 40 --shuffle_buffer 5 --resume".split(),
             streamed.folder / "checkpoints" / f"step-{step:08d}",
         )
         assert resumed.losses == streamed.losses[step:]
@@ -151,55 +104,6 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
             resumed.results["dataset"] == streamed.results["dataset"]
         )  # what was cut is counted once
     assert streamed.results["dataset"]["truncated"] == plain.results["dataset"]["truncated"] > 0
-
-
-def test_one_lane_reads_what_the_cache_holds(script, llama, tmp_path):
-    """All files, every token once, with the end-of-text token between documents: the same blocks in
-    the same order.
-    """
-    words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "the",
-        "lazy",
-        "dog",
-        "and",
-        "then",
-        "some",
-    ]
-    for number in range(4):
-        (tmp_path / f"{number}.txt").write_text(" ".join(words[number:] * (number + 2)))
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"text": " ".join(words[n:])}) + "\n" for n in range(6))
-    )
-    work = [
-        "--model",
-        llama,
-        "--dataset",
-        tmp_path,
-        "--seq_length",
-        "16",
-        "--batch_size",
-        "1",
-        "--lr",
-        "1e-30",
-        "--precision",
-        "fp32",
-        "--no_export",
-    ]
-    plain = script(*work, "--validation_file", tmp_path / "0.txt", "--no_eval")
-    blocks = plain.results["steps"]
-    streamed = script(
-        *work, "--streaming", "--shuffle_buffer", "1", "--max_steps", str(blocks), "--no_eval"
-    )
-    assert blocks > 20 and len({round(loss, 4) for loss in plain.losses}) > 15
-    assert sorted(round(loss, 4) for loss in streamed.losses) == sorted(
-        round(loss, 4) for loss in plain.losses
-    )
 
 
 def blocks_of(stream, steps):
@@ -235,7 +139,7 @@ def long_texts(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["gpt2", "llama2"])
 def test_the_tokens_are_those_of_the_whole_texts(long_texts, kind, monkeypatch):
     """One slot: exactly the stream that the cache holds. Three slots: a share of each text."""
-    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(tokenize, "PIECE_CHARACTERS", 1000)
     folder, texts = long_texts
     tokenizer = tokenizer_of(kind)
     end, stream = tokenizer.eos_token_id, []
@@ -253,7 +157,7 @@ def test_the_tokens_are_those_of_the_whole_texts(long_texts, kind, monkeypatch):
 
 def test_resume_within_a_text_file(long_texts, monkeypatch):
     """After some of the steps, in the first pass and in the next ones: the same blocks follow."""
-    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(tokenize, "PIECE_CHARACTERS", 1000)
     folder, _ = long_texts
     tokenizer = tokenizer_of("gpt2")
     steps = blocks_of(one_rank(folder, tokenizer, 3), 250)
@@ -277,116 +181,41 @@ def test_lines_of_an_article_are_one_document():
     assert [position["row"] for position, _ in joined] == list(range(0, len(lines), 15))
 
 
-@pytest.mark.parametrize(
-    "name, refused", [("long.txt", True), ("short.txt", False), ("rows.jsonl", False)]
-)
-def test_a_checkpoint_of_before(script, tmp_path, llama, name, refused):
-    """Where texts are read in the same pieces as before, it resumes; otherwise one line says that
-    it cannot.
-    """
-    from support.files.atomic import digest_of_json
-
-    text = "the quick brown fox jumps over the lazy dog. " * (2000 if refused else 100)
-    (tmp_path / name).write_text(json.dumps({"text": text}) if name == "rows.jsonl" else text)
-    work = [
-        *WORK,
-        "--model",
-        llama,
-        "--dataset",
-        tmp_path / name,
-        "--batch_size",
-        "1",
-        "--no_export",
-        "--max_steps",
-        "4",
-    ]
-    whole = script(*work, "--save_every", "2")
-    manifest = whole.folder / "checkpoints" / "step-00000002" / "manifest.json"
-    found = json.loads(manifest.read_text())
-    del found["sha256"]
-    found["stream"]["version"] = 2
-    for slot in found["stream"]["lanes"].values():  # the library's position
-        slot["reader"]["rows"] = {"examples_iterable": {"shard_idx": 0}, "epoch": 0}
-    manifest.write_text(json.dumps({**found, "sha256": digest_of_json(found)}))
-    resumed = script(*work, "--resume", manifest.parent, ok=not refused)
-    if refused:
-        assert resumed.code == 2 and "other pieces" in resumed.error
-    else:
-        assert resumed.losses == whole.losses[2:]
-
-
-def test_rows_of_which_nothing_can_be_used(script, llama, tmp_path):
-    """One lane gets no row that fits; then no lane does."""
-    path, long = tmp_path / "rows.jsonl", "the quick brown fox " * 20
-    rows = [("fox", "dog") if n % 2 else (long, "dog") for n in range(16)]
-    for usable in (rows, [(long, "dog")] * 16):
-        path.write_text(
-            "".join(
-                json.dumps({"prompt": prompt, "completion": text}) + "\n" for prompt, text in usable
-            )
-        )
-        work = [
-            "--model",
-            llama,
-            "--dataset",
-            path,
-            "--streaming",
-            "--seq_length",
-            "32",
-            "--max_steps",
-            "8",
-            "--no_eval",
-        ]
-        run = script(
-            *work,
-            "--no_export",
-            "--batch_size",
-            "2",
-            ok=usable is rows,
-            launcher="torchrun",
-            ranks=2,
-        )
-        if usable is rows:
-            assert run.results["samples"] == 32 and run.results["dataset"]["skipped"] == 8
-        else:
-            assert run.code != 0 and "no row of the corpus can be used" in run.error
-
-
 def test_a_corpus_on_the_hub(script, hub, tmp_path):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path}
     work = [
         *WORK,
-        "--dataset",
-        "wikitext",
-        "--no_export",
+        *"--dataset wikitext --no_export".split(),
     ]  # its rows are lines, and a document is an article
     run = script(*work, "--batch_size", "2", "--save_every", "5", env=env, **TWO)
     assert len(run.losses) == 10 and run.losses[-1] < run.losses[0]
     resumed = script(
         *work,
-        "--batch_size",
-        "4",
-        "--resume",
+        *"--batch_size 4 --resume".split(),
         run.folder / "checkpoints" / "step-00000005",
         env=env,
     )
     assert_close(resumed.losses, run.losses[5:], 1e-4)
 
 
-def test_another_global_batch_is_refused(script, topic_rows, whole):
-    run = script(
-        *WORK,
-        "--dataset",
-        topic_rows,
-        "--batch_size",
-        "3",
-        "--dropout",
-        "0.1",
-        "--no_export",
-        "--resume",
-        whole.folder / "checkpoints" / "step-00000003",
-        "--resume_force",
-        ok=False,
-        **TWO,
-    )
-    assert run.code != 0 and "global batch" in run.error
+def test_a_position_of_another_stream_is_refused(long_texts):
+    folder, tokenizer = long_texts[0], tokenizer_of("gpt2")
+    [*_, (_, state)] = blocks_of(one_rank(folder, tokenizer, 3), 2)
+    for slots, wrong in ((2, state), (3, {**state, "version": 2}), (3, None)):
+        with pytest.raises(UserError, match="another global batch size"):
+            one_rank(folder, tokenizer, slots).resume(wrong)
+
+
+@pytest.mark.parametrize("usable", [8, 0])
+def test_rows_of_which_nothing_can_be_used(tmp_path, usable):
+    """The target is behind the first --seq_length tokens; a slot may get only such rows."""
+    long, path = "the quick brown fox " * 20, tmp_path / "rows.jsonl"
+    pairs = [("fox", "dog")] * usable + [(long, "dog")] * (16 - usable)
+    rows = [json.dumps({"prompt": prompt, "completion": text}) for prompt, text in pairs]
+    path.write_text("\n".join(rows))
+    stream = one_rank(path, tokenizer_of("gpt2"), 4)
+    if usable:
+        assert len(blocks_of(stream, 8)) == 8 and stream.summary()["skipped"] == 8
+    else:
+        with pytest.raises(UserError, match="no row of the corpus can be used"):
+            blocks_of(stream, 1)

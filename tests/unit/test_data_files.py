@@ -3,10 +3,8 @@
 import errno
 import json
 import os
-import time
 from copy import copy
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,65 +12,13 @@ from tokenizer_zoo import tokenizer_of
 
 from support.cli.parse import parse_arguments
 from support.data.batches import IGNORED, open_split
-from support.data.formats import BadRow, RowOptions
-from support.data.rows import Source, open_source
+from support.data.formats import RowOptions
+from support.data.rows import open_source
 from support.data.sequences import Padding
-from support.data.streaming import Place, Stream
 from support.data.tokenize import tokenize_once
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.folders import files_of
-
-NO_FLAGS = {"compile": False, "simulate_gpus": None, "isolate_documents": False}
-
-
-def test_ranks_of_a_stream_send_each_bad_row_once():
-    sent, lines = [], []
-    run = SimpleNamespace(
-        all_gather=lambda value: (
-            sent.append(value) or [value, ({"1": {}}, ["seen by the other rank"])]
-        ),
-        is_main=True,
-        rank=0,
-        world_size=2,
-        device=SimpleNamespace(type="cpu"),
-        console=SimpleNamespace(print=lines.append, warn=lines.append),
-    )
-    args = SimpleNamespace(
-        dataset="x",
-        max_bad_rows=200_000,
-        seq_length=16,
-        batch_size=1,
-        gradient_accumulation_steps=1,
-        max_steps=1,
-        shuffle_buffer=1,
-        seed=0,
-        isolate_documents=False,
-        packing=False,
-        compile=False,
-        simulate_gpus=None,
-    )
-    corpus = Source("", {"train": iter})
-    stream = Stream(args, run, tokenizer_of("gpt2"), corpus)
-
-    def arrive():
-        stream._arrive(Place({"0": {}}, stream.found, 0, 0))
-        stream.found = []
-
-    begin = time.monotonic()
-    for number in range(20_000):
-        for _ in range(2):  # again after a resume
-            stream._refuse(BadRow(f"line {number}"))
-    arrive()
-    assert time.monotonic() - begin < 5
-    assert len(stream.progress()["bad"]) == 20_001 and stream.progress()["lanes"] == {
-        "0": {},
-        "1": {},
-    }
-    stream._refuse(BadRow("line 20000"))
-    arrive()
-    assert "line 7" in stream.progress()["bad"] and len(stream.progress()["bad"]) == 20_002
-    assert [len(fresh) for _, fresh in sent] == [20_000, 0, 1, 0] and len(lines) < 20
 
 
 def tokenized(tokenizer, folder, conversations):
@@ -93,8 +39,8 @@ def test_an_example_without_a_target_in_the_sequence_is_skipped(tmp_path):
     late = [("assistant", "a"), ("user", " and" * 50), ("assistant", "late")]
     early = [("assistant", "a long answer"), ("user", " and" * 50)]
     prepared = tokenized(tokenizer, tmp_path, [late, early])
-    args = SimpleNamespace(seq_length=16, packing=False, **NO_FLAGS)
-    file, facts = open_split(prepared, "train", args, Padding(args.seq_length, 8, False))
+    args = parse_arguments(["--seq_length", "16"])
+    file, facts = open_split(prepared, "train", args, Padding(args.seq_length, 8))
     assert (facts["blocks"], facts["skipped"], facts["truncated"]) == (1, 1, 1)
     assert (file.read(np.arange(1))[1][:, 1:] != IGNORED).any()
 
@@ -103,10 +49,9 @@ def test_the_plain_template_without_an_end_of_text_token(tmp_path):
     tokenizer = copy(tokenizer_of("gpt2"))
     tokenizer.eos_token, tokenizer.chat_template = None, None
     prepared = tokenized(tokenizer, tmp_path, [[("user", "fox?"), ("assistant", "dog")]])
-    args = SimpleNamespace(seq_length=64, packing=False, **NO_FLAGS)
-    inputs, labels, _ = open_split(prepared, "train", args, Padding(args.seq_length, 8, False))[
-        0
-    ].read(np.arange(1))
+    args = parse_arguments(["--seq_length", "64"])
+    sequences, _ = open_split(prepared, "train", args, Padding(args.seq_length, 8))
+    inputs, labels, _ = sequences.read(np.arange(1))
     learned = inputs[0][labels[0] != IGNORED]
     assert "".join(tokenizer.convert_ids_to_tokens(learned)) == "dog"
 
@@ -147,11 +92,7 @@ def test_a_folder_in_a_folder_that_may_not_be_read(tmp_path, monkeypatch):
 # patterns, and what they choose of a.txt, b.md, config.json, sub/a.txt, sub/deep/c.TXT
 INCLUDED = [
     ("*.txt", ["a.txt", "sub/a.txt"]),
-    ("*.md,*.txt", ["a.txt", "b.md", "sub/a.txt"]),
-    ("a.*", ["a.txt", "sub/a.txt"]),
-    ("sub/*.txt", ["sub/a.txt"]),
     ("sub/*", ["sub/a.txt", "sub/deep/c.TXT"]),
-    ("*.[tT][xX][tT]", ["a.txt", "sub/a.txt", "sub/deep/c.TXT"]),
     (" *.md , *.json ", ["b.md", "config.json"]),
     ("[!a]*", ["b.md", "config.json", "sub/deep/c.TXT"]),
 ]

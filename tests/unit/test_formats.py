@@ -162,6 +162,10 @@ REFUSED = [
     ({"conversations": sharegpt(HUMAN, GPT), "tools": "[{}]"}, "'tools'"),
     ({"conversations": sharegpt(HUMAN, ("gpt", None))}, "'value' is not a text"),
     ({"conversations": [{"value": "a"}]}, "'role'"),
+    ({"messages": [{"role": "assistant", "content": "Yes.", "weight": 0}]}, "weight"),
+    ({"messages": [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]}, "reaso"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "'content' is not a text"),
+    ({"messages": [{"role": "assistant", "content": "Yes.", "tool_calls": [1]}]}, "tool_calls"),
     ({"conversations": "human: a"}, "'conversations' is not a list"),
     ({"prompt": turns(QUESTION), "completion": "b"}, "'completion' is not a list"),
     ({**ALPACA, "history": [["a", "b"]]}, "'history'"),
@@ -266,3 +270,16 @@ def test_the_cache_knows_what_changes_the_tokens(tmp_path):
     assert tokens("alpaca.jsonl", plain)[0] == f"{WITH_INPUT}3"
     assert tokens("alpaca.jsonl", chat) == tokens("chat.jsonl", chat)
     assert tokens("alpaca.jsonl", chat)[0] == "U:Add the numbers.\n1, 2;A:3;"
+
+
+def test_a_prompt_and_a_completion_without_a_space_between_them_are_noticed(tmp_path):
+    def joined(*pairs):
+        rows = [json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in pairs]
+        (tmp_path / "pairs.jsonl").write_text("".join(rows))
+        source = open_source(str(tmp_path / "pairs.jsonl"), parse_arguments([]), RowOptions())
+        cache = Cache(tmp_path / "cache", [], print)
+        done = tokenize_once(source, tokenizer_of("gpt2"), cache, lambda n: None, 0)
+        return done["splits"]["train"]["joined"]
+
+    assert joined(("the ", "fox"), ("the", " fox"), ("", "fox")) is None
+    assert joined(("the ", "fox"), ("the quick", "fox")) == "the quickfox"

@@ -35,7 +35,7 @@ def part(folder, number, size):
     np.repeat(number * 1000 + np.arange(size), lengths).astype(np.int32).tofile(path)
     ends = lengths.cumsum()
     ranges = np.stack([ends - lengths, ends], axis=1)
-    return Sequences.of(str(path), "int32", ranges, Padding(64, 8, False))
+    return Sequences.of(str(path), "int32", ranges, Padding(64, 8))
 
 
 def names(mixture, order):
@@ -75,7 +75,7 @@ def test_a_dataset_that_is_not_used_keeps_its_place(tmp_path):
 def test_sequences_of_different_lengths_and_with_positions(tmp_path):
     np.arange(32, dtype=np.uint16).tofile(tmp_path / "a.bin")
     ranges = np.array([[0, 16], [16, 32]])
-    text = Sequences.of(str(tmp_path / "a.bin"), "uint16", ranges, Padding(16, 8, False))
+    text = Sequences.of(str(tmp_path / "a.bin"), "uint16", ranges, Padding(16, 8))
     text = replace(text, end_of_text=20)
     mixture = Mixture.of([part(tmp_path, 1, 5), text])
     inputs, labels, positions = mixture.read(np.array([6, 2]))

@@ -51,15 +51,12 @@ def pairs(tmp_path):
     return file
 
 
-def arguments(packing: bool) -> SimpleNamespace:
-    flags = {"compile": False, "simulate_gpus": None, "isolate_documents": False, "seed": 0}
-    limits = dict.fromkeys(
-        ("num_samples", "validation_split", "validation_split_percentage", "validation_file")
-    )
-    return SimpleNamespace(seq_length=LENGTH, batch_size=4, packing=packing, **flags, **limits)
+def arguments(packing: bool, **flags):
+    args = parse_arguments(["--batch_size", "4", "--seq_length", str(LENGTH)])
+    return args.replace(packing=packing, seed=0, **flags)
 
 
-PADDING = Padding(LENGTH, 8, False)
+PADDING = Padding(LENGTH, 8)
 
 
 def examples_of(inputs, labels, positions) -> list[tuple[list, list]]:
@@ -147,8 +144,7 @@ def test_packing_is_refused_for_text(tmp_path):
 
 
 def test_a_percentage_is_held_out_only_without_a_validation_split(pairs, tmp_path):
-    args = arguments(packing=False)
-    args.validation_split_percentage = 25
+    args = arguments(packing=False, validation_split_percentage=25)
     cache, tokenizer = Cache(tmp_path, [], print), tokenizer_of("gpt2")
     counts = []
     for flags in ([], ["--validation_file", str(pairs)]):
