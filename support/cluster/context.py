@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from support.cluster.failures import FailureMonitor
-from support.cluster.hang import HangReport
 from support.cluster.launch import Launch
 from support.cluster.stop_signal import StopSignal
+from support.cluster.watchdog import Watchdog
 from support.console import Console
 from support.errors import TrainingError
 from support.files.atomic import TemporaryPaths
@@ -67,9 +67,9 @@ class DistContext:
         return self.failures.stop
 
     @property
-    def hang(self) -> HangReport:
+    def hang(self) -> Watchdog:
         """The hang report, and the count of the collectives."""
-        return self.failures.hang
+        return self.failures.watchdog
 
     @property
     def temporary(self) -> TemporaryPaths:
@@ -92,7 +92,7 @@ class DistContext:
     def simulated(self) -> bool:
         """True if this process is rank 0 of a simulated run (--simulate_gpus).
 
-        The other ranks do not exist, so computed values are meaningless; memory sizes are valid.
+        Computed values are meaningless then; memory sizes are valid.
         """
         return self.backend == "fake"
 
@@ -105,8 +105,7 @@ class DistContext:
         """Return the device mesh of all ranks, for FSDP.
 
         Args:
-            hybrid: return a mesh of shape (nodes, ranks per node) with the dimensions "replicate"
-                and "shard"; otherwise its shape is (world size,).
+            hybrid: with the dimensions "replicate" (nodes) and "shard" (ranks per node).
         """
         if not hybrid:
             return init_device_mesh(self.device.type, (self.world_size,))
@@ -118,18 +117,16 @@ class DistContext:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def once_per_node(self, what: str, prepare: Callable[[], Any]) -> Any:
-        """Call `prepare` on local rank 0 of each node while all other ranks wait.
+        """Call `prepare` on local rank 0 of each node while all other ranks wait for all nodes.
 
-        The ranks wait in the key-value store and not in a collective, which has a time limit:
-        tokenization may take an hour. Every rank waits for all nodes, so that no node waits for
-        another one in the next collective.
+        They wait in the key-value store and not in a collective, which has a time limit:
+        tokenization may take an hour.
 
         Args:
             what: name of the preparation, unique in the run.
-            prepare: its result must be serializable as JSON and small: the store accepts 8 MB at
-                most. Write data whose size depends on the dataset to a file instead.
+            prepare: returns a small JSON value; the store accepts 8 MB at most.
         Returns:
-            The result of the rank's own node, on every rank.
+            The result of the rank's own node.
         """
         store = self.failures.store
         if store is None:

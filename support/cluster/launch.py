@@ -105,6 +105,11 @@ def detect_launch() -> Launch:
     return launch
 
 
+def agent_hosts_store() -> bool:
+    """Return whether torchrun's agent hosts the store of the run instead of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def simulated(launch: Launch, world_size: int) -> Launch:
     """Return rank 0 of a simulated run of `world_size` ranks in this process (--simulate_gpus).
 

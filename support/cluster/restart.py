@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from support import process
 from support.cli.arguments import Arguments
-from support.cluster.launch import Launch
+from support.cluster.launch import Launch, agent_hosts_store
 from support.cluster.stop_signal import StopSignal
 
 if TYPE_CHECKING:  # --help must not wait for torch
@@ -42,6 +42,13 @@ class Restart:
         self.launch, self.values, self.useful, self.stop = launch, values, useful, stop
         self._once, self.started = threading.Lock(), False  # whether a thread called `execute`
 
+    @property
+    def announcement(self) -> str:
+        """What all ranks do, for the user."""
+        batch, steps = self.values["batch_size"], self.values["gradient_accumulation_steps"]
+        flags = f"--batch_size {batch} --gradient_accumulation_steps {steps}"
+        return f"All ranks start again with {flags}."
+
     def execute(self, store: dist.Store | None) -> NoReturn:
         """Replace this program when all ranks are about to do so.
 
@@ -59,10 +66,10 @@ class Restart:
         for name in os.listdir("/dev/fd"):  # sockets of libraries, which keep ports in use
             with contextlib.suppress(OSError):
                 os.set_inheritable(int(name), int(name) < 3)
-        environment = {**process.ENVIRONMENT, process.RESTARTED: json.dumps(self.values)}
         if process.CORES is not None:  # OpenMP may have bound this thread to one core
             os.sched_setaffinity(0, process.CORES)
         self.stop.hand_over()
+        environment = {**process.ENVIRONMENT, process.RESTARTED: json.dumps(self.values)}
         os.execve(sys.executable, process.COMMAND, environment)
 
     def _wait_for_ranks(self, store: dist.Store) -> None:
@@ -70,11 +77,10 @@ class Restart:
 
         Otherwise the others could be aborted in a collective, or connect to the old store.
         """
-        hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         deadline = time.monotonic() + ALL_READY_SECONDS
-        with contextlib.suppress(Exception):  # rank 0 has exited, and the store with it
+        with contextlib.suppress(RuntimeError):  # rank 0 has exited, and the store with it
             ready = store.add("restart/ready", 1)
-            while not (self.launch.is_main or hosted_by_agent) or (
+            while not (self.launch.is_main or agent_hosts_store()) or (
                 ready < self.launch.world_size and time.monotonic() < deadline
             ):
                 time.sleep(0.1)
@@ -85,7 +91,6 @@ def restart_values(args: Arguments, folder: Path) -> dict | None:
     """Return the flags of a restart with half the micro-batch and the same global batch.
 
     Args:
-        args: --auto_micro_batch, --batch_size, --gradient_accumulation_steps.
         folder: the output folder, which the new program uses again.
     Returns:
         None without --auto_micro_batch, and if the micro-batch is a single sequence.
@@ -99,7 +104,7 @@ def restart_values(args: Arguments, folder: Path) -> dict | None:
     return {"batch_size": size, "gradient_accumulation_steps": steps, "output_dir": str(folder)}
 
 
-def continue_restarted(args: Arguments):
+def continue_restarted(args: Arguments) -> Arguments:
     """Return the arguments with the values of `Restart`, if this program is a restart."""
     if process.RESTARTED not in os.environ:
         return args

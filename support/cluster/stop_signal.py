@@ -16,12 +16,11 @@ SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one 
 
 
 class StopSignal:
-    """Handler of the signals that ask the run to stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
+    """Handler of the signals that ask the run to stop.
 
-    Before training there is nothing to save, and a signal ends the run like an error. After
-    `defer()` a signal is only recorded, and the ranks agree on it between two steps. Launchers send
-    several signals for one request: those within SAME_REQUEST_SECONDS of the first are ignored. A
-    later Ctrl-C (SIGINT) interrupts the run at once. `requested` is True after the first signal.
+    Before training a signal ends the run like an error. After `defer()` it only sets `requested`,
+    and the ranks agree on it between two steps. Signals within SAME_REQUEST_SECONDS of the first
+    are ignored; a later Ctrl-C (SIGINT) interrupts the run at once.
     """
 
     def __init__(self) -> None:
@@ -43,9 +42,9 @@ class StopSignal:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, process.STOP_SIGNALS)
 
     def arrived_signals(self) -> set[int]:
-        """Return the signals with a handler that have arrived since the last call, from any thread.
+        """Return the signals that have arrived since the last call; for any thread.
 
-        The handler in C has recorded them even if the main thread is blocked in a collective.
+        Python's handler in C has recorded them even if the main thread is blocked in a collective.
         """
         numbers: set[int] = set()
         with contextlib.suppress(BlockingIOError):
@@ -68,8 +67,7 @@ class StopSignal:
         """Record further signals instead of ending the run; called when training starts.
 
         Raises:
-            StoppedBySignal: a signal has already arrived, and its exception was lost because Python
-                ignores exceptions in some places, such as destructors.
+            StoppedBySignal: a signal arrived earlier, and a destructor swallowed its exception.
         """
         if self.requested:
             self._end()
