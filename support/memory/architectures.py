@@ -15,7 +15,6 @@ from support.errors import UserError
 from support.files.user_files import read_json, shown
 from support.known_models import CONFIGS, name_on_hub
 
-
 # The supported families, with transformers' defaults for keys that config.json omits.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {
