@@ -24,10 +24,7 @@ from support.files.atomic import TemporaryPaths
 
 @dataclass
 class DistContext:
-    """This process among the ranks: its place, its device, and collectives of Python objects.
-
-    Output, failures and temporary files are in `console` and `failures`.
-    """
+    """This process among the ranks: its place, its device, and collectives of Python objects."""
 
     launch: Launch
     device: torch.device  # the GPU of this rank, or the CPU
@@ -49,10 +46,7 @@ class DistContext:
     @classmethod
     @contextlib.contextmanager
     def alone(cls, launch: Launch, console: Console) -> Iterator[DistContext]:
-        """Yield the context of a single process on the CPU, without a process group.
-
-        An exception or a signal ends the process with its message and exit code.
-        """
+        """Yield the context of one process on the CPU without a process group; an error ends it."""
         ctx = cls.create(launch, torch.device("cpu"), "fake", console)
         ctx.stop.install()
         try:
@@ -157,10 +151,7 @@ class DistContext:
         return values[0]
 
     def all_gather(self, value: Any) -> list[Any]:
-        """All-gather an object; return the objects of all ranks in the order of the ranks.
-
-        In a simulation the list has one item, that of this process.
-        """
+        """Return the objects of all ranks in their order; in a simulation only that of this one."""
         if self.real_world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -169,11 +160,7 @@ class DistContext:
 
 
 def require_equal_on_all_ranks(values: list[Any], what: str) -> None:
-    """Check that all ranks have the same value.
-
-    Args:
-        values: one value per rank, in the order of the ranks.
-    """
+    """Check that all ranks have the same value; `values` has one per rank."""
     for rank, value in enumerate(values):
         if value != values[0]:
             raise TrainingError(

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NoReturn
 
 from support import process
@@ -50,14 +49,14 @@ class Launch:
 
 # A variable that only this launcher sets.
 LAUNCHER_MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
+START_SKEW_SECONDS = 10  # time between the starts of the ranks on busy machines
 
 
 def detect_launch() -> Launch:
     """Read the launcher's environment variables, and set those that torch and DeepSpeed read.
 
     torchrun, accelerate and deepspeed set RANK; srun sets SLURM_*. Without either the run has a
-    single process. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are
-    set to the resulting values.
+    single process.
 
     Raises:
         UserError: a variable is missing, invalid or contradicts another one, or Slurm's node list
@@ -90,18 +89,12 @@ def detect_launch() -> Launch:
                 f"{prefix}RANK={rank} does not fit {prefix}WORLD_SIZE={size}: "
                 "unset both or use torchrun."
             )
+        env.update({f"{prefix}RANK": str(rank), f"{prefix}WORLD_SIZE": str(size)})
     if not 0 < launch.master_port < 65536:
         raise UserError(
             f"MASTER_PORT={launch.master_port} is not a port: unset it, or use 1024 to 65535."
         )
-    env.update(
-        RANK=str(launch.rank),
-        WORLD_SIZE=str(launch.world_size),
-        LOCAL_RANK=str(launch.local_rank),
-        LOCAL_WORLD_SIZE=str(launch.local_world_size),
-        MASTER_ADDR=launch.master_addr,
-        MASTER_PORT=str(launch.master_port),
-    )
+    env.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
     return launch
 
 
@@ -138,31 +131,22 @@ def _from_rank_variables(env: Mapping[str, str]) -> Launch:
 
 
 def _tasks(env: Mapping[str, str]) -> int:
-    """Return the number of tasks of this step.
-
-    SLURM_STEP_NUM_TASKS takes precedence: SLURM_NTASKS is the number for the whole allocation, for
-    example in the shell that salloc opens.
-    """
+    """Return the number of tasks of this step; SLURM_NTASKS is that of the whole allocation."""
     return int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
 
 
 def _check_tasks(env: Mapping[str, str], launch: Launch) -> None:
-    """Check that the tasks of a Slurm step are one run, and not one run per task.
-
-    Raises:
-        UserError: a launcher in each task, or variables that the batch script exported, make every
-            task a run by itself or give several tasks the same rank.
-    """
+    """Check that the tasks of a Slurm step are one run, and not one run per task."""
     tasks = _tasks(env)
     nodes = int(env.get("GROUP_WORLD_SIZE") or env.get("CROSS_SIZE") or launch.world_size)
-    if launch.launcher != "python" and min(nodes, launch.world_size) < tasks:
+    if min(nodes, launch.world_size) < tasks and launch.launcher != "python":
         raise UserError(
             f"srun started {tasks} tasks, and {launch.launcher} in each of them starts a separate "
             "run: use `srun python real_model_example.py …` with one task per GPU, or one torchrun "
             f"per node (srun --ntasks-per-node=1 torchrun --nnodes={tasks} --nproc_per_node=N "
             "--rdzv_backend=c10d --rdzv_endpoint=HOST:PORT …)."
         )
-    if launch.launcher == "python" and (launch.world_size < tasks or _exported_to_all(env, tasks)):
+    if launch.world_size < tasks:
         raise UserError(
             f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']} are set in each of the {tasks} "
             "tasks of srun, so several tasks have the same rank: unset RANK WORLD_SIZE LOCAL_RANK "
@@ -170,25 +154,12 @@ def _check_tasks(env: Mapping[str, str], launch: Launch) -> None:
         )
 
 
-def _exported_to_all(env: Mapping[str, str], tasks: int) -> bool:
-    """Return whether RANK was exported before srun, so that all tasks have the same value.
-
-    If a shell inside a task sets RANK, the environment with which Slurm started the task does not
-    contain it. The result is the same in every task.
-    """
-    try:
-        started_with = Path(f"/proc/{int(env['SLURM_TASK_PID'])}/environ").read_bytes().split(b"\0")
-    except (KeyError, ValueError, OSError):  # for example hidden by a container
-        return False
-    return tasks > 1 and f"RANK={env['RANK']}".encode() in started_with
-
-
 def _from_slurm(env: Mapping[str, str]) -> Launch:
     rank, world, local_rank = int(env["SLURM_PROCID"]), _tasks(env), int(env["SLURM_LOCALID"])
     node = int(env.get("SLURM_NODEID", 0))
-    # The variable lists the tasks on each node of the step, for example "3,1" or "4(x2),1".
-    listed = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    # The tasks on each node of the step, for example "3,1" or "4(x2),1".
     per_node: list[int] = []
+    listed = env.get("SLURM_STEP_TASKS_PER_NODE", "")
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
         per_node += [int(tasks)] * min(int(times or 1), node + 1)
     local_world = per_node[node] if node < len(per_node) else world
@@ -233,16 +204,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-START_SKEW_SECONDS = 10  # time between the starts of the ranks on busy machines
-
-
 def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) -> NoReturn:
     """Report an error raised before the ranks can communicate, and exit with its exit code.
 
-    Usually every rank raises such an error, and the message of rank 0 is enough. The other ranks
-    wait before they print, because a launcher ends all ranks when one exits, and rank 0 must print
-    first, also if it started some seconds later. A rank that still runs after the wait has an error
-    of its own.
+    Usually every rank raises such an error, and the message of rank 0 is enough: the others wait
+    before they print, and the launcher ends them meanwhile.
 
     Args:
         linger: seconds that rank 0 waits after its message, because it may host the store that the
