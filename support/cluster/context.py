@@ -84,10 +84,7 @@ class DistContext:
 
     @property
     def simulated(self) -> bool:
-        """True if this process is rank 0 of a simulated run (--simulate_gpus).
-
-        Computed values are meaningless then; memory sizes are valid.
-        """
+        """True with --simulate_gpus: values are meaningless, memory sizes are valid."""
         return self.backend == "fake"
 
     @property
@@ -134,10 +131,7 @@ class DistContext:
         return json.loads(store.get(key))
 
     def asked_to_stop(self) -> bool:
-        """Return whether any rank has received a stop signal, the same on all ranks.
-
-        A collective (all-reduce): all ranks must call it.
-        """
+        """Return whether any rank has received a stop signal; all ranks must call it."""
         requests = torch.tensor(float(self.stop.requested), device=self.device)
         dist.all_reduce(requests)
         return requests.item() > 0

@@ -37,6 +37,7 @@ STORE_SECONDS = 2  # time limit of the store when an error is reported
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
 LONGEST_MESSAGE = 2000  # characters of an error in the store, which accepts no large values
 RESERVE_BYTES = 64 << 20
+NO_ANSWER = (RuntimeError, MemoryError, concurrent.futures.TimeoutError)  # see `in_time`
 
 
 class FailureMonitor:
@@ -74,10 +75,7 @@ class FailureMonitor:
         return self.watchdog.store
 
     def _watch(self) -> None:
-        """End the process when another rank has failed; runs in a thread.
-
-        The main thread may be blocked in a collective that never completes.
-        """
+        """End the process when another rank has failed: the main thread may wait for it."""
         found, error = False, None
         while not (found or self._ending.wait(ROUND_SECONDS)):
             try:
@@ -96,8 +94,7 @@ class FailureMonitor:
         """Record and report an error, and exit with its exit code.
 
         results.json is written first, by this thread, which needs no other thread and little
-        memory. Only the rank that fails first reports its error: the errors of the other ranks are
-        consequences.
+        memory. Only the rank that fails first reports: the errors of the others are consequences.
 
         Args:
             with_stacks: add a hang report.
@@ -124,9 +121,8 @@ class FailureMonitor:
                 if self.console.verbose:
                     print_traceback(error)
                 progress.write(line, sys.stderr)
-                if isinstance(shown, OutOfMemory):
-                    for fact in self._about_memory(is_of_host(shown)):
-                        progress.write(f"   {fact}", sys.stderr)
+                for fact in self._about_memory(shown) if isinstance(shown, OutOfMemory) else ():
+                    progress.write(f"   {fact}", sys.stderr)
                 if with_stacks:
                     self.watchdog.dump(str(shown))
                     in_time(lambda: self.watchdog.write_table(str(shown)))
@@ -139,9 +135,8 @@ class FailureMonitor:
     def end_together(self, engine: Any, code: int) -> NoReturn:
         """Exit with `code` at the same time as all other ranks, after everything is written.
 
-        Ranks that exit one after the other make ZeRO-3 abort. The interpreter's shutdown is
-        skipped, because it sometimes destroys the I/O threads of infinity's NVMe handles while they
-        run ("terminate called").
+        Ranks that exit one after the other make ZeRO-3 abort, and the interpreter's shutdown
+        sometimes destroys the I/O threads of infinity while they run ("terminate called").
 
         Args:
             engine: its `destroy` method is called if it has one (DeepSpeed).
@@ -196,12 +191,11 @@ class FailureMonitor:
 
     def _first_entry(self, own: str) -> str:
         """Return the first error in the store, which is `own` if there was none."""
-        if (store := self.store) is None:
-            return own
-        try:
-            return in_time(lambda: store.compare_set("failure", "", own)).decode()
-        except (RuntimeError, MemoryError, concurrent.futures.TimeoutError):
-            return own  # the store has ended or does not answer, or no thread can be started
+        store = self.store
+        with contextlib.suppress(*NO_ANSWER):
+            if store is not None:
+                return in_time(lambda: store.compare_set("failure", "", own)).decode()
+        return own
 
     def _restart_if_agreed(
         self, shown: UserError | None = None, error: BaseException | None = None
@@ -218,7 +212,7 @@ class FailureMonitor:
             free_variables(error)  # the activations
             entry = self._first_entry(own)
         elif store is not None:
-            with contextlib.suppress(RuntimeError, concurrent.futures.TimeoutError):
+            with contextlib.suppress(*NO_ANSWER):
                 if in_time(lambda: store.check(["failure"])):
                     entry = in_time(lambda: store.get("failure")).decode()
         if entry.startswith(REQUEST):
@@ -228,13 +222,13 @@ class FailureMonitor:
             self.temporary.clean_up()
             restart.execute(store)
 
-    def _about_memory(self, of_host: bool) -> list[str]:
+    def _about_memory(self, shown: OutOfMemory) -> list[str]:
         """Return lines on what used the memory that ran out, and on what would fit."""
-        lines, remedies = [HOST_IS_FULL] if of_host else [], []
+        lines, remedies = [HOST_IS_FULL] if is_of_host(shown) else [], []
         for describe in self.memory_facts:
             with contextlib.suppress(Exception):  # there may be too little memory left
                 lines += describe()
-        if not of_host:
+        if not is_of_host(shown):
             with contextlib.suppress(Exception):  # an architecture that the planner does not know
                 remedies = self.remedies()
         return lines + (remedies or [LESS_MEMORY])
@@ -244,7 +238,7 @@ def in_time(call: Callable[[], Any]) -> Any:
     """Return the result of a call to the store, which may block.
 
     Raises:
-        concurrent.futures.TimeoutError: the call took longer than STORE_SECONDS.
+        TimeoutError: (that of concurrent.futures) the call took longer than STORE_SECONDS.
         RuntimeError: the store has ended, or no thread can be started.
     """
     return concurrent.futures.ThreadPoolExecutor(1).submit(call).result(STORE_SECONDS)

@@ -1,8 +1,7 @@
 """Restart of all ranks with a smaller micro-batch when memory runs out (--auto_micro_batch).
 
-Each rank replaces its program by a new one in the same process (execve), which no launcher notices.
-A rank without memory leaves the others in a collective that it never joins, so the process group
-cannot be used again; and buckets, hooks and DeepSpeed's engine keep tensors and the batch size.
+Each rank replaces its program by a new one in the same process (execve), which no launcher notices:
+the other ranks wait in a collective that the rank without memory never joins.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Restart:
     """What a rank needs to start again with a smaller micro-batch.
 
     Args:
-        values: the flags that change, by name; the new program gets them in a variable.
+        values: the flags that change, by name.
         useful: returns whether the micro-batch may be the cause of an out-of-memory error now.
         stop: a stop signal that arrives meanwhile is left to the new program.
     """
@@ -45,16 +44,11 @@ class Restart:
     @property
     def announcement(self) -> str:
         """What all ranks do, for the user."""
-        batch, steps = self.values["batch_size"], self.values["gradient_accumulation_steps"]
-        flags = f"--batch_size {batch} --gradient_accumulation_steps {steps}"
-        return f"All ranks start again with {flags}."
+        flags = [f"--{name} {value}" for name, value in self.values.items()]
+        return f"All ranks start again with {' '.join(flags[:2])}."  # not --output_dir
 
     def execute(self, store: dist.Store | None) -> NoReturn:
-        """Replace this program when all ranks are about to do so.
-
-        Args:
-            store: of the failures; None for a single process.
-        """
+        """Replace this program when all ranks are about to do so; None for a single process."""
         self._once.acquire()  # a second thread of this process waits here until the program ends
         self.started = True
         if store is not None:
@@ -73,10 +67,7 @@ class Restart:
         os.execve(sys.executable, process.COMMAND, environment)
 
     def _wait_for_ranks(self, store: dist.Store) -> None:
-        """Wait until all ranks are ready; ranks that do not host the store, until rank 0 has left.
-
-        Otherwise the others could be aborted in a collective, or connect to the old store.
-        """
+        """Wait until all ranks are ready; without the store, until rank 0 has left."""
         deadline = time.monotonic() + ALL_READY_SECONDS
         with contextlib.suppress(RuntimeError):  # rank 0 has exited, and the store with it
             ready = store.add("restart/ready", 1)
@@ -90,10 +81,7 @@ class Restart:
 def restart_values(args: Arguments, folder: Path) -> dict | None:
     """Return the flags of a restart with half the micro-batch and the same global batch.
 
-    Args:
-        folder: the output folder, which the new program uses again.
-    Returns:
-        None without --auto_micro_batch, and if the micro-batch is a single sequence.
+    None without --auto_micro_batch, and if the micro-batch is a single sequence.
     """
     if not args.auto_micro_batch or args.batch_size == 1:
         return None
@@ -111,7 +99,7 @@ def continue_restarted(args: Arguments) -> Arguments:
     values = json.loads(os.environ[process.RESTARTED])
     config = args.ds_config_dict
     if config is not None:
-        steps = values["gradient_accumulation_steps"]
-        config = {**config, "train_micro_batch_size_per_gpu": values["batch_size"]}
-        config["gradient_accumulation_steps"] = steps
+        micro, steps = values["batch_size"], values["gradient_accumulation_steps"]
+        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+        config = {**config, **sizes}
     return args.replace(**values, ds_config_dict=config)

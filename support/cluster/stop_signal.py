@@ -18,9 +18,8 @@ SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one 
 class StopSignal:
     """Handler of the signals that ask the run to stop.
 
-    Before training a signal ends the run like an error. After `defer()` it only sets `requested`,
-    and the ranks agree on it between two steps. Signals within SAME_REQUEST_SECONDS of the first
-    are ignored; a later Ctrl-C (SIGINT) interrupts the run at once.
+    Before training a signal ends the run like an error. After `defer()` it sets `requested`, and
+    the ranks agree on it between two steps; a later Ctrl-C (SIGINT) interrupts the run at once.
     """
 
     def __init__(self) -> None:
@@ -42,10 +41,7 @@ class StopSignal:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, process.STOP_SIGNALS)
 
     def arrived_signals(self) -> set[int]:
-        """Return the signals that have arrived since the last call; for any thread.
-
-        Python's handler in C has recorded them even if the main thread is blocked in a collective.
-        """
+        """Return the signals since the last call, even if the main thread waits in a collective."""
         numbers: set[int] = set()
         with contextlib.suppress(BlockingIOError):
             if self._numbers is not None:
@@ -54,10 +50,7 @@ class StopSignal:
         return numbers
 
     def hand_over(self) -> None:
-        """Leave a signal that has arrived to the program that replaces this one (execve).
-
-        The kernel keeps blocked signals of the calling thread.
-        """
+        """Leave a signal that has arrived to the program that replaces this one (execve)."""
         signal.pthread_sigmask(signal.SIG_BLOCK, process.STOP_SIGNALS)
         self.arrived_signals()
         for number in self._arrived_stops:
