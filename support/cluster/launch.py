@@ -25,9 +25,7 @@ from support.redaction import print_traceback
 class Launch:
     """Rank of this process, size of the run, and address of its store."""
 
-    # "python", "torchrun" (also for `accelerate launch` with several processes), "deepspeed",
-    # "srun" or "simulated"
-    launcher: str
+    launcher: str  # "python", "torchrun" (also for accelerate), "deepspeed", "srun" or "simulated"
     rank: int  # index of this process among all processes, from 0
     local_rank: int  # the same among the processes of this node
     world_size: int  # number of all processes
@@ -104,10 +102,7 @@ def agent_hosts_store() -> bool:
 
 
 def simulated(launch: Launch, world_size: int) -> Launch:
-    """Return rank 0 of a simulated run of `world_size` ranks in this process (--simulate_gpus).
-
-    Sets WORLD_SIZE and LOCAL_WORLD_SIZE in the environment.
-    """
+    """Return rank 0 of a simulated run of `world_size` ranks in this process (--simulate_gpus)."""
     if launch.world_size > 1:
         raise UserError(
             "--simulate_gpus measures one rank in one process: "
@@ -163,8 +158,7 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
         per_node += [int(tasks)] * min(int(times or 1), node + 1)
     local_world = per_node[node] if node < len(per_node) else world
-    # Every rank must compute the same port. It depends on the job ID, so that jobs on the same node
-    # rarely get the same port.
+    # Every rank must compute the same port. Jobs on the same node rarely get the same one.
     number = 101 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
     port = int(env.get("MASTER_PORT") or 20000 + number % 20000)
     address = env.get("MASTER_ADDR") or ""
@@ -179,16 +173,12 @@ def _first_slurm_host(env: Mapping[str, str]) -> str:
 
     Slurm's list is compressed ("gpu[07-08,11]"), so `scontrol` must expand it.
     """
-    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    nodes = next((env[name] for name in names if env.get(name)), "")
-    if not nodes:
-        return "127.0.0.1"
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     if not re.search(r"[\[,]", nodes):
         return nodes
+    command = ["scontrol", "show", "hostnames", nodes]
     try:
-        hosts = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        )
+        hosts = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(
             f"Cannot expand Slurm's node list {nodes} with scontrol: "
@@ -211,21 +201,20 @@ def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) ->
     before they print, and the launcher ends them meanwhile.
 
     Args:
-        linger: seconds that rank 0 waits after its message, because it may host the store that the
-            other ranks read.
+        linger: seconds that rank 0 waits at the end, because it may host the store.
     """
     text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     rank = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0  # RANK may be the invalid value
-    host, user_error = "", explain(error)
+    place, user_error = "", explain(error)
     if rank != 0:
         time.sleep(START_SKEW_SECONDS)
-        host = f" [rank {rank} on {socket.gethostname()}]"
+        place = f" [rank {rank} on {socket.gethostname()}]"
     if verbose:
         print_traceback(error)
     # A launcher that ends this rank from here on must not cause a second message.
     for number in process.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    print(f"❌ {user_error}{host}", file=sys.stderr, flush=True)
+    print(f"❌ {user_error}{place}", file=sys.stderr, flush=True)
     if isinstance(user_error, OutOfMemory):
         print(f"   {LESS_MEMORY}", file=sys.stderr, flush=True)
     time.sleep(linger if rank == 0 else 0)

@@ -59,12 +59,10 @@ def connect_ranks(ctx: DistContext, seconds: float, hang_seconds: int) -> dist.S
 
     Args:
         seconds: time to wait for the last rank.
-        hang_seconds: for which a collective may wait before the hang report is written.
     Returns:
         The store for `dist.init_process_group`.
     Raises:
-        TrainingError: a rank did not arrive in time, or the ranks do not fit together. Ranks other
-            than 0 exit after rank 0 has reported it.
+        TrainingError: (rank 0) a rank did not arrive in time, or the ranks do not fit together.
     """
     if ctx.simulated:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
@@ -143,8 +141,6 @@ def meet(store: dist.Store, launch: Launch, entry: dict, seconds: float) -> tupl
         entry: "host", "gpu" and what must be the "same" on all ranks.
     Returns:
         The attempt's name, a prefix of keys; and a problem for rank 0 to report, or "".
-    Raises:
-        TrainingError: another process has this rank, or rank 0 does not answer.
     """
     deadline, place = time.monotonic() + seconds, f"meeting/{launch.world_size}"
     entry, attempt = {**entry, "id": uuid.uuid4().hex}, ""
@@ -213,11 +209,7 @@ def _check_own(own: dict, found: bytes, rank: int) -> None:
 
 
 def misfit(entries: dict[int, dict]) -> str:
-    """Return why the ranks do not fit together, or "": different software, or shared GPUs.
-
-    Args:
-        entries: by rank; see `meet`.
-    """
+    """Return why the ranks do not fit together, or "": different software, or shared GPUs."""
     first = entries[0]
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, entry in sorted(entries.items()):

@@ -48,22 +48,14 @@ HEADERS = ("rank", "host", "pid", "process", "step", "doing", "last collective",
 
 
 class Watchdog:
-    """Exchange of states with the other ranks, and what this rank adds to a hang report.
-
-    Attributes:
-        store: a connection that other threads use rarely; None for a single process.
-        traffic: the counter of the collectives.
-        folder: the output folder; None: reports go to stderr.
-        state: the counters of the run; None before and after the training.
-        doing: returns the phase of the run.
-    """
+    """Exchange of states with the other ranks, and what this rank adds to a hang report."""
 
     def __init__(self, launch: Launch, console: Console, stop: StopSignal):
-        self.store: dist.Store | None = None
+        self.store: dist.Store | None = None  # of this object; None for a single process
         self.traffic = Traffic()
-        self.folder: Path | None = None
-        self.state: TrainState | None = None
-        self.doing: Callable[[], str] = str
+        self.folder: Path | None = None  # the output folder; None: reports go to stderr
+        self.state: TrainState | None = None  # None before and after the training
+        self.doing: Callable[[], str] = str  # returns the phase of the run
         self._launch, self._console, self._stop = launch, console, stop
         self._rounds, self._failed = 0, False  # of `exchange`
         self._error: Exception | None = None
@@ -78,6 +70,7 @@ class Watchdog:
         """Count the collectives and handle SIGUSR2.
 
         Args:
+            store: a connection that other threads use rarely; None for a single process.
             hang_seconds: for which a step or a collective may wait.
         """
         self.store, self._seconds = store, hang_seconds
@@ -239,10 +232,7 @@ class Watchdog:
 def diagnosis(states: dict[int, dict]) -> str:
     """Say which ranks the others wait for; "" if a rank does not train.
 
-    Every rank starts the same collectives in the same order.
-
-    Args:
-        states: the states of the ranks, with "number" and "collective", the last one started.
+    Every rank starts the same collectives in the same order: "number" counts them.
     """
     latest = max(state["number"] for state in states.values())
     waiting = {rank: s["collective"] for rank, s in states.items() if s["number"] == latest}

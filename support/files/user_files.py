@@ -76,12 +76,12 @@ def read_json(flag: str, path: str) -> dict:
             column of a syntax error.
     """
     try:
-        value = json.loads(read_text(flag, path))
+        value = json.loads(read_text(flag, path), object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         place = f"{shown(path)}, line {error.lineno}, column {error.colno}"
         raise UserError(f"{place}: {error.msg}.") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits
-        raise UserError(f"{shown(path)} is not JSON: {error}.") from error
+    except (ValueError, RecursionError) as error:  # a key that is given twice, or deep nesting
+        raise UserError(f"{shown(path)}: {error}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{shown(path)} must be a JSON object, {{ … }}.")
     return value
