@@ -75,9 +75,6 @@ def build_parser() -> kinds.Parser:
     deepspeed("--bf16", action="store_true", help="train in bf16")
     deepspeed("--fp16", action="store_true", help="train in fp16 with a dynamic loss scale")
     deepspeed("--batch_size", type=COUNT, help="sequences per GPU in a micro-batch (the run's)")
-    models = "tiny-gpt2, a GPT-2, or a folder with config.json"
-    said = f"bucket sizes follow this model: {models} (default: gpt2)"
-    deepspeed("--model", default="gpt2", help=said)
 
     summary = "an FSDP configuration, for --fsdp_config"
     fsdp = command("fsdp", summary, "config/fsdp_config.json").add_argument

@@ -14,11 +14,9 @@ import shlex
 from pathlib import Path
 
 from support import PROJECT
-from support.cli.ds_config import bucket_sizes
 from support.cluster import slurm
 from support.errors import UserError
 from support.files.user_files import read_text
-from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
 
 NO_DIGEST = "sha256:" + 64 * "0"
 DIGEST_LINE = re.compile(r'^(# |  "_digest": ")sha256:[0-9a-f]{64}', re.MULTILINE)
@@ -54,73 +52,26 @@ def deepspeed_config(args: argparse.Namespace, made_by: str) -> str:
     for flag in ("offload_param", "nvme_path"):
         if getattr(args, flag) and not (args.zero_stage == 3 and args.offload_optimizer):
             raise UserError(f"--{flag} needs --zero_stage 3 and --offload_optimizer.")
-    sets_precision = args.bf16 or args.fp16
-    config = {
-        "train_micro_batch_size_per_gpu": args.batch_size or "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": args.bf16 if sets_precision else "auto"},
-        "fp16": {"enabled": args.fp16 if sets_precision else "auto"},
-        "zero_optimization": _zero_config(args),
-    }
-    if args.nvme_path:
-        aio = {"block_size": 1048576, "queue_depth": 8}
-        config["aio"] = {**aio, "single_submit": False, "overlap_events": True}
-    return as_json(config, made_by)
-
-
-def _zero_config(args: argparse.Namespace) -> dict:
-    zero: dict = {"stage": args.zero_stage}
-    width, parameters, largest, tied = read_model(args.model)
+    # The project's own file, whose sizes of buckets the run fills in for its model.
+    config = json.loads((PROJECT / f"ds_config_stage{args.zero_stage}.json").read_text())
+    del config["optimizer"]
+    config["train_micro_batch_size_per_gpu"] = args.batch_size or "auto"
+    if args.bf16 or args.fp16:
+        config["bf16"]["enabled"], config["fp16"]["enabled"] = args.bf16, args.fp16
+    zero = config["zero_optimization"]
+    # ZeRO-3 and offload have copies that can overlap with computation on a single rank, too.
+    overlaps_on_one_rank = args.zero_stage == 3 or args.offload_optimizer
+    zero |= {"overlap_comm": overlaps_on_one_rank or "auto", "reduce_scatter": True}
     place = {"device": "nvme", "nvme_path": args.nvme_path} if args.nvme_path else {"device": "cpu"}
     for flag in ("offload_optimizer", "offload_param"):
         if getattr(args, flag):
             zero[flag] = {**place, "pin_memory": True}
-    params_on_nvme = bool(args.nvme_path and args.offload_param)
-    if params_on_nvme:
-        # A buffer must hold a rank's shard of any parameter: with one rank, the whole parameter.
-        buffers = {"buffer_count": 5, "buffer_size": largest + 4096, "max_in_cpu": 0}
-        zero["offload_param"] |= buffers
-    for key, size in bucket_sizes(width, parameters, tied and params_on_nvme).items():
-        stage3_only = key.startswith(("stage3_", "sub_group"))
-        if key == "reduce_bucket_size" or stage3_only == (args.zero_stage == 3):
-            zero[key] = size
-    # ZeRO-3 and offload have copies that can overlap with computation on a single rank, too.
-    overlaps_on_one_rank = args.zero_stage == 3 or args.offload_optimizer
-    return zero | {
-        "overlap_comm": True if overlaps_on_one_rank else "auto",
-        "reduce_scatter": True,
-        "contiguous_gradients": True,
-    }
-
-
-def read_model(name: str) -> tuple[int, int, int, bool]:
-    """Read the sizes of a model: a GPT-2 model by name, or the config.json in a folder.
-
-    Returns:
-        The hidden size; the approximate number of parameters (12 · width² per layer and the
-        embeddings); the elements of the largest parameter, the token embedding; and whether input
-        and output embeddings are tied.
-    Raises:
-        UserError: there is no such model.
-    """
-    if name in GPT2_SHAPES or name == EMBEDDED_MODEL:
-        layers, _, width = GPT2_SHAPES.get(name, EMBEDDED_SHAPE)
-        vocabulary, tied = 50257 if name in GPT2_SHAPES else EMBEDDED_VOCABULARY, True
-    else:
-        try:
-            config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-            layers = int(config.get("num_hidden_layers") or config["n_layer"])
-            width = int(config.get("hidden_size") or config["n_embd"])
-            vocabulary = int(config["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            names = ", ".join([EMBEDDED_MODEL, *GPT2_SHAPES])
-            raise UserError(
-                f"--model {name}: use {names}, or a folder with the config.json of a model."
-            ) from error
-        tied = config.get("tie_word_embeddings", True) is not False
-    embedding = vocabulary * width
-    return width, 12 * layers * width**2 + embedding * (1 if tied else 2), embedding, tied
+    if args.nvme_path:
+        aio = {"block_size": 1048576, "queue_depth": 8}
+        config["aio"] = {**aio, "single_submit": False, "overlap_events": True}
+        if args.offload_param:
+            zero["offload_param"] |= {"buffer_count": 5, "buffer_size": "auto", "max_in_cpu": 0}
+    return as_json(config, made_by)
 
 
 def fsdp_config(args: argparse.Namespace, made_by: str) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.cluster.launch import Launch
-from support.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from support.cli.arguments import Arguments
 
 
-# Values of CUBLAS_WORKSPACE_CONFIG that PyTorch accepts for deterministic algorithms.
-DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 # Every torch from 2.6 to 2.13 reads the first variable. torch 2.9 announces the second one but does
 # not read it (pytorch/pytorch#183387).
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -60,7 +57,7 @@ def tune_process(args: Arguments, launch: Launch) -> None:
         env[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     prefer_own_ninja()
     if args.deterministic:
-        check_workspace(env.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0]))
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
     defaults = {"TOKENIZERS_PARALLELISM": "true", "KINETO_LOG_LEVEL": "99"}  # logs start and end
     if not args.verbose:
         warnings.simplefilter("ignore")
@@ -88,15 +85,6 @@ def prefer_own_ninja() -> None:
     folder = str(Path(sys.executable).parent)
     if shutil.which("ninja", path=folder) and not os.environ.get("PATH", "").startswith(folder):
         os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
-
-
-def check_workspace(workspace: str) -> None:
-    """Check the cuBLAS workspace that --deterministic needs on a GPU; a CPU needs none."""
-    if has_nvidia_gpu() and workspace not in DETERMINISTIC_WORKSPACES:
-        raise UserError(
-            f"--deterministic needs CUBLAS_WORKSPACE_CONFIG={DETERMINISTIC_WORKSPACES[0]}, and "
-            f"this shell sets {workspace}: unset it."
-        )
 
 
 def available_cores() -> int:

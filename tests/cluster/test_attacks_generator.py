@@ -112,12 +112,6 @@ WITH_HOSTS = (*LAUNCHER, "--hosts", "hosts")
     ),
     Attack("no number of slots", hosts("a slots=many\n"), WITH_HOSTS, says="a slots=many"),
     Attack("hosts of comments alone", hosts("# a\n\n  # b\n"), WITH_HOSTS, says="name hosts"),
-    Attack(
-        "a model whose configuration is a list",
-        lambda folder: (folder / "config.json").write_text("[1]") and None,
-        ("deepspeed", "--model", "."),
-        says="config.json",
-    ),
 )
 def test_generator_refuses(generate, tmp_path, attack):
     args = attack.prepare(tmp_path) or ()
