@@ -125,7 +125,8 @@ class FailureMonitor:
                     progress.write(f"   {fact}", sys.stderr)
                 if with_stacks:
                     self.watchdog.dump(str(shown))
-                    in_time(lambda: self.watchdog.write_table(str(shown)))
+                    with contextlib.suppress(*NO_ANSWER):
+                        in_time(lambda: self.watchdog.write_table(str(shown)))
             # The other ranks must read the error in the store, which this process may host.
             if self.launch.is_main and self.launch.world_size > 1:
                 time.sleep(2 * ROUND_SECONDS)
