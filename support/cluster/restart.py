@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NoReturn
 from support import process
 from support.cli.arguments import Arguments
 from support.cluster.launch import Launch, agent_hosts_store
-from support.cluster.stop_signal import StopSignal
 
 if TYPE_CHECKING:  # --help must not wait for torch
     import torch.distributed as dist
@@ -34,11 +33,10 @@ class Restart:
     Args:
         values: the flags that change, by name.
         useful: returns whether the micro-batch may be the cause of an out-of-memory error now.
-        stop: a stop signal that arrives meanwhile is left to the new program.
     """
 
-    def __init__(self, launch: Launch, values: dict, useful: Callable[[], bool], stop: StopSignal):
-        self.launch, self.values, self.useful, self.stop = launch, values, useful, stop
+    def __init__(self, launch: Launch, values: dict, useful: Callable[[], bool]):
+        self.launch, self.values, self.useful = launch, values, useful
         self._once, self.started = threading.Lock(), False  # whether a thread called `execute`
 
     @property
@@ -62,7 +60,6 @@ class Restart:
                 os.set_inheritable(int(name), int(name) < 3)
         if process.CORES is not None:  # OpenMP may have bound this thread to one core
             os.sched_setaffinity(0, process.CORES)
-        self.stop.hand_over()
         environment = {**process.ENVIRONMENT, process.RESTARTED: json.dumps(self.values)}
         os.execve(sys.executable, process.COMMAND, environment)
 

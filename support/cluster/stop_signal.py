@@ -26,7 +26,6 @@ class StopSignal:
         self.requested, self._name = False, ""
         self._deferred, self._first = False, 0.0
         self._numbers: int | None = None  # file that gets the number of each signal as a byte
-        self._arrived_stops: set[int] = set()
 
     def install(self) -> None:
         """Install the handlers; only the main thread can do this."""
@@ -37,24 +36,12 @@ class StopSignal:
         for number in process.STOP_SIGNALS:
             if number in process.ALSO_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._arrived)
-        # A program that replaced another one has them blocked; see `hand_over`.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, process.STOP_SIGNALS)
 
     def arrived_signals(self) -> set[int]:
         """Return the signals since the last call, even if the main thread waits in a collective."""
-        numbers: set[int] = set()
         with contextlib.suppress(BlockingIOError):
-            if self._numbers is not None:
-                numbers = {*os.read(self._numbers, 512)}
-        self._arrived_stops |= numbers & {*process.STOP_SIGNALS}
-        return numbers
-
-    def hand_over(self) -> None:
-        """Leave a signal that has arrived to the program that replaces this one (execve)."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, process.STOP_SIGNALS)
-        self.arrived_signals()
-        for number in self._arrived_stops:
-            signal.pthread_kill(threading.get_ident(), number)
+            return {*os.read(self._numbers, 512)} if self._numbers is not None else set()
+        return set()
 
     def defer(self) -> None:
         """Record further signals instead of ending the run; called when training starts.
