@@ -504,7 +504,7 @@ def setup_distributed(args: Arguments, launch: Launch) -> DistContext:
     console = Console(launch.is_main, args.quiet, args.verbose)
     if gpu := unused_gpu():
         console.warn(f"{gpu} are not supported: training on the CPU.")
-    ctx = DistContext.create(launch, device, backend, console)
+    ctx = DistContext(launch, device, backend, console)
     dist.init_process_group(
         store=connect_ranks(ctx, args.ddp_timeout, args.hang_seconds),
         rank=ctx.rank,

@@ -6,7 +6,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,81 +15,47 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from support.cluster.failures import FailureMonitor
 from support.cluster.launch import Launch
 from support.cluster.stop_signal import StopSignal
-from support.cluster.watchdog import Watchdog
 from support.console import Console
 from support.errors import TrainingError
-from support.files.atomic import TemporaryPaths
 
 
-@dataclass
 class DistContext:
-    """This process among the ranks: its place, its device, and collectives of Python objects."""
+    """This process among the ranks: its place, its device, and collectives of Python objects.
 
-    launch: Launch
-    device: torch.device  # the GPU of this rank, or the CPU
-    backend: str  # "nccl", "gloo", or "fake" in a simulation
-    console: Console
-    failures: FailureMonitor  # what ends this process when a rank fails
-    precision: str = "fp32"  # of the computation: "fp32", "bf16" or "fp16"
-    nodes: int = 1
-    lock: Any = None  # on rank 0: prevents a second run from using the output folder
+    Attributes:
+        device: the GPU of this rank, or the CPU.
+        backend: "nccl", "gloo", or "fake" in a simulation.
+        failures: what ends this process when a rank fails.
+        hang: the hang report, and the count of the collectives.
+        temporary: folders and files to remove, at the latest when this process exits.
+        simulated: True with --simulate_gpus: values are meaningless, memory sizes are valid.
+        real_world_size: number of processes that exist: 1 in a simulation.
+        precision: of the computation: "fp32", "bf16" or "fp16".
+        lock: on rank 0: prevents a second run from using the output folder.
+    """
 
-    @classmethod
-    def create(
-        cls, launch: Launch, device: torch.device, backend: str, console: Console
-    ) -> DistContext:
-        """Return a context whose process group is not initialized yet."""
-        failures = FailureMonitor(launch, console, StopSignal())
-        return cls(launch, device, backend, console, failures)
+    def __init__(self, launch: Launch, device: torch.device, backend: str, console: Console):
+        self.launch, self.device, self.backend, self.console = launch, device, backend, console
+        self.rank, self.world_size, self.is_main = launch.rank, launch.world_size, launch.is_main
+        self.stop = StopSignal()
+        self.failures = FailureMonitor(launch, console, self.stop)
+        self.hang, self.temporary = self.failures.watchdog, self.failures.temporary
+        self.simulated = backend == "fake"
+        self.real_world_size = 1 if self.simulated else launch.world_size
+        self.precision, self.nodes = "fp32", 1
+        self.lock: Any = None
 
     @classmethod
     @contextlib.contextmanager
     def alone(cls, launch: Launch, console: Console) -> Iterator[DistContext]:
         """Yield the context of one process on the CPU without a process group; an error ends it."""
-        ctx = cls.create(launch, torch.device("cpu"), "fake", console)
+        ctx = cls(launch, torch.device("cpu"), "fake", console)
         ctx.stop.install()
         try:
             yield ctx
             ctx.temporary.clean_up()
         except BaseException as error:
             ctx.failures.end_failed(error)
-
-    @property
-    def stop(self) -> StopSignal:
-        """Handler of the stop signals of this process."""
-        return self.failures.stop
-
-    @property
-    def hang(self) -> Watchdog:
-        """The hang report, and the count of the collectives."""
-        return self.failures.watchdog
-
-    @property
-    def temporary(self) -> TemporaryPaths:
-        """Folders and files to remove, at the latest when this process exits."""
-        return self.failures.temporary
-
-    @property
-    def rank(self) -> int:
-        return self.launch.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.launch.world_size
-
-    @property
-    def is_main(self) -> bool:
-        return self.launch.is_main
-
-    @property
-    def simulated(self) -> bool:
-        """True with --simulate_gpus: values are meaningless, memory sizes are valid."""
-        return self.backend == "fake"
-
-    @property
-    def real_world_size(self) -> int:
-        """Number of processes that exist: 1 in a simulation, otherwise the world size."""
-        return 1 if self.simulated else self.world_size
 
     def mesh(self, hybrid: bool) -> DeviceMesh:
         """Return the device mesh of all ranks, for FSDP.
