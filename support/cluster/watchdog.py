@@ -41,7 +41,7 @@ from support.train_state import TrainState
 ROUND_SECONDS = 1
 # Rounds without an answer after which a rank is lost; with the time to exit less than 30 s. It
 # counts rounds, not seconds: a suspended process makes none.
-SILENT_ROUNDS = 15
+SILENT_ROUNDS = 13
 STARTING_ROUNDS = 60  # for the first answer
 KILLED = "was it killed, or out of host memory (`dmesg | grep -i oom`)?"
 HEADERS = ("rank", "host", "pid", "process", "step", "doing", "last collective", "started")

@@ -218,7 +218,8 @@ class TemporaryFolder:
         self.path = parent / f"{prefix}{secrets.token_hex(6)}"
         self.paths = [str(self.path)]  # for `TemporaryPaths`
         self.path.mkdir(mode)
-        _locks.append(lock(self.path / ".lock"))
+        _locks.append(lock(self.path / ".locking"))
+        os.rename(self.path / ".locking", self.path / ".lock")  # locked before others find it
 
     def remove(self) -> None:
         """Remove the folder and everything in it; errors are ignored."""
