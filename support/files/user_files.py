@@ -47,6 +47,11 @@ def read_text(flag: str, path: str) -> str:
         UserError: the file cannot be read, or is not UTF-8.
     """
     try:
+        # Another pipe or a device may never end.
+        if (Path(path).is_fifo() and not path.startswith("/dev/fd/")) or Path(
+            path
+        ).is_char_device():
+            raise UserError(f"{flag} {shown(path)} is not an ordinary file.")
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path, or no UTF-8
         not_text = isinstance(error, UnicodeDecodeError)
