@@ -1,14 +1,12 @@
-"""Processes and machines: launchers, rendezvous, failures of ranks, and Slurm.
+"""Processes and machines: launchers, the process group, failures of ranks, and Slurm.
 
 launch         the launcher and the rank of this process
 tuning         settings of this process that libraries read when they are imported
-rendezvous     waiting for all ranks, and checking that they fit together
 devices        the GPU of a rank, and the precision in which it computes
-process_group  the backend of the process group, and waiting for its ranks
+process_group  waiting until all ranks have started and fit together, and the backend
 context        `DistContext`: rank, device, collectives of objects, preparation once per node
 failures       `FailureMonitor`: the first failure is reported, and every rank exits
-watchdog       detection of ranks that failed, were killed, were stopped, or wait
-hang           the report of ranks that wait for each other
+watchdog       detection of ranks that failed, were killed or stopped, or wait; the hang report
 restart        restart with a smaller micro-batch after memory ran out
 stop_signal    what SIGTERM, SIGINT, SIGUSR1 and SIGHUP do
 comm_volume    collectives, message bytes and sent bytes per optimizer step

@@ -19,10 +19,8 @@ from torch.utils._pytree import tree_map_only
 from support import patches
 
 # Operator -> its usual name, and how often one rank of N sends each byte of the message, in units
-# of (N − 1) / N. The factor is 1 where every rank receives or sends all parts except its own, and
-# 2 for an all-reduce, which is a reduce-scatter followed by an all-gather (ring algorithms;
-# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). The message is the whole
-# tensor: the output of an all-gather, the input of a reduce-scatter.
+# of (N − 1) / N (ring algorithms: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). An all-reduce
+# is a reduce-scatter and an all-gather. The message is the whole tensor.
 COLLECTIVES = {
     "allreduce_": ("all_reduce", 2),
     "allreduce_coalesced_": ("all_reduce", 2),
@@ -44,8 +42,7 @@ COLLECTIVES = {
 class Traffic:
     """Counter of the collectives of each step: their number, message bytes and sent bytes.
 
-    `start()` starts counting, `end_step()` closes a step, and `per_step()` returns the median over
-    steps. Counting costs one Python call per collective and does not synchronize with the GPU.
+    Counting costs one Python call per collective and does not synchronize with the GPU.
     """
 
     def __init__(self) -> None:

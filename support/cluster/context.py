@@ -6,7 +6,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,46 +13,43 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from support.cluster.failures import FailureMonitor
-from support.cluster.hang import HangReport
 from support.cluster.launch import Launch
 from support.cluster.stop_signal import StopSignal
 from support.console import Console
 from support.errors import TrainingError
-from support.files.atomic import TemporaryPaths
 
 
-@dataclass
 class DistContext:
     """This process among the ranks: its place, its device, and collectives of Python objects.
 
-    Output, failures and temporary files are in `console` and `failures`.
+    Attributes:
+        device: the GPU of this rank, or the CPU.
+        backend: "nccl", "gloo", or "fake" in a simulation.
+        failures: what ends this process when a rank fails.
+        hang: the hang report, and the count of the collectives.
+        temporary: folders and files to remove, at the latest when this process exits.
+        simulated: True with --simulate_gpus: values are meaningless, memory sizes are valid.
+        real_world_size: number of processes that exist: 1 in a simulation.
+        precision: of the computation: "fp32", "bf16" or "fp16".
+        lock: on rank 0: prevents a second run from using the output folder.
     """
 
-    launch: Launch
-    device: torch.device  # the GPU of this rank, or the CPU
-    backend: str  # "nccl", "gloo", or "fake" in a simulation
-    console: Console
-    failures: FailureMonitor  # what ends this process when a rank fails
-    precision: str = "fp32"  # of the computation: "fp32", "bf16" or "fp16"
-    nodes: int = 1
-    lock: Any = None  # on rank 0: prevents a second run from using the output folder
-
-    @classmethod
-    def create(
-        cls, launch: Launch, device: torch.device, backend: str, console: Console
-    ) -> DistContext:
-        """Return a context whose process group is not initialized yet."""
-        failures = FailureMonitor(launch, console, StopSignal())
-        return cls(launch, device, backend, console, failures)
+    def __init__(self, launch: Launch, device: torch.device, backend: str, console: Console):
+        self.launch, self.device, self.backend, self.console = launch, device, backend, console
+        self.rank, self.world_size, self.is_main = launch.rank, launch.world_size, launch.is_main
+        self.stop = StopSignal()
+        self.failures = FailureMonitor(launch, console, self.stop)
+        self.hang, self.temporary = self.failures.watchdog, self.failures.temporary
+        self.simulated = backend == "fake"
+        self.real_world_size = 1 if self.simulated else launch.world_size
+        self.precision, self.nodes = "fp32", 1
+        self.lock: Any = None
 
     @classmethod
     @contextlib.contextmanager
     def alone(cls, launch: Launch, console: Console) -> Iterator[DistContext]:
-        """Yield the context of a single process on the CPU, without a process group.
-
-        An exception or a signal ends the process with its message and exit code.
-        """
-        ctx = cls.create(launch, torch.device("cpu"), "fake", console)
+        """Yield the context of one process on the CPU without a process group; an error ends it."""
+        ctx = cls(launch, torch.device("cpu"), "fake", console)
         ctx.stop.install()
         try:
             yield ctx
@@ -61,52 +57,11 @@ class DistContext:
         except BaseException as error:
             ctx.failures.end_failed(error)
 
-    @property
-    def stop(self) -> StopSignal:
-        """Handler of the stop signals of this process."""
-        return self.failures.stop
-
-    @property
-    def hang(self) -> HangReport:
-        """The hang report, and the count of the collectives."""
-        return self.failures.hang
-
-    @property
-    def temporary(self) -> TemporaryPaths:
-        """Folders and files to remove, at the latest when this process exits."""
-        return self.failures.temporary
-
-    @property
-    def rank(self) -> int:
-        return self.launch.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.launch.world_size
-
-    @property
-    def is_main(self) -> bool:
-        return self.launch.is_main
-
-    @property
-    def simulated(self) -> bool:
-        """True if this process is rank 0 of a simulated run (--simulate_gpus).
-
-        The other ranks do not exist, so computed values are meaningless; memory sizes are valid.
-        """
-        return self.backend == "fake"
-
-    @property
-    def real_world_size(self) -> int:
-        """Number of processes that exist: 1 in a simulation, otherwise the world size."""
-        return 1 if self.simulated else self.world_size
-
     def mesh(self, hybrid: bool) -> DeviceMesh:
         """Return the device mesh of all ranks, for FSDP.
 
         Args:
-            hybrid: return a mesh of shape (nodes, ranks per node) with the dimensions "replicate"
-                and "shard"; otherwise its shape is (world size,).
+            hybrid: with the dimensions "replicate" (nodes) and "shard" (ranks per node).
         """
         if not hybrid:
             return init_device_mesh(self.device.type, (self.world_size,))
@@ -118,18 +73,16 @@ class DistContext:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def once_per_node(self, what: str, prepare: Callable[[], Any]) -> Any:
-        """Call `prepare` on local rank 0 of each node while all other ranks wait.
+        """Call `prepare` on local rank 0 of each node while all other ranks wait for all nodes.
 
-        The ranks wait in the key-value store and not in a collective, which has a time limit:
-        tokenization may take an hour. Every rank waits for all nodes, so that no node waits for
-        another one in the next collective.
+        They wait in the key-value store and not in a collective, which has a time limit:
+        tokenization may take an hour.
 
         Args:
             what: name of the preparation, unique in the run.
-            prepare: its result must be serializable as JSON and small: the store accepts 8 MB at
-                most. Write data whose size depends on the dataset to a file instead.
+            prepare: returns a small JSON value; the store accepts 8 MB at most.
         Returns:
-            The result of the rank's own node, on every rank.
+            The result of the rank's own node.
         """
         store = self.failures.store
         if store is None:
@@ -143,10 +96,7 @@ class DistContext:
         return json.loads(store.get(key))
 
     def asked_to_stop(self) -> bool:
-        """Return whether any rank has received a stop signal, the same on all ranks.
-
-        A collective (all-reduce): all ranks must call it.
-        """
+        """Return whether any rank has received a stop signal; all ranks must call it."""
         requests = torch.tensor(float(self.stop.requested), device=self.device)
         dist.all_reduce(requests)
         return requests.item() > 0
@@ -160,10 +110,7 @@ class DistContext:
         return values[0]
 
     def all_gather(self, value: Any) -> list[Any]:
-        """All-gather an object; return the objects of all ranks in the order of the ranks.
-
-        In a simulation the list has one item, that of this process.
-        """
+        """Return the objects of all ranks in their order; in a simulation only that of this one."""
         if self.real_world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -172,11 +119,7 @@ class DistContext:
 
 
 def require_equal_on_all_ranks(values: list[Any], what: str) -> None:
-    """Check that all ranks have the same value.
-
-    Args:
-        values: one value per rank, in the order of the ranks.
-    """
+    """Check that all ranks have the same value; `values` has one per rank."""
     for rank, value in enumerate(values):
         if value != values[0]:
             raise TrainingError(

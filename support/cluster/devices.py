@@ -39,11 +39,7 @@ def choose_device(launch: Launch) -> torch.device:
 
 
 def unused_gpu() -> str | None:
-    """Return the name of a GPU that PyTorch could use and this project cannot, or None.
-
-    MPS has no torch.distributed backend and no memory statistics of the kind that CUDA has, and
-    DeepSpeed's and our code for GPUs is written for CUDA, which ROCm's builds of torch also offer.
-    """
+    """Return the name of a GPU that PyTorch could use and this project cannot, or None."""
     if torch.cuda.is_available():
         return None
     if torch.backends.mps.is_available():
@@ -68,10 +64,7 @@ def choose_precision(requested: str, device) -> str:
 
 
 def cpu_computes_bf16() -> bool:
-    """Return whether this CPU has bf16 instructions (avx512_bf16 or amx_bf16).
-
-    Without them, bf16 is emulated and slow.
-    """
+    """Return whether this CPU has bf16 instructions; without them bf16 is emulated and slow."""
     flags = cpu_fact("flags").split()
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
@@ -86,14 +79,10 @@ def cpu_fact(name: str) -> str:
 
 
 def identify_gpu(device: torch.device) -> str | None:
-    """Return an identity of this process's GPU that is unique on its host.
+    """Return the UUID of this process's GPU; None on a CPU or where ranks may share a GPU.
 
-    Slices of a GPU (MIG) may all report the UUID of the whole GPU. A process uses only one slice,
-    and CUDA_VISIBLE_DEVICES names it, so the value of this variable is appended.
-
-    Returns:
-        The GPU's UUID; None on a CPU, on AMD GPUs, which may all have the same UUID, or where ranks
-        may share a GPU (NCCL_MULTI_RANK_GPU_ENABLE of NCCL 2.30 or newer).
+    AMD GPUs may all have the same UUID. Slices of a GPU (MIG) may have that of the whole GPU;
+    CUDA_VISIBLE_DEVICES names the slice.
     """
     if (
         device.type != "cuda"
@@ -102,7 +91,5 @@ def identify_gpu(device: torch.device) -> str | None:
     ):
         return None
     properties = torch.cuda.get_device_properties(device)
-    identity = str(properties.uuid)
-    if "MIG" in properties.name:
-        identity += f" {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-    return identity
+    piece = os.environ.get("CUDA_VISIBLE_DEVICES", "") if "MIG" in properties.name else ""
+    return f"{properties.uuid} {piece}"

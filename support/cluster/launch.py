@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NoReturn
 
 from support import process
@@ -26,9 +25,7 @@ from support.redaction import print_traceback
 class Launch:
     """Rank of this process, size of the run, and address of its store."""
 
-    # "python", "torchrun" (also for `accelerate launch` with several processes), "deepspeed",
-    # "srun" or "simulated"
-    launcher: str
+    launcher: str  # "python", "torchrun" (also for accelerate), "deepspeed", "srun" or "simulated"
     rank: int  # index of this process among all processes, from 0
     local_rank: int  # the same among the processes of this node
     world_size: int  # number of all processes
@@ -50,14 +47,14 @@ class Launch:
 
 # A variable that only this launcher sets.
 LAUNCHER_MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
+START_SKEW_SECONDS = 10  # time between the starts of the ranks on busy machines
 
 
 def detect_launch() -> Launch:
     """Read the launcher's environment variables, and set those that torch and DeepSpeed read.
 
     torchrun, accelerate and deepspeed set RANK; srun sets SLURM_*. Without either the run has a
-    single process. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are
-    set to the resulting values.
+    single process.
 
     Raises:
         UserError: a variable is missing, invalid or contradicts another one, or Slurm's node list
@@ -90,26 +87,22 @@ def detect_launch() -> Launch:
                 f"{prefix}RANK={rank} does not fit {prefix}WORLD_SIZE={size}: "
                 "unset both or use torchrun."
             )
+        env.update({f"{prefix}RANK": str(rank), f"{prefix}WORLD_SIZE": str(size)})
     if not 0 < launch.master_port < 65536:
         raise UserError(
             f"MASTER_PORT={launch.master_port} is not a port: unset it, or use 1024 to 65535."
         )
-    env.update(
-        RANK=str(launch.rank),
-        WORLD_SIZE=str(launch.world_size),
-        LOCAL_RANK=str(launch.local_rank),
-        LOCAL_WORLD_SIZE=str(launch.local_world_size),
-        MASTER_ADDR=launch.master_addr,
-        MASTER_PORT=str(launch.master_port),
-    )
+    env.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
     return launch
 
 
-def simulated(launch: Launch, world_size: int) -> Launch:
-    """Return rank 0 of a simulated run of `world_size` ranks in this process (--simulate_gpus).
+def agent_hosts_store() -> bool:
+    """Return whether torchrun's agent hosts the store of the run instead of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
-    Sets WORLD_SIZE and LOCAL_WORLD_SIZE in the environment.
-    """
+
+def simulated(launch: Launch, world_size: int) -> Launch:
+    """Return rank 0 of a simulated run of `world_size` ranks in this process (--simulate_gpus)."""
     if launch.world_size > 1:
         raise UserError(
             "--simulate_gpus measures one rank in one process: "
@@ -133,31 +126,22 @@ def _from_rank_variables(env: Mapping[str, str]) -> Launch:
 
 
 def _tasks(env: Mapping[str, str]) -> int:
-    """Return the number of tasks of this step.
-
-    SLURM_STEP_NUM_TASKS takes precedence: SLURM_NTASKS is the number for the whole allocation, for
-    example in the shell that salloc opens.
-    """
+    """Return the number of tasks of this step; SLURM_NTASKS is that of the whole allocation."""
     return int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
 
 
 def _check_tasks(env: Mapping[str, str], launch: Launch) -> None:
-    """Check that the tasks of a Slurm step are one run, and not one run per task.
-
-    Raises:
-        UserError: a launcher in each task, or variables that the batch script exported, make every
-            task a run by itself or give several tasks the same rank.
-    """
+    """Check that the tasks of a Slurm step are one run, and not one run per task."""
     tasks = _tasks(env)
     nodes = int(env.get("GROUP_WORLD_SIZE") or env.get("CROSS_SIZE") or launch.world_size)
-    if launch.launcher != "python" and min(nodes, launch.world_size) < tasks:
+    if min(nodes, launch.world_size) < tasks and launch.launcher != "python":
         raise UserError(
             f"srun started {tasks} tasks, and {launch.launcher} in each of them starts a separate "
             "run: use `srun python real_model_example.py …` with one task per GPU, or one torchrun "
             f"per node (srun --ntasks-per-node=1 torchrun --nnodes={tasks} --nproc_per_node=N "
             "--rdzv_backend=c10d --rdzv_endpoint=HOST:PORT …)."
         )
-    if launch.launcher == "python" and (launch.world_size < tasks or _exported_to_all(env, tasks)):
+    if launch.world_size < tasks:
         raise UserError(
             f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']} are set in each of the {tasks} "
             "tasks of srun, so several tasks have the same rank: unset RANK WORLD_SIZE LOCAL_RANK "
@@ -165,30 +149,16 @@ def _check_tasks(env: Mapping[str, str], launch: Launch) -> None:
         )
 
 
-def _exported_to_all(env: Mapping[str, str], tasks: int) -> bool:
-    """Return whether RANK was exported before srun, so that all tasks have the same value.
-
-    If a shell inside a task sets RANK, the environment with which Slurm started the task does not
-    contain it. The result is the same in every task.
-    """
-    try:
-        started_with = Path(f"/proc/{int(env['SLURM_TASK_PID'])}/environ").read_bytes().split(b"\0")
-    except (KeyError, ValueError, OSError):  # for example hidden by a container
-        return False
-    return tasks > 1 and f"RANK={env['RANK']}".encode() in started_with
-
-
 def _from_slurm(env: Mapping[str, str]) -> Launch:
     rank, world, local_rank = int(env["SLURM_PROCID"]), _tasks(env), int(env["SLURM_LOCALID"])
     node = int(env.get("SLURM_NODEID", 0))
-    # The variable lists the tasks on each node of the step, for example "3,1" or "4(x2),1".
-    listed = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    # The tasks on each node of the step, for example "3,1" or "4(x2),1".
     per_node: list[int] = []
+    listed = env.get("SLURM_STEP_TASKS_PER_NODE", "")
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
         per_node += [int(tasks)] * min(int(times or 1), node + 1)
     local_world = per_node[node] if node < len(per_node) else world
-    # Every rank must compute the same port. It depends on the job ID, so that jobs on the same node
-    # rarely get the same port.
+    # Every rank must compute the same port. Jobs on the same node rarely get the same one.
     number = 101 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
     port = int(env.get("MASTER_PORT") or 20000 + number % 20000)
     address = env.get("MASTER_ADDR") or ""
@@ -203,16 +173,12 @@ def _first_slurm_host(env: Mapping[str, str]) -> str:
 
     Slurm's list is compressed ("gpu[07-08,11]"), so `scontrol` must expand it.
     """
-    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    nodes = next((env[name] for name in names if env.get(name)), "")
-    if not nodes:
-        return "127.0.0.1"
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     if not re.search(r"[\[,]", nodes):
         return nodes
+    command = ["scontrol", "show", "hostnames", nodes]
     try:
-        hosts = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        )
+        hosts = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(
             f"Cannot expand Slurm's node list {nodes} with scontrol: "
@@ -228,33 +194,27 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-START_SKEW_SECONDS = 10  # time between the starts of the ranks on busy machines
-
-
 def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) -> NoReturn:
     """Report an error raised before the ranks can communicate, and exit with its exit code.
 
-    Usually every rank raises such an error, and the message of rank 0 is enough. The other ranks
-    wait before they print, because a launcher ends all ranks when one exits, and rank 0 must print
-    first, also if it started some seconds later. A rank that still runs after the wait has an error
-    of its own.
+    Usually every rank raises such an error, and the message of rank 0 is enough: the others wait
+    before they print, and the launcher ends them meanwhile.
 
     Args:
-        linger: seconds that rank 0 waits after its message, because it may host the store that the
-            other ranks read.
+        linger: seconds that rank 0 waits at the end, because it may host the store.
     """
     text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     rank = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0  # RANK may be the invalid value
-    host, user_error = "", explain(error)
+    place, user_error = "", explain(error)
     if rank != 0:
         time.sleep(START_SKEW_SECONDS)
-        host = f" [rank {rank} on {socket.gethostname()}]"
+        place = f" [rank {rank} on {socket.gethostname()}]"
     if verbose:
         print_traceback(error)
     # A launcher that ends this rank from here on must not cause a second message.
     for number in process.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    print(f"❌ {user_error}{host}", file=sys.stderr, flush=True)
+    print(f"❌ {user_error}{place}", file=sys.stderr, flush=True)
     if isinstance(user_error, OutOfMemory):
         print(f"   {LESS_MEMORY}", file=sys.stderr, flush=True)
     time.sleep(linger if rank == 0 else 0)

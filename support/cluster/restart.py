@@ -1,8 +1,7 @@
 """Restart of all ranks with a smaller micro-batch when memory runs out (--auto_micro_batch).
 
-Each rank replaces its program by a new one in the same process (execve), which no launcher notices.
-A rank without memory leaves the others in a collective that it never joins, so the process group
-cannot be used again; and buckets, hooks and DeepSpeed's engine keep tensors and the batch size.
+Each rank replaces its program by a new one in the same process (execve), which no launcher notices:
+the other ranks wait in a collective that the rank without memory never joins.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from support import process
 from support.cli.arguments import Arguments
-from support.cluster.launch import Launch
-from support.cluster.stop_signal import StopSignal
+from support.cluster.launch import Launch, agent_hosts_store
 
 if TYPE_CHECKING:  # --help must not wait for torch
     import torch.distributed as dist
@@ -33,21 +31,22 @@ class Restart:
     """What a rank needs to start again with a smaller micro-batch.
 
     Args:
-        values: the flags that change, by name; the new program gets them in a variable.
+        values: the flags that change, by name.
         useful: returns whether the micro-batch may be the cause of an out-of-memory error now.
-        stop: a stop signal that arrives meanwhile is left to the new program.
     """
 
-    def __init__(self, launch: Launch, values: dict, useful: Callable[[], bool], stop: StopSignal):
-        self.launch, self.values, self.useful, self.stop = launch, values, useful, stop
+    def __init__(self, launch: Launch, values: dict, useful: Callable[[], bool]):
+        self.launch, self.values, self.useful = launch, values, useful
         self._once, self.started = threading.Lock(), False  # whether a thread called `execute`
 
-    def execute(self, store: dist.Store | None) -> NoReturn:
-        """Replace this program when all ranks are about to do so.
+    @property
+    def announcement(self) -> str:
+        """What all ranks do, for the user."""
+        flags = [f"--{name} {value}" for name, value in self.values.items()]
+        return f"All ranks start again with {' '.join(flags[:2])}."  # not --output_dir
 
-        Args:
-            store: of the failures; None for a single process.
-        """
+    def execute(self, store: dist.Store | None) -> NoReturn:
+        """Replace this program when all ranks are about to do so; None for a single process."""
         self._once.acquire()  # a second thread of this process waits here until the program ends
         self.started = True
         if store is not None:
@@ -59,22 +58,17 @@ class Restart:
         for name in os.listdir("/dev/fd"):  # sockets of libraries, which keep ports in use
             with contextlib.suppress(OSError):
                 os.set_inheritable(int(name), int(name) < 3)
-        environment = {**process.ENVIRONMENT, process.RESTARTED: json.dumps(self.values)}
         if process.CORES is not None:  # OpenMP may have bound this thread to one core
             os.sched_setaffinity(0, process.CORES)
-        self.stop.hand_over()
+        environment = {**process.ENVIRONMENT, process.RESTARTED: json.dumps(self.values)}
         os.execve(sys.executable, process.COMMAND, environment)
 
     def _wait_for_ranks(self, store: dist.Store) -> None:
-        """Wait until all ranks are ready; ranks that do not host the store, until rank 0 has left.
-
-        Otherwise the others could be aborted in a collective, or connect to the old store.
-        """
-        hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        """Wait until all ranks are ready; without the store, until rank 0 has left."""
         deadline = time.monotonic() + ALL_READY_SECONDS
-        with contextlib.suppress(Exception):  # rank 0 has exited, and the store with it
+        with contextlib.suppress(RuntimeError):  # rank 0 has exited, and the store with it
             ready = store.add("restart/ready", 1)
-            while not (self.launch.is_main or hosted_by_agent) or (
+            while not (self.launch.is_main or agent_hosts_store()) or (
                 ready < self.launch.world_size and time.monotonic() < deadline
             ):
                 time.sleep(0.1)
@@ -84,11 +78,7 @@ class Restart:
 def restart_values(args: Arguments, folder: Path) -> dict | None:
     """Return the flags of a restart with half the micro-batch and the same global batch.
 
-    Args:
-        args: --auto_micro_batch, --batch_size, --gradient_accumulation_steps.
-        folder: the output folder, which the new program uses again.
-    Returns:
-        None without --auto_micro_batch, and if the micro-batch is a single sequence.
+    None without --auto_micro_batch, and if the micro-batch is a single sequence.
     """
     if not args.auto_micro_batch or args.batch_size == 1:
         return None
@@ -99,14 +89,14 @@ def restart_values(args: Arguments, folder: Path) -> dict | None:
     return {"batch_size": size, "gradient_accumulation_steps": steps, "output_dir": str(folder)}
 
 
-def continue_restarted(args: Arguments):
+def continue_restarted(args: Arguments) -> Arguments:
     """Return the arguments with the values of `Restart`, if this program is a restart."""
     if process.RESTARTED not in os.environ:
         return args
     values = json.loads(os.environ[process.RESTARTED])
     config = args.ds_config_dict
     if config is not None:
-        steps = values["gradient_accumulation_steps"]
-        config = {**config, "train_micro_batch_size_per_gpu": values["batch_size"]}
-        config["gradient_accumulation_steps"] = steps
+        micro, steps = values["batch_size"], values["gradient_accumulation_steps"]
+        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+        config = {**config, **sizes}
     return args.replace(**values, ds_config_dict=config)

@@ -11,51 +11,31 @@ import hashlib
 import json
 import re
 import shlex
-import unicodedata
 from pathlib import Path
 
 from support import PROJECT
-from support.cli.ds_config import bucket_sizes
 from support.cluster import slurm
 from support.errors import UserError
-from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
+from support.files.user_files import read_text
 
 NO_DIGEST = "sha256:" + 64 * "0"
-DIGEST_LINE = r'^(# |  "_digest": ")sha256:[0-9a-f]{64}'
+DIGEST_LINE = re.compile(r'^(# |  "_digest": ")sha256:[0-9a-f]{64}', re.MULTILINE)
 DIGEST_OF_SCRIPTS = (
     f"# {NO_DIGEST}\n"
     "# is this file's digest. The generator replaces the file only if it was not edited."
 )
-HOST = r"[A-Za-z0-9._:%\[\]-]+"
-
-
-def check_values(args: argparse.Namespace) -> None:
-    """Reject values with characters that a line of a script cannot contain.
-
-    A line end in a value would end a comment, and the shell would execute the rest.
-    """
-    for name, value in vars(args).items():
-        for character in str(value) if isinstance(value, str | Path) else "":
-            if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
-                raise UserError(
-                    f"--{name} {str(value)!r} contains the character U+{ord(character):04X}, "
-                    "which a script cannot contain: remove it."
-                )
 
 
 def with_digest(text: str) -> str:
     """Return `text` with its SHA-256 digest in place of NO_DIGEST."""
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return re.sub(DIGEST_LINE, rf"\g<1>sha256:{digest}", text, count=1, flags=re.MULTILINE)
+    return DIGEST_LINE.sub(rf"\g<1>sha256:{digest}", text, count=1)
 
 
 def is_unedited(path: Path) -> bool:
     """Return whether a file has a digest and is unchanged since this generator wrote it."""
-    try:
-        text = path.read_bytes().decode()
-    except UnicodeDecodeError:
-        return False
-    without = re.sub(DIGEST_LINE, rf"\g<1>{NO_DIGEST}", text, count=1, flags=re.MULTILINE)
+    text = path.read_bytes().decode(errors="replace")  # keeps line ends, which are text too
+    without = DIGEST_LINE.sub(rf"\g<1>{NO_DIGEST}", text, count=1)
     return without != text and with_digest(without) == text
 
 
@@ -70,84 +50,28 @@ def deepspeed_config(args: argparse.Namespace, made_by: str) -> str:
     if args.bf16 and args.fp16:
         raise UserError("--bf16 and --fp16 exclude each other: leave one out.")
     for flag in ("offload_param", "nvme_path"):
-        if getattr(args, flag) and args.zero_stage != 3:
-            raise UserError(f"--{flag} needs --zero_stage 3.")
-    if (args.nvme_path or args.offload_param) and not args.offload_optimizer:
-        raise UserError("--nvme_path and --offload_param need --offload_optimizer: add it.")
-    sets_precision = args.bf16 or args.fp16
-    config = {
-        "train_micro_batch_size_per_gpu": args.batch_size or "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": args.bf16 if sets_precision else "auto"},
-        "fp16": {"enabled": args.fp16 if sets_precision else "auto"},
-        "zero_optimization": _zero_config(args, read_model(args.model)),
-    }
+        if getattr(args, flag) and not (args.zero_stage == 3 and args.offload_optimizer):
+            raise UserError(f"--{flag} needs --zero_stage 3 and --offload_optimizer.")
+    # The project's own file, whose sizes of buckets the run fills in for its model.
+    config = json.loads((PROJECT / f"ds_config_stage{args.zero_stage}.json").read_text())
+    del config["optimizer"]
+    config["train_micro_batch_size_per_gpu"] = args.batch_size or "auto"
+    if args.bf16 or args.fp16:
+        config["bf16"]["enabled"], config["fp16"]["enabled"] = args.bf16, args.fp16
+    zero = config["zero_optimization"]
+    # ZeRO-3 and offload have copies that can overlap with computation on a single rank, too.
+    overlaps_on_one_rank = args.zero_stage == 3 or args.offload_optimizer
+    zero |= {"overlap_comm": overlaps_on_one_rank or "auto", "reduce_scatter": True}
+    place = {"device": "nvme", "nvme_path": args.nvme_path} if args.nvme_path else {"device": "cpu"}
+    for flag in ("offload_optimizer", "offload_param"):
+        if getattr(args, flag):
+            zero[flag] = {**place, "pin_memory": True}
     if args.nvme_path:
         aio = {"block_size": 1048576, "queue_depth": 8}
         config["aio"] = {**aio, "single_submit": False, "overlap_events": True}
+        if args.offload_param:
+            zero["offload_param"] |= {"buffer_count": 5, "buffer_size": "auto", "max_in_cpu": 0}
     return as_json(config, made_by)
-
-
-def _zero_config(args: argparse.Namespace, model: dict) -> dict:
-    zero: dict = {"stage": args.zero_stage}
-    on_nvme = {"device": "nvme", "nvme_path": args.nvme_path}
-    device = on_nvme if args.nvme_path else {"device": "cpu"}
-    for flag in ("offload_optimizer", "offload_param"):
-        if getattr(args, flag):
-            zero[flag] = {**device, "pin_memory": True}
-    params_on_nvme = bool(args.nvme_path and args.offload_param)
-    if params_on_nvme:
-        # A buffer must hold a rank's shard of any parameter: with one rank, the whole parameter.
-        size = model["largest"] + 4096
-        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": size, "max_in_cpu": 0}
-    sizes = bucket_sizes(model["width"], model["parameters"], model["tied"] and params_on_nvme)
-    for key, size in sizes.items():
-        stage3_only = key.startswith(("stage3_", "sub_group"))
-        if key == "reduce_bucket_size" or stage3_only == (args.zero_stage == 3):
-            zero[key] = size
-    # ZeRO-3 and offload have copies that can overlap with computation on a single rank, too.
-    overlaps_on_one_rank = args.zero_stage == 3 or args.offload_optimizer
-    return zero | {
-        "overlap_comm": True if overlaps_on_one_rank else "auto",
-        "reduce_scatter": True,
-        "contiguous_gradients": True,
-    }
-
-
-def read_model(name: str) -> dict:
-    """Read the sizes of a model: a GPT-2 model by name, or the config.json in a folder.
-
-    The number of parameters is approximate: 12 · width² per layer (attention 4, MLP 8) and the
-    embeddings.
-
-    Args:
-        name: name of a GPT-2 model or of the embedded model, or a folder with config.json.
-    Returns:
-        {"width": hidden size, "parameters": their number, "largest": elements of the largest
-        parameter (the token embedding), "tied": whether input and output embeddings are tied}.
-    Raises:
-        UserError: `name` is none of these, or sizes in config.json are missing or invalid.
-    """
-    if name in GPT2_SHAPES or name == EMBEDDED_MODEL:
-        layers, _, width = GPT2_SHAPES.get(name, EMBEDDED_SHAPE)
-        vocabulary, tied = 50257 if name in GPT2_SHAPES else EMBEDDED_VOCABULARY, True
-    else:
-        try:
-            config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-            layers = config.get("num_hidden_layers") or config["n_layer"]
-            width, vocabulary = config.get("hidden_size") or config["n_embd"], config["vocab_size"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            names = ", ".join([EMBEDDED_MODEL, *GPT2_SHAPES, "or a folder with config.json"])
-            raise UserError(f"--model {name}: use {names}.") from error
-        if not all(type(number) is int and number > 0 for number in (layers, width, vocabulary)):
-            raise UserError(
-                f"--model {name}: its config.json has sizes that are not positive whole numbers."
-            )
-        tied = config.get("tie_word_embeddings", True) is not False
-    embedding = vocabulary * width
-    parameters = 12 * layers * width**2 + embedding * (1 if tied else 2)
-    return {"width": width, "parameters": parameters, "largest": embedding, "tied": tied}
 
 
 def fsdp_config(args: argparse.Namespace, made_by: str) -> str:
@@ -168,71 +92,48 @@ def fsdp_config(args: argparse.Namespace, made_by: str) -> str:
     return as_json(config, made_by)
 
 
-def read_hosts(path: str) -> tuple[list[str], int | None]:
-    """Read a file of host names, one per line.
-
-    Lines of DeepSpeed's format, "node1 slots=4", are also accepted; # starts a comment.
+def read_hosts(path: str | None) -> tuple[list[str], int | None]:
+    """Read a file of host names, one per line, or of lines "node1 slots=4"; # starts a comment.
 
     Returns:
-        The host names in the file's order, and the number of slots (ranks) per host, or None if the
-        file does not give it.
+        The host names, and the number of slots (ranks) per host if the file gives it.
     Raises:
-        UserError: the file cannot be read or names no host, a name is invalid or occurs twice, or
-            the numbers of slots differ.
+        UserError: the file cannot be read, a line is not a host, or the numbers of slots differ.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UserError(f"--hosts {path} cannot be read: {reason}.") from error
-    hosts: dict[str, None] = {}  # an ordered set: the file may name very many
-    slots: set[int] = set()
-    for number, words in enumerate((line.split("#")[0].split() for line in lines), 1):
-        if not words:
-            continue
-        host, *options = words
-        place = f"--hosts {path}, line {number}"
-        slots_match = re.fullmatch(r"slots=([1-9][0-9]{0,3})", " ".join(options))
-        if not re.fullmatch(rf"([A-Za-z0-9._-]+@)?{HOST}", host) or host.startswith("-"):
-            raise UserError(f"{place}: {host!r} is not a host name.")
-        if options and not slots_match:
-            raise UserError(f"{place}: after the host name only slots=N can follow.")
-        if host in hosts:
-            raise UserError(f"{place}: {host} is listed twice: remove one line.")
-        hosts[host] = None
-        slots |= {int(slots_match[1])} if slots_match else set()
-    if not hosts:
-        raise UserError(
-            f"--hosts {path} names no host: write one on each line, the first is the master."
-        )
-    if len(slots) > 1:
-        raise UserError(f"--hosts {path}: every host must have the same number of slots.")
-    return list(hosts), slots.pop() if slots else None
+    if path is None:
+        return [], None
+    lines = [line.split("#")[0].strip() for line in read_text("--hosts", path).splitlines()]
+    hosts, slots = [], set()
+    for line in filter(None, lines):
+        found = re.fullmatch(r"([\w.:%@\[\]][\w.:%@\[\]-]*)(?:\s+slots=([1-9]\d{0,3}))?", line)
+        if not found or found[1] in hosts:
+            raise UserError(f"--hosts {path}: {line!r} is not `HOST` or `HOST slots=N`, or twice.")
+        hosts.append(found[1])
+        slots |= {int(found[2])} if found[2] else set()
+    if not hosts or len(slots) > 1:
+        raise UserError(f"--hosts {path}: name hosts that all have the same number of slots.")
+    return hosts, slots.pop() if slots else None
 
 
 def launch_script(args: argparse.Namespace, made_by: str) -> str:
     """Return a script to run on each machine, or with --hosts one that starts all over ssh."""
-    hosts, slots = read_hosts(args.hosts) if args.hosts else ([], None)
-    if hosts and args.num_nodes not in (1, len(hosts)):
-        named = f"--hosts {args.hosts}, which names {len(hosts)}"
-        raise UserError(f"--num_nodes {args.num_nodes} contradicts {named}.")
+    hosts, slots = read_hosts(args.hosts)
     gpus = args.num_gpus_per_node
+    if hosts and args.num_nodes not in (1, len(hosts)):
+        raise UserError(f"--num_nodes {args.num_nodes} contradicts --hosts: it names {len(hosts)}.")
     if slots and gpus not in (None, slots):
         raise UserError(f"--num_gpus_per_node {gpus} contradicts slots={slots} in {args.hosts}.")
-    nodes, ranks = len(hosts) or args.num_nodes, slots or gpus or 1
+    nodes = len(hosts) or args.num_nodes
     if not 0 <= args.node_rank < nodes:
         raise UserError(f"--node_rank {args.node_rank} is not in 0 to {nodes - 1}.")
-    if nodes > 1 and not hosts and args.master_addr == "127.0.0.1":
+    own_address = args.master_addr == "127.0.0.1"
+    if nodes > 1 and not hosts and own_address:
         raise UserError(
             "--num_nodes above 1 needs --master_addr, "
             "the address at which the other nodes reach the first one; or --hosts."
         )
-    if not re.fullmatch(HOST, args.master_addr) or args.master_addr.startswith("-"):
-        raise UserError(f"--master_addr {args.master_addr!r} is not a host name or address.")
-    if args.master_port > 65535:
-        raise UserError(f"--master_port {args.master_port} is not a port: use 1024 to 65535.")
     # The first host, unless the other hosts reach it under another address.
-    first_host = hosts and args.master_addr == "127.0.0.1"
+    address = hosts[0].split("@")[-1] if hosts and own_address else args.master_addr
     return slurm.fill(
         "launch",
         made_by=made_by,
@@ -242,9 +143,9 @@ def launch_script(args: argparse.Namespace, made_by: str) -> str:
         config=config_path(args.config),
         deepspeed=args.use_deepspeed and nodes == 1,
         nodes=nodes,
-        ranks=ranks,
+        ranks=slots or gpus or 1,
         node_rank=args.node_rank,
-        master_addr=shlex.quote(hosts[0].split("@")[-1] if first_host else args.master_addr),
+        master_addr=shlex.quote(address),
         master_port=args.master_port,
         hosts=" ".join(map(shlex.quote, hosts)),
     )
@@ -252,24 +153,18 @@ def launch_script(args: argparse.Namespace, made_by: str) -> str:
 
 def slurm_job(args: argparse.Namespace, made_by: str) -> str:
     """Return a batch script for Slurm."""
-    if not re.fullmatch(r"[0-9]{1,7}(-[0-9]{1,2})?(:[0-9]{1,4}){0,3}", args.time_limit):
-        raise UserError(f"--time_limit {args.time_limit}: write it as HH:MM:SS or D-HH:MM:SS.")
-    sbatch = []
-    for flag in ("partition", "account"):
-        if name := getattr(args, flag):
-            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", name):
-                raise UserError(f"--{flag} {name!r} is not a valid name in Slurm.")
-            sbatch.append(f"#SBATCH --{flag}={name}")
     if args.signal_seconds and not args.requeue:
         raise UserError("--signal_seconds needs --requeue.")
+    slurm.seconds_of(args.time_limit)
     gpus = args.num_gpus_per_node or 1
+    named = {"partition": args.partition, "account": args.account}
     values: dict[str, object] = {
         "nodes": args.num_nodes,
         "gpus": gpus,
         "cpus": 2 * gpus,
         "time": args.time_limit,
         "project": shlex.quote(str(PROJECT)),
-        "sbatch": sbatch,
+        "sbatch": [f"#SBATCH --{flag}={name}" for flag, name in named.items() if name],
         "signal_seconds": args.signal_seconds or slurm.SIGNAL_SECONDS,
     }
     arguments = f" --config {config_path(args.config)}"
@@ -297,15 +192,3 @@ def config_path(path: str) -> str:
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file.")
     return shlex.quote(str(Path(path).absolute()))
-
-
-def next_step(args: argparse.Namespace) -> str:
-    """Return the command that uses the written file."""
-    output = shlex.quote(str(args.output))
-    by_hand = args.command == "launcher" and not args.hosts and args.num_nodes > 1
-    return {
-        "deepspeed": f"python real_model_example.py --ds_config {output}",
-        "fsdp": f"python real_model_example.py --strategy fsdp --fsdp_config {output}",
-        "launcher": f"bash {output}" + ("    # on each machine, with NODE_RANK=0, 1, …" * by_hand),
-        "slurm": f"sbatch {output}",
-    }[args.command]

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-import operator
+import re
 from pathlib import Path
 
 from support import PROJECT
@@ -81,51 +81,45 @@ def seconds_of(time_limit: str) -> int:
     Raises:
         UserError: it has another form, or is 0, which means no limit.
     """
-    days, dash, rest = time_limit.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    if len(parts) > len(units):
-        raise UserError(f"--time_limit {time_limit}: write it as HH:MM:SS or D-HH:MM:SS.")
-    seconds = 86400 * int(days or 0) + sum(map(operator.mul, parts, units))
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit, re.ASCII)
+    parts = [int(part or 0) for part in found.groups()] if found else [0]
+    if found and found[1] is None and found[4] is None:  # minutes and seconds
+        parts = [0, 0, *parts[1:3]]
+    seconds = sum(part * unit for part, unit in zip(parts, (86400, 3600, 60, 1), strict=False))
     if seconds == 0:
-        raise UserError("--time_limit 0 is no limit, and the budget of a run needs one.")
+        raise UserError(f"--time_limit {time_limit}: write it as HH:MM:SS or D-HH:MM:SS, above 0.")
     return seconds
 
 
 def examples() -> dict[str, str]:
     """Return the example batch scripts of the folder slurm/ as {file name: text}."""
     per_gpu = {"nodes": 2, "tasks": 4, "cpus": 2}
-    resume = {**per_gpu, "arguments": " --resume"}
+    several = "Several nodes: torchrun, once on each node, starts one rank per GPU."
+    requeue = (
+        "A run longer than a job's time limit: it is saved before the limit or on preemption,\n"
+        "requeued and resumed."
+    )
+    compare = (
+        "Compare all strategies on one node; tables and figure are written to the folder of sbatch."
+    )
     rows: list[tuple[str, str, str, dict]] = [
         ("train_single_node", "one_node", "One node: torchrun starts one rank per GPU.", {}),
-        (
-            *("train_multi_node", "torchrun"),
-            *("Several nodes: torchrun, once on each node, starts one rank per GPU.", {"nodes": 2}),
-        ),
+        ("train_multi_node", "torchrun", several, {"nodes": 2}),
         ("train_srun", "srun", "One Slurm task per GPU, without a launcher.", per_gpu),
-        (
-            *("train_requeue", "requeue"),
-            "A run longer than a job's time limit: it is saved before the limit or on preemption,\n"
-            "requeued and resumed.",
-            resume,
-        ),
+        ("train_requeue", "requeue", requeue, {**per_gpu, "arguments": " --resume"}),
+        ("compare", "compare", compare, {"name": "compare"}),
     ]
     texts = {}
     for name, kind, summary, values in rows:
+        script, more = "real_model_example.py", "--model gpt2 --strategy zero2"
+        if kind == "compare":
+            script, more = "compare_strategies.sh", "gpt2-medium --batch_size 2"
         about = (
-            f"{summary}\nFurther arguments are those of real_model_example.py.\n\n"
+            f"{summary}\nFurther arguments are those of {script}.\n\n"
             f"    sbatch slurm/{name}.slurm      # the embedded model\n"
-            f"    sbatch slurm/{name}.slurm --model gpt2 --strategy zero2"
+            f"    sbatch slurm/{name}.slurm {more}"
         )
         texts[f"{name}.slurm"] = batch_script(kind, about, **values)
-    texts["compare.slurm"] = batch_script(
-        "compare",
-        "Compare all strategies on one node; tables and figure are written to the folder of sbatch.\n"
-        "Further arguments are those of compare_strategies.sh.\n\n"
-        "    sbatch slurm/compare.slurm      # the embedded model\n"
-        "    sbatch slurm/compare.slurm gpt2-medium --batch_size 2",
-        name="compare",
-    )
     return texts
 
 

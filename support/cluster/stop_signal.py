@@ -16,19 +16,16 @@ SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one 
 
 
 class StopSignal:
-    """Handler of the signals that ask the run to stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
+    """Handler of the signals that ask the run to stop.
 
-    Before training there is nothing to save, and a signal ends the run like an error. After
-    `defer()` a signal is only recorded, and the ranks agree on it between two steps. Launchers send
-    several signals for one request: those within SAME_REQUEST_SECONDS of the first are ignored. A
-    later Ctrl-C (SIGINT) interrupts the run at once. `requested` is True after the first signal.
+    Before training a signal ends the run like an error. After `defer()` it sets `requested`, and
+    the ranks agree on it between two steps; a later Ctrl-C (SIGINT) interrupts the run at once.
     """
 
     def __init__(self) -> None:
         self.requested, self._name = False, ""
         self._deferred, self._first = False, 0.0
         self._numbers: int | None = None  # file that gets the number of each signal as a byte
-        self._arrived_stops: set[int] = set()
 
     def install(self) -> None:
         """Install the handlers; only the main thread can do this."""
@@ -39,37 +36,18 @@ class StopSignal:
         for number in process.STOP_SIGNALS:
             if number in process.ALSO_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._arrived)
-        # A program that replaced another one has them blocked; see `hand_over`.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, process.STOP_SIGNALS)
 
     def arrived_signals(self) -> set[int]:
-        """Return the signals with a handler that have arrived since the last call, from any thread.
-
-        The handler in C has recorded them even if the main thread is blocked in a collective.
-        """
-        numbers: set[int] = set()
+        """Return the signals since the last call, even if the main thread waits in a collective."""
         with contextlib.suppress(BlockingIOError):
-            if self._numbers is not None:
-                numbers = {*os.read(self._numbers, 512)}
-        self._arrived_stops |= numbers & {*process.STOP_SIGNALS}
-        return numbers
-
-    def hand_over(self) -> None:
-        """Leave a signal that has arrived to the program that replaces this one (execve).
-
-        The kernel keeps blocked signals of the calling thread.
-        """
-        signal.pthread_sigmask(signal.SIG_BLOCK, process.STOP_SIGNALS)
-        self.arrived_signals()
-        for number in self._arrived_stops:
-            signal.pthread_kill(threading.get_ident(), number)
+            return {*os.read(self._numbers, 512)} if self._numbers is not None else set()
+        return set()
 
     def defer(self) -> None:
         """Record further signals instead of ending the run; called when training starts.
 
         Raises:
-            StoppedBySignal: a signal has already arrived, and its exception was lost because Python
-                ignores exceptions in some places, such as destructors.
+            StoppedBySignal: a signal arrived earlier, and a destructor swallowed its exception.
         """
         if self.requested:
             self._end()

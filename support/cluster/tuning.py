@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.cluster.launch import Launch
-from support.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -24,17 +23,15 @@ if TYPE_CHECKING:
     from support.cli.arguments import Arguments
 
 
+# Every torch from 2.6 to 2.13 reads the first variable. torch 2.9 announces the second one but does
+# not read it (pytorch/pytorch#183387).
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
 def has_nvidia_gpu() -> bool:
     """Return whether this host has an NVIDIA GPU, without importing torch."""
-    return (
-        Path("/dev/nvidiactl").exists()
-        or Path("/dev/dxg").exists()
-        or shutil.which("nvidia-smi") is not None
-    )
-
-
-# Values of CUBLAS_WORKSPACE_CONFIG that PyTorch accepts for deterministic algorithms.
-DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+    devices = Path("/dev/nvidiactl"), Path("/dev/dxg")
+    return any(map(Path.exists, devices)) or shutil.which("nvidia-smi") is not None
 
 
 def tune_process(args: Arguments, launch: Launch) -> None:
@@ -52,20 +49,21 @@ def tune_process(args: Arguments, launch: Launch) -> None:
         cores_per_task = env.get("SLURM_CPUS_PER_TASK") if launch.launcher == "srun" else None
         share = max(1, available_cores() // launch.local_world_size)
         env["OMP_NUM_THREADS"] = cores_per_task or str(share)
-    if has_nvidia_gpu():
-        enable_expandable_segments()
-    else:
+    if not has_nvidia_gpu():
         return_freed_memory()
+    elif not any(name in env for name in ALLOCATOR_VARIABLES):
+        # Batches of chat examples differ in length, and a sharding strategy gathers and frees
+        # tensors of many sizes: segments of fixed sizes that fit no new tensor stay reserved.
+        env[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     prefer_own_ninja()
     if args.deterministic:
-        check_workspace(env.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0]))
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
     defaults = {"TOKENIZERS_PARALLELISM": "true", "KINETO_LOG_LEVEL": "99"}  # logs start and end
     if not args.verbose:
         warnings.simplefilter("ignore")
-        # A torch built for CUDA logs a message about nvcc on a machine with nvcc and without a GPU.
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-        # peft imports it, and it reports that an optional package is not installed.
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        # torch's message about nvcc on a machine without a GPU; bitsandbytes, which peft imports.
+        for logger in ("torch.utils.cpp_extension", "bitsandbytes"):
+            logging.getLogger(logger).setLevel(logging.ERROR)
         defaults |= {
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "TRANSFORMERS_VERBOSITY": "error",
@@ -89,34 +87,9 @@ def prefer_own_ninja() -> None:
         os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
-def check_workspace(workspace: str) -> None:
-    """Check the cuBLAS workspace that --deterministic needs on a GPU; a CPU needs none."""
-    if has_nvidia_gpu() and workspace not in DETERMINISTIC_WORKSPACES:
-        needed = " or ".join(DETERMINISTIC_WORKSPACES)
-        raise UserError(
-            f"--deterministic needs CUBLAS_WORKSPACE_CONFIG={needed}, and this shell "
-            f"sets {workspace}: unset it."
-        )
-
-
 def available_cores() -> int:
     """Return the number of cores this process may use, often fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# Every torch from 2.6 to 2.13 reads the first variable. torch 2.9 announces the second one but does
-# not read it (pytorch/pytorch#183387).
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-
-def enable_expandable_segments() -> None:
-    """Enable expandable segments in PyTorch's CUDA allocator, unless the user has configured it.
-
-    Batches of chat examples differ in length, and a sharding strategy gathers and frees tensors of
-    many sizes. With segments of fixed sizes, those that fit no new tensor stay reserved.
-    """
-    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def return_freed_memory() -> None:

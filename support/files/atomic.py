@@ -17,15 +17,13 @@ import platform
 import re
 import secrets
 import shutil
-import stat
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 PARTIAL = ".partial-"  # prefix of the names of unfinished files
 LEFTOVERS = re.compile(r"\.partial-([0-9a-f]{8}-.+|step-[0-9]{8})")  # of a run that was killed
-SMALL_FILE_BYTES = 256 << 20  # large enough for a results.json that lists every bad row
+EXISTS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of a rename to a name that is in use
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -60,14 +58,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def overwrite(path: Path, text: str) -> None:
-    """Replace a file's content in place, which works on most file systems when the disk is full.
-
-    The disk blocks of the file are used again. Unlike `write_text` this is not atomic.
+    """Replace a file's content in place, not atomically: works on most disks that are full.
 
     Raises:
         OSError: the text needs more disk blocks than are free; the file is unchanged.
     """
-    data = text.encode("utf-8")
+    data = text.encode()
     with open(path, "rb+") as file:
         os.posix_fallocate(file.fileno(), 0, len(data))
         file.write(data)
@@ -91,15 +87,10 @@ def sync_tree(folder: Path) -> None:
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 hex digest of a file."""
-    with open(path, "rb") as file:
-        return digest_of(file)
-
-
-def digest_of(file: IO[bytes]) -> str:
-    """Return the SHA-256 hex digest of an open file, from its current position to its end."""
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -117,37 +108,29 @@ def only_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> IO[bytes]:
-    """Open a regular file; a pipe, which could block, and a symbolic link are refused.
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file; reading a pipe could block.
 
     Raises:
         OSError: the file does not exist, cannot be opened, or is not a regular file.
     """
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return open(descriptor, mode, buffering=0 if "+" in mode else -1)
+    return open(path, "rb")
 
 
-def read_json(path: Path, most: int = SMALL_FILE_BYTES) -> Any:
-    """Return the value in a JSON file of at most `most` bytes.
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file.
 
     Raises:
         OSError: the file does not exist, cannot be read, or is not a regular file.
-        ValueError: the file is empty, is not UTF-8 or not JSON, or is larger than `most`.
+        ValueError: the file is empty, is not UTF-8 or not JSON.
     """
     with open_regular(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"it has more than {most} bytes")
+        content = file.read()
     try:
-        return json.loads(content.decode())
-    except UnicodeDecodeError:
-        raise ValueError("it is not UTF-8") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except ValueError as error:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
         reason = f"it is not JSON: {str(error)[:100]}" if content.strip() else "it is empty"
         raise ValueError(reason) from None
 
@@ -162,19 +145,16 @@ def set_aside(path: Path, name: str) -> Path:
     return new_path
 
 
-def lock(path: Path, create: bool = True) -> IO[bytes] | None:
-    """Acquire a lock file without waiting.
-
-    The lock lasts until the returned file is closed. The kernel also releases it when this process
-    ends in any way.
+def lock(path: Path) -> IO[bytes] | None:
+    """Acquire a lock file without waiting, until the returned file is closed or the process ends.
 
     Returns:
         The open lock file; None on a file system without locks.
     Raises:
         BlockingIOError: another process has the lock.
-        OSError: the file cannot be opened for writing, or is not a regular file.
+        OSError: the file cannot be opened for writing.
     """
-    file = open_regular(path, os.O_RDWR | (os.O_CREAT if create else 0), "r+b")
+    file = open(path, "a+b", buffering=0)  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -213,73 +193,37 @@ class TemporaryPaths(list[str]):
             remove(Path(path))
 
 
-# The lock files of this process's temporary folders: a lock lasts as long as its file is open.
-_locks: dict[Path, IO[bytes]] = {}
+# The locks of this process's temporary folders, which last as long as these files are open.
+_locks: list[IO[bytes] | None] = []
 
 
 class TemporaryFolder:
-    """A new folder that is moved or removed at the end.
+    """A new folder that is removed at the end, with a lock file in it.
 
-    This process locks the file `<folder>.lock`. If it is killed, a later run on the same machine
-    removes the folder. On some file systems a lock is not visible on other machines, so the name of
-    the machine is a part of the folder's name.
+    If this process is killed, a later run on the same machine removes the folder. On some file
+    systems a lock is not visible on other machines, so the folder's name has that of the machine.
 
     Args:
         prefix: prefix of the new folder's name. Folders in `parent` with this prefix are removed
             first if their processes have ended.
         mode: permissions of the new folder, less the umask.
-    Attributes:
-        paths: the paths to remove at the end, for `TemporaryPaths`.
     """
 
     def __init__(self, parent: Path, prefix: str, mode: int = 0o777):
         prefix = f"{prefix}{platform.node()[:40]}-"
-        remove_abandoned(parent, prefix)
+        for left in parent.glob(f"{prefix}*/.lock"):
+            with contextlib.suppress(OSError):  # of a living process, or of another user
+                if lock(left):
+                    remove(left.parent)
         self.path = parent / f"{prefix}{secrets.token_hex(6)}"
-        self._lock = Path(f"{self.path}.lock")
-        self.paths = [str(self.path), str(self._lock)]
-        try:
-            if file := self._take_lock():
-                _locks[self.path] = file
-            os.mkdir(self.path, mode)
-        except OSError:
-            self.remove()
-            raise
-
-    def _take_lock(self) -> IO[bytes] | None:
-        while True:
-            # Another process may check now whether the folder is abandoned, or have removed the
-            # file since this process opened it.
-            try:
-                file = lock(self._lock)
-            except BlockingIOError:
-                time.sleep(0.001)
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                if file is None or os.path.samestat(os.fstat(file.fileno()), self._lock.stat()):
-                    return file
-            if file is not None:
-                file.close()
+        self.paths = [str(self.path)]  # for `TemporaryPaths`
+        self.path.mkdir(mode)
+        _locks.append(lock(self.path / ".locking"))
+        os.rename(self.path / ".locking", self.path / ".lock")  # locked before others find it
 
     def remove(self) -> None:
-        """Remove the folder and everything in it, and the lock file; errors are ignored."""
+        """Remove the folder and everything in it; errors are ignored."""
         remove(self.path)
-        remove(self._lock)
-        if file := _locks.pop(self.path, None):
-            file.close()
-
-
-def remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove the temporary folders in `parent` of this user whose processes have ended."""
-    for path in parent.glob(f"{prefix}*.lock"):
-        # The lock file is of a living process or of another user, or was removed meanwhile.
-        with contextlib.suppress(OSError):
-            file = lock(path, create=False) if path.with_suffix("") not in _locks else None
-            if file is not None:
-                with file:
-                    if os.fstat(file.fileno()).st_uid == os.getuid():
-                        remove(path.with_suffix(""))
-                        remove(path)
 
 
 def start_folder(folder: Path) -> TemporaryFolder:
@@ -294,12 +238,12 @@ def start_folder(folder: Path) -> TemporaryFolder:
 def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Path:
     """Flush a new folder to disk and rename it to `folder`, or if that exists to `folder`-2, -3 …
 
-    Renaming a folder to the name of a non-empty folder fails. Two processes that finish at the same
-    time therefore cannot replace each other's result.
+    A rename to the name of a folder that is not empty fails, so of two processes that finish at the
+    same time none replaces the other's result.
 
     Args:
         temporary: returned by `start_folder`; the caller removes it.
-        replace: move an existing folder of this name into `temporary`, which removes it.
+        replace: move an existing folder of this name into `temporary`.
     Returns:
         The final path.
     Raises:
@@ -309,16 +253,17 @@ def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Pa
     sync_tree(new)
     if replace and os.path.lexists(folder):
         os.rename(folder, old)
-    for number in range(1, 1000):
-        final = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+    final, number = folder, 1
+    while True:
         try:
             os.rename(new, final)
         except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                continue
-            if old.exists():
-                os.rename(old, folder)
-            raise
-        sync(folder.parent)
-        return final
-    raise FileExistsError(errno.EEXIST, "exists, and so do 1,000 numbered ones", str(folder))
+            if error.errno not in EXISTS:
+                if old.exists():
+                    os.rename(old, folder)
+                raise
+            number += 1
+            final = folder.with_name(f"{folder.name}-{number}")
+        else:
+            sync(folder.parent)
+            return final

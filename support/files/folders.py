@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -28,58 +29,44 @@ def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:
         path: the folder, or a file, which is returned as the only one. Links to files are followed,
             links to folders are not.
         name: the name that the user gave, for messages.
-        include: patterns of names, separated by commas; None for all files. See `is_included`.
+        include: patterns as in `fnmatch`, separated by commas; None for all files. A pattern with a
+            slash is compared with the path, any other with the name of the file.
     Raises:
         UserError: there are no such files, or a part of the folder cannot be read.
     """
+    patterns = [pattern.strip() for pattern in include.split(",")] if include else ["*"]
     try:
         if path.is_file():
             return [path]
         if not path.exists():
             raise UserError(f"{name}: no such file or folder.")
+        if not path.is_dir():
+            raise UserError(f"{name} is a pipe or a device: save the data in a file first.")
+        found = [file for file in _walk(path) if file.is_file() and file.stat().st_size]
     except OSError as error:  # for instance a name that is too long, or no permission
-        raise UserError(f"{name[:200]} cannot be read: {error.strerror}.") from error
-    if not path.is_dir():
-        raise UserError(f"{name} is a pipe or a device: save the data in a file first.")
-    candidates = [file for file in _walk(path, name) if _has_data(file)]
-    if not candidates:
+        place = error.filename or path
+        raise UserError(f"{name[:200]}: {place} cannot be read: {error.strerror}.") from error
+    if not found:
         raise UserError(f"{name}: the folder has no files, or only empty ones.")
-    files = [f for f in candidates if include is None or is_included(f.relative_to(path), include)]
+    files = []
+    for file in found:
+        inside = file.relative_to(path).as_posix()
+        if any(fnmatchcase(inside if "/" in pat else file.name, pat) for pat in patterns):
+            files.append(file)
     if not files:
         raise UserError(
-            f"--include {include}: no file in {name} matches; there are {count_types(candidates)}."
+            f"--include {include}: no file in {name} matches; there are {count_types(found)}."
         )
     return sorted(files)
 
 
-def _walk(folder: Path, name: str):
+def _walk(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
-        raise UserError(f"{name}: {error.filename} cannot be read: {error.strerror}.") from error
+        raise error
 
     for parent, subfolders, files in os.walk(folder, onerror=refuse):
         subfolders[:] = [subfolder for subfolder in subfolders if not subfolder.startswith(".")]
         yield from (Path(parent, file) for file in files if not file.startswith("."))
-
-
-def _has_data(file: Path) -> bool:
-    """Return whether a path is a regular file (or a link to one) that is not empty."""
-    try:
-        return file.is_file() and file.stat().st_size > 0
-    except FileNotFoundError:  # removed since the folder was listed
-        return False
-
-
-def is_included(file: Path, include: str) -> bool:
-    """Return whether a file matches one of the patterns of --include.
-
-    Args:
-        file: its path relative to the folder.
-        include: patterns as in `fnmatch`, separated by commas. A pattern with a slash is compared
-            with the path, any other with the name of the file.
-    """
-    path = file.as_posix()
-    patterns = [pattern.strip() for pattern in include.split(",")]
-    return any(fnmatchcase(path if "/" in pat else file.name, pat) for pat in patterns)
 
 
 def count_types(files: list[Path]) -> str:

@@ -1,24 +1,28 @@
 """The folders in which the Hugging Face libraries and this project cache files.
 
-They are computed without huggingface_hub: its import takes a second, reads HF_HUB_OFFLINE only
-once, and fails with an invalid HF_ENDPOINT.
+They are computed without huggingface_hub, which reads HF_HUB_OFFLINE once, when it is imported, and
+whose import takes a second.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from importlib.metadata import version
 from pathlib import Path
+
+# What a run needs of a model: names of files in a snapshot, and "weights" unless they are drawn.
+MODEL_FILES = {
+    "config.json": r"config\.json",
+    "tokenizer files": r"tokenizer\.json|vocab.*|.*\.model|.*\.tiktoken",
+    "weights": r".*\.safetensors|pytorch_model.*\.bin",
+}
 
 
 def login_command() -> str:
     """Return the command that logs in to the hub; its name changed in huggingface_hub 0.34."""
-    from importlib.metadata import version
-
-    from packaging.version import Version
-
-    renamed = Version(version("huggingface_hub")) >= Version("0.34")
-    return "hf auth login" if renamed else "huggingface-cli login"
+    release = tuple(map(int, version("huggingface_hub").split(".")[:2]))
+    return "hf auth login" if release >= (0, 34) else "huggingface-cli login"
 
 
 def huggingface_home() -> Path:
@@ -29,9 +33,7 @@ def huggingface_home() -> Path:
 
 def cache_folder(cache_dir: str | None) -> Path:
     """Return the folder of tokenized datasets and of the embedded tokenizer (--cache_dir)."""
-    if cache_dir:
-        return Path(cache_dir)
-    return huggingface_home() / "distributed_training"
+    return Path(cache_dir) if cache_dir else huggingface_home() / "distributed_training"
 
 
 def cached_repository(kind: str, name: str | None) -> bool:
@@ -39,7 +41,6 @@ def cached_repository(kind: str, name: str | None) -> bool:
 
     Args:
         kind: "models" or "datasets".
-        name: of the repository, or None.
     """
     if name is None:
         return True
@@ -58,31 +59,21 @@ def _cached_model(name: str) -> Path:
 
 
 def missing_of_model(name: str, with_weights: bool, revision: str = "main") -> list[str]:
-    """Return which kinds of files the cached snapshot of a model lacks.
+    """Return which kinds of files the cached snapshot of a model lacks, such as "weights".
 
-    Other programs cache parts of a model, for example the weights only.
-
-    Args:
-        revision: a branch, a tag or a commit.
-    Returns:
-        Descriptions for a message, such as "tokenizer files"; empty also if the cache does not know
-        the revision.
+    Other programs cache parts of a model. Empty also if the cache does not know the revision (a
+    branch, a tag or a commit): the libraries decide.
     """
     folder = _cached_model(name)
-    try:
-        commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
-    except OSError:
-        commit = revision
+    branch = folder / "refs" / revision
+    commit = branch.read_text(encoding="utf-8").strip() if branch.is_file() else revision
     snapshot = folder / "snapshots" / commit
     if not snapshot.is_dir():
-        return []  # the cache holds a commit without a branch; the libraries decide
+        return []
     # exists(): an interrupted download leaves dangling links.
-    files = {file.name for file in snapshot.glob("*") if file.exists()}
-    kinds = {
-        "config.json": r"config\.json",
-        "tokenizer files": r"tokenizer\.json|vocab.*|.*\.model|.*\.tiktoken",
-        "weights": r".*\.safetensors|pytorch_model.*\.bin",
-    }
-    if not with_weights:
-        del kinds["weights"]
-    return [kind for kind, names in kinds.items() if not any(re.fullmatch(names, f) for f in files)]
+    files = [file.name for file in snapshot.glob("*") if file.exists()]
+    return [
+        kind
+        for kind, names in MODEL_FILES.items()
+        if (with_weights or kind != "weights") and not any(re.fullmatch(names, f) for f in files)
+    ]

@@ -20,7 +20,6 @@ def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
     Raises:
         OSError: the disk is full or not writable.
-        ValueError: the format has no name for the type of a tensor.
     """
     contents = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     try:
@@ -49,13 +48,11 @@ class WeightFiles:
         file_bytes: str = FILE_BYTES,
         stem: str = "model",
     ):
-        tensors = {
-            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
-        }
-        tensors |= {name: buffer.to("meta") for name, buffer in buffers.items()}
+        sizes = {name: torch.empty(s, dtype=dtype, device="meta") for name, s in shapes.items()}
+        sizes |= {name: buffer.to("meta") for name, buffer in buffers.items()}
         pattern = stem + "{suffix}.safetensors"
         plan = split_torch_state_dict_into_shards(
-            tensors, filename_pattern=pattern, max_shard_size=file_bytes
+            sizes, filename_pattern=pattern, max_shard_size=file_bytes
         )
         self._folder, self._dtype, self._buffers = folder, dtype, buffers
         self._file_of = plan.tensor_to_filename

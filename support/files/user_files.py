@@ -1,4 +1,4 @@
-"""Read the small YAML and JSON files that a user writes.
+"""Read the small YAML and JSON files that a user writes, and show their values in messages.
 
 A file that cannot be used results in a message of one line that names the file.
 """
@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import difflib
 import json
-import stat
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
 from support.errors import UserError
 
-MOST_CHARACTERS = 1 << 20
-
 
 def printable(text: str) -> str:
     """Return a text on one line, with escape sequences for characters that are not printable."""
-    return "".join(
-        character if character.isprintable() else repr(character)[1:-1] for character in text
-    )
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def shown(value: object, most: int = 100) -> str:
@@ -44,33 +38,25 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f": did you mean {matches[0]}?" if matches else ""
 
 
-def read_text(flag: str, path: str, most: int = MOST_CHARACTERS) -> str:
-    """Return the text of a small file.
+def read_text(flag: str, path: str) -> str:
+    """Return the text of a file, or of a pipe from the shell, `<(...)`.
 
     Args:
         flag: the flag that names the file, for messages ("--config").
-        path: path of the file, or of a pipe from the shell, `<(...)`.
     Raises:
-        UserError: the file cannot be read, is not UTF-8, is longer than `most`, or is a device or
-            another pipe.
+        UserError: the file cannot be read, or is not UTF-8.
     """
     try:
-        kind = Path(path).stat().st_mode
-        pipe = stat.S_ISFIFO(kind) and path.startswith(("/dev/fd/", "/proc/self/fd/"))
-        # A device or a named pipe may never end.
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind) or pipe):
+        # Another pipe or a device may never end.
+        if (Path(path).is_fifo() and not path.startswith("/dev/fd/")) or Path(
+            path
+        ).is_char_device():
             raise UserError(f"{flag} {shown(path)} is not an ordinary file.")
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read(most + 1)
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path, or no UTF-8
         not_text = isinstance(error, UnicodeDecodeError)
         reason = "it is not UTF-8 text" if not_text else getattr(error, "strerror", error)
         raise UserError(f"{flag} {shown(path)} cannot be read: {reason}.") from error
-    if len(text) > most:
-        raise UserError(
-            f"{flag} {shown(path)} is longer than {most:,} characters: is it the right file?"
-        )
-    return text
 
 
 class DuplicateKey(ValueError):
@@ -81,65 +67,40 @@ def unique_keys(pairs: list[tuple[str, object]]) -> dict:
     """Return a JSON object with these keys and values; for `object_pairs_hook` of a parser."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        keys = [key for key, _ in pairs]
+        key = next(key for key in keys if keys.count(key) > 1)
         raise DuplicateKey(f"the key {shown(key)} is given twice")
     return mapping
 
 
-def parse_json(text: str, path: str, unique: bool = True) -> Any:
-    """Parse JSON.
-
-    Args:
-        path: path of the file, for messages.
-        unique: refuse an object with a duplicate key.
-    Raises:
-        UserError: a key is duplicate, a number is too long, or the nesting is too deep.
-        ValueError: the text is not JSON (json.JSONDecodeError).
-    """
-    try:
-        return json.loads(text, object_pairs_hook=unique_keys if unique else dict)
-    except DuplicateKey as error:
-        raise UserError(f"{shown(path)}: {error} in one object, leave one out.") from error
-    except RecursionError as error:
-        raise UserError(f"{shown(path)} is nested too deeply.") from error
-    except ValueError as error:
-        if hasattr(error, "lineno"):
-            raise
-        raise UserError(f"{shown(path)} has a number with thousands of digits.") from error
-
-
-def read_json(flag: str, path: str, unique: bool = True, most: int = MOST_CHARACTERS) -> dict:
+def read_json(flag: str, path: str) -> dict:
     """Return the object in a JSON file.
 
-    Args:
-        flag, path, most: see `read_text`.
-        unique: see `parse_json`.
     Raises:
         UserError: the file cannot be read, or is not a JSON object; the message has the line and
             column of a syntax error.
     """
     try:
-        value = parse_json(read_text(flag, path, most), path, unique=unique)
+        value = json.loads(read_text(flag, path), object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{shown(path)}, line {error.lineno}, column {error.colno}: {error.msg}."
-        ) from error
+        place = f"{shown(path)}, line {error.lineno}, column {error.colno}"
+        raise UserError(f"{place}: {error.msg}.") from error
+    except (ValueError, RecursionError) as error:  # a key that is given twice, or deep nesting
+        raise UserError(f"{shown(path)}: {error}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{shown(path)} must be a JSON object, {{ … }}.")
     return value
 
 
-def read_yaml(flag: str, path: str) -> dict:
+def read_yaml(flag: str, path: str) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
     Values are text as written, True, False, None, or lists and mappings of these. Numbers and dates
     are not converted, because YAML reads 010 as 8 and 1:30 as 90; the flags parse their values.
 
-    Args:
-        flag, path: see `read_text`.
     Raises:
         UserError: the file cannot be read, is not YAML (the message has the line and column), or is
-            not a mapping; a key is duplicate or not text.
+            not a mapping.
     """
     import yaml
 
@@ -149,28 +110,13 @@ def read_yaml(flag: str, path: str) -> dict:
             for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
 
-        def construct_mapping(self, node, deep=False):
-            keys = [key.value for key, _ in node.value]
-            for key, _ in node.value:
-                text = shown(str(key.value))
-                if key.tag != "tag:yaml.org,2002:str":
-                    problem = f"the key {text} is not text, as the name of a flag is"
-                elif keys.count(key.value) > 1:
-                    problem = f"{text} is given twice, leave one out"
-                else:
-                    continue
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            return super().construct_mapping(node, deep)
-
     try:
         value = yaml.load(read_text(flag, path), Loader=Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML"
+        problem = getattr(error, "problem", None) or error
         raise UserError(f"{flag} {shown(path)}{position}: {shown(problem)}.") from error
-    except RecursionError as error:
-        raise UserError(f"{shown(path)} is nested too deeply.") from error
     if not isinstance(value, dict):
         raise UserError(f"{flag} {shown(path)}: a run file is a list of `key: value` lines.")
     return value

@@ -15,8 +15,6 @@ from support.errors import UserError
 from support.files.user_files import read_json, shown
 from support.known_models import CONFIGS, name_on_hub
 
-MOST_OF_CONFIG = 16 << 20  # characters; some files list thousands of labels
-
 # The supported families, with transformers' defaults for keys that config.json omits.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -198,7 +196,7 @@ def find_architecture(model: str) -> Architecture:
 
 
 def _read_config(path: str) -> dict:
-    return read_json("--model", path, unique=False, most=MOST_OF_CONFIG)
+    return read_json("--model", path)
 
 
 def checked_size(name: str, value: Any, path: str) -> int:

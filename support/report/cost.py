@@ -31,7 +31,6 @@ from support.strategy import STRATEGIES
 from support.text_tables import text_table
 from support.units import human_rate, human_time
 
-MOST_OF_RESULTS = 256 << 20  # characters; results.json may list every bad row
 DEFAULT_MFU = 0.4
 MEASURED_STEPS = 10  # of --measure, of which a run excludes the first two from its rate
 WORK, RATE = ("tokens", "dataset_tokens", "max_steps"), ("measure", "results", "device")
@@ -252,7 +251,7 @@ def read_run(flag: str, path: str) -> tuple[str, dict[str, Any]]:
         UserError: the file is missing or damaged, or the run did not complete or did not train.
     """
     file = str(Path(path) / "results.json" if Path(path).is_dir() else path)
-    results, place = read_json(flag, file, most=MOST_OF_RESULTS), f"{flag} {shown(file)}"
+    results, place = read_json(flag, file), f"{flag} {shown(file)}"
     status, reason = results.get("status"), results.get("reason")
     if status != "completed":
         why = f"{shown(status)} ({shown(reason)})" if reason else shown(status)

@@ -236,7 +236,7 @@ class Run:
         # Adam's states exist from the first update on, so the second step may need the most memory.
         if values := restart_values(args, self.folder):
             useful = partial(self._smaller_batch_may_help, args, state)
-            ctx.failures.restart = Restart(ctx.launch, values, useful, ctx.stop)
+            ctx.failures.restart = Restart(ctx.launch, values, useful)
             # A rank may run out of memory while another still starts a tracker or removes files.
             dist.barrier()
         training = f"Training: steps {state.step + 1} to {state.total_steps}"

@@ -13,6 +13,8 @@ import pytest
 from cluster_work import WORK, reached
 from conftest import PROJECT, SCRIPT, descendants_of_test, finish, start
 
+ELASTIC = ["--epochs", "100", "--resume", "--resume_force"]
+
 
 def on_each(machines, *args, nnodes="3", names=None, programs=None, rdzv_id=None):
     """Start torchrun on each machine, as a user does in three terminals; returns the processes by
@@ -26,10 +28,7 @@ def on_each(machines, *args, nnodes="3", names=None, programs=None, rdzv_id=None
         "--rdzv_endpoint=node1:29500",
         f"--rdzv_id={rdzv_id or time.time()}",
     ]
-    if (
-        ":" in nnodes
-        # with a store that torchrun's agents share a machine that is added waits without end (torch 2.13)
-    ):
+    if ":" in nnodes:  # with a shared store a machine that is added waits without end (torch 2.13)
         torchrun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *torchrun]
         torchrun += ["--max_restarts=3", "--rdzv_conf=last_call_timeout=5"]
     programs = programs or {}
@@ -52,6 +51,11 @@ def errors(said):
     return [line for _, text in said.values() for line in text.splitlines() if "❌" in line]
 
 
+def steps_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
 def kill_machine(name, only_ranks=False):
     """Everything that trains there at once, as when the power goes; or the rank and not its
     launcher.
@@ -65,15 +69,8 @@ def kill_machine(name, only_ranks=False):
 
 
 def host_of(process):
-    try:
-        done = subprocess.run(
-            ["nsenter", f"--target={process.pid}", "--uts", "hostname"],
-            capture_output=True,
-            text=True,
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip()
+    command = ["nsenter", f"--target={process.pid}", "--uts", "hostname"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def test_a_machine_that_is_lost_ends_the_others(machines, tmp_path):
@@ -90,19 +87,7 @@ def test_a_machine_that_is_lost_ends_the_others(machines, tmp_path):
 
 
 def test_an_elastic_run_outlives_a_machine(machines, tmp_path):
-    work = [
-        *WORK,
-        "--max_steps",
-        "60",
-        "--epochs",
-        "100",
-        "--save_every",
-        "5",
-        "--resume",
-        "--resume_force",
-        "--output_dir",
-        tmp_path,
-    ]
+    work = [*WORK, *ELASTIC, "--max_steps", "60", "--save_every", "5", "--output_dir", tmp_path]
     processes = on_each(machines, *work, "--logging_steps", "1", nnodes="1:3")
     reached(processes["node1"], "checkpoints/step-00000010")
     kill_machine("node3")
@@ -110,13 +95,8 @@ def test_an_elastic_run_outlives_a_machine(machines, tmp_path):
     finish(processes["node3"], 30)
     assert "Resumed from" in said["node1"][1] + said["node2"][1], said
     results = json.loads((tmp_path / "results.json").read_text())
-    assert (
-        results["status"] == "completed" and results["world_size"] == 2 and results["steps"] == 60
-    )
-    steps = [
-        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert steps == list(range(1, 61))
+    assert (results["status"], results["world_size"], results["steps"]) == ("completed", 2, 60)
+    assert steps_of(tmp_path) == list(range(1, 61))
 
 
 @pytest.mark.soak
@@ -138,23 +118,8 @@ def test_a_cable_that_is_pulled_ends_the_others(machines, tmp_path):
 @pytest.mark.soak
 def test_an_elastic_run_takes_a_machine_in_and_outlives_a_rank(machines, tmp_path):
     """Two machines, then three; then one of the three ranks dies, and its launcher starts it again."""
-    work = [
-        *WORK,
-        "--max_steps",
-        "70",
-        "--epochs",
-        "100",
-        "--save_every",
-        "10",
-        "--keep_last",
-        "2",
-        "--resume",
-        "--resume_force",
-        "--output_dir",
-        tmp_path,
-        "--logging_steps",
-        "1",
-    ]
+    work = [*WORK, *ELASTIC, "--max_steps", "70", "--save_every", "10", "--output_dir", tmp_path]
+    work += ["--keep_last", "2", "--logging_steps", "1"]
     rdzv_id = str(time.time())
     processes = on_each(machines, *work, nnodes="1:3", names=["node1", "node2"], rdzv_id=rdzv_id)
     reached(processes["node1"], "checkpoints/step-00000010")
@@ -166,13 +131,8 @@ def test_an_elastic_run_takes_a_machine_in_and_outlives_a_rank(machines, tmp_pat
     said = ends(processes, 150)
     assert all(code == 0 for code, _ in said.values()), said
     results = json.loads((tmp_path / "results.json").read_text())
-    assert (
-        results["status"] == "completed" and results["world_size"] == 3 and results["steps"] == 70
-    )
-    steps = [
-        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert steps == list(range(1, 71))
+    assert (results["status"], results["world_size"], results["steps"]) == ("completed", 3, 70)
+    assert steps_of(tmp_path) == list(range(1, 71))
 
 
 def test_a_machine_that_differs_is_named(machines, tmp_path):
@@ -183,16 +143,9 @@ def test_a_machine_that_differs_is_named(machines, tmp_path):
     shutil.copy(SCRIPT, other)
     with open(other / "support" / "data" / "batches.py", "a") as file:
         file.write("# another version\n")
-    said = ends(
-        on_each(
-            machines,
-            *WORK,
-            "--output_dir",
-            tmp_path / "out",
-            programs={"node3": other / SCRIPT.name},
-        ),
-        60,
-    )
+    programs = {"node3": other / SCRIPT.name}
+    started = on_each(machines, *WORK, "--output_dir", tmp_path / "out", programs=programs)
+    said = ends(started, 60)
     [line] = errors(said)
     assert "node3" in line and "script" in line
 
@@ -200,14 +153,8 @@ def test_a_machine_that_differs_is_named(machines, tmp_path):
 def test_a_rank_that_never_comes_is_named(machines, tmp_path):
     processes = {}
     for rank, name in enumerate(machines.names[:2]):
-        env = {
-            "RANK": rank,
-            "LOCAL_RANK": 0,
-            "LOCAL_WORLD_SIZE": 1,
-            "WORLD_SIZE": 3,
-            "MASTER_ADDR": "node1",
-            "MASTER_PORT": 29600,
-        }
+        env = {"RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 3}
+        env |= {"MASTER_ADDR": "node1", "MASTER_PORT": 29600}
         work = [*WORK, "--ddp_timeout", "8", "--output_dir", tmp_path]
         processes[name] = start(machines.on(name, sys.executable, SCRIPT, *work), env=env)
     said = ends(processes, 40)

@@ -42,13 +42,8 @@ def submit(file, *args, sbatch=(), cwd, wait=True, env=None):
     looks twice a minute.)
     """
     command = ["sbatch", "--parsable", *sbatch, file, *args]
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **(env or {})},
-    )
+    env, command = {**os.environ, **(env or {})}, [str(part) for part in command]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)
     job = done.stdout.strip()
     assert job, done.stderr
     if not wait:
@@ -125,27 +120,14 @@ def test_example_unedited_and_without_arguments(slurm, project, example):
 
 def test_deepspeeds_launcher_and_the_comparison_as_jobs(slurm, project):
     work = project.parent / "my work"
-    job, code = submit(
-        project / "slurm" / "train_single_node.slurm",
-        *WORK,
-        "--strategy",
-        "zero1",
-        sbatch=["--gpus-per-node=2", "--cpus-per-task=2"],
-        cwd=work,
-        env={"LAUNCHER": "deepspeed"},
-    )
+    file, zero1 = project / "slurm" / "train_single_node.slurm", ["--strategy", "zero1"]
+    two, env = ["--gpus-per-node=2", "--cpus-per-task=2"], {"LAUNCHER": "deepspeed"}
+    job, code = submit(file, *WORK, *zero1, sbatch=two, cwd=work, env=env)
     assert code == 0, output_of(work, job)
     assert results_of(work, job)["launcher"] == "deepspeed"
-    job, code = submit(
-        project / "slurm" / "compare.slurm",
-        "tiny-gpt2",
-        "--max_steps",
-        "4",
-        "--seq_length",
-        "32",
-        cwd=work,
-        env={"STRATEGIES": "dp", "CONTROL": "0"},
-    )
+    short = ["tiny-gpt2", "--max_steps", "4", "--seq_length", "32"]
+    env = {"STRATEGIES": "dp", "CONTROL": "0"}
+    job, code = submit(project / "slurm" / "compare.slurm", *short, cwd=work, env=env)
     assert code == 0, output_of(work, job)
     assert (work / "comparison_results_tiny-gpt2.md").exists()
 
@@ -157,26 +139,16 @@ def started(work, job):
 def test_requeued_job_goes_on_to_the_same_end(slurm, script, project):
     """Warned as Slurm warns before the time limit; see the soak for the limit itself."""
     work = project.parent / "my work"
-    job, _ = submit(
-        project / "slurm" / "train_requeue.slurm",
-        *WORK,
-        "--epochs",
-        "40",
-        "--max_steps",
-        "100",
-        "--logging_steps",
-        "1",
-        sbatch=ONE_RANK_A_NODE,
-        cwd=work,
-        wait=False,
-    )
+    file, long = project / "slurm" / "train_requeue.slurm", ["--epochs", "40", "--max_steps", "100"]
+    flags = [*WORK, *long, "--logging_steps", "1"]
+    job, _ = submit(file, *flags, sbatch=ONE_RANK_A_NODE, cwd=work, wait=False)
     wait_for(lambda: started(work, job), 90, "the job does not train")
     subprocess.run(["scancel", "--signal=USR1", job], check=True)
     wait_for(lambda: "Resumed from" in output_of(work, job), 90, "the job was not requeued")
     wait_for(lambda: is_over(job), 120, "no end")
     results = results_of(work, job)
     assert results["status"] == "completed" and results["steps"] == 100, output_of(work, job)
-    whole = script(*WORK, "--epochs", "40", "--max_steps", "100", launcher="torchrun", ranks=2)
+    whole = script(*WORK, *long, launcher="torchrun", ranks=2)
     assert losses_of(work, job) == whole.losses
 
 
@@ -187,14 +159,9 @@ def test_time_limit_is_survived(slurm, script, project):
     """
     work = project.parent / "my work"
     long = ["--epochs", "4000", "--max_steps", "2000", "--logging_steps", "50"]
-    job, _ = submit(
-        project / "slurm" / "train_requeue.slurm",
-        *WORK,
-        *long,
-        sbatch=[*ONE_RANK_A_NODE, "--time=1", "--signal=USR1@30"],
-        cwd=work,
-        wait=False,
-    )
+    file = project / "slurm" / "train_requeue.slurm"
+    limits = [*ONE_RANK_A_NODE, "--time=1", "--signal=USR1@30"]
+    job, _ = submit(file, *WORK, *long, sbatch=limits, cwd=work, wait=False)
     wait_for(lambda: is_over(job), 1200, "the job does not end")
     said = output_of(work, job)
     assert "JobState=COMPLETED" in state_of(job) and "Resumed from" in said, said
@@ -205,9 +172,8 @@ def test_time_limit_is_survived(slurm, script, project):
 
 def submit_endless(template: Path, work: Path) -> str:
     """Submit a job that trains until it is ended, and wait for its first step; return its number."""
-    job, _ = submit(
-        template, *WORK, "--epochs", "4000", sbatch=ONE_RANK_A_NODE, cwd=work, wait=False
-    )
+    flags = [*WORK, "--epochs", "4000"]
+    job, _ = submit(template, *flags, sbatch=ONE_RANK_A_NODE, cwd=work, wait=False)
     wait_for(lambda: started(work, job), 90, "the job does not train")
     return job
 
@@ -215,12 +181,8 @@ def submit_endless(template: Path, work: Path) -> str:
 def test_a_rank_that_dies_fails_the_job(slurm, project):
     work = project.parent / "my work"
     job = submit_endless(project / "slurm" / "train_srun.slurm", work)
-    victim = next(
-        p
-        for p in descendants_of_test()
-        if p.environ().get("SLURM_PROCID") == "1" and "srun" not in p.name()
-    )
-    victim.kill()
+    ranks = [p for p in descendants_of_test() if p.environ().get("SLURM_PROCID") == "1"]
+    next(p for p in ranks if "srun" not in p.name()).kill()
     wait_for(lambda: is_over(job), 60, "the job hangs")
     state = state_of(job)
     assert "JobState=FAILED" in state, state
@@ -234,14 +196,10 @@ def test_a_turn_that_fails_is_not_repeated(slurm, script, project):
     (work / "out").mkdir()
     (work / "out" / "results.json").write_text(json.dumps(before, indent=2))
     args = [*WORK, "--batch_size", "0", "--output_dir", "out"]
-    job, code = submit(
-        project / "slurm" / "train_requeue.slurm", *args, sbatch=ONE_RANK_A_NODE, cwd=work
-    )
-    assert (
-        code != 0
-        and "--batch_size" in output_of(work, job)
-        and "requeued" not in output_of(work, job)
-    )
+    file = project / "slurm" / "train_requeue.slurm"
+    job, code = submit(file, *args, sbatch=ONE_RANK_A_NODE, cwd=work)
+    said = output_of(work, job)
+    assert code != 0 and "--batch_size" in said and "requeued" not in said
 
 
 def test_scancel_leaves_a_checkpoint_to_resume(slurm, script, project):
@@ -254,17 +212,8 @@ def test_scancel_leaves_a_checkpoint_to_resume(slurm, script, project):
     )
     wait_for(lambda: descendants_of_test() == [], 40, "ranks are left")
     steps = json.loads((folder / "results.json").read_text())["steps"]
-    run = script(
-        *WORK,
-        "--batch_size",
-        "4",
-        "--max_steps",
-        str(steps + 2),
-        "--resume",
-        "--output_dir",
-        folder,
-        folder=folder,
-    )
+    flags = [*WORK, "--batch_size", "4", "--max_steps", str(steps + 2), "--resume"]
+    run = script(*flags, "--output_dir", folder, folder=folder)
     assert "Resumed from" in run.out and run.results["steps"] == steps + 2
 
 
@@ -272,37 +221,19 @@ def test_hybrid_sharding_on_two_nodes(slurm, script, alone, tmp_path):
     """Shards inside a node, copies across: the same curve, and a checkpoint and an export with
     everything in it once.
     """
-    args = [
-        "--sharding_strategy",
-        "HYBRID_SHARD",
-        "--mixed_precision",
-        "FLOAT32",
-        "--output",
-        "f.json",
-    ]
-    assert setup("fsdp", *args, cwd=tmp_path)[0] == 0
+    args = ["--sharding_strategy", "HYBRID_SHARD", "--mixed_precision", "FLOAT32"]
+    assert setup("fsdp", *args, "--output", "f.json", cwd=tmp_path)[0] == 0
     work = [argument for argument in WORK if argument != "--no_export"]
-    work += [
-        "--batch_size",
-        "1",
-        "--strategy",
-        "fsdp",
-        "--fsdp_config",
-        tmp_path / "f.json",
-        "--save_every",
-        "5",
-    ]
+    work += ["--strategy", "fsdp", "--fsdp_config", tmp_path / "f.json"]
+    work += ["--batch_size", "1", "--save_every", "5"]
     tasks = ["--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1"]
     process = start(
         ["srun", *tasks, sys.executable, SCRIPT, *work, "--output_dir", tmp_path / "out"]
     )
     out, err = finish(process, 120)
     assert process.returncode == 0, out + err
-    found = [
-        json.loads(line)["loss"]
-        for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert_close(found, alone.losses, 1e-5)
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert_close([json.loads(line)["loss"] for line in lines], alone.losses, 1e-5)
     load_exported(tmp_path / "out" / "hf")
     resumed = script(
         *WORK, "--batch_size", "4", "--resume", tmp_path / "out" / "checkpoints" / "step-00000005"
@@ -322,15 +253,8 @@ def test_hybrid_sharding_on_two_nodes(slurm, script, alone, tmp_path):
     ],
 )
 def test_generated_job_runs(slurm, alone, run_file, args, nodes):
-    code, out = setup(
-        "slurm",
-        "--config",
-        "config.yaml",
-        "--num_gpus_per_node",
-        str(2 // nodes),
-        *args,
-        cwd=run_file,
-    )
+    flags = ["--config", "config.yaml", "--num_gpus_per_node", str(2 // nodes), *args]
+    code, out = setup("slurm", *flags, cwd=run_file)
     assert code == 0, out
     job, code = submit("scripts/slurm_job.sh", cwd=run_file)
     assert code == 0, output_of(run_file, job)

@@ -12,6 +12,9 @@ import pytest
 from cluster_work import reached, setup, wait_for
 from conftest import SCRIPT, assert_close, descendants_of_test, finish, skip, start
 
+LAUNCHER = ["launcher", "--config", "config.yaml", "--num_gpus_per_node", "1"]
+LAUNCHER += ["--hosts", "hosts.txt"]
+
 
 @pytest.fixture
 def ssh(machines, tmp_path):
@@ -28,14 +31,8 @@ def ssh(machines, tmp_path):
         )
     keys = [f"HostKey={tmp_path}/host", f"AuthorizedKeysFile={tmp_path}/user.pub", "StrictModes=no"]
     options = ["Port=2222", *keys, "UsePAM=no", "PermitRootLogin=yes", "PidFile=none"]
-    daemons = [
-        start(
-            machines.on(
-                name, sshd, "-D", "-e", "-f", "/dev/null", *(f"-o{option}" for option in options)
-            )
-        )
-        for name in machines.names[:2]
-    ]
+    daemon = [sshd, "-D", "-e", "-f", "/dev/null", *(f"-o{option}" for option in options)]
+    daemons = [start(machines.on(name, *daemon)) for name in machines.names[:2]]
     yield (
         f"ssh -p 2222 -i {tmp_path}/user -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "
         "-o LogLevel=ERROR -o ConnectTimeout=10"
@@ -49,49 +46,25 @@ def test_one_script_starts_all_hosts_over_ssh(machines, ssh, alone, run_file):
     (run_file / "hosts.txt").write_text("node1 slots=1\n# a comment\nnode2\n")
     with open(run_file / "config.yaml", "a") as file:
         file.write(f"cache_dir: {run_file}/cache\n")
-    code, out = setup(
-        "launcher",
-        "--config",
-        "config.yaml",
-        "--num_gpus_per_node",
-        "1",
-        "--hosts",
-        "hosts.txt",
-        cwd=run_file,
-    )
+    code, out = setup(*LAUNCHER, cwd=run_file)
     assert code == 0, out
-    command = [
-        "env",
-        f"SSH={ssh}",
-        "bash",
-        "-c",
-        f"cd {run_file} && bash scripts/run_training.sh --output_dir {run_file}/out",
-    ]
-    process = start(machines.on("node3", *command), env={"HF_TOKEN": "hf_CANARYcanaryCANARYcanary"})
+    run = f"cd {run_file} && bash scripts/run_training.sh --output_dir {run_file}/out"
+    command = machines.on("node3", "env", f"SSH={ssh}", "bash", "-c", run)
+    process = start(command, env={"HF_TOKEN": "hf_CANARYcanaryCANARYcanary"})
     reached(process, "node1: Epoch 1")
-    everywhere = [
-        p.info for p in psutil.process_iter(["cmdline", "environ"])
-    ]  # of all machines, and of ssh between them
+    # Of all machines, and of ssh between them.
+    everywhere = [p.info for p in psutil.process_iter(["cmdline", "environ"])]
     assert not any("hf_CANARY" in word for info in everywhere for word in info["cmdline"] or [])
     ranks = [
         info["environ"]
         for info in everywhere
         if SCRIPT.name in " ".join(info["cmdline"] or []) and info["environ"]
     ]
-    assert (
-        sum(
-            environ.get("RANK") is not None and environ.get("HF_TOKEN") is not None
-            for environ in ranks
-        )
-        == 2
-    )
+    assert sum({"RANK", "HF_TOKEN"} <= environ.keys() for environ in ranks) == 2
     out, err = finish(process, 120)
     assert process.returncode == 0, out + err
-    found = [
-        json.loads(line)["loss"]
-        for line in (run_file / "out" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert_close(found, alone.losses, 1e-5)
+    lines = (run_file / "out" / "metrics.jsonl").read_text().splitlines()
+    assert_close([json.loads(line)["loss"] for line in lines], alone.losses, 1e-5)
     assert json.loads((run_file / "out" / "results.json").read_text())["world_size"] == 2
 
 
@@ -101,17 +74,7 @@ def test_ssh_script_ends_all_hosts(machines, ssh, run_file):
         file.write(f"cache_dir: {run_file}/cache\nepochs: 4000\nmax_steps: 40000\n")
     for hosts, said in [("node1\nnode3\n", "node3: ssh"), ("node1\nnode2\n", "Stopped")]:
         (run_file / "hosts.txt").write_text(hosts)
-        code, out = setup(
-            "launcher",
-            "--config",
-            "config.yaml",
-            "--num_gpus_per_node",
-            "1",
-            "--hosts",
-            "hosts.txt",
-            "--force",
-            cwd=run_file,
-        )
+        code, out = setup(*LAUNCHER, "--force", cwd=run_file)
         assert code == 0, out
         begin = f"cd {run_file} && exec bash scripts/run_training.sh --output_dir {run_file}/out"
         process = start(machines.on("node3", "env", f"SSH={ssh}", "bash", "-c", begin))

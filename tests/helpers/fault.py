@@ -186,11 +186,10 @@ def main() -> None:
 
         def use_all(now):
             if now == int(values[0]):
-                activations = torch.ones(2**28)
                 pages = int(Path("/proc/self/statm").read_text().split()[0])
                 limit = pages * resource.getpagesize() + 2**20
                 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-                torch.empty_like(activations)
+                torch.empty(2**28)
 
         break_steps(use_all)
     elif kind == "oom_above":

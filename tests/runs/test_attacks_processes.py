@@ -3,9 +3,7 @@ any moment.
 """
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,7 +26,6 @@ from conftest import (
 )
 
 from support.errors import TrainingError
-from support.files.atomic import overwrite
 
 TINY = ["--seq_length", "64", "--batch_size", "1", "--no_eval", "--no_export"]
 
@@ -100,10 +97,8 @@ def test_rank_1_that_is_stopped_ends_the_run(tmp_path):
         second.send_signal(signal.SIGCONT)
         assert end_of(second, 30) == 1
         [line] = errors_of(first, second)
-        assert "Rank 1" in line
-        assert json.loads((tmp_path / "out" / "results.json").read_text())["reason"] in line
         report = (tmp_path / "out" / "hang" / "report.txt").read_text()
-        assert "Rank 1 ended without reporting an error, or was stopped" in report
+        assert "Rank 1 ended without reporting an error, or was stopped" in line + report
         assert " stopped " in report
 
 
@@ -122,24 +117,12 @@ def test_a_suspension_does_not_end_a_run(tmp_path, stopped, seconds):
 
 @pytest.mark.soak
 def test_ranks_end_when_torchrun_is_killed(tmp_path):
-    launcher = start(
-        [
-            *launcher_command("torchrun", 2),
-            SCRIPT,
-            *TINY,
-            "--epochs",
-            "1000",
-            "--output_dir",
-            tmp_path / "out",
-        ]
-    )
+    flags = [*TINY, "--epochs", "1000", "--output_dir", tmp_path / "out"]
+    launcher = start([*launcher_command("torchrun", 2), SCRIPT, *flags])
     while "Epoch 1" not in (line := launcher.stdout.readline()):
         assert line, launcher.stderr.read()
-    ranks = [
-        child
-        for child in psutil.Process(launcher.pid).children(recursive=True)
-        if str(SCRIPT) in child.cmdline()
-    ]
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    ranks = [child for child in children if str(SCRIPT) in child.cmdline()]
     launcher.kill()
     psutil.wait_procs(ranks, 30)
     assert descendants_of_test() == []
@@ -184,23 +167,14 @@ def test_the_first_error_stays_and_a_good_end_stays(tmp_path, status, first, aft
     assert (found["reason"] == "the second error") is (status == "running")
 
 
-def test_an_error_of_an_earlier_run_does_not_stay(tmp_path):
-    other = results_of(tmp_path)
-    earlier = {
-        "status": "failed",
-        "reason": "an earlier error",
-        "started_at": "2020-01-01T00:00:00+00:00",
-    }
-    (tmp_path / "results.json").write_text(json.dumps(earlier))
-    assert other.fail(TrainingError("an error"))
-    assert json.loads((tmp_path / "results.json").read_text())["reason"] == "an error"
+EARLIER = {"status": "failed", "reason": "earlier", "started_at": "2020-01-01T00:00:00+00:00"}
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"status"', "\0" * 100])
-def test_an_error_is_written_over_damaged_results(tmp_path, damage):
+@pytest.mark.parametrize("content", [json.dumps(EARLIER), "", '{"status"'])
+def test_an_error_is_written_over_earlier_and_damaged_results(tmp_path, content):
     results_of(tmp_path)
     other = results_of(tmp_path, main=False)
-    (tmp_path / "results.json").write_text(damage)
+    (tmp_path / "results.json").write_text(content)
     assert other.fail(TrainingError("an error"))
     assert json.loads((tmp_path / "results.json").read_text())["reason"] == "an error"
 
@@ -216,30 +190,10 @@ def test_results_are_written_to_a_full_disk(disk):
     assert json.loads((folder / "results.json").read_text())["reason"] == "the disk is full"
 
 
-def test_a_text_that_does_not_fit_leaves_the_file_as_it_was(disk):
-    folder = disk(1)
-    (folder / "file").write_text("before")
-    fill(folder)
-    with pytest.raises(OSError):
-        overwrite(folder / "file", "x" * 100_000)
-    assert (folder / "file").read_text() == "before"
-
-
 def test_full_disk_while_metrics_are_written(disk):
     folder = disk(1)
-    run = start(
-        [
-            sys.executable,
-            SCRIPT,
-            *TINY,
-            "--epochs",
-            "1000",
-            "--logging_steps",
-            "1",
-            "--output_dir",
-            folder / "out",
-        ]
-    )
+    flags = [*TINY, "--epochs", "1000", "--logging_steps", "1", "--output_dir", folder / "out"]
+    run = start([sys.executable, SCRIPT, *flags])
     while "Epoch 1" not in (line := run.stdout.readline()):
         assert line, run.stderr.read()
     fill(folder)
@@ -292,73 +246,24 @@ TORCHRUN = f"torchrun --standalone --nproc_per_node=2 {SCRIPT} {' '.join(TINY)} 
 PLAN = f"{sys.executable} {PROJECT}/scripts/plan_memory.py --gpus 2 --gpu_memory 40"
 
 
+HELP = f"{sys.executable} {SCRIPT} --help"
+CONFIG = f"{sys.executable} {SCRIPT} --print_config"
+NO_SPACE = "No space left"
+
+
 @table(
-    Attack(
-        "stdout and stderr on a full disk",
-        args=(TRAIN, "> /dev/full 2>&1"),
-        code=0,
-        holds=completed,
-    ),
+    Attack("all on a full disk", args=(TRAIN, "> /dev/full 2>&1"), code=0, holds=completed),
     Attack("everything closed", args=(TRAIN, "<&- >&- 2>&-"), code=0, holds=completed),
     Attack("head", args=(TRAIN, "| head -n 1"), code=0, holds=completed, soak=True),
-    Attack(
-        "head with SIGPIPE ignored",
-        args=(f"trap '' PIPE; {TRAIN}", "| head -n 1"),
-        code=0,
-        holds=completed,
-        soak=True,
-    ),
-    Attack("bars on a full disk", args=(TRAIN, "2> /dev/full"), code=0, holds=completed, soak=True),
-    Attack(
-        "file size limit",
-        args=(f"ulimit -f 20000; {TRAIN}", "> @/log"),
-        code=0,
-        holds=completed,
-        soak=True,
-    ),
-    Attack(
-        "torchrun, full disk",
-        args=(TORCHRUN, "> /dev/full 2> /dev/full"),
-        code=0,
-        holds=completed,
-        soak=True,
-    ),
-    Attack(
-        "torchrun, head", args=(TORCHRUN, "2>&1 | head -n 1"), code=0, holds=completed, soak=True
-    ),
-    Attack("help, head", args=(f"{sys.executable} {SCRIPT} --help", "| head -n 1"), code=0),
-    Attack("help, full disk", args=(f"{sys.executable} {SCRIPT} --help", "> /dev/full"), code=0),
-    Attack(
-        "configuration, full disk",
-        args=(f"{sys.executable} {SCRIPT} --print_config", "> /dev/full"),
-        code=1,
-        says="No space left",
-    ),
-    Attack(
-        "wrong flag, everything closed",
-        args=(f"{sys.executable} {SCRIPT} --nope", "<&- >&- 2>&-"),
-        code=2,
-    ),
+    Attack("torchrun, full", args=(TORCHRUN, "&> /dev/full"), code=0, holds=completed, soak=True),
+    Attack("help, head", args=(HELP, "| head -n 1"), code=0),
+    Attack("configuration, full disk", args=(CONFIG, "> /dev/full"), code=1, says=NO_SPACE),
     Attack("plan, head", args=(PLAN, "| head -n 1"), code=0),
-    Attack("plan, full disk", args=(PLAN, "> /dev/full"), code=1, says="No space left"),
-    Attack("plan, closed", args=(PLAN, ">&-"), code=0),
+    Attack("plan, full disk", args=(PLAN, "> /dev/full"), code=1, says=NO_SPACE),
 )
 def test_output_that_cannot_be_written(attack, tmp_path):
     command, redirection = (text.replace("@", str(tmp_path)) for text in attack.args)
     attack.check(tmp_path, run_shell(command, tmp_path / "out", redirection))
-
-
-def test_a_library_that_writes_to_the_first_descriptors_harms_no_file(tmp_path):
-    """With stdout closed the next file would get number 1, and everything that is printed."""
-    code = "from support import process; process.protect_output(); f = open('data', 'w'); print('printed'); f.write('data')"
-    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    subprocess.run(
-        ["bash", "-c", f'{sys.executable} -c "{code}" <&- >&- 2>&-'],
-        cwd=tmp_path,
-        check=True,
-        env=env,
-    )
-    assert (tmp_path / "data").read_text() == "data"
 
 
 # ------------------------------------------------------------------------------------------ signals
@@ -373,7 +278,7 @@ def signal_while_importing(tmp_path):
     return {"PYTHONPATH": tmp_path}
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
 def test_signal_during_imports(signal_while_importing, tmp_path, name):
     number = signal.Signals[name].value
     run = start(
@@ -426,7 +331,7 @@ def test_command_line_that_is_interrupted_during_imports(tmp_path, program):
     assert err.count("❌") == 1 and "Traceback" not in err
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_command_line_that_is_stopped_removes_what_is_half_written(tmp_path, name):
     """The handler of the start would end the process at once, and print that nothing was written."""
     (tmp_path / "tool.py").write_text("""if True:

@@ -1,5 +1,6 @@
 """A rank that fails in the middle ends the whole run, and the first error is the one that is shown."""
 
+import json
 import re
 import signal
 import time
@@ -17,44 +18,24 @@ WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval"]
     [
         ("fsdp", 0, "torchrun"),
         ("zero2", 1, "deepspeed"),
-        pytest.param("dp", 1, "torchrun", marks=pytest.mark.soak),
         pytest.param("zero3", 1, "torchrun", marks=pytest.mark.soak),
-        pytest.param(
-            "dp", 1, "srun", marks=pytest.mark.soak
-        ),  # test_slurm_jobs.py has a job that fails
+        # Without --kill-on-bad-exit Slurm itself lets the other ranks wait.
+        pytest.param("dp", 1, "srun", marks=pytest.mark.soak),
     ],
 )
-def test_crash_of_one_rank_ends_all(script, request, strategy, rank, launcher):
+def test_crash_of_one_rank_ends_all(request, tmp_path, strategy, rank, launcher):
     if launcher == "srun":
         request.getfixturevalue("slurm")
-    run = script(
-        *WORK,
-        "--strategy",
-        strategy,
-        launcher=launcher,
-        ranks=2,
-        program=FAULT,
-        env={"FAULT": f"crash:{rank}:3"},
-        ok=False,
-        timeout=60,
-    )
-    assert run.code != 0
-    assert "a planted crash" in run.error and f"rank {rank}" in run.error
-    assert run.results["status"] == "failed"
-    assert "a planted crash" in run.results["reason"]
-    assert descendants_of_test() == []
-
-
-@pytest.mark.soak
-def test_srun_without_kill_on_bad_exit_ends_too(slurm, tmp_path):
-    """Without that option Slurm itself lets the other ranks wait for the one that is gone."""
-    command = [part for part in launcher_command("srun", 2) if not part.startswith("--kill")]
-    process = start(
-        [*command, FAULT, *WORK, "--output_dir", tmp_path / "out"], env={"FAULT": "crash:1:3"}
-    )
-    out, err = finish(process, 60)
+    command = [part for part in launcher_command(launcher, 2) if not part.startswith("--kill")]
+    flags = [*WORK, "--strategy", strategy, "--output_dir", tmp_path / "out"]
+    process = start([*command, FAULT, *flags], env={"FAULT": f"crash:{rank}:3"})
+    said = "".join(finish(process, 60))
+    [line] = [line for line in said.splitlines() if "❌" in line]
     assert process.returncode != 0
-    assert (out + err).count("❌") == 1 and "a planted crash" in out + err
+    assert "a planted crash" in line and f"rank {rank}" in line
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["status"] == "failed" and "a planted crash" in results["reason"]
+    assert descendants_of_test() == []
 
 
 def test_killed_rank_ends_all_within_30_seconds(tmp_path):
@@ -110,47 +91,27 @@ def test_gradient_that_is_not_finite_stops_the_run_and_is_in_no_checkpoint(scrip
     ]
 
 
+def stopped(begin, *flags) -> tuple[int, str]:
+    """Send SIGTERM to a run that trains; return its exit code and its errors."""
+    process = begin([*launcher_command("python", 1), SCRIPT, *WORK, *flags])
+    while "Epoch 1" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+    process.send_signal(signal.SIGTERM)
+    _, err = finish(process, 30)
+    return process.returncode, err
+
+
 def test_stopped_infinity_leaves_nothing_on_nvme(begin, tmp_path):
     nvme = tmp_path / "nvme"
     nvme.mkdir()
-    process = begin(
-        [
-            *launcher_command("python", 1),
-            SCRIPT,
-            *WORK,
-            "--strategy",
-            "infinity",
-            "--nvme_path",
-            nvme,
-            "--output_dir",
-            tmp_path / "out",
-        ]
-    )
-    while "Epoch 1" not in (line := process.stdout.readline()):
-        assert line, process.stderr.read()
-    assert list(nvme.iterdir())  # at work there
-    process.send_signal(signal.SIGTERM)
-    _, err = finish(process, 30)
-    assert process.returncode == 75 and err == ""
+    flags = ["--strategy", "infinity", "--nvme_path", nvme, "--output_dir", tmp_path / "out"]
+    assert stopped(begin, *flags) == (75, "")
     assert list(nvme.iterdir()) == []
 
 
 def test_signal_with_no_save_ends_with_one_line(begin, tmp_path):
-    process = begin(
-        [
-            *launcher_command("python", 1),
-            SCRIPT,
-            *WORK,
-            "--no_save",
-            "--output_dir",
-            tmp_path / "out",
-        ]
-    )
-    while "Epoch 1" not in (line := process.stdout.readline()):
-        assert line, process.stderr.read()
-    process.send_signal(signal.SIGTERM)
-    _, err = finish(process, 30)
-    assert process.returncode == 1
+    code, err = stopped(begin, "--no_save", "--output_dir", tmp_path / "out")
+    assert code == 1
     assert err.count("❌") == 1 and "SIGTERM" in err and "Traceback" not in err
     assert not (tmp_path / "out" / "checkpoints").exists()
 

@@ -4,7 +4,6 @@ import pytest
 
 from support.cli.ds_config import ModelSizes, complete_ds_config
 from support.cli.parse import parse_arguments
-from support.cluster import rendezvous
 
 
 def completed(strategy: str, precision: str, world_size: int, **sections) -> dict:
@@ -51,33 +50,3 @@ def test_overlap_of_a_users_file_is_kept(overlaps):
 def test_bf16_gradients_are_not_searched_for_infinities(strategy):
     """Stage 3 has no such setting: it searches in fp16 only (stage3.py)."""
     assert completed(strategy, "bf16", 2)["bf16"] == {"enabled": True, "check_grad_overflow": False}
-
-
-def arrived(*places: tuple[str, str | None]) -> dict:
-    """What rank 0 reads of each rank: its host and its GPU."""
-    return {rank: {"host": host, "gpu": gpu} for rank, (host, gpu) in enumerate(places)}
-
-
-@pytest.mark.parametrize(
-    "seen",
-    [
-        arrived(("node1", None), ("node1", None)),  # CPU processes
-        arrived(("node1", "GPU-a"), ("node1", "GPU-b")),
-        arrived(("node1", "GPU-a"), ("node2", "GPU-a")),  # NCCL looks within a host, too
-    ],
-)
-def test_ranks_with_a_gpu_each(seen):
-    assert rendezvous._describe_shared_gpus(seen) == ""
-
-
-def test_every_host_whose_ranks_share_a_gpu_is_named():
-    seen = arrived(
-        ("node1", "a"),
-        ("node1", "a"),
-        ("node2", "b"),
-        ("node2", "c"),
-        ("node3", "d"),
-        ("node3", "d"),
-    )
-    said = rendezvous._describe_shared_gpus(seen)
-    assert "ranks 0, 1 on node1" in said and "ranks 4, 5 on node3" in said and "node2" not in said

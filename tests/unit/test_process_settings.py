@@ -1,11 +1,8 @@
 """Settings of the allocator and of cuBLAS before torch is imported."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-
-from support.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -31,22 +28,3 @@ def test_the_allocator_of_a_gpu_grows_its_segments(monkeypatch, gpu, given, foun
     args = SimpleNamespace(deterministic=False, verbose=True, quiet=False)
     tuning.tune_process(args, launch.Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", 29500))
     assert {name: value for name, value in launch.os.environ.items() if "ALLOC" in name} == found
-
-
-@pytest.mark.parametrize(
-    "gpu, workspace, refused",
-    [
-        (True, ":0:0", True),
-        (False, ":0:0", False),
-        (True, ":16:8", False),
-        (True, ":4096:8", False),
-    ],
-)
-def test_deterministic_needs_a_workspace_of_cublas_where_there_is_a_gpu(
-    monkeypatch, gpu, workspace, refused
-):
-    from support.cluster import tuning
-
-    monkeypatch.setattr(tuning, "has_nvidia_gpu", lambda: gpu)
-    with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG") if refused else nullcontext():
-        tuning.check_workspace(workspace)

@@ -1,7 +1,6 @@
 """--auto_micro_batch: which micro-batch comes next, and that the global batch stays."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,14 +8,7 @@ import pytest
 
 from support import process
 from support.cli.parse import parse_arguments
-from support.cluster.failures import FailureMonitor
-from support.cluster.launch import Launch
-from support.cluster.restart import Restart, continue_restarted, restart_values
-from support.cluster.stop_signal import StopSignal
-from support.console import Console
-from support.errors import TrainingError
-
-LAUNCH = Launch("python", 0, 0, 1, 1, 0, "", 0)
+from support.cluster.restart import continue_restarted, restart_values
 
 
 @pytest.mark.parametrize(
@@ -56,16 +48,3 @@ def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert config["gradient_accumulation_steps"] == 2
     assert config["train_batch_size"] == args.ds_config_dict["train_batch_size"]
-
-
-def test_an_error_while_this_process_starts_again_does_not_end_it():
-    """The main thread loses its connection to a rank that has left; its monitor waits for others."""
-    stop = StopSignal()
-    monitor = FailureMonitor(LAUNCH, Console(True), stop)
-    monitor.restart = Restart(LAUNCH, {}, bool, stop)
-    lost = TrainingError("The connection to another rank was lost.")
-    assert monitor._restart_if_agreed(lost, lost) is None  # no restart: the error ends the run
-    monitor.restart.started = True
-    monitor.restart.execute = lambda store: sys.exit()  # in reality it waits
-    with pytest.raises(SystemExit):
-        monitor._restart_if_agreed(lost, lost)

@@ -1,0 +1,115 @@
+"""What tells a process its rank: the environments that launchers leave."""
+
+import os
+import re
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from support.cluster.launch import detect_launch
+from support.errors import UserError
+
+# Task 1 of two, the first of its node.
+TASK = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+BY_SLURM = ("srun", 1, 2, 0, 1, 1, "n1", 20707)
+ONE_NODE = {"SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+UNEVEN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "3,1"}
+
+
+def ranks(rank: int, world: int, local: int, local_world: int, **more: str) -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    values = map(str, (rank, world, local, local_world))
+    return {**dict(zip(names, values, strict=True)), "MASTER_ADDR": "n1", **more}
+
+
+OWN_TORCHRUN = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "7"}
+TORCHRUN = {"GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "7", "MASTER_PORT": "1234"}
+OWN_DEEPSPEED = {"LOCAL_SIZE": "1", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+ONE_TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}
+# (launcher, rank, world size, local rank, local world size, node, master's address and port) or an
+# error; None: any value.
+LAUNCHES = {
+    "nothing": ({}, ("python", 0, 1, 0, 1, 0, "127.0.0.1", None)),
+    "srun alone": (TASK, BY_SLURM),
+    "a size of 1 in each task": (TASK | {"RANK": "0", "WORLD_SIZE": "1"}, "same rank: unset RANK"),
+    "a shell in each task numbers the ranks": (
+        TASK | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"},
+        ("python", 1, 2, 1, 2, 0, "n1", 29500),
+    ),
+    "a shell in each task starts four": (
+        TASK | ranks(6, 8, 2, 4),
+        ("python", 6, 8, 2, 4, 1, "n1", 29500),
+    ),
+    "one srun for each rank": (
+        TASK | ONE_TASK | ranks(1, 2, 0, 1),
+        ("python", 1, 2, 0, 1, 1, "n1", 29500),
+    ),
+    "torchrun in each task": (
+        TASK | ranks(5, 8, 1, 4, **TORCHRUN),
+        ("torchrun", 5, 8, 1, 4, 1, "n1", 1234),
+    ),
+    "torchrun without the other node": (
+        TASK | ranks(0, 4, 0, 4, **OWN_TORCHRUN),
+        "torchrun in each of them starts a separate run",
+    ),
+    "deepspeed in each task": (
+        TASK | ranks(0, 1, 0, 1, **OWN_DEEPSPEED),
+        "srun started 2 tasks, and deepspeed in each of them starts a separate run: use `srun",
+    ),
+    "the batch script's own shell": (
+        {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"},
+        ("python", 0, 1, 0, 1, 0, "127.0.0.1", None),
+    ),
+    "the list of nodes as master": (TASK | {"MASTER_ADDR": "n[1-2]"}, BY_SLURM),
+    "localhost as master of two nodes": (TASK | {"MASTER_ADDR": "localhost"}, BY_SLURM),
+    "localhost as master of one node": (
+        TASK | ONE_NODE | {"MASTER_ADDR": "127.0.0.1"},
+        ("srun", 1, 2, 1, 2, 0, "127.0.0.1", 20707),
+    ),
+    "another network's name as master": (
+        TASK | {"MASTER_ADDR": "n1-ib"},
+        (*BY_SLURM[:6], "n1-ib", 20707),
+    ),
+    "uneven nodes": (TASK | UNEVEN, ("srun", 3, 4, 0, 1, 1, "n1", 20707)),
+    "the shell of salloc": (
+        TASK | ONE_TASK | {"SLURM_NODEID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "n1"},
+        ("srun", 0, 1, 0, 1, 0, "n1", None),
+    ),
+    "empty variables": ({"RANK": "", "WORLD_SIZE": ""}, "environment is incomplete"),
+    "a task without its number on the node": (TASK | {"SLURM_LOCALID": "x"}, "is incomplete"),
+    "a rank that does not fit": ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
+    "no ranks": ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+    "a local rank that does not fit": (ranks(1, 2, 4, 2), "LOCAL_RANK=4"),
+    "a port that is none": (ranks(0, 1, 0, 1, MASTER_PORT="99999"), "MASTER_PORT=99999"),
+    "a port of words": (ranks(0, 1, 0, 1, MASTER_PORT="http"), "http"),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_detect_launch(monkeypatch, case):
+    env, wanted = LAUNCHES[case]
+    own = {name: value for name, value in os.environ.items() if not re.match("SLURM_|PET_", name)}
+    launcher = "MASTER_|RANK|WORLD_SIZE|LOCAL_|GROUP_|CROSS_|TORCHELASTIC"
+    own = {name: value for name, value in own.items() if not re.match(launcher, name)}
+    monkeypatch.setattr(os, "environ", {**own, **env})
+    scontrol = lambda *_, **__: SimpleNamespace(stdout="n1\nn2\n")  # noqa: E731
+    monkeypatch.setattr(subprocess, "run", scontrol)
+    if isinstance(wanted, str):
+        with pytest.raises(UserError, match=wanted):
+            detect_launch()
+        return
+    found = detect_launch()
+    place = found.rank, found.world_size, found.local_rank, found.local_world_size, found.node
+    values = (found.launcher, *place, found.master_addr, found.master_port)
+    assert [(v, w) for v, w in zip(values, wanted, strict=True) if w not in (v, None)] == []
