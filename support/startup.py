@@ -24,8 +24,8 @@ from support.cluster import tuning
 from support.cluster.launch import Launch
 from support.cluster.restart import continue_restarted
 from support.errors import EXIT_COMPLETED, MissingRequirement, UserError
+from support.files.user_files import read_json
 from support.known_models import EMBEDDED_MODEL
-from support.memory import architectures
 from support.optimizers import OPTIMIZERS
 from support.redaction import redact
 
@@ -182,4 +182,4 @@ def check_model_path(args: Arguments) -> None:
         elif (folder / "hf" / "config.json").is_file():
             problem = f"it is the folder of a run: use its model, --model {folder / 'hf'}."
         raise UserError(f"--model {args.model}: {problem}")
-    architectures.check_config(str(folder / "config.json"))
+    read_json("--model", str(folder / "config.json"))

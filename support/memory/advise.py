@@ -46,12 +46,7 @@ def memory_limits(ctx) -> Limits:
 
 
 def predicted_bytes(args: Arguments, ctx, spec) -> dict[str, int] | None:
-    """Return the memory estimate of this run.
-
-    Returns:
-        Bytes by kind of memory; None if the estimate does not support the architecture or the
-        configuration.
-    """
+    """Return the memory estimate of this run by kind, or None if it does not support the run."""
     try:
         model = read_architecture(spec.config.to_dict(), args.model)
         if configured_strategy(args) != STRATEGIES[args.strategy]:
@@ -71,22 +66,16 @@ def ways_to_fit(args: Arguments, ctx, spec) -> list[str]:
     return describe_remedies(planned_work(args, ctx, model), args.strategy, memory_limits(ctx))
 
 
-# ----------------------------------------------------------------------------------------- remedies
-
-
 def with_margin(limits: Limits) -> Limits:
     """Return the limits for advice, which leave a margin on the GPU."""
     return replace(limits, gpu=None if limits.gpu is None else int(ADVISED_SHARE * limits.gpu))
 
 
 def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryEstimate]:
-    """Return the changes of flags that make a run fit with a margin, the smallest change first.
+    """Return the changes of flags that make a run fit with a margin, and then its estimate.
 
-    The candidates are: another strategy with the same batch; a smaller micro-batch with more
-    accumulation; gradient checkpointing; sequences of half the length.
-
-    Returns:
-        The changed run's memory estimate, by the flags.
+    The candidates, smallest change first: another strategy with the same batch; a smaller
+    micro-batch with more accumulation; gradient checkpointing; sequences of half the length.
     """
     limits, present = with_margin(limits), predict(work, strategy).total
     others = {other: predict(work, other) for other in PREFERENCE if other in work.strategies}
@@ -119,7 +108,5 @@ def describe_remedies(work: Workload, strategy: str, limits: Limits) -> list[str
             f"{estimate}. No single change makes it fit: "
             "see scripts/plan_memory.py --solve gpus and --solve model."
         ]
-    return [
-        f"{estimate}. It would fit with one of:",
-        *(f"  {flags}: {n.total / GB:.1f}{capacity} GB" for flags, n in fitting.items()),
-    ]
+    lines = [f"  {flags}: {n.total / GB:.1f}{capacity} GB" for flags, n in fitting.items()]
+    return [f"{estimate}. It would fit with one of:", *lines]

@@ -29,14 +29,13 @@ class Limits:
 
     def hold(self, need: MemoryEstimate) -> bool:
         """Return whether a strategy's memory estimate fits."""
-        return all(
-            available is None or size <= available
-            for size, available in (
-                (need.total, self.gpu),
-                (need.host * self.ranks_per_node, self.host),
-                (need.nvme * self.ranks_per_node, self.nvme),
-            )
+        ranks = self.ranks_per_node
+        sizes = (
+            (need.total, self.gpu),
+            (need.host * ranks, self.host),
+            (need.nvme * ranks, self.nvme),
         )
+        return all(available is None or size <= available for size, available in sizes)
 
 
 def recommend(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Workload]:
@@ -72,10 +71,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def largest_batch(work: Workload, strategy: str, limits: Limits) -> int:
-    """Return the number of sequences in the largest micro-batch that fits; 0 if not even one fits.
-
-    Sizes up to 65,536 are tried.
-    """
+    """Return the sequences of the largest micro-batch up to 65,536 that fits; 0 if none does."""
     return _largest(
         lambda size: limits.hold(predict(replace(work, batch_size=size), strategy)), 65536
     )
@@ -94,14 +90,11 @@ def fewest_gpus(work: Workload, strategy: str, limits: Limits) -> int | None:
 
 
 def gpt2_of_width(hidden: int, like: Architecture) -> Architecture:
-    """Return a model of GPT-2's shape with the given width.
+    """Return a model of GPT-2's shape with a width that is a multiple of 64.
 
     The number of layers grows linearly with the width, as in GPT-2's sizes (12 at 768, 48 at 1600),
-    and continues beyond them. Below 768 it is one layer per 64.
-
-    Args:
-        hidden: width, a multiple of 64.
-        like: its vocabulary is used if it is a GPT-2, and its number of positions if it is not 0.
+    and continues beyond them. Below 768 it is one layer per 64. The vocabulary is that of `like`
+    if it is a GPT-2, and so is its number of positions if it has some.
     """
     linear = round(12 + (hidden - 768) * (48 - 12) / (1600 - 768))
     layers = linear if hidden >= 768 else hidden // 64
@@ -111,10 +104,9 @@ def gpt2_of_width(hidden: int, like: Architecture) -> Architecture:
 
 
 def largest_gpt2(work: Workload, strategy: str, limits: Limits) -> Architecture | None:
-    """Return the largest model of GPT-2's shape that fits, with a width that is a multiple of 64.
+    """Return the largest model of GPT-2's shape, up to a width of 65,536, that fits, or None.
 
     With adapters, a model of another family is replaced by a GPT-2 with GPT-2's default targets.
-    None if a width of 64 does not fit. The largest width that is tried is 65,536.
     """
     if work.lora and work.model.family != "gpt2":
         work = replace(work, lora=adapters(gpt2_of_width(768, work.model), work.lora.r, None))
@@ -128,10 +120,7 @@ def largest_gpt2(work: Workload, strategy: str, limits: Limits) -> Architecture 
 
 
 def fitting_split(work: Workload, strategy: str, limits: Limits) -> Workload | None:
-    """Return the same step in the largest micro-batches that fit.
-
-    None if not even micro-batches of one sequence fit.
-    """
+    """Return the same step in the largest micro-batches that fit, or None."""
 
     def split(size: int) -> Workload:
         accumulation = work.accumulation * work.batch_size // size
@@ -142,12 +131,7 @@ def fitting_split(work: Workload, strategy: str, limits: Limits) -> Workload | N
 
     if fits(work.batch_size):  # without accumulation, it may need less than half of it
         return work
-    sizes = divisors(work.batch_size)
+    small = [n for n in range(1, math.isqrt(work.batch_size) + 1) if work.batch_size % n == 0]
+    sizes = sorted({*small, *(work.batch_size // n for n in small)})
     first_too_large = bisect_left(sizes, True, key=lambda size: not fits(size))
     return split(sizes[first_too_large - 1]) if first_too_large else None
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors of a number in ascending order."""
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return small + [number // size for size in reversed(small) if size * size != number]

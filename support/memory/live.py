@@ -22,19 +22,16 @@ def gathered_bytes(model: torch.nn.Module) -> int:
     """
     parameters = list(model.parameters())
     if any(hasattr(p, "ds_tensor") for p in parameters):
-        gathered = [
-            p
-            for p in parameters
-            if not p.ds_persist and p.ds_status.name != "NOT_AVAILABLE" and not _is_its_shard(p)
-        ]
-        return sum(p.ds_numel * p.element_size() for p in gathered)
+        return sum(p.ds_numel * p.element_size() for p in parameters if _is_gathered(p))
     sharded = any(is_fsdp_module(module) for module in model.modules())
     return sum(p.nbytes for p in parameters if not is_dtensor(p)) if sharded else 0
 
 
-def _is_its_shard(parameter: torch.Tensor) -> bool:
-    """Return whether the parameter's data is this rank's ZeRO-3 shard, as on a single rank."""
-    return parameter.numel() > 0 and parameter.data_ptr() == parameter.ds_tensor.data_ptr()
+def _is_gathered(parameter: torch.Tensor) -> bool:
+    """Return whether ZeRO 3 has gathered a parameter; on a single rank its data is its shard."""
+    if parameter.ds_persist or parameter.ds_status.name == "NOT_AVAILABLE":
+        return False
+    return not parameter.numel() or parameter.data_ptr() != parameter.ds_tensor.data_ptr()
 
 
 def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
@@ -67,8 +64,10 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
         for name in ("gradients", "optimizer"):
             if placement[name] != "device":
                 on_device[name] = 0
-        if placement["parameters"] == "nvme":
-            on_device["parameters"] = count(_kept_on_device(model), set())[device.type]
+        if placement["parameters"] == "nvme":  # only the small ones stay
+            small = [p for p in model.parameters() if p.ds_persist]
+            tensors = (tensor for p in small for tensor in (p.ds_tensor, p.data))
+            on_device["parameters"] = count(tensors, set())[device.type]
     unknown = {"activations": None, "logits": None}
     return {
         "categories": {name: sum(sizes.values()) for name, sizes in counted.items()} | unknown,
@@ -79,13 +78,8 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
 
 
 def all_tensors() -> Iterator[torch.Tensor]:
+    """Yield all tensors that Python's garbage collector knows."""
     return (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-
-
-def _communication_buffers(optimizer) -> Iterator[torch.Tensor | None]:
-    """Yield DeepSpeed's buckets; between backward and update only stage 3 has one."""
-    for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values():
-        yield from bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
 
 
 def count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> Counter[str]:
@@ -115,25 +109,11 @@ def _parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         # ZeRO-3 replaces the data by an empty placeholder and keeps this rank's shard in ds_tensor.
         yield getattr(parameter, "ds_tensor", None)
         yield parameter.data
-        yield from _quantization_state(parameter)
-
-
-def _quantization_state(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the scales and tables of a parameter in 4 bits (bitsandbytes)."""
-    state = getattr(parameter, "quant_state", None)
-    while state is not None:  # the scales are themselves quantized
-        yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
-        state = state.state2
-
-
-def _kept_on_device(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield those of infinity's parameters that stay on the device.
-
-    These are the small ones, as whole parameters and as this rank's shards.
-    """
-    for parameter in model.parameters():
-        if parameter.ds_persist:
-            yield from (parameter.ds_tensor, parameter.data)
+        # bitsandbytes' scales and tables of a parameter in 4 bits; the scales are quantized too.
+        state = getattr(parameter, "quant_state", None)
+        while state is not None:
+            yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
+            state = state.state2
 
 
 def _gradients(model: torch.nn.Module, optimizer, base) -> Iterator[torch.Tensor | None]:
@@ -156,6 +136,12 @@ def _optimizer_states(optimizer, base) -> Iterator[torch.Tensor]:
 def _optimizer_moments(base) -> Iterator[torch.Tensor]:
     for state in base.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _communication_buffers(optimizer) -> Iterator[torch.Tensor | None]:
+    """Yield DeepSpeed's buckets; between backward and update only stage 3 has one."""
+    for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values():
+        yield from bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
 
 
 def _placement(optimizer) -> dict[str, str]:

@@ -149,7 +149,8 @@ def test_states_of_the_optimizers():
 
 def test_memory_by_category_is_that_of_the_largest_rank():
     def rank(gradients, activations):
-        live = {"categories": {"gradients": gradients, "activations": activations}}
+        live = dict.fromkeys(("on_device", "moments", "placement"))
+        live["categories"] = {"gradients": gradients, "activations": activations}
         device = dict.fromkeys(("allocated", "reserved", "peak"))
         kinds = dict.fromkeys(("host_peak", "pinned", "nvme", "nvme_written", "unseen", "step"), 0)
         return {**kinds, "device": device, "phases": {}, "live": live}
