@@ -44,36 +44,15 @@ def test_cpu_part(tmp_path, strategies):
     assert " ".join(command) in report
 
 
-def test_features_on_a_cpu(tmp_path, monkeypatch, capsys):
-    """The cheap ones, with runs that are not made up."""
-    cheap = [gpu_check.check_accumulation, gpu_check.check_packing, gpu_check.check_export]
-    monkeypatch.setattr(gpu_check, "FEATURES", cheap)
-    code = gpu_check.main(["7", "--strategies", "dp", "--out", str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()[1:-1]
-    assert code == 0 and [line.partition(":")[0] for line in lines] == [
-        *("PASS features", "PASS accumulation", "PASS packing with isolation"),
-        "PASS the export loaded again",
-    ], lines
-
-
-def test_shares_of_kernels():
-    def event(category, name, start, seconds):
-        return {"cat": category, "name": name, "ts": start, "dur": seconds}
-
-    events = [
-        event("kernel", "flash_fwd", 0, 10),
-        event("kernel", "vectorized_elementwise", 10, 20),
-        event("gpu_user_annotation", "head", 40, 30),
-        event("kernel", "gemm", 40, 25),
-        event("kernel", "gemm", 80, 20),
-        event("cpu_op", "aten::mm", 0, 1000),
-    ]
-    shares = gpu_check.kernel_shares(events)
-    assert {part: round(share, 6) for part, share in shares.items() if share} == {
-        **{"head": 0.25, "attention": 0.1, "elementwise": 0.2},
-        **{"matrix products": 0.2, "idle": 0.25},
-    }
-    assert gpu_check.kernel_shares(events[2:3]) == {}
+def test_packing_and_accumulation_on_a_cpu(tmp_path):
+    """Checks of part 7, with runs that are not made up."""
+    machine = bench.Machine(0, None, [])
+    some = bench.Bench(machine, tmp_path, tmp_path / "report.md", ["dp"], "")
+    flags = f"{gpu_check.SMALL} {gpu_check.NO_FILES} --precision fp32 --max_steps 4 --batch_size 2"
+    gpu_check.check_packing(some, f"{flags} --packing --dataset")
+    single = some.train("single", f"{flags.removesuffix('2')}4")
+    some.compare("accumulation", "two", single.losses, f"{flags} --gradient_accumulation_steps 2")
+    assert [verdict for verdict, _, _ in some.lines] == ["PASS", "PASS"], some.lines
 
 
 def test_broken_run_is_a_failure(tmp_path, monkeypatch, capsys):
@@ -181,11 +160,6 @@ class Pretended(bench.Bench):
             run["files"][command[2]] = json.dumps({"steps": 10, "calls": calls})
         if "--lora_r" in flags:
             run["files"]["hf/adapter_model.safetensors"] = ""
-        if "--profile" in flags:
-            kernel = {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 2}
-            trace = Path(flags["--profile"]) / "trace-rank0.json"
-            trace.parent.mkdir(parents=True, exist_ok=True)
-            trace.write_text(json.dumps({"traceEvents": [kernel]}))
         if "benchmarks.peers" in command:
             # As benchmarks/peers.py does: a program alone has no ratio.
             programs = flags["--only"].split(",")
@@ -230,7 +204,6 @@ def test_all_parts_pass_where_all_runs_are_right(pretend):
         assert f"PASS srun, 2 ranks, {strategy}: " in "\n".join(lines)
     assert "| dp | 17.850 | 17.000 | +5.0% | 20.000 | 1.000 | — | 2.000 |" in report
     assert "32 sequences, compiled\n\n| Trainer | 100000 | 1.10 |" in report
-    assert "| matrix products | 100.0% |" in report
     assert "| zero3 | 1 | torch/x.py:1 | support/y.py:2 |" in report
     text = "\n".join(commands)
     assert "--fsdp_config" in text and "--batch_size 64 --gradient_accumulation_steps 4" in text
@@ -325,7 +298,6 @@ def many_calls(flags, run):
             at("speed-compiled", code=1, log="TypeError: y"),
             "speed, One GPU, bf16, 32 sequences, compiled: no result: TypeError: y",
         ),
-        (5, at("profile", code=1), "profile of a step: exit code 1"),
         (6, at("torchrun-zero3", losses=slower_by(2e-3)), "torchrun, 2 ranks, zero3: loss off"),
         (6, at("srun-dp", results={"world_size": 1}), "srun, 2 ranks, dp: 1 ranks instead of 2"),
         (7, at("compile-fsdp", losses=slower_by(2e-3)), "--compile fsdp: loss off"),
