@@ -107,8 +107,7 @@ def first_line(error: BaseException, longest: int | None = None) -> str:
 def refused_as(problem: str, longest: int | None = None) -> Iterator[None]:
     """Convert every exception of this context into a UserError: `problem`, and its first line.
 
-    For libraries that raise a dozen classes: the clients of the hub, and those that read a model's
-    files, whose values transformers passes to constructors unchecked.
+    For libraries that raise a dozen classes: clients of the hub, and readers of a model's files.
     """
     try:
         yield

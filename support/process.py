@@ -98,11 +98,16 @@ def run_command_line(main: Callable[[], int | None], printed: bool = True) -> No
         printed: True if the program's result is its output on stdout, and not files. Then it fails
             with code 1 if the output cannot be written.
     """
+
+    def run() -> int | None:
+        code = main()
+        if printed:
+            check_output()
+        return code
+
     protect_output()
     _handle(STOP_SIGNALS, _raise_at_signal)
-    code = exit_code_of(main)
-    lost = exit_code_of(check_output) if printed else None
-    sys.exit(code or lost)
+    sys.exit(exit_code_of(run))
 
 
 def exit_code_of(main: Callable[[], int | None]) -> int | str | None:
