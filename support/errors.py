@@ -172,8 +172,7 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
     (
         r"does not have a deterministic implementation",
         UserError,
-        "{said}: no kernel of this operation for this device is deterministic, so run without "
-        "--deterministic.",
+        "{said}: this operation has no deterministic kernel, so run without --deterministic.",
     ),
     (
         r"Too many open files",

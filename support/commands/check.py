@@ -6,6 +6,7 @@ with a remedy.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 import shutil
@@ -68,18 +69,17 @@ def _line(is_ok: bool, name: str, text: str, remedy: str, status: str = WARNING)
 def check(args: Arguments, ctx: DistContext) -> int:
     """Run all checks and print their results; all ranks must call it.
 
-    Rank 0 prints all of its own results, and of the other ranks those that are not ok or differ,
-    with their hosts.
+    Rank 0 prints all of its own results, and of the other ranks those that are not ok.
 
     Returns:
         The exit code: 0 if the chosen strategy can run on every rank.
     """
-    parts = (_software, _gpu, _compiler, _ops, _nvme, _disk, _limits, _memory, _hub)
+    parts = (_software, _gpu, _ops, _nvme, _disk, _limits, _memory, _hub)
     own_lines = [line for part in parts for line in part(args, ctx)]
     # Printed before the ranks communicate, because the communication may fail.
     _print(own_lines, ctx)
     communication = _communication(ctx)
-    others = _what_differs(ctx.all_gather((socket.gethostname(), own_lines)))
+    others = _problems_of(ctx.all_gather((socket.gethostname(), own_lines)))
     _print((communication, *others, *_cluster(ctx)), ctx)
     lines = ctx.broadcast_from_rank0((*own_lines, communication, *others))
     problems = sum(line.status == PROBLEM for line in lines)
@@ -99,17 +99,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _what_differs(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
-    """Return the results of other ranks that are not ok, or differ in software or GPU, by host."""
-    rank0_host, rank0_lines = ranks[0]
-    known = {(rank0_host, line.name, line.text) for line in rank0_lines}
-    software = {line.text for line in rank0_lines} | {""}
+def _problems_of(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
+    """Return the results of other ranks that are not ok, once per host."""
+    seen = {(ranks[0][0], line) for line in ranks[0][1]}
     selected = []
-    for rank, (host, lines) in enumerate(ranks[1:], 1):
+    for rank, (host, lines) in enumerate(ranks):
         for line in lines:
-            differs = line.name in ("Python", "compiler") and line.text not in software
-            if (line.status != OK or differs) and (host, line.name, line.text) not in known:
-                known.add((host, line.name, line.text))
+            if line.status != OK and (host, line) not in seen:
+                seen.add((host, line))
                 selected.append(line._replace(text=f"{host}, rank {rank}: {line.text}"))
     return selected
 
@@ -118,26 +115,19 @@ def _what_differs(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
 
 
 def _software(args: Arguments, ctx: DistContext) -> Iterator[Line]:
-    tested = _releases("constraints.txt")
     supported = _releases("requirements/core.txt") | _releases("requirements/deepspeed.txt")
     installed = {found.metadata["Name"]: found.version for found in distributions()}
-    problems, differing, listed = [], [], []
+    problems = []
     for name in IMPORTED:
         if name not in installed:
             if name != "deepspeed" or args.ds_config_dict:
                 problems.append(f"no {name}, which --strategy {args.strategy} needs")
-            continue
-        listed.append(f"{name} {installed[name]}")
-        number = Version(installed[name]).base_version  # containers have 2.7.0a0+79aa17489c
-        if not supported[name].contains(number):
-            problems.append(f"{listed[-1]} is not supported (needs {supported[name]})")
-        elif not tested[name].contains(number):
-            differing.append(f"{name} {str(tested[name]).removeprefix('==')}")
-    if problems:
-        yield Line(PROBLEM, "Python", "; ".join(problems), "pip install -r requirements.txt")
-        return
-    text = f"{sys.version.split()[0]}; {', '.join(listed)}"
-    yield _line(not differing, "Python", text, f"tested with {', '.join(differing)}")
+        # Containers have builds such as 2.7.0a0+79aa17489c.
+        elif not supported[name].contains(Version(installed[name]).base_version):
+            problems.append(f"{name} {installed[name]} is not {name}{supported[name]}")
+    listed = ", ".join(f"{name} {installed[name]}" for name in IMPORTED if name in installed)
+    text = "; ".join([sys.version.split()[0], listed, *problems])
+    yield _line(not problems, "Python", text, "pip install -r requirements.txt", PROBLEM)
 
 
 def _releases(file: str) -> dict[str, SpecifierSet]:
@@ -177,40 +167,35 @@ def _run(*command: str) -> str:
     return ended.stdout.strip()
 
 
-def _compiler(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+def _ops(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+    """Check DeepSpeed's ops, and what compiles those that are missing."""
     compiler = os.environ.get("CXX", "c++")
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    found = {
+    tools = {
         "a C++ compiler (apt install build-essential, module load gcc)": shutil.which(compiler),
         "ninja (pip install ninja)": shutil.which("ninja"),
         "Python's headers (apt install python3-dev)": headers.exists(),
     }
-    if missing := [name for name, is_found in found.items() if not is_found]:
-        compiles = args.ds_config_dict and ops.missing_ops(configured_strategy(args))
-        status = PROBLEM if compiles else WARNING
-        reason = f"{args.strategy} compiles" if compiles else "DeepSpeed's strategies may compile"
-        yield Line(status, "compiler", f"missing: {', '.join(missing)}", f"{reason} ops")
-    else:
-        release = _run(compiler, "--version").split("\n")[0]
-        yield Line(OK, "compiler", f"{release}; ninja and Python's headers found")
-
-
-def _ops(args: Arguments, ctx: DistContext) -> Iterator[Line]:
-    try:
-        missing = {name: ops.missing_ops(STRATEGIES[name]) for name in ("offload", "infinity")}
-    except ModuleNotFoundError:  # _software has a line on it
+    own = configured_strategy(args)
+    release = _run(compiler, "--version").partition("\n")[0]
+    lacking = ", ".join(name for name, is_found in tools.items() if not is_found)
+    status = PROBLEM if args.ds_config_dict and ops.missing_ops(own) else WARNING
+    text = f"missing: {lacking}" if lacking else f"{release}; ninja and Python's headers found"
+    yield _line(not lacking, "compiler", text, "DeepSpeed's ops are compiled", status)
+    if importlib.util.find_spec("deepspeed") is None:
         return
-    states = [
+    missing = {name: ops.missing_ops(STRATEGIES[name]) for name in ("offload", "infinity")}
+    text = "; ".join(
         f"{name} will compile {', '.join(names)}" if names else f"{name} ready"
         for name, names in missing.items()
-    ]
+    )
     try:
         if "async_io" in missing["infinity"]:
             requirements.check_libaio()
-        yield Line(OK, "DeepSpeed ops", "; ".join(states))
+        yield Line(OK, "DeepSpeed ops", text)
     except UserError as error:
-        status = PROBLEM if configured_strategy(args).uses_nvme else WARNING
-        yield Line(status, "DeepSpeed ops", f"{states[0]}; infinity cannot run", str(error))
+        status = PROBLEM if own.uses_nvme else WARNING
+        yield Line(status, "DeepSpeed ops", "infinity cannot run", str(error))
 
 
 def _nvme(args: Arguments, ctx: DistContext) -> Iterator[Line]:
@@ -255,21 +240,23 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
 
 def _disk(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     """Check the free space for results, checkpoints and tokens."""
+    free = {}
     output, cache = Path(args.output_dir or "runs"), hub_cache.cache_folder(args.cache_dir)
-    free = []
-    for folder in (output, cache):
+    for name, folder in (("output", output), ("cache", cache)):
         existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
-        free.append(shutil.disk_usage(existing).free)
+        free[f"{name} {folder}"] = shutil.disk_usage(existing).free
     try:
         paths.check_export_folder(args)
     except UserError as error:
         yield Line(PROBLEM, "output", str(error))
-    text = f"output {output} {free[0] / GB:.1f} GB free; cache {cache} {free[1] / GB:.1f} GB free"
+    text, least = (
+        "; ".join(f"{n} {f / GB:.1f} GB free" for n, f in free.items()),
+        min(free.values()),
+    )
     remedy = (
         "a checkpoint has 12 bytes per parameter: free some space (df -h, quota -s), "
         "or name other folders with --output_dir and --cache_dir"
     )
-    least = min(free)
     yield _line(least >= GB, "disk", text, remedy, PROBLEM if least < 50 * MB else WARNING)
 
 
@@ -287,7 +274,7 @@ def _limits(args: Arguments, ctx: DistContext) -> Iterator[Line]:
 def _memory(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     limits = advise.memory_limits(ctx)
     owner = "GPU" if ctx.device.type == "cuda" else "process"
-    capacity = f"{limits.gpu / GB:.1f} GB for each {owner}" if limits.gpu else "an unknown amount"
+    capacity = f"{(limits.gpu or 0) / GB:.1f} GB for each {owner}"
     try:
         model = architectures.find_architecture(args.model)
         try:

@@ -96,33 +96,27 @@ def prove(args: Arguments) -> int:
         flush=True,
     )
     temporary = TemporaryFolder(Path(gettempdir()), "distributed_training_prove_", mode=0o700)
-    rows, problems, notes, reference = [], [], [], None
+    rows, problems, notes, reference = [], [], {}, None
     try:
         for number, way in enumerate(ways_of(args, ranks)):
             print(f"⏳ {way.name}", flush=True)
             output = temporary.path / str(number)
             run(way, args, output)
-            record = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
-            step = step_of(record, args, output)
+            step, note = step_of(output, args)
             reference = reference or step
             differences, norm, worst = compare(reference, step, args.lr)
-            loss, of_norm, gradient, update = (
-                f"{value:.1e}" if number else "–" for value in differences.values()
-            )
-            row = [way.name, f"{step.loss:.7f}", loss, f"{norm:.6f}", of_norm]
-            rows.append([*row, gradient, worst if number else "", update])
+            rows.append(row_of(way.name, step, differences, norm, worst if number else ""))
             if problem := describe_problem(way.name, differences, worst):
                 problems.append(problem)
-            if record.get("note") and f"ℹ️  {record['note']}" not in notes:
-                notes.append(f"ℹ️  {record['note']}")
+            notes |= {f"ℹ️  {note}": None} if note else {}
             if number:
                 remove(output)  # the disk holds two checkpoints at most
     finally:
         temporary.remove()
     limits = [f"{limit:.0e}" for limit in TOLERANCES.values()]
-    tolerance = ["tolerance", "", limits[0], "", limits[1], limits[2], "", limits[3]]
-    print(f"\n{text_table([*rows, tolerance], HEADERS)}\n{LEGEND}")
-    equal = f"✅ Equal: all {len(rows)} ways make the same step."
+    rows.append(["tolerance", "", limits[0], "", limits[1], limits[2], "", limits[3]])
+    print(f"\n{text_table(rows, HEADERS)}\n{LEGEND}")
+    equal = f"✅ Equal: all {len(rows) - 1} ways make the same step."
     print("\n".join([*notes, *(problems or [equal])]))
     return EXIT_FAILED if problems else EXIT_COMPLETED
 
@@ -176,12 +170,20 @@ def run(way: Way, args: Arguments, output: Path) -> None:
         raise kind(f"{way.name}: {last_error(log) or f'exit code {code}'}")
 
 
-def step_of(record: dict, args: Arguments, folder: Path) -> Step:
-    """Return the step of a run from its line of metrics.jsonl and its checkpoint."""
+def step_of(folder: Path, args: Arguments) -> tuple[Step, str]:
+    """Return the step of a run, and a note on how Trainer computes its loss, or ""."""
+    record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     # The factor of clip_grad_norm_ is max_norm / (norm + 1e-6). It is undone, because PyTorch's
     # norm, which Trainer uses, is summed in fp32 and therefore less precise than the gradient.
     clipping = max(1, (record["grad_norm"] + 1e-6) / args.max_grad_norm)
-    return Step(record["loss"], clipping / (1 - args.adam_beta1), OwnCheckpoint(folder))
+    step = Step(record["loss"], clipping / (1 - args.adam_beta1), OwnCheckpoint(folder))
+    return step, record.get("note", "")
+
+
+def row_of(name: str, step: Step, differences: dict, norm: float, worst: str) -> list[str]:
+    """Return a row of the table; the reference has no `worst` parameter and no differences."""
+    shown = [f"{value:.1e}" if worst else "–" for value in differences.values()]
+    return [name, f"{step.loss:.7f}", shown[0], f"{norm:.6f}", shown[1], shown[2], worst, shown[3]]
 
 
 def compare(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], float, str]:

@@ -45,10 +45,6 @@ class Linear(NamedTuple):
     outputs: int
     bias: bool
 
-    def parameters(self) -> list[int]:
-        """Return the elements of its weight and of its bias, if it has one."""
-        return [self.inputs * self.outputs] + [self.outputs] * self.bias
-
 
 @dataclass(frozen=True)
 class Architecture:
@@ -77,12 +73,11 @@ class Architecture:
 
     @property
     def query(self) -> int:
-        """Width of all queries together."""
+        """Width of all queries together; that of the keys is less with grouped-query attention."""
         return self.heads * self.head_dim
 
     @property
     def key(self) -> int:
-        """Width of all keys together; less than `query` with grouped-query attention."""
         return self.kv_heads * self.head_dim
 
     def linear_layers(self) -> dict[str, Linear]:
@@ -125,8 +120,9 @@ class Architecture:
     def block(self) -> list[int]:
         """Return the elements of each parameter of one transformer block, in the model's order."""
         attention, mlp = [], []
-        for name, layer in self.linear_layers().items():
-            (mlp if name.startswith("mlp.") else attention).extend(layer.parameters())
+        for name, (inputs, outputs, bias) in self.linear_layers().items():
+            of_part = mlp if name.startswith("mlp.") else attention
+            of_part += [inputs * outputs, outputs] if bias else [inputs * outputs]
         if self.family == "gpt2":
             return [*self.norm, *attention, *self.norm, *mlp]
         if self.family == "gpt_neox":
@@ -164,25 +160,19 @@ class Architecture:
 
 
 def find_architecture(model: str) -> Architecture:
-    """Return the architecture of a model that is known by its name, or of a config.json.
+    """Return the architecture of a known model, a config.json, a folder with one, or a hub's name.
 
-    Args:
-        model: a model's name, a config.json, or the folder of one. The config.json of any other
-            name is read from the cache or from the hub.
     Raises:
         UserError: the file does not exist or is invalid, or the planner does not support its
             family.
     """
     if config := CONFIGS.get(name_on_hub(model)):
         return read_architecture(config, model)
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.exists():
-            raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
-    if not path.exists():
-        path = Path(download_config(model))
-    return read_architecture(read_json("--model", str(path)), str(path))
+    path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
+    if not path.exists() and path.parent == Path(model):
+        raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
+    file = str(path) if path.exists() else download_config(model)
+    return read_architecture(read_json("--model", file), file)
 
 
 def read_architecture(config: dict, path: str) -> Architecture:

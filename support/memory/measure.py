@@ -116,8 +116,7 @@ class StepMemory:
     ):
         self.model, self.optimizer, self.kept_by_loss = model, optimizer, kept_by_loss
         self.device, self._peak = peak.device, peak
-        # Result of `live_bytes`, with activations and logits after `end`; None before
-        # `after_backward`.
+        # Result of `live_bytes` after `after_backward`; with activations and logits after `end`.
         self.live: dict | None = None
         # {"live": bytes, "peak": bytes} by phase after `end`; None if not recorded.
         self.phases: dict[str, dict[str, int]] | None = None
