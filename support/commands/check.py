@@ -185,17 +185,17 @@ def _ops(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     if importlib.util.find_spec("deepspeed") is None:
         return
     missing = {name: ops.missing_ops(STRATEGIES[name]) for name in ("offload", "infinity")}
-    text = "; ".join(
+    states = [
         f"{name} will compile {', '.join(names)}" if names else f"{name} ready"
         for name, names in missing.items()
-    )
+    ]
     try:
         if "async_io" in missing["infinity"]:
             requirements.check_libaio()
-        yield Line(OK, "DeepSpeed ops", text)
+        yield Line(OK, "DeepSpeed ops", "; ".join(states))
     except UserError as error:
         status = PROBLEM if own.uses_nvme else WARNING
-        yield Line(status, "DeepSpeed ops", "infinity cannot run", str(error))
+        yield Line(status, "DeepSpeed ops", f"{states[0]}; infinity cannot run", str(error))
 
 
 def _nvme(args: Arguments, ctx: DistContext) -> Iterator[Line]:

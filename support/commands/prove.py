@@ -32,7 +32,8 @@ from support.report.compare import last_error
 from support.text_tables import text_table
 
 PYTHON = sys.executable
-SCRIPT, TRAINER = PROJECT / "real_model_example.py", PROJECT / "scripts" / "trainer_step.py"
+SCRIPT = PROJECT / "real_model_example.py"
+TRAINER = PROJECT / "scripts" / "trainer_step.py"
 SEQUENCES = 8  # at least
 # Of the user's flags, those that determine the step.
 KEPT = {name.removeprefix("--") for name, _ in (*MODEL, *DATA, *STRATEGY)}

@@ -172,7 +172,21 @@ def find_architecture(model: str) -> Architecture:
     if not path.exists() and path.parent == Path(model):
         raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
     file = str(path) if path.exists() else download_config(model)
-    return read_architecture(read_json("--model", file), file)
+    return read_architecture(read_config(file), file)
+
+
+def read_config(path: str) -> dict:
+    """Return the content of a config.json.
+
+    Raises:
+        UserError: the file cannot be read, is not JSON, or has a size that is invalid.
+    """
+    config = read_json("--model", path)
+    for name in (*GPT2_KEYS, *GPT2_KEYS.values(), "vocab_size"):
+        size = config.get(name, 1)
+        if "act" not in name and size is not None and not (isinstance(size, int) and size > 0):
+            raise UserError(f"--model {path}: {name} is {size}, and must be a whole number.")
+    return config
 
 
 def read_architecture(config: dict, path: str) -> Architecture:
@@ -193,9 +207,9 @@ def read_architecture(config: dict, path: str) -> Architecture:
 
     def size(name: str, default: int | None = None) -> int:
         found = value.get(name, default)
-        if not isinstance(found, int) or found < 1:
-            raise UserError(f"--model {path}: {name} is {found}, and must be a whole number.")
-        return found
+        if found is None:
+            raise UserError(f"--model {path}: {name} is missing.")
+        return int(found)
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     biases = bool(value.get("attention_bias", False))

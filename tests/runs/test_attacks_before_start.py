@@ -42,6 +42,9 @@ def with_tensorboard(path: str) -> list[str]:
     model_folder("config.json with digits", f'{{"n_embd": {DIGITS}}}', "digits"),
     model_folder("config.json a list", "[]", "object"),
     model_folder("config.json not JSON", "{", "line 1"),
+    model_folder("config.json not finite", json.dumps({**GPT2_FILE, "n_embd": 1e999}), "n_embd"),
+    model_folder("a text as vocabulary", {**GPT2_FILE, "vocab_size": "many"}, "vocab_size"),
+    model_folder("negative positions", {**GPT2_FILE, "n_positions": -1}, "n_positions"),
     Attack(
         "config.json a folder",
         says="cannot be read|no config.json",

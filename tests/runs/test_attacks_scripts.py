@@ -11,7 +11,7 @@ from command_lines import DEEP, DIGITS, GPT2_FILE, LONG, flag, written
     written("digits", f'{{"n_embd": {DIGITS}}}', says="digits"),
     written("a list", "[]", says="object"),
     written("a list as model_type", '{"model_type": ["gpt2"]}', says="does not support model_type"),
-    written("a text as a size", json.dumps({**GPT2_FILE, "n_layer": "many"}), says="whole number"),
+    written("a text as a size", json.dumps({**GPT2_FILE, "n_layer": "many"}), says="n_layer"),
 )
 def test_config_json_of_the_planner(attack, tmp_path, main_of):
     attack.prepare(tmp_path)
