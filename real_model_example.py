@@ -70,7 +70,7 @@ from support.data import batches as data
 from support.data import streaming
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, Preempted
 from support.labels import IGNORED
-from support.memory.advise import ways_to_fit
+from support.memory.fit import ways_to_fit
 from support.model import layers, weights
 from support.model import resolve as models
 from support.model.loss import next_token_loss

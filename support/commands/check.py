@@ -37,7 +37,7 @@ from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, has_nvidia_gpu
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.files import hub_cache
-from support.memory import advise, architectures
+from support.memory import architectures, fit
 from support.memory.estimate import predict
 from support.redaction import redact
 from support.strategies import ops, requirements
@@ -272,7 +272,7 @@ def _limits(args: Arguments, ctx: DistContext) -> Iterator[Line]:
 
 
 def _memory(args: Arguments, ctx: DistContext) -> Iterator[Line]:
-    limits = advise.memory_limits(ctx)
+    limits = fit.memory_limits(ctx)
     owner = "GPU" if ctx.device.type == "cuda" else "process"
     capacity = f"{(limits.gpu or 0) / GB:.1f} GB for each {owner}"
     try:
@@ -282,7 +282,7 @@ def _memory(args: Arguments, ctx: DistContext) -> Iterator[Line]:
         except UserError as error:
             yield Line(PROBLEM, "sequence length", str(error))
             return
-        work = advise.planned_work(args, ctx, model)
+        work = fit.planned_work(args, ctx, model)
     except UserError as error:
         yield Line(OK, "memory", f"{capacity}; not planned: {error}")
         return
@@ -292,7 +292,7 @@ def _memory(args: Arguments, ctx: DistContext) -> Iterator[Line]:
         host = estimate.host * limits.ranks_per_node
         text += f", {host / GB:.1f} of {limits.host / GB:.1f} GB of host memory"
     fits = limits.hold(estimate)
-    flags = "" if fits else " or ".join(advise.remedies(work, args.strategy, limits))
+    flags = "" if fits else " or ".join(fit.remedies(work, args.strategy, limits))
     remedy = f"it would fit with {flags}" if flags else "see scripts/plan_memory.py"
     yield _line(fits, "memory", text, remedy, PROBLEM)
 

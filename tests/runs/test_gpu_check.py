@@ -280,8 +280,7 @@ def test_every_check_can_fail(pretend, part, fault, failed):
 @pytest.mark.parametrize("gpu", [12, 80, 180])
 def test_batch_that_is_too_large_is_one_that_the_planner_can_split(tmp_path, gpu):
     from support.memory import architectures
-    from support.memory.advise import describe_remedies
-    from support.memory.fit import Limits
+    from support.memory.fit import Limits, describe_remedies
     from support.memory.workload import Workload
 
     machine = bench.Machine(1, gpu * GB, [])

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 from conftest import STRATEGIES
 
-from support.memory.advise import remedies
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
-from support.memory.fit import Limits, recommend
+from support.memory.fit import Limits, recommend, remedies
 from support.memory.measure import over_ranks
 from support.memory.workload import USUAL_TARGETS, Workload, adapters
 

@@ -13,9 +13,8 @@ from support.units import GB
 
 def test_advice_for_any_batch_is_there_at_once():
     """After an out-of-memory error, where a signal can no longer end the process."""
-    from support.memory.advise import remedies
     from support.memory.architectures import find_architecture
-    from support.memory.fit import Limits
+    from support.memory.fit import Limits, remedies
     from support.memory.workload import Workload
 
     started = time.monotonic()
