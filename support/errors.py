@@ -190,9 +190,8 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
         r"^ModuleNotFoundError: No module named '(torch|transformers|tokenizers|safetensors|numpy|"
         r"huggingface_hub|accelerate|datasets|pyarrow|psutil|yaml|tqdm|jinja2|packaging|deepspeed)'",
         MissingRequirement,
-        "{said}: activate the project's environment (`source .venv/bin/activate`), or install the "
-        "packages into yours (`pip install -r requirements.txt`). dp and fsdp need no deepspeed: "
-        "without it, pip install deepspeed adds the other strategies.",
+        "{said}: activate the project's environment (`source .venv/bin/activate`), or pip install "
+        "-r requirements.txt. dp and fsdp need no deepspeed: pip install deepspeed adds the rest.",
     ),
     (
         r"^CUDAMismatchException|^MissingCUDAException|Error building extension|Ninja is required|"
@@ -205,9 +204,8 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
     (
         r"EADDRINUSE|[Aa]ddress already in use",
         TrainingError,
-        "Port {port} on this host is in use, usually by another run: choose another port "
-        "(torchrun --master_port=29501, deepspeed --master_port=29501, or MASTER_PORT), "
-        "or end the other run.",
+        "Port {port} on this host is in use, usually by another run: end it, or choose another "
+        "port (--master_port=29501 of torchrun or deepspeed, or MASTER_PORT).",
     ),
     (
         r"Unable to find (address|interface) for|no socket interface found|connect\(\) failed|"
@@ -224,24 +222,20 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
         r"[Ww]atchdog.*(timeout|timed out)|" + AMONG_RANKS + r".*([Tt]imed out|[Tt]imeout)",
         TrainingError,
         "A collective took longer than --ddp_timeout: one rank is much slower than the others, or "
-        "has stopped. Check its output and the load of its host. If the first load is slow, "
-        "increase --ddp_timeout. TORCH_DISTRIBUTED_DEBUG=DETAIL names the collective that does "
-        "not match. ({said})",
+        "stopped. Check its output and the load of its host, or increase --ddp_timeout. ({said})",
     ),
     (
         r"DistBackendError|NCCL error|nccl\w+Error",
         TrainingError,
         "NCCL failed: {said}. `NCCL_DEBUG=INFO` shows what it tried; NCCL_SOCKET_IFNAME chooses "
-        "the network, NCCL_IB_DISABLE=1 leaves InfiniBand out, NCCL_P2P_DISABLE=1 direct copies "
-        "between GPUs. `--check` under the same launcher tests it in seconds.",
+        "a network, NCCL_IB_DISABLE=1 disables InfiniBand, NCCL_P2P_DISABLE=1 copies between GPUs.",
     ),
     (
         r"CUDA driver version is insufficient|no kernel image is available|"
         r"forward compatibility was attempted",
         MissingRequirement,
-        "This GPU, its driver and this build of torch are incompatible: {said}. Compare "
-        "`nvidia-smi` with torch.version.cuda (`--check` shows both), "
-        "and install a torch for that CUDA version.",
+        "This GPU, its driver and this build of torch are incompatible: {said}. `nvidia-smi` shows "
+        "the driver's CUDA version: install a torch for it.",
     ),
 )
 # In the output of a build. Later errors are usually consequences of the first.
