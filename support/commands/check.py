@@ -181,7 +181,7 @@ def _ops(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     lacking = ", ".join(name for name, is_found in tools.items() if not is_found)
     status = PROBLEM if args.ds_config_dict and ops.missing_ops(own) else WARNING
     text = f"missing: {lacking}" if lacking else f"{release}; ninja and Python's headers found"
-    yield _line(not lacking, "compiler", text, "DeepSpeed's ops are compiled", status)
+    yield _line(not lacking, "compiler", text, "DeepSpeed's ops need it", status)
     if importlib.util.find_spec("deepspeed") is None:
         return
     missing = {name: ops.missing_ops(STRATEGIES[name]) for name in ("offload", "infinity")}
