@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from mmap import mmap
 from pathlib import Path
 from statistics import median
@@ -116,17 +116,19 @@ def _problems_of(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
 
 def _software(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     supported = _releases("requirements/core.txt") | _releases("requirements/deepspeed.txt")
-    installed = {found.metadata["Name"]: found.version for found in distributions()}
-    problems = []
+    listed, problems = [sys.version.split()[0]], []
     for name in IMPORTED:
-        if name not in installed:
+        try:
+            release = version(name)
+        except PackageNotFoundError:
             if name != "deepspeed" or args.ds_config_dict:
-                problems.append(f"no {name}, which --strategy {args.strategy} needs")
+                problems.append(f"No module named {name}, which {args.strategy} needs")
+            continue
+        listed.append(f"{name} {release}")
         # Containers have builds such as 2.7.0a0+79aa17489c.
-        elif not supported[name].contains(Version(installed[name]).base_version):
-            problems.append(f"{name} {installed[name]} is not {name}{supported[name]}")
-    listed = ", ".join(f"{name} {installed[name]}" for name in IMPORTED if name in installed)
-    text = "; ".join([sys.version.split()[0], listed, *problems])
+        if not supported[name].contains(Version(release).base_version):
+            problems.append(f"this project needs {name}{supported[name]}")
+    text = ", ".join([*listed, *problems])
     yield _line(not problems, "Python", text, "pip install -r requirements.txt", PROBLEM)
 
 
