@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -33,9 +33,6 @@ LIBAIO = Path("/usr/include/libaio.h")
 FP32, TF32 = 1e-4, 1e-3
 
 
-# --------------------------------------------------------------------------------------------- runs
-
-
 @dataclass
 class Done:
     """A command that has ended."""
@@ -52,16 +49,12 @@ class Done:
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     @property
-    def steps(self) -> list[int]:
-        """Optimizer steps in metrics.jsonl, in the order of the file."""
-        return [record["step"] for record in self._records()]
-
-    @property
     def losses(self) -> dict[int, float]:
         """Training loss by step."""
-        return {record["step"]: record["loss"] for record in self._records()}
+        return {record["step"]: record["loss"] for record in self.records()}
 
-    def _records(self) -> list[dict]:
+    def records(self) -> list[dict]:
+        """Return the lines of metrics.jsonl about steps."""
         file, records = self.folder / "metrics.jsonl", []
         with contextlib.suppress(OSError, json.JSONDecodeError):  # the last line may be incomplete
             records += map(json.loads, file.read_text(encoding="utf-8").splitlines())
@@ -77,10 +70,7 @@ class Done:
         return "" if actual_status == status else f"status {actual_status} instead of {status}"
 
     def reason(self) -> str:
-        """Return the line of the log that says most about a failure, at most 300 characters.
-
-        That is the first line with ❌, or else the last with "Error", or else the last.
-        """
+        """Return the log's first line with ❌, or else the last with "Error", or else the last."""
         lines = [line.strip() for line in self.log.splitlines() if line.strip()]
         marked = [line for line in lines if "❌" in line]
         errors = [line for line in lines if "Error" in line]
@@ -104,10 +94,15 @@ def losses_unlike(found: dict[int, float], expected: dict[int, float], tolerance
 def largest_difference(found: dict[int, float], expected: dict[int, float]) -> tuple[float, int]:
     """Return (relative difference, step) where two curves differ most; infinite for a NaN loss."""
     differences = [(abs(found[step] - loss) / abs(loss), step) for step, loss in expected.items()]
-    return max(
-        (math.inf if math.isnan(difference) else difference, step)
-        for difference, step in differences
-    )
+    return max((math.inf if math.isnan(value) else value, step) for value, step in differences)
+
+
+def summary_of(run: Done, expected: dict[int, float]) -> str:
+    """Return the text of a check that passed: run time and the largest loss difference."""
+    if not expected or run.losses.keys() != expected.keys():
+        return f"{run.seconds:.0f} s"
+    difference, _ = largest_difference(run.losses, expected)
+    return f"{run.seconds:.0f} s, losses off by at most {difference:.1e}"
 
 
 def end_family(process: subprocess.Popen) -> None:
@@ -117,20 +112,14 @@ def end_family(process: subprocess.Popen) -> None:
     session. The descendants are listed first, because they cannot be found after the launcher has
     exited.
     """
-    processes = [psutil.Process(process.pid)]
-    processes += processes[0].children(recursive=True)
-    for member in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=GRACE_SECONDS)
-    for member in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    psutil.wait_procs(alive, timeout=GRACE_SECONDS)
+    parent = psutil.Process(process.pid)
+    alive = [parent, *parent.children(recursive=True)]
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for member in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end(member)
+        _, alive = psutil.wait_procs(alive, timeout=GRACE_SECONDS)
     process.poll()
-
-
-# ---------------------------------------------------------------------------------------- the bench
 
 
 @dataclass
@@ -161,17 +150,10 @@ def describe_machine() -> Machine:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     names = ", ".join(f"{name} ({size / GB:.0f} GB)" for name, size in gpus) or "none"
-    properties = [f"GPUs: {names}", f"driver {driver}", f"Python {platform.python_version()}"]
-    properties += [f"torch {torch_version}", f"CUDA {cuda or 'none'}", f"NCCL {nccl or 'none'}"]
-    properties += [f"{name} {_version(name)}" for name in ("deepspeed", "transformers")]
-    return Machine(len(gpus), gpus[0][1] if gpus else None, properties)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
+    facts = [f"GPUs: {names}", f"driver {driver}", f"Python {platform.python_version()}"]
+    facts += [f"torch {torch_version}", f"CUDA {cuda or 'none'}", f"NCCL {nccl or 'none'}"]
+    facts += [f"{name} {version(name)}" for name in ("deepspeed", "transformers")]
+    return Machine(len(gpus), gpus[0][1] if gpus else None, facts)
 
 
 @dataclass
@@ -251,16 +233,25 @@ class Bench:
         folder = self.out / "runs" / name
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-        words = [
-            word for flag in flags for word in (flag.split() if isinstance(flag, str) else [flag])
-        ]
+        parts = (flag.split() if isinstance(flag, str) else [flag] for flag in flags)
+        words = [word for part in parts for word in part]
         command = [*(program or [sys.executable, SCRIPT]), *words, "--output_dir", folder]
         return self.run(name, command, **how)
 
-    def fresh(self, name: str) -> Path:
-        """Return the path of a file that a command will write, and remove an older file."""
-        (self.out / name).unlink(missing_ok=True)
-        return self.out / name
+    def compare(
+        self, name: str, folder: str, expected: dict, *flags, tolerance: float | None = None
+    ) -> None:
+        """Train, and report whether the losses are the expected ones."""
+        run = self.train(folder, *flags)
+        limit = self.tolerance if tolerance is None else tolerance
+        problem = run.problem() or losses_unlike(run.losses, expected, limit)
+        self.report(name, problem, summary_of(run, expected))
+
+    def succeeds(self, name: str, *words) -> None:
+        """Run a Python program, and report whether it exits with 0."""
+        run = self.run(name.strip("-").replace(" ", "-"), [sys.executable, *words])
+        problem = "" if run.code == 0 else f"exit code {run.code}: {run.reason()}"
+        self.report(name, problem, f"{run.seconds:.0f} s")
 
     def report(self, name: str, problem: str, text: str = "") -> bool:
         """Print FAIL with the problem, or PASS with the text; return whether the check passed."""
@@ -285,17 +276,14 @@ class Bench:
         return self.strategies
 
     def _line(self, verdict: str, name: str, text: str) -> None:
+        """Print a line, and write the report with the checks and tables so far."""
         self.lines.append((verdict, name, text))
         print(f"{verdict} {name}: {text}", flush=True)
-        self.write()
-
-    def write(self) -> None:
-        """Write the report with the checks and tables so far."""
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-        head = [f"`{self.command}`; {today}", "", "; ".join(self.machine.facts), ""]
-        rows = ["| check | verdict | |", "|---|---|---|"]
+        report = [f"`{self.command}`; {today}", "", "; ".join(self.machine.facts), ""]
+        report += ["| check | verdict | |", "|---|---|---|"]
         for verdict, name, text in self.lines:
-            rows.append(f"| {name} | {verdict} | {text} |".replace("\n", " "))
+            report.append(f"| {name} | {verdict} | {text} |".replace("\n", " "))
         for title, table in self.tables.items():
-            rows += ["", f"### {title}", "", *table]
-        self.file.write_text("\n".join([*head, *rows, ""]), encoding="utf-8")
+            report += ["", f"### {title}", "", *table]
+        self.file.write_text("\n".join([*report, ""]), encoding="utf-8")

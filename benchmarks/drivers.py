@@ -6,19 +6,22 @@
 
 The programs are the shortest that their documentation suggests, with the settings of
 real_model_example.py: AdamW (fused, no decay of biases and norms), clipping, linear schedule. They
-print "step N loss X" after each --logging_steps steps and, on a GPU, "peak_gpu_bytes N" at the end.
+print "step N loss X" after each --logging_steps steps, and at the end "peak_bytes N": of the GPU's
+allocator, or without a GPU of the resident memory of all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     GPT2Config,
@@ -31,11 +34,7 @@ from transformers import (
 
 
 class Sequences(Dataset):
-    """The prepared sequences.
-
-    Args:
-        file: an .npy file with token ids, int64 [number, length].
-    """
+    """The prepared sequences of an .npy file: token ids, int64 [number, length]."""
 
     def __init__(self, file: Path):
         self.sequences = np.load(file, mmap_mode="r")
@@ -133,36 +132,40 @@ def allow_fsdp_on_cpu() -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
+def peak_bytes() -> int:
+    """Return the peak memory of the GPU's allocator, or the resident memory of all ranks."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    total = torch.tensor(1024 * int(peak))
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return int(total)
+
+
 PEERS = {"trainer": train_with_trainer, "accelerate": train_with_accelerate}
 
 
-def parse() -> argparse.Namespace:
-    """Parse the command line."""
+def main() -> None:
+    """Read the command line, and train."""
     parser = argparse.ArgumentParser(description="Train GPT-2 with a library, for a benchmark.")
     add = parser.add_argument
     add("peer", choices=PEERS)
     add("--config", required=True, help="configuration of the model, for random weights")
     add("--data", type=Path, required=True, help=".npy file of token ids [sequences, length]")
-    add("--batch_size", type=int, default=4)
-    add("--max_steps", type=int, default=5)
-    add("--logging_steps", type=int, default=1)
-    add("--precision", choices=["fp32", "bf16"], default="fp32")
-    add("--lr", type=float, default=5e-4)
-    add("--weight_decay", type=float, default=0.01)
-    add("--max_grad_norm", type=float, default=1.0)
+    for name in ("batch_size", "max_steps", "logging_steps"):
+        add(f"--{name}", type=int, required=True)
+    for name in ("lr", "weight_decay", "max_grad_norm"):
+        add(f"--{name}", type=float, required=True)
+    add("--precision", choices=["fp32", "bf16"], required=True)
     add("--compile", action="store_true")
     add("--fsdp", action="store_true")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Train."""
-    args = parse()
+    args = parser.parse_args()
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config.from_json_file(args.config))
     PEERS[args.peer](args, model, Sequences(args.data))
-    if torch.cuda.is_available():
-        print(f"peak_gpu_bytes {torch.cuda.max_memory_allocated()}", flush=True)
+    if (peak := peak_bytes()) and os.environ.get("RANK", "0") == "0":
+        print(f"peak_bytes {peak}", flush=True)
     # Nothing is measured after the last step, and the destruction of gloo's process group has hung.
     sys.stdout.flush()
     os._exit(0)

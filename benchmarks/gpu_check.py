@@ -47,11 +47,10 @@ from benchmarks.bench import (
     Bench,
     Done,
     describe_machine,
-    largest_difference,
     losses_unlike,
+    summary_of,
 )
-from support.memory import architectures
-from support.memory.activations import activation_bytes
+from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
 from support.memory.workload import Workload
 from support.strategy import STRATEGIES
@@ -94,10 +93,8 @@ def check_strategies(bench: Bench) -> None:
             bench.report(name, "no checkpoint")
             continue
         flags = f"{work} --no_eval --no_export --strategy {other} --resume"
-        run = bench.train(f"resume-{saver}-{other}", flags, saved)
         expected = after_step_4(runs[strategies[0]].losses)
-        problem = run.problem() or losses_unlike(run.losses, expected, bench.tolerance)
-        bench.report(name, problem, summary_of(run, expected))
+        bench.compare(name, f"resume-{saver}-{other}", expected, flags, saved)
 
 
 def step_4_of(run: Done) -> Path:
@@ -108,14 +105,6 @@ def step_4_of(run: Done) -> Path:
 def after_step_4(losses: dict[int, float]) -> dict[int, float]:
     """Return the losses that a run resumed from step 4 should have."""
     return {step: loss for step, loss in losses.items() if step > 4}
-
-
-def summary_of(run: Done, expected: dict[int, float]) -> str:
-    """Return the text of a check that passed: run time and the largest loss difference."""
-    if not expected or run.losses.keys() != expected.keys():
-        return f"{run.seconds:.0f} s"
-    difference, _ = largest_difference(run.losses, expected)
-    return f"{run.seconds:.0f} s, losses off by at most {difference:.1e}"
 
 
 # ------------------------------------------------------------------------------------ 2: precisions
@@ -132,16 +121,19 @@ def check_precisions(bench: Bench) -> None:
     for precision in ("bf16", "fp16"):
         if precision == "fp16" and not bench.needs_gpu("fp16"):
             continue
-        strategies = bench.runnable_strategies(precision)
-        runs = [(strategy, [f"--strategy {strategy}"]) for strategy in strategies]
+        runs = [(s, [f"--strategy {s}"]) for s in bench.runnable_strategies(precision)]
         if "fsdp" in bench.strategies:
             runs.append(("fsdp with CPU offload", ["--strategy fsdp --fsdp_config", offload]))
         for name, flags in runs:
-            folder = f"{precision}-{name}".replace(" ", "-")
-            run = bench.train(folder, f"{work} --precision {precision}", *flags)
-            difference = losses_unlike(run.losses, reference.losses, LOW_PRECISION_TOLERANCE)
-            problem = run.problem() or difference
-            bench.report(f"{precision} {name}", problem, summary_of(run, reference.losses))
+            folder, flags = f"{precision}-{name}".replace(" ", "-"), [*flags, work]
+            flags.append(f"--precision {precision}")
+            bench.compare(
+                f"{precision} {name}",
+                folder,
+                reference.losses,
+                *flags,
+                tolerance=LOW_PRECISION_TOLERANCE,
+            )
 
 
 # ------------------------------------------------------------------------------------- 3: behavior
@@ -151,10 +143,7 @@ def check_behaviour(bench: Bench) -> None:
     """Check --check, and how a run ends and resumes."""
     for strategy in bench.runnable_strategies("--check"):
         if strategy in ("dp", "offload", "infinity"):
-            command = [sys.executable, SCRIPT, "--check", "--strategy", strategy]
-            run = bench.run(f"check-{strategy}", command)
-            problem = "" if run.code == 0 else f"exit code {run.code}: {run.reason()}"
-            bench.report(f"--check {strategy}", problem, f"{run.seconds:.0f} s")
+            bench.succeeds(f"--check {strategy}", SCRIPT, "--check", "--strategy", strategy)
     check_signal(bench)
     check_determinism(bench)
     check_out_of_memory(bench)
@@ -177,13 +166,13 @@ def check_signal(bench: Bench) -> None:
 
     work = f"{SMALL} --batch_size 4 --lr_scheduler constant --no_eval --no_export"
     run = bench.train("sigterm", f"{work} --max_steps 1000000", meanwhile=stop)
-    last = max(run.steps, default=0)
+    last = max(run.losses, default=0)
     if not bench.report("SIGTERM", run.problem(75, "preempted"), f"stopped after step {last}"):
         return
     again = bench.train("sigterm", f"{work} --max_steps {last + 3} --resume", keep=True)
-    problem = again.problem()
-    if not problem and again.steps != list(range(1, last + 4)):
-        problem = f"{len(again.steps)} steps are logged instead of 1 to {last + 3}"
+    problem, steps = again.problem(), [record["step"] for record in again.records()]
+    if not problem and steps != list(range(1, last + 4)):
+        problem = f"{len(steps)} steps are logged instead of 1 to {last + 3}"
     bench.report("--resume after SIGTERM", problem, f"resumed, up to step {last + 3}")
 
 
@@ -193,15 +182,11 @@ def check_determinism(bench: Bench) -> None:
     work = f"{gpt2 if bench.on_gpu else '--seq_length 64'} --batch_size 4 --logging_steps 1"
     work += " --no_eval --no_export --deterministic --dropout 0.1 --max_steps 8"
     first = bench.train("deterministic-1", f"{work} --save_every 4")
-    second = bench.train("deterministic-2", f"{work} --no_save")
-    problem = first.problem() or second.problem() or losses_unlike(second.losses, first.losses, 0)
-    bench.report("--deterministic twice", problem, "the same losses, bit for bit")
-    if not step_4_of(first).exists():
-        bench.report("--deterministic --resume", "no checkpoint")
-        return
-    resumed = bench.train("deterministic-resumed", f"{work} --resume", step_4_of(first))
-    problem = resumed.problem() or losses_unlike(resumed.losses, after_step_4(first.losses), 0)
-    bench.report("--deterministic --resume", problem, "the same losses, bit for bit")
+    name, flags = "deterministic-2", f"{work} --no_save"
+    bench.compare("--deterministic twice", name, first.losses, flags, tolerance=0)
+    name, flags = "deterministic-resumed", [f"{work} --resume", step_4_of(first)]
+    expected = after_step_4(first.losses)
+    bench.compare("--deterministic --resume", name, expected, *flags, tolerance=0)
 
 
 def check_out_of_memory(bench: Bench) -> None:
@@ -215,13 +200,9 @@ def check_out_of_memory(bench: Bench) -> None:
     if not bench.report("out of memory", problem, f"batch {batch}, exit code 3, with advice"):
         return
     followed = bench.train("oom-advice", *work, advice[1])
-    text = f"{advice[1]}: planned {advice[2]} GB with reserves, peak {peak_of(followed):.1f} GB"
+    peak = max((followed.results.get("memory") or {}).get("peak_bytes") or [0]) / GB
+    text = f"{advice[1]}: planned {advice[2]} GB with reserves, peak {peak:.1f} GB"
     bench.report("following the advice", followed.problem(), text)
-
-
-def peak_of(run: Done) -> float:
-    """Return the peak of PyTorch's allocator, the largest of any rank, in GB; 0 if not known."""
-    return max((run.results.get("memory") or {}).get("peak_bytes") or [0]) / GB
 
 
 def too_large_batch(bench: Bench) -> int:
@@ -229,9 +210,9 @@ def too_large_batch(bench: Bench) -> int:
 
     It is the smallest power of two, for GPT-2 and sequences of 1,024 tokens.
     """
-    model, batch = architectures.find_architecture("gpt2"), 1
+    model, batch = find_architecture("gpt2"), 1
     memory = bench.machine.gpu_memory
-    while activation_bytes(Workload(model, 1, batch, 1024), "dp") <= memory:
+    while predict(Workload(model, 1, batch, 1024), "dp").activations <= memory:
         batch *= 2
     return batch
 
@@ -251,19 +232,18 @@ def check_synchronizing_calls(bench: Bench) -> None:
     if not bench.needs_gpu("synchronizing calls"):
         return
     table = ["| strategy | calls a step | call | from |", "|---|---|---|---|"]
+    bench.tables["Calls that wait for the GPU"] = table
     for strategy in [s for s in bench.strategies if s in SYNCHRONIZING_CALLS]:
-        file = bench.fresh(f"sync-{strategy}.json")
+        file = bench.out / f"sync-{strategy}.json"
+        file.unlink(missing_ok=True)
         watch = [sys.executable, PROJECT / "benchmarks" / "synchronizing_calls.py", file]
         flags = [*gpt2_at_1024(bench), f"{NO_FILES} --strategy {strategy} --max_steps 20"]
         run = bench.train(f"sync-{strategy}", *flags, program=watch)
         problem = run.problem() or ("" if file.exists() else "nothing was recorded")
         record = json.loads(file.read_text()) if file.exists() else {"steps": 1, "calls": []}
         for call in record["calls"]:
-            calls_per_step = call["count"] / record["steps"]
-            table.append(
-                f"| {strategy} | {calls_per_step:g} | {call['call']} | {call['project']} |"
-            )
-        bench.tables["Calls that wait for the GPU"] = table
+            number = f"{call['count'] / record['steps']:g}"
+            table.append(f"| {strategy} | {number} | {call['call']} | {call['project']} |")
         calls_per_step = sum(call["count"] for call in record["calls"]) / record["steps"]
         text = f"{calls_per_step:g} a step (limit {SYNCHRONIZING_CALLS[strategy]}), listed below"
         too_many = text if calls_per_step > SYNCHRONIZING_CALLS[strategy] else ""
@@ -278,8 +258,7 @@ def check_memory(bench: Bench) -> None:
     name = "gpt2-medium on 4 simulated GPUs"
     # On a CPU, offloaded states cannot be told from the rest of host memory.
     if not bench.on_gpu:
-        on_device = [s for s in bench.strategies if not STRATEGIES[s].offloads]
-        for strategy in on_device:
+        for strategy in [s for s in bench.strategies if not STRATEGIES[s].offloads]:
             simulate(bench, [SMALL], strategy, 8, "tiny-gpt2, 4 blocks of 64 tokens")
         bench.skip(name, "needs a GPU")
         return
@@ -291,6 +270,13 @@ def check_memory(bench: Bench) -> None:
     falling = all(peaks) and peaks == sorted(peaks, reverse=True)
     text = ", ".join(f"{s} {p:.2f}" for s, p in zip(sharded_more, peaks, strict=True)) + " GB"
     bench.report(f"{name} needs less the more is sharded", "" if falling else text, text)
+
+
+MEMORY_HEAD = (
+    "| strategy | step's peak, predicted | measured | off | reserved | outside the allocator "
+    "| host, predicted | process in host memory |",
+    "|---|---|---|---|---|---|---|---|",
+)
 
 
 def simulate(bench: Bench, work: list, strategy: str, ranks: int, title: str) -> float:
@@ -313,126 +299,47 @@ def simulate(bench: Bench, work: list, strategy: str, ranks: int, title: str) ->
     memory = run.results["memory"]
     predicted = memory["predicted_bytes"]["peak"] / GB
     peak = max(phase["peak"] for phase in memory["step_bytes_by_rank"][0].values()) / GB
-    relative_error, tolerance = predicted / peak - 1, PEAK_TOLERANCE.get(strategy, 0.1)
-    heading = f"Memory in GB on 1 of {ranks} simulated GPUs: {title}, bf16"
-    table = bench.tables.setdefault(heading, list(MEMORY_HEAD))
-    cells = [strategy, f"{predicted:.3f}", f"{peak:.3f}", f"{relative_error:+.1%}", *around(memory)]
-    table.append(f"| {' | '.join(cells)} |")
-    text = (
-        f"predicted {predicted:.3f} GB, measured {peak:.3f}, {relative_error:+.1%} "
-        f"(limit {tolerance:.0%})"
-    )
-    bench.report(name, text if abs(relative_error) > tolerance else "", text)
-    return peak
-
-
-MEMORY_HEAD = (
-    "| strategy | step's peak, predicted | measured | off | reserved | outside the allocator "
-    "| host, predicted | process in host memory |",
-    "|---|---|---|---|---|---|---|---|",
-)
-
-
-def around(memory: dict) -> list[str]:
-    """Return the last four columns: memory that the estimate only allows for, or does not count."""
-    used = (memory["device_used"][0] or {}).get("unseen")
+    error, tolerance = predicted / peak - 1, PEAK_TOLERANCE.get(strategy, 0.1)
+    unseen = (memory["device_used"][0] or {}).get("unseen")
     host = memory["predicted_bytes"]["host"], memory["host_peak_bytes"][0]
-    sizes = (memory["reserved_bytes"][0], used, *host)
-    return [f"{size / GB:.3f}" if size else "—" for size in sizes]
+    around = (memory["reserved_bytes"][0], unseen, *host)  # what the estimate only allows for
+    cells = [strategy, f"{predicted:.3f}", f"{peak:.3f}", f"{error:+.1%}"]
+    cells += [f"{size / GB:.3f}" if size else "—" for size in around]
+    heading = f"Memory in GB on 1 of {ranks} simulated GPUs: {title}, bf16"
+    bench.tables.setdefault(heading, list(MEMORY_HEAD)).append(f"| {' | '.join(cells)} |")
+    text = (
+        f"predicted {predicted:.3f} GB, measured {peak:.3f}, {error:+.1%} (limit {tolerance:.0%})"
+    )
+    bench.report(name, text if abs(error) > tolerance else "", text)
+    return peak
 
 
 # ----------------------------------------------------------------------------------------- 5: speed
 
-SPEED = "--rounds 3 --steps 100"  # the programs take turns in each round
-
 
 def check_speed(bench: Bench) -> None:
-    """Measure this project next to transformers.Trainer, and where a step spends its time."""
+    """Measure this project next to transformers.Trainer (benchmarks/peers.py)."""
     if not bench.needs_gpu("speed"):
         return
-    model = architectures.find_architecture("gpt2")
+    model = find_architecture("gpt2")
     for name in ("eager-4", "compiled-4", "eager", "compiled"):
         case = peers.GPU_CASES[name]
-        batch, length = case.setting.batch_size, case.setting.seq_length
-        needed_bytes = predict(Workload(model, 1, batch, length), "dp").total
+        work = Workload(model, 1, case.setting.batch_size, case.setting.seq_length)
+        needed_bytes = predict(work, "dp").total
         if needed_bytes > bench.machine.gpu_memory:
             planned = f"planned {needed_bytes / GB:.0f} GB, more than there is"
             bench.skip(f"speed, {case.title}", planned)
             continue
-        measure_speed(bench, name, case)
-    profile_step(bench)
-
-
-def measure_speed(bench: Bench, name: str, case: peers.Case) -> None:
-    """Run both programs of a case of benchmarks/peers.py: the table compares them."""
-    out = bench.out / "peers" / name
-    shutil.rmtree(out, ignore_errors=True)
-    flags = f"--gpu --cases {name} --only ours,Trainer {SPEED} --out"
-    run = bench.run(
-        f"speed-{name}", [sys.executable, "-m", "benchmarks.peers", *flags.split(), out]
-    )
-    table = [line for line in run.log.splitlines() if line.startswith("|")]
-    if table:
-        bench.tables[case.title] = table
-    problem = "" if run.code == 0 and table else f"no result: {run.reason()}"
-    bench.report(f"speed, {case.title}", problem, f"{run.seconds:.0f} s")
-
-
-def profile_step(bench: Bench) -> None:
-    """Show the parts of a profiled step of dp: head, attention, elementwise kernels, idle time."""
-    folder = bench.out / "runs" / "profile-trace"
-    flags = f"{NO_FILES} --batch_size 4 --precision bf16 --max_steps 8 --profile"
-    run = bench.train("profile", *gpt2_at_1024(bench), flags, folder)
-    trace, problem = folder / "trace-rank0.json", run.problem()
-    if problem or not trace.exists():
-        bench.report("profile of a step", problem or "no trace was written")
-        return
-    shares = kernel_shares(json.loads(trace.read_text())["traceEvents"])
-    bench.tables["Parts of the time of a step, gpt2, 4 sequences of 1,024 tokens, bf16, eager"] = [
-        "| part | share |",
-        "|---|---|",
-        *(f"| {part} | {share:.1%} |" for part, share in shares.items()),
-    ]
-    bench.report("profile of a step", "" if shares else "the trace has no kernels", "listed below")
-
-
-# Parts of a step, and what the names of their kernels contain; the first match counts.
-KERNELS = {
-    "attention": ("flash", "fmha", "attention", "sdpa", "flex"),
-    "matrix products": ("gemm", "cutlass", "cublas", "nvjet", "xmma", "sm80_", "sm90_"),
-    "elementwise": ("elementwise", "vectorized", "multi_tensor", "reduce", "norm", "triton"),
-    "communication": ("nccl",),
-}
-
-
-def kernel_shares(events: list[dict]) -> dict[str, float]:
-    """Return the shares of the parts of a step in its time on the GPU; {} without kernels.
-
-    Args:
-        events: of a trace of PyTorch's profiler. Kernels of the head are those inside the
-            annotation "head" of support/model/loss.py.
-    """
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    heads = [
-        (event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("cat") == "gpu_user_annotation" and event["name"] == "head"
-    ]
-    if not kernels:
-        return {}
-    seconds = dict.fromkeys(["head", *KERNELS, "other"], 0.0)
-    for kernel in kernels:
-        name = kernel["name"].lower()
-        in_head = any(start <= kernel["ts"] < end for start, end in heads)
-        part = next((p for p, words in KERNELS.items() if any(w in name for w in words)), "other")
-        seconds["head" if in_head else part] += kernel["dur"]
-    busy, end = 0.0, 0.0  # kernels of several streams may overlap
-    for kernel in sorted(kernels, key=lambda kernel: kernel["ts"]):
-        finish = kernel["ts"] + kernel["dur"]
-        busy += max(0.0, finish - max(end, kernel["ts"]))
-        end = max(end, finish)
-    total = end - min(kernel["ts"] for kernel in kernels)
-    return {part: value / total for part, value in seconds.items()} | {"idle": 1 - busy / total}
+        out = bench.out / "peers" / name
+        shutil.rmtree(out, ignore_errors=True)
+        flags = f"--gpu --cases {name} --only ours,Trainer --rounds 3 --steps 100 --out".split()
+        program = [sys.executable, "-m", "benchmarks.peers", *flags, out]
+        run = bench.run(f"speed-{name}", program)
+        table = [line for line in run.log.splitlines() if line.startswith("|")]
+        if table:
+            bench.tables[case.title] = table
+        problem = "" if run.code == 0 and table else f"no result: {run.reason()}"
+        bench.report(f"speed, {case.title}", problem, f"{run.seconds:.0f} s")
 
 
 # --------------------------------------------------------------------------------- 6: several ranks
@@ -467,142 +374,82 @@ def check_all_gpus(bench: Bench) -> None:
 
 # -------------------------------------------------------------------------------------- 7: features
 
-FEATURE_WORK = f"{SMALL} --precision fp32 --max_steps 8"
-
 
 def check_features(bench: Bench) -> None:
     """Check features that train with dp's losses, and some that end in a way of their own."""
-    work = f"{FEATURE_WORK} --batch_size 4 --eval_samples 8"
-    reference = bench.train("features-dp", work)
-    if not bench.report("features: dp", reference.problem(), summary_of(reference, {})):
+    all_work = f"{SMALL} --precision fp32 --max_steps 8 --batch_size"
+    dp = bench.train("features-dp", f"{all_work} 4 --eval_samples 8")
+    if not bench.report("features: dp", dp.problem(), summary_of(dp, {})):
         return
-    for check in FEATURES:
-        check(bench, reference)
-
-
-def check_compile(bench: Bench, reference: Done) -> None:
-    """Check that compiled runs of zero2 and fsdp have the losses of dp."""
+    flags = f"{all_work} 2 {NO_FILES} --gradient_accumulation_steps 2"
+    bench.compare("accumulation", "accumulation", dp.losses, flags)
+    check_packing(bench, f"{all_work} 2 {NO_FILES} --packing --dataset")
+    flags = f"{all_work} 4 --eval_samples 8 --eval_only --dataset pydocs --model"
+    again = bench.train("export-reloaded", flags, dp.folder / "hf")
+    losses = [{1: results.get("eval_loss")} for results in (again.results, dp.results)]
+    problem = again.problem() or losses_unlike(*losses, bench.tolerance)
+    bench.report("the export loaded again", problem, f"{again.seconds:.0f} s")
+    check_adapters(bench, dp, f"{all_work} 4 --no_eval --lr 1e-3 --lora_r 8")
     for strategy in [s for s in ("zero2", "fsdp") if s in bench.strategies]:
-        flags = f"{FEATURE_WORK} {NO_FILES} --batch_size 4 --compile --strategy {strategy}"
-        run = bench.train(f"compile-{strategy}", flags)
-        problem = run.problem() or losses_unlike(run.losses, reference.losses, bench.tolerance)
-        bench.report(f"--compile {strategy}", problem, summary_of(run, reference.losses))
+        flags = f"{all_work} 4 {NO_FILES} --compile --strategy {strategy}"
+        bench.compare(f"--compile {strategy}", f"compile-{strategy}", dp.losses, flags)
+    if bench.needs_gpu("--auto_micro_batch"):
+        flags = f"{NO_FILES} --max_steps 3 --auto_micro_batch --batch_size {too_large_batch(bench)}"
+        run = bench.train("auto-micro-batch", *gpt2_at_1024(bench), flags)
+        size = run.results.get("batch_size")
+        bench.report("--auto_micro_batch", run.problem(), f"batch_size {size}, {run.seconds:.0f} s")
+    if bench.machine.gpus == 1:
+        bench.skip("--prove", "needs more than one GPU")
+    else:
+        bench.succeeds("--prove", SCRIPT, "--prove", str(max(2, bench.machine.gpus)))
 
 
-def check_accumulation(bench: Bench, reference: Done) -> None:
-    """Check that two micro-batches have the losses of one of twice the size."""
-    flags = f"{FEATURE_WORK} {NO_FILES} --batch_size 2 --gradient_accumulation_steps 2"
-    run = bench.train("accumulation", flags)
-    problem = run.problem() or losses_unlike(run.losses, reference.losses, bench.tolerance)
-    bench.report("accumulation", problem, summary_of(run, reference.losses))
+def check_packing(bench: Bench, flags: str) -> None:
+    """Check that packed examples have the losses of the CPU, which masks attention densely."""
+    rows = bench.out / "rows.jsonl"
+    examples = [
+        {"prompt": f"What is {n} + {n}?", "completion": f" It is {2 * n}."} for n in range(400)
+    ]
+    rows.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    on_cpu = bench.train("packing-cpu", flags, rows, env={"CUDA_VISIBLE_DEVICES": ""})
+    bench.compare("packing with isolation", "packing", on_cpu.losses, flags, rows)
 
 
-def check_adapters(bench: Bench, reference: Done) -> None:
+def check_adapters(bench: Bench, dp: Done, flags: str) -> None:
     """Check that LoRA trains, and that 4-bit weights have similar losses."""
-    work = f"{FEATURE_WORK} --no_eval --batch_size 4 --lr 1e-3"
-    lora = bench.train("lora", f"{work} --lora_r 8")
-    problem = lora.problem() or losses_unlike(lora.losses, reference.losses, ADAPTER_TOLERANCE)
+    lora = bench.train("lora", flags)
+    problem = lora.problem() or losses_unlike(lora.losses, dp.losses, ADAPTER_TOLERANCE)
     if not problem and not (lora.folder / "hf" / "adapter_model.safetensors").exists():
         problem = "no exported adapters"
-    bench.report("LoRA", problem, summary_of(lora, reference.losses))
+    bench.report("LoRA", problem, summary_of(lora, dp.losses))
     if importlib.util.find_spec("bitsandbytes") is None:
         bench.skip("LoRA, 4 bit", "needs bitsandbytes")
         return
-    run = bench.train("lora-4bit", f"{work} --lora_r 8 --load_in_4bit")
-    problem = run.problem() or losses_unlike(run.losses, lora.losses, ADAPTER_TOLERANCE)
-    bench.report("LoRA, 4 bit", problem, summary_of(run, lora.losses))
-
-
-def check_packing(bench: Bench, reference: Done) -> None:
-    """Check that packed examples have the losses of the CPU, which masks attention densely."""
-    rows = bench.out / "rows.jsonl"
-    examples = (
-        {"prompt": f"What is {n} + {n}?", "completion": f" It is {2 * n}."} for n in range(400)
-    )
-    rows.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    flags = [f"{FEATURE_WORK} {NO_FILES} --batch_size 2 --packing --dataset", rows]
-    on_cpu = bench.train("packing-cpu", *flags, env={"CUDA_VISIBLE_DEVICES": ""})
-    run = bench.train("packing", *flags)
-    problem = on_cpu.problem() or run.problem()
-    problem = problem or losses_unlike(run.losses, on_cpu.losses, bench.tolerance)
-    bench.report("packing with isolation", problem, summary_of(run, on_cpu.losses))
-
-
-def check_prove(bench: Bench, reference: Done) -> None:
-    """Check that --prove finds equal losses on all GPUs."""
-    command = [sys.executable, SCRIPT, "--prove", str(max(2, bench.machine.gpus))]
-    if bench.machine.gpus == 1:
-        bench.skip("--prove", "needs more than one GPU")
-        return
-    run = bench.run("prove", command)
-    problem = "" if run.code == 0 else f"exit code {run.code}: {run.reason()}"
-    bench.report("--prove", problem, f"{run.seconds:.0f} s")
-
-
-def check_auto_micro_batch(bench: Bench, reference: Done) -> None:
-    """Check that a batch that is too large trains in smaller micro-batches."""
-    if not bench.needs_gpu("--auto_micro_batch"):
-        return
-    flags = f"{NO_FILES} --max_steps 3 --auto_micro_batch --batch_size {too_large_batch(bench)}"
-    run = bench.train("auto-micro-batch", *gpt2_at_1024(bench), flags)
-    size = run.results.get("batch_size")
-    bench.report("--auto_micro_batch", run.problem(), f"batch_size {size}, {run.seconds:.0f} s")
-
-
-def check_export(bench: Bench, reference: Done) -> None:
-    """Check that the exported model has the evaluation loss of the run that exported it."""
-    flags = f"{FEATURE_WORK} --batch_size 4 --eval_samples 8 --eval_only --dataset pydocs --model"
-    run = bench.train("export-reloaded", flags, reference.folder / "hf")
-    problem = run.problem()
-    if not problem:
-        losses = [{1: results.get("eval_loss")} for results in (run.results, reference.results)]
-        problem = losses_unlike(*losses, bench.tolerance)
-    bench.report("the export loaded again", problem, f"{run.seconds:.0f} s")
-
-
-FEATURES = [
-    check_accumulation,
-    check_packing,
-    check_export,
-    check_adapters,
-    check_compile,
-    check_auto_micro_batch,
-    check_prove,
-]
+    flags, folder = f"{flags} --load_in_4bit", "lora-4bit"
+    bench.compare("LoRA, 4 bit", folder, lora.losses, flags, tolerance=ADAPTER_TOLERANCE)
 
 
 # -------------------------------------------------------------------------------------------- parts
 
-
-PARTS = dict(
-    enumerate(
-        [
-            check_strategies,
-            check_precisions,
-            check_behaviour,
-            check_memory,
-            check_speed,
-            check_all_gpus,
-            check_features,
-        ],
-        start=1,
-    )
-)
+PARTS = {
+    1: check_strategies,
+    2: check_precisions,
+    3: check_behaviour,
+    4: check_memory,
+    5: check_speed,
+    6: check_all_gpus,
+    7: check_features,
+}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line; `strategies` becomes a list."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("gpu_check.sh", description=__doc__, formatter_class=raw)
-    add = parser.add_argument
+    add, out = parser.add_argument, PROJECT / "runs" / "gpu_check"
     add("parts", nargs="*", type=int, metavar="PART", help="1 to 7 (default: all)")
     add("--strategies", default=",".join(STRATEGIES), help="(default: %(default)s)")
-    add(
-        "--out",
-        type=Path,
-        default=PROJECT / "runs" / "gpu_check",
-        help="folder of logs and report (default: runs/gpu_check)",
-    )
+    add("--out", type=Path, default=out, help="of logs and report (default: runs/gpu_check)")
     add("--part_seconds", type=int, default=570, help="(default: %(default)s)")
     args = parser.parse_args(argv)
     args.strategies = args.strategies.split(",")

@@ -10,38 +10,40 @@
 
 The work is GPT-2 124M with random weights, the same sequences for all, AdamW, clipping to 1 and the
 case's dropout. A program prints a line after an optimizer step, and this process, the only clock,
-notes when the line arrives. The programs of a case take turns (rounds). The first steps and the
-last step of each run are left out. This process also reads the memory of the ranks. All
-measurements go to <out>/measurements.json, and the tables to standard output. With --write, which
-`make bench` gives, they also go to a section of benchmarks/RESULTS.md, and the figure to docs/.
-benchmarks/peers_report.py describes the statistics.
+notes when the line arrives. The programs of a case take turns (rounds). All measurements go to
+<out>/measurements.json, and the tables to standard output. With --write, which `make bench` gives,
+they also go to a section of benchmarks/RESULTS.md, and the figure to docs/.
+
+Of a run the speed is that of its median step, without the first steps and the last. Over the
+rounds, the table has the median and, in parentheses, the smallest and the largest value. A ratio is
+formed within a round, whose runs follow each other, and then the median of the ratios is taken.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import re
-import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import threading
 import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import psutil
 
 from benchmarks.bench import PROJECT, SCRIPT, TORCHRUN, end_family
-from benchmarks.peers_report import Case, Row, Run, Setting, draw, provenance, rows_of, table
 from support.cluster.devices import cpu_computes_bf16
 from support.known_models import CONFIGS, EMBEDDED_MODEL
 from support.text_tables import replace_section
@@ -51,33 +53,56 @@ DRIVERS = PROJECT / "benchmarks" / "drivers.py"
 RESULTS = PROJECT / "benchmarks" / "RESULTS.md"
 FIGURE = PROJECT / "docs" / "benchmark.png"
 RUN_SECONDS = 400  # time limit of one run
-MEMORY_INTERVAL = 0.5  # seconds between two looks at the ranks' memory
-# Lines after a step: this project counts batches from 0.
+# Lines of a program: after a step (this project counts batches from 0), and at the end.
 OUR_STEP = re.compile(r"\| Batch (\d+)/\d+ \| Loss: (\S+)")
 THEIR_STEP = re.compile(r"^step (\d+) loss (\S+)")
-GPU_PEAK = re.compile(r"^peak_gpu_bytes (\d+)")
+PEAK = re.compile(r"^peak_bytes (\d+)")
+COLORS = {"ours": "#0072B2", "Trainer": "#D55E00", "accelerate": "#777777"}
 
 
 # --------------------------------------------------------------------------------- what is measured
 
+
+@dataclass(frozen=True)
+class Setting:
+    """The work of a case, equal for all its programs."""
+
+    precision: str = "fp32"
+    dropout: float = 0.1
+    batch_size: int = 4  # sequences of a rank in a step
+    seq_length: int = 256
+    ranks: int = 1  # more than one process are started by torchrun
+    compile: bool = False
+    logging_steps: int = 1  # steps between two lines; on a GPU each line waits for the device
+    model: str = "gpt2"  # or "tiny-gpt2", for tests
+    gpu: bool = False  # run on the first GPU; otherwise GPUs are hidden
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison."""
+
+    title: str  # of its table
+    setting: Setting
+    programs: tuple[str, ...]  # in the order of the runs of a round
+    reference: str = "Trainer"  # the program that the others are compared with
+
+
 # The flags of each program; "ours" is this project, the others are drivers.py.
+STRATEGIES = ("zero1", "zero2", "offload", "zero3", "fsdp")
 PROGRAMS = {
     "ours": ["--strategy", "dp"],
-    **{
-        f"ours {name}": ["--strategy", name]
-        for name in ("zero1", "zero2", "offload", "zero3", "fsdp")
-    },
+    **{f"ours {name}": ["--strategy", name] for name in STRATEGIES},
     "Trainer": ["trainer"],
     "accelerate": ["accelerate"],
     "accelerate FSDP": ["accelerate", "--fsdp"],
 }
 PEERS = ("ours", "Trainer", "accelerate")
-OURS = ("ours", "ours zero1", "ours zero2", "ours offload", "ours zero3", "ours fsdp")
-ONE = Setting()
-COMPILED = Setting(compile=True)
-TWO = Setting(ranks=2)
+OURS = ("ours", *(f"ours {name}" for name in STRATEGIES))
+ONE, TWO, COMPILED = Setting(), Setting(ranks=2), Setting(compile=True)
 GPU = Setting("bf16", 0.0, 32, 1024, logging_steps=10, gpu=True)
 GPU_4 = replace(GPU, batch_size=4)
+FSDP = ("ours fsdp", "accelerate FSDP")
 CPU_CASES = {
     "one": Case("One process, fp32, dropout 0.1", ONE, PEERS[:2]),
     "no-dropout": Case("One process, fp32, no dropout", replace(ONE, dropout=0.0), PEERS[:2]),
@@ -86,21 +111,9 @@ CPU_CASES = {
         "One process, fp32, no dropout, --compile", replace(COMPILED, dropout=0.0), PEERS[:2]
     ),
     "ddp": Case("Two processes, fp32, DDP", TWO, PEERS),
-    "fsdp": Case(
-        "Two processes, fp32, FSDP", TWO, ("ours fsdp", "accelerate FSDP"), "accelerate FSDP"
-    ),
+    "fsdp": Case("Two processes, fp32, FSDP", TWO, FSDP, "accelerate FSDP"),
     "strategies": Case("Two processes, fp32, strategies", TWO, OURS, "ours"),
 }
-# Without bf16 instructions PyTorch emulates bf16, and only the emulation would be measured.
-BF16_CASES = {
-    f"{name}-bf16": replace(
-        case,
-        title=case.title.replace("fp32", "bf16"),
-        setting=replace(case.setting, precision="bf16"),
-    )
-    for name, case in CPU_CASES.items()
-}
-NO_BF16 = "bf16 is not measured: this CPU has no bf16 instructions, and PyTorch emulates them."
 GPU_CASES = {
     "eager": Case("One GPU, bf16, 32 sequences, eager", GPU, PEERS),
     "compiled": Case("One GPU, bf16, 32 sequences, compiled", replace(GPU, compile=True), PEERS),
@@ -110,201 +123,172 @@ GPU_CASES = {
 }
 
 
-# ------------------------------------------------------------------------------------- measurements
+def cases_for(gpu: bool) -> dict[str, Case]:
+    """Return the cases that this machine can measure, by name.
 
-
-class PeakMemory(threading.Thread):
-    """A thread that reads the peak of the resident memory of each rank from /proc.
-
-    The kernel keeps the peak (VmHWM), so that reading it now and then misses nothing but the last
-    moments of a process.
-
-    Args:
-        pid: the process that was started: the only rank, or torchrun, whose children are the ranks.
-        launched: whether it is torchrun.
+    Without bf16 instructions PyTorch emulates bf16, and only the emulation would be measured.
     """
-
-    def __init__(self, pid: int, launched: bool):
-        super().__init__(daemon=True)
-        self.root, self.launched = psutil.Process(pid), launched
-        self.peaks: dict[int, int] = {}  # bytes by process
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        """Read the peaks until `stop` is called."""
-        while not self._ended.wait(MEMORY_INTERVAL):
-            with contextlib.suppress(psutil.Error):
-                ranks = self.root.children() if self.launched else [self.root]
-                for rank in ranks:
-                    self.peaks[rank.pid] = max(self.peaks.get(rank.pid, 0), peak_rss(rank.pid))
-
-    def stop(self) -> list[int]:
-        """Stop the thread and return the peaks."""
-        self._ended.set()
-        self.join()
-        return list(self.peaks.values())
-
-
-def peak_rss(pid: int) -> int:
-    """Return a process's peak resident memory in bytes; 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-        return 1024 * int(match[1]) if match else 0
-    return 0
-
-
-class Load:
-    """The CPU time that programs other than this process's children take from now on."""
-
-    def __init__(self):
-        self.before = self._seconds()
-
-    @staticmethod
-    def _seconds() -> tuple[float, float, float]:
-        """Return seconds since some moment: on the clock, busy on all cores, of the children."""
-        times, children = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        busy = sum(times[:8]) - times.idle - times.iowait  # without guests, which count as user
-        return time.monotonic(), busy, children.ru_utime + children.ru_stime
-
-    def of_others(self) -> float:
-        """Return their share of all cores' time; call it after the children have ended."""
-        seconds, busy, children = (
-            now - before for now, before in zip(self._seconds(), self.before, strict=True)
+    if gpu or not cpu_computes_bf16():
+        return GPU_CASES if gpu else CPU_CASES
+    in_bf16 = {
+        f"{name}-bf16": replace(
+            case,
+            title=case.title.replace("fp32", "bf16"),
+            setting=replace(case.setting, precision="bf16"),
         )
-        return max(0.0, busy - children) / (seconds * psutil.cpu_count())
+        for name, case in CPU_CASES.items()
+    }
+    return CPU_CASES | in_bf16
 
 
 @dataclass
-class Measurer:
-    """Runs programs and measures them."""
+class Run:
+    """What was measured of one run."""
 
-    out: Path  # folder of logs, data and runs
-    steps: int  # optimizer steps of a run
-    # Hardware, versions and date of the last run of this project; the command of this call, and
-    # those of the measurements that it keeps.
-    facts: dict = field(default_factory=dict)
+    setting: Setting
+    program: str
+    round: int  # from 1
+    stamps: list[tuple[int, float]]  # (step, seconds since the start of the process) of each line
+    losses: list[float]  # of the same steps
+    memory: int = 0  # peak in bytes: of the GPU if it used one, else resident, of all ranks
+    # MFU for one token per second, as this project computes it; None for other programs.
+    mfu_per_rate: float | None = None
 
-    def measure(self, setting: Setting, program: str, number: int) -> Run:
-        """Run a program once.
+    def speed(self, skip: int) -> float:
+        """Return the tokens per second of the median step, without the first `skip` and the last.
 
-        Raises:
-            RuntimeError: it failed, or exceeded the time limit; the message ends with its output.
+        On a CPU this project counts all tensors in its last step. Where only some steps are logged,
+        a step's time is the mean of those between two lines.
         """
-        folder = self.out / "run"
-        shutil.rmtree(folder, ignore_errors=True)
-        command = self.command(setting, program, folder)
-        env = {**os.environ, **environment(setting)}
-        log = self.out / "log.txt"
-        with open(log, "w", encoding="utf-8") as errors:
-            run = self._watch(command, env, errors, Run(setting, program, number, [], [], []))
-        if len(run.stamps) < 3:
-            raise RuntimeError(f"{program}: {log.read_text(errors='replace')[-2000:]}")
-        if program.startswith("ours"):
-            results = json.loads((folder / "results.json").read_text())
-            self.facts |= {name: results[name] for name in ("hardware", "versions", "started_at")}
-            self.facts["versions"]["accelerate"] = version("accelerate")
-            if results["device"] == "cuda":
-                run.peak_gpu = max(results["memory"]["peak_bytes"])
-            if results["mfu"]:
-                run.mfu_per_rate = results["mfu"] / results["tokens_per_second"]
-        shutil.rmtree(folder, ignore_errors=True)
-        return run
-
-    def command(self, setting: Setting, program: str, folder: Path) -> list[str]:
-        """Return the command line of a program."""
-        data = self.data(setting)
-        flags = {
-            "batch_size": setting.batch_size,
-            "max_steps": self.steps,
-            "logging_steps": setting.logging_steps,
-            "precision": setting.precision,
-            "lr": 5e-4,
-            "weight_decay": 0.01,
-            "max_grad_norm": 1.0,
-        }
-        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        words += ["--compile"] if setting.compile else []
-        if program.startswith("ours"):
-            words = [str(SCRIPT), *PROGRAMS[program], *words, *self.our_flags(setting, data)]
-            words += ["--output_dir", str(folder)]
-        else:
-            config, sequences = data / f"config-{setting.dropout}.json", data / "sequences.npy"
-            config.write_text(json.dumps(model_config(setting)))
-            words = [str(DRIVERS), *PROGRAMS[program], *words]
-            words += ["--config", str(config), "--data", str(sequences)]
-        launcher = [*TORCHRUN, f"--nproc_per_node={setting.ranks}"]
-        return [*(launcher if setting.ranks > 1 else [sys.executable]), *words]
-
-    def our_flags(self, setting: Setting, data: Path) -> list[str]:
-        """Return the flags of the model and the data."""
-        flags = f"--model {setting.model} --from_scratch --dropout {setting.dropout} --no_eval"
-        flags += f" --seq_length {setting.seq_length} --no_export"
-        files = ["--dataset", str(data / "corpus.txt"), "--cache_dir", str(data / "cache")]
-        samples = self.steps * setting.ranks * setting.batch_size
-        return [*flags.split(), *files, "--num_samples", str(samples)]
-
-    def data(self, setting: Setting) -> Path:
-        """Return a folder with the text, and its tokens as this project cuts them into sequences.
-
-        The tokens are those of this project's cache, so that no program tokenizes.
-        """
-        count = self.steps * setting.ranks * setting.batch_size
-        folder = self.out / "data" / f"{setting.model}-{count}x{setting.seq_length}"
-        if (folder / "sequences.npy").exists():
-            return folder
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        # 8 characters a token are more than any text has; one tenth is held out for validation.
-        write_corpus(folder / "corpus.txt", 10 * count * setting.seq_length)
-        command = [sys.executable, str(SCRIPT), *self.our_flags(setting, folder), "--prefetch"]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True, cwd=PROJECT)
-        [tokens] = (folder / "cache").glob("*/train.bin")
-        facts = json.loads((tokens.parent / "meta.json").read_text())["facts"]
-        stream = np.fromfile(tokens, facts["splits"]["train"]["dtype"])[
-            : count * setting.seq_length
+        seconds = [
+            (after - before) / (step - previous)
+            for (previous, before), (step, after) in itertools.pairwise(self.stamps[:-1])
+            if previous >= skip
         ]
-        np.save(folder / "sequences.npy", stream.reshape(count, -1).astype(np.int64))
-        return folder
+        work = self.setting
+        return work.ranks * work.batch_size * work.seq_length / statistics.median(seconds)
 
-    def _watch(self, command: list[str], env: dict, errors, run: Run) -> Run:
-        """Start a command, note when its lines arrive, and return the completed measurement."""
-        pattern, first = (OUR_STEP, 0) if run.program.startswith("ours") else (THEIR_STEP, 1)
-        load = Load()
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, cwd=PROJECT
-        )
-        memory = PeakMemory(process.pid, launched=run.setting.ranks > 1)
-        memory.start()
-        limit = threading.Timer(RUN_SECONDS, end_family, [process])
-        limit.start()
-        try:
-            for line in process.stdout:
-                now = time.perf_counter() - started
-                if match := pattern.search(line):
-                    run.stamps.append((int(match[1]) + 1 - first, now))
-                    run.losses.append(float(match[2]))
-                elif match := GPU_PEAK.match(line):
-                    run.peak_gpu = int(match[1])
-                errors.write(line)
-        except BaseException:  # also Ctrl-C and SIGTERM: the ranks must not outlive this process
+
+# ------------------------------------------------------------------------------------- measurements
+
+
+def measure(setting: Setting, program: str, number: int, out: Path, steps: int) -> tuple[Run, dict]:
+    """Run a program once.
+
+    Args:
+        number: of the round.
+        out: folder of logs, data and runs.
+        steps: optimizer steps of the run.
+    Returns:
+        The run, and the results.json of this project, which is empty for other programs.
+    Raises:
+        RuntimeError: it failed, or exceeded the time limit; the message ends with its output.
+    """
+    folder, log = out / "run", out / "log.txt"
+    shutil.rmtree(folder, ignore_errors=True)
+    command, env = command_of(setting, program, out, steps), environment(setting)
+    run, results = Run(setting, program, number, [], []), {}
+    with open(log, "w", encoding="utf-8") as errors:
+        code = watch(command, env, errors, run)
+    if code or len(run.stamps) < 3:
+        raise RuntimeError(f"{program}: {log.read_text(errors='replace')[-2000:]}")
+    if program.startswith("ours"):
+        results = json.loads((folder / "results.json").read_text())
+        memory = results["memory"]
+        on_gpu = results["device"] == "cuda"
+        run.memory = max(memory["peak_bytes"]) if on_gpu else sum(memory["host_peak_bytes"])
+        if results["mfu"]:
+            run.mfu_per_rate = results["mfu"] / results["tokens_per_second"]
+    shutil.rmtree(folder, ignore_errors=True)
+    return run, results
+
+
+def watch(command: list[str], env: dict, errors, run: Run) -> int:
+    """Start a command, add its lines to `run` when they arrive, and return its exit code."""
+    pattern, first = (OUR_STEP, 0) if run.program.startswith("ours") else (THEIR_STEP, 1)
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, cwd=PROJECT
+    )
+    limit = threading.Timer(RUN_SECONDS, end_family, [process])
+    limit.start()
+    try:
+        for line in process.stdout:
+            now = time.perf_counter() - started
+            if match := pattern.search(line):
+                run.stamps.append((int(match[1]) + 1 - first, now))
+                run.losses.append(float(match[2]))
+            elif match := PEAK.match(line):
+                run.memory = int(match[1])
+            errors.write(line)
+        return process.wait()
+    finally:  # also after Ctrl-C and SIGTERM: the ranks must not outlive this process
+        limit.cancel()
+        if process.poll() is None:
             end_family(process)
-            raise
-        finally:
-            limit.cancel()
-            if process.wait() != 0:
-                run.stamps.clear()
-            run.peak_rss = memory.stop()
-            run.other_load = load.of_others()
-        return run
+
+
+def command_of(setting: Setting, program: str, out: Path, steps: int) -> list[str]:
+    """Return the command line of a program."""
+    data = prepare_data(setting, out, steps)
+    words = f"--batch_size {setting.batch_size} --max_steps {steps}"
+    words += f" --logging_steps {setting.logging_steps} --precision {setting.precision}"
+    words += " --lr 5e-4 --weight_decay 0.01 --max_grad_norm 1.0"
+    flags = [*PROGRAMS[program], *words.split(), *(["--compile"] if setting.compile else [])]
+    if program.startswith("ours"):
+        flags += [*our_flags(setting, data, steps), "--output_dir", str(out / "run")]
+    else:
+        config = data / f"config-{setting.dropout}.json"
+        config.write_text(json.dumps(model_config(setting)))
+        flags += ["--config", str(config), "--data", str(data / "sequences.npy")]
+    launcher = [*TORCHRUN, f"--nproc_per_node={setting.ranks}"]
+    launcher = launcher if setting.ranks > 1 else [sys.executable]
+    return [*launcher, str(SCRIPT if program.startswith("ours") else DRIVERS), *flags]
+
+
+def our_flags(setting: Setting, data: Path, steps: int) -> list[str]:
+    """Return this project's flags of the model and the data."""
+    flags = f"--model {setting.model} --from_scratch --dropout {setting.dropout} --no_eval"
+    flags += f" --seq_length {setting.seq_length} --no_export"
+    flags += f" --num_samples {steps * setting.ranks * setting.batch_size}"
+    files = ["--dataset", str(data / "corpus.txt"), "--cache_dir", str(data / "cache")]
+    return [*flags.split(), *files]
+
+
+def prepare_data(setting: Setting, out: Path, steps: int) -> Path:
+    """Return a folder with a text, and its tokens as this project cuts them into sequences.
+
+    The text is that of Python's standard library. The tokens are those of this project's cache, so
+    that no program tokenizes.
+    """
+    count, length = steps * setting.ranks * setting.batch_size, setting.seq_length
+    folder = out / "data" / f"{setting.model}-{count}x{length}"
+    if (folder / "sequences.npy").exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    # 8 characters a token are more than any text has; one tenth is held out for validation.
+    text, characters = "", 10 * count * length
+    for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py")):
+        if len(text) < characters:
+            text += source.read_text(encoding="utf-8", errors="replace")
+    (folder / "corpus.txt").write_text(text[:characters], encoding="utf-8")
+    command = [sys.executable, str(SCRIPT), *our_flags(setting, folder, steps), "--prefetch"]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, cwd=PROJECT)
+    [tokens] = (folder / "cache").glob("*/train.bin")
+    facts = json.loads((tokens.parent / "meta.json").read_text())["facts"]
+    stream = np.fromfile(tokens, facts["splits"]["train"]["dtype"])[: count * length]
+    np.save(folder / "sequences.npy", stream.reshape(count, -1).astype(np.int64))
+    return folder
 
 
 def environment(setting: Setting) -> dict[str, str]:
-    """Return the environment variables that are equal for all programs."""
+    """Return the environment variables, which are equal for all programs."""
     cores = len(os.sched_getaffinity(0))
     # The Trainer would use all visible GPUs.
     first_gpu = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
     return {
+        **os.environ,
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         # torchrun would give each rank one thread.
@@ -313,24 +297,10 @@ def environment(setting: Setting) -> dict[str, str]:
     }
 
 
-def write_corpus(file: Path, characters: int) -> None:
-    """Write the beginning of the text of Python's standard library to a file."""
-    text: list[str] = []
-    for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py")):
-        if characters <= 0:
-            break
-        text.append(source.read_text(encoding="utf-8", errors="replace")[:characters])
-        characters -= len(text[-1])
-    file.write_text("\n".join(text), encoding="utf-8")
-
-
 def model_config(setting: Setting) -> dict:
     """Return the configuration of the model as transformers' GPT2Config reads it."""
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), setting.dropout)
     return {**CONFIGS[setting.model], "use_cache": False, **dropout}
-
-
-# ------------------------------------------------------------------------------------- measurements
 
 
 def load_runs(file: Path) -> tuple[list[Run], dict]:
@@ -348,10 +318,148 @@ def save_runs(file: Path, runs: list[Run], facts: dict) -> None:
     file.write_text(json.dumps(content), encoding="utf-8")
 
 
-def schedule(cases: list[Case], only: list[str]) -> list[tuple[Setting, str]]:
+def schedule(cases: Iterable[Case], only: list[str]) -> list[tuple[Setting, str]]:
     """Return the runs of a round: each program once per setting, in the order of the cases."""
     runs = [(case.setting, program) for case in cases for program in case.programs]
     return [run for run in dict.fromkeys(runs) if not only or run[1] in only]
+
+
+# ------------------------------------------------------------------------------ tables and figure
+
+
+class Spread(NamedTuple):
+    """Median, smallest and largest of some values."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Return the spread of values, at least one."""
+        values = sorted(values)
+        return cls(statistics.median(values), values[0], values[-1])
+
+    def text(self, form: str) -> str:
+        """Format the three numbers, for instance with ".2f"; a single measurement has no range."""
+        spread = "" if self.low == self.high else f" ({self.low:{form}}–{self.high:{form}})"
+        return f"{self.median:{form}}{spread}"
+
+
+class Row(NamedTuple):
+    """A program's line of a table; ratios to the reference, None without a round in common."""
+
+    program: str
+    rounds: int
+    speed: Spread  # tokens per second of all ranks
+    memory: Spread  # see Run.memory
+    start: Spread  # seconds from the start of the process to the first line after a step
+    ratios: list[Spread | None]  # of speed, memory and start
+    mfu: float | None  # model FLOPs utilization
+
+
+def rows_of(case: Case, runs: list[Run], skip: int) -> list[Row]:
+    """Return the rows of a case's table, for the programs with measurements.
+
+    Args:
+        runs: of all cases.
+        skip: number of first steps that are left out.
+    """
+    values: dict[str, dict[int, tuple[float, ...]]] = {program: {} for program in case.programs}
+    for run in runs:
+        if run.setting == case.setting and run.program in values:
+            measured = (run.speed(skip), run.memory, run.stamps[0][1])
+            values[run.program][run.round] = measured
+    reference = values[case.reference]
+    mfu_per_rate = next((run.mfu_per_rate for run in runs if run.mfu_per_rate), None)
+    rows = []
+    for program, of in values.items():
+        if not of:
+            continue
+        spreads = [Spread.of(column) for column in zip(*of.values(), strict=True)]
+        ratios: list[Spread | None] = [None] * 3
+        if common := of.keys() & reference.keys():
+            ratios = [Spread.of(of[n][i] / reference[n][i] for n in common) for i in range(3)]
+        mfu = spreads[0].median * mfu_per_rate if mfu_per_rate else None
+        rows.append(Row(program, len(of), *spreads, ratios, mfu))
+    return rows
+
+
+Tables = list[tuple[Case, list[Row]]]
+
+
+def table(tables: Tables) -> list[str]:
+    """Return the lines of a Markdown table of all cases; the reference of a case has ratio 1."""
+    on_gpu = any(row.mfu for _, rows in tables for row in rows)
+    memory = "peak GPU memory, GB" if on_gpu else "peak resident memory, GB"
+    heads = ["case", "program", "rounds", "tokens/s", "relative", *(["MFU"] if on_gpu else [])]
+    heads += [memory, "relative", "first step after, s", "relative"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for case, rows in tables:
+        work = case.setting
+        title = f"{case.title} ({work.batch_size} × {work.seq_length} tokens)"
+        for row in rows:
+            speed, *medians = (ratio.text(".2f") if ratio else "—" for ratio in row.ratios)
+            in_memory, start = (median.partition(" ")[0] for median in medians)
+            cells = [title, row.program, str(row.rounds), row.speed.text(".0f"), speed]
+            cells += [f"{row.mfu:.1%}" if row.mfu else "—"] if on_gpu else []
+            cells += [f"{row.memory.median / GB:.2f}", in_memory]
+            cells += [f"{row.start.median:.1f}", start]
+            lines.append(f"| {' | '.join(cells)} |")
+            title = ""
+    return lines
+
+
+def provenance(facts: dict, command: str, steps: int, skip: int) -> str:
+    """Return a paragraph with the command, the hardware, the versions and the date."""
+    machine = facts["hardware"]
+    names = ("python", "torch", "cuda", "transformers", "accelerate", "deepspeed")
+    versions = [f"{name} {facts['versions'][name]}" for name in names if name in facts["versions"]]
+    return (
+        f"`{command}`, {facts['started_at'][:10]}; "
+        f"CPU cores: {machine['cores']}, {machine['cpu']}; "
+        f"{machine['ram_bytes'] / GB:.0f} GB of memory, {machine['gpu'] or 'no GPU'}; "
+        f"{', '.join(versions)}. "
+        f"Each run has {steps} steps, of which the first {skip} and the last are left out."
+    )
+
+
+def draw(tables: Tables, path: Path, caption: str) -> None:
+    """Draw speed relative to the case's reference, and memory, of each program as bars."""
+    from matplotlib.figure import Figure
+
+    heights = [len(rows) + 1.5 for _, rows in tables]
+    figure = Figure(figsize=(11, 0.8 + 0.27 * sum(heights)), layout="constrained")
+    axes = figure.subplots(
+        len(tables), 2, sharey="row", squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    for (case, rows), (speed, memory) in zip(tables, axes, strict=True):
+        rows = [row for row in rows if row.ratios[0]][::-1]
+        ratios = [row.ratios[0] for row in rows if row.ratios[0]]
+        spread = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
+        reference = "dp" if case.reference == "ours" else case.reference
+        title = f"{case.title}: speed relative to {reference}"
+        bars(speed, rows, [ratio.median for ratio in ratios], title, xerr=spread)
+        speed.axvline(1, color="#555555", linewidth=0.8)
+        sizes = [row.memory.median / GB for row in rows]
+        bars(memory, rows, sizes, "peak memory of all ranks, GB")
+    figure.supxlabel("\n".join(textwrap.wrap(caption, 150)), fontsize=7, color="#555555")
+    figure.savefig(path, dpi=110)
+
+
+def bars(axes, rows: list[Row], values: list[float], title: str, **style) -> None:
+    """Draw a horizontal bar for each row, with its value inside."""
+    names = [row.program for row in rows]
+    colors = [COLORS[name.split()[0]] for name in names]
+    axes.barh(names, values, color=colors, capsize=3, **style)
+    for bar, value in enumerate(values):
+        axes.text(value / 50, bar, f"{value:.2f}", va="center", fontsize=8, color="white")
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# ----------------------------------------------------------------------------------------- program
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -372,23 +480,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, default=PROJECT / "runs" / "bench", help="(default: runs/bench)")
     add("--write", action="store_true", help="write benchmarks/RESULTS.md and the figure")
     args = parser.parse_args(argv)
-    args.command = "make bench GPU=1" if args.gpu else "make bench"
-    all_cases = GPU_CASES if args.gpu else CPU_CASES
-    if not args.gpu and cpu_computes_bf16():
-        all_cases = all_cases | BF16_CASES
     changes = {"model": args.model}
     if args.batch_size:
         changes["batch_size"] = args.batch_size
     args.all_cases = {
         name: replace(case, setting=replace(case.setting, **changes))
-        for name, case in all_cases.items()
+        for name, case in cases_for(args.gpu).items()
     }
-    names = args.cases.split(",") if args.cases else [*all_cases]
+    names = args.cases.split(",") if args.cases else [*args.all_cases]
     args.only = [name for name in args.only.split(",") if name]
-    unknown = [name for name in names if name not in all_cases]
+    unknown = [name for name in names if name not in args.all_cases]
     unknown += [name for name in args.only if name not in PROGRAMS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
+    args.command = "make bench GPU=1" if args.gpu else "make bench"
     if options := [word for word in argv if word not in ("--gpu", "--write")]:
         args.command += f' BENCH="{" ".join(options)}"'
     args.cases = {name: args.all_cases[name] for name in names}
@@ -409,46 +514,42 @@ def main(argv: list[str]) -> int:
     file = out / f"measurements{'-gpu' if args.gpu else ''}.json"
     runs, facts = load_runs(file) if args.keep else ([], {})
     if args.rounds:
-        unknown = ["earlier commands, unknown"] if runs else []
-        facts["commands"] = [*facts.get("commands", unknown), args.command]
-    measurer, failures = Measurer(out, args.steps, facts), 0
-    earlier = max((run.round for run in runs), default=0)
+        facts["commands"] = [*facts.get("commands", []), args.command]
+    earlier, failures = max((run.round for run in runs), default=0), 0
     for number in range(earlier + 1, earlier + 1 + args.rounds):
-        for setting, program in schedule(list(args.cases.values()), args.only):
+        for setting, program in schedule(args.cases.values(), args.only):
             try:
-                run = measurer.measure(setting, program, number)
+                run, results = measure(setting, program, number, out, args.steps)
             except RuntimeError as error:
                 failures += 1
                 print(f"❌ {error}", flush=True)
                 continue
+            if results:
+                facts |= {name: results[name] for name in ("hardware", "versions", "started_at")}
+                facts["versions"]["accelerate"] = version("accelerate")
             runs.append(run)
-            save_runs(file, runs, measurer.facts)
+            save_runs(file, runs, facts)
             print(describe(run), flush=True)
     tables = [(case, rows_of(case, runs, args.skip)) for case in args.all_cases.values()]
-    measurer.facts["other_load"] = max((run.other_load for run in runs), default=0)
     # A case that was not asked for may share runs with another one, and lack its own reference.
-    selected = args.cases.values()
-    tables = [
-        (case, rows)
-        for case, rows in tables
-        if any(row.speed_ratio or case in selected for row in rows)
-    ]
-    report(tables, measurer.facts, args)
+    asked = args.cases.values()
+    report(
+        [(c, rows) for c, rows in tables if rows and (c in asked or rows[0].ratios[0])], facts, args
+    )
     return 1 if failures else 0
 
 
-def report(tables: list[tuple[Case, list[Row]]], facts: dict, args: argparse.Namespace) -> None:
+def report(tables: Tables, facts: dict, args: argparse.Namespace) -> None:
     """Print the tables; with --write also write them, and draw the figure."""
     lines = [*table(tables), ""] if tables else []
     if not args.gpu and not cpu_computes_bf16():
-        lines += [NO_BF16]
+        lines.append("bf16 is not measured: this CPU has no bf16 instructions.")
     print("\n".join(lines))
     if args.write:
         name = "bench GPU=1" if args.gpu else "bench"
         figure = FIGURE.with_stem(f"{FIGURE.stem}_gpu") if args.gpu else FIGURE
         commands = "`, `".join(facts.get("commands", [args.command]))
         source = provenance(facts, commands, args.steps, args.skip)
-        source += f" Other programs took at most {facts['other_load']:.0%} of the CPU."
         text = RESULTS.read_text(encoding="utf-8")
         text = replace_section(text, name, [source, "", *lines], by="make bench")
         RESULTS.write_text(text, encoding="utf-8")
@@ -462,8 +563,7 @@ def describe(run: Run) -> str:
     steps = " ".join(f"{after - before:.2f}" for before, after in itertools.pairwise(seconds))
     return (
         f"round {run.round}, {run.program}: first step after {seconds[0]:.1f} s, then {steps} s; "
-        f"peak {sum(run.peak_rss) / GB:.2f} GB; loss {run.losses[0]:.2f} to {run.losses[-1]:.2f}; "
-        f"other programs took {run.other_load:.0%} of the CPU"
+        f"peak {run.memory / GB:.2f} GB; loss {run.losses[0]:.2f} to {run.losses[-1]:.2f}"
     )
 
 

@@ -33,21 +33,14 @@ class Watch:
     """
 
     def __init__(self, file: Path):
-        self.file = file
+        self.file, self.backwards, self.watching = file, 0, False
         self.seen: Counter[tuple[str, str]] = Counter()
-        self.backwards = 0
-        self._filters = None
 
     def note(self) -> None:
         """Count one call, by its own line and the innermost line of this project that led to it."""
-        stack = [
-            f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)
-        ]
-        inner = [
-            f
-            for f in stack
-            if Path(f.filename).is_relative_to(PROJECT) and "site-packages" not in f.filename
-        ]
+        own = (__file__, warnings.__file__)
+        stack = [f for f in traceback.extract_stack() if f.filename not in own]
+        inner = [f for f in stack if not _place(f).startswith("/") and "site-" not in f.filename]
         self.seen[_place(stack[-1]), _place(inner[-1]) if inner else "—"] += 1
 
     def warn(self, message, *_rest, **_more) -> None:
@@ -63,36 +56,23 @@ class Watch:
         """
         self.backwards += 1
         if self.backwards == FIRST:
-            self._filters = warnings.catch_warnings()
-            self._filters.__enter__()
             warnings.simplefilter("always")
             warnings.showwarning = self.warn
             set_mode("warn")
+            self.watching = True
         elif self.backwards == LAST + 1:
             set_mode("default")
-            self._filters.__exit__(None, None, None)
-            self._filters = None
-            self.write()
-
-    @property
-    def watching(self) -> bool:
-        """Whether calls are counted at present."""
-        return self._filters is not None
-
-    def write(self) -> None:
-        """Write the counts as JSON, the most frequent call first."""
-        calls = [
-            {"count": n, "call": call, "project": line}
-            for (call, line), n in self.seen.most_common()
-        ]
-        self.file.write_text(json.dumps({"steps": LAST + 1 - FIRST, "calls": calls}, indent=1))
+            self.watching = False
+            calls = [
+                {"count": n, "call": call, "project": line}
+                for (call, line), n in self.seen.most_common()
+            ]
+            self.file.write_text(json.dumps({"steps": LAST + 1 - FIRST, "calls": calls}, indent=1))
 
 
 def _place(frame: traceback.FrameSummary) -> str:
     """Return "file:line", without the folders of site-packages or of this project."""
-    name = frame.filename.split("site-packages/")[-1]
-    if Path(name).is_relative_to(PROJECT):
-        name = str(Path(name).relative_to(PROJECT))
+    name = frame.filename.split("site-packages/")[-1].removeprefix(f"{PROJECT}/")
     return f"{name}:{frame.lineno}"
 
 

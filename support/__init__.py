@@ -12,22 +12,11 @@ memory       measured and estimated memory
 report       metrics, results, trackers, the comparison of strategies
 files        checks of the user's files, atomic writes, caches
 train_state  counters, best evaluation and early stopping of a run
-console      lines, notices and progress bars of rank 0
 errors       exceptions that end a run, exit codes, and what library errors mean
-patches      all patches of other libraries
-entry_points the commands that pip installs
 process      output that cannot fail, signal handlers before the run has its own
-progress     progress bars
-unwrap       the plain module, optimizer and tensor inside a strategy's wrapper
-versions     versions of the libraries, and the digest of the code, that affect the results
-redaction    removal of secrets from messages and files
-strategy     the table of strategies
-optimizers   the table of optimizers
-known_models shapes of the embedded model, of GPT-2 and of some 7B models
-chunks       sizes of the chunks in which large tensors are processed
-labels       the label of tokens without a loss
-text_tables  tables for a terminal and for Markdown
-units        units, and numbers as people read them
+patches      all patches of other libraries
+
+The other modules here are small tables and tools that several packages use.
 """
 
 import sys

@@ -16,12 +16,9 @@ from . import PROJECT
 
 def run(program: str) -> NoReturn:
     """Replace this process by a program of the project, with the same arguments."""
-    path = str(PROJECT / program)
-    command = [sys.executable, path]
-    if program.endswith(".sh"):
-        os.environ.setdefault("PYTHON", sys.executable)
-        command = ["bash", path]
-    os.execvp(command[0], [*command, *sys.argv[1:]])
+    os.environ.setdefault("PYTHON", sys.executable)  # for compare_strategies.sh
+    interpreter = "bash" if program.endswith(".sh") else sys.executable
+    os.execvp(interpreter, [interpreter, str(PROJECT / program), *sys.argv[1:]])
 
 
 train = partial(run, "real_model_example.py")

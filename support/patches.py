@@ -16,15 +16,14 @@ from collections.abc import Callable
 def replace_packed_sequence_check(isolate: bool) -> None:
     """transformers 5.23.0: replace the check for several packed sequences in one row of a batch.
 
-    The check runs in every forward pass. It reads a tensor on the GPU, so the host waits for the
-    GPU. A compiled model cannot run the check and passes a mask to attention instead, which
-    disables FlashAttention. Here the run's flags say in advance whether positions restart.
+    The check in every forward pass reads a tensor on the GPU, so the host waits. A compiled model
+    passes a mask to attention instead, which disables FlashAttention. Here the run's flags say in
+    advance whether positions restart.
 
     Remove it when `find_packed_sequence_indices` no longer converts a tensor on the device to bool.
 
     Args:
-        isolate: the positions restart at 0 where a document begins. Otherwise those of all
-            sequences in our batches count from 0, and no mask is needed.
+        isolate: the positions restart at 0 where a document begins.
     """
     try:
         from transformers import masking_utils
@@ -40,9 +39,8 @@ def replace_packed_sequence_check(isolate: bool) -> None:
 def skip_padding_check() -> None:
     """transformers 5.23.0: do not check in each forward pass whether the inputs contain padding.
 
-    The check warns once if a checkpoint has a pad_token_id and an input begins or ends with it. It
-    reads token ids, so the host waits for the GPU. Our padding is at the end, where causal
-    attention needs no mask.
+    The check reads token ids, so the host waits for the GPU. Our padding is at the end, where
+    causal attention needs no mask.
 
     Remove it when `warn_if_padding_and_no_attention_mask` no longer reads a tensor on the device.
     """
@@ -54,9 +52,8 @@ def skip_padding_check() -> None:
 def override_collectives(kernels: dict[str, Callable]):
     """torch 2.13.0: run a function of ours before each collective of torch.distributed.
 
-    torch has no public hook that also sees the collectives that DDP's reducer starts in C++. The
-    Autograd key is above the CPU and CUDA kernels of these operators, so a function that
-    redispatches below this key does not change the collective.
+    torch has no public hook that also sees the collectives that DDP's reducer starts in C++. A
+    function that redispatches below the Autograd key does not change the collective.
 
     Remove it when torch.distributed reports the collectives of all its users.
 
@@ -78,8 +75,7 @@ def override_collectives(kernels: dict[str, Callable]):
 def quote_library_path() -> None:
     """torch 2.13.0: quote torch's library path in the commands that compile C++ ops.
 
-    cpp_extension quotes its include paths but not this path, so a space in the path of the virtual
-    environment makes the compilation fail.
+    Without it a space in the path of the virtual environment makes the compilation fail.
 
     Remove it when `_prepare_ldflags` of torch.utils.cpp_extension quotes the path.
     """
@@ -91,9 +87,8 @@ def quote_library_path() -> None:
 def load_compiled_ops(names: list[str], load: Callable) -> None:
     """DeepSpeed 0.19.8: load ops of ours; the others are compiled and loaded by DeepSpeed.
 
-    Whenever DeepSpeed loads an op, each rank looks for the compiler and libaio, asks for the CPU
-    (a second) and runs ninja. If a rank is killed meanwhile, torch leaves a lock behind, for which
-    every later process waits without a message.
+    DeepSpeed would look for the compiler and run ninja on each rank. If a rank is killed meanwhile,
+    torch leaves a lock behind, for which every later process waits without a message.
 
     Remove it when DeepSpeed loads a compiled op without a compiler.
 
@@ -113,8 +108,8 @@ def load_compiled_ops(names: list[str], load: Callable) -> None:
 def skip_shared_memory_op() -> None:
     """DeepSpeed 0.19.8: do not compile and load the op deepspeed_shm_comm on a CPU.
 
-    Only tensor-parallel inference (`inference_all_reduce`) uses it. It takes about 20 s to compile,
-    and 69 MB in /dev/shm for each rank under DeepSpeed's launcher, which are not released.
+    Only tensor-parallel inference uses it. It takes about 20 s to compile, and 69 MB in /dev/shm
+    for each rank under DeepSpeed's launcher, which are not released.
 
     Remove it when DeepSpeed loads the op at its first use.
     """
@@ -125,9 +120,8 @@ def skip_shared_memory_op() -> None:
 def keep_4bit_layout() -> None:
     """bitsandbytes 0.50.2: keep 4-bit weights as they are in an evaluation on a CPU.
 
-    On a CPU with bf16 instructions the first forward pass in evaluation mode replaces the weights
-    by a layout for inference. It requires a multiple of 32 outputs, and neither the training that
-    follows nor a checkpoint can read it.
+    With bf16 instructions the first evaluation replaces the weights by a layout for inference,
+    which neither the training that follows nor a checkpoint can read.
 
     Remove it when a layer restores the layout before it trains.
     """

@@ -18,11 +18,11 @@ from typing import NoReturn
 from support.errors import EXIT_FAILED, TrainingError, UserError, explain
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to be ignored
 # The command and the environment of this process, before anything changes them.
 COMMAND, ENVIRONMENT = [sys.executable, *sys.orig_argv[1:]], dict(os.environ)
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 RESTARTED = "DISTRIBUTED_TRAINING_RESTARTED"  # set by support/cluster/restart.py
-ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to be ignored
 END_SECONDS = 60  # for a program to end after SIGTERM; torchrun kills its ranks after 30 s
 
 
@@ -35,11 +35,7 @@ class LossyFile(io.FileIO):
     lost: OSError | None = None  # the error of the first write that failed, or None
 
     def write(self, data) -> int:
-        """Write `data` or its first bytes, as FileIO does.
-
-        Returns:
-            The number of bytes written; after an error, the length of `data`.
-        """
+        """Write `data` or its first bytes; return their number, or after an error that of all."""
         try:
             # None: another program made this pipe non-blocking, and it is full.
             while (written := super().write(data)) is None:
@@ -66,15 +62,14 @@ def protect_output() -> None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 (it stays open)
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if stream is not None and isinstance(
-            getattr(getattr(stream, "buffer", None), "raw", None), LossyFile
-        ):
+        if isinstance(getattr(getattr(stream, "buffer", None), "raw", None), LossyFile):
             continue
-        with contextlib.suppress(OSError, AttributeError):
-            stream.flush()
-        encoding = getattr(stream, "encoding", None) or "utf-8"
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.flush()
         lossy = io.BufferedWriter(LossyFile(number, "w", closefd=False))
         # errors="replace": a terminal without UTF-8 must not end the run either.
+        encoding = getattr(stream, "encoding", None) or "utf-8"
         wrapped = io.TextIOWrapper(lossy, encoding, errors="replace", line_buffering=True)
         setattr(sys, name, wrapped)
         setattr(sys, f"__{name}__", wrapped)
@@ -103,14 +98,16 @@ def run_command_line(main: Callable[[], int | None], printed: bool = True) -> No
         printed: True if the program's result is its output on stdout, and not files. Then it fails
             with code 1 if the output cannot be written.
     """
+
+    def run() -> int | None:
+        code = main()
+        if printed:
+            check_output()
+        return code
+
     protect_output()
-    for number in STOP_SIGNALS:
-        # compare_strategies.sh ignores signals while it writes its report.
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _raise_at_signal)
-    code = exit_code_of(main)
-    lost = exit_code_of(check_output) if printed else None
-    sys.exit(code or lost)
+    _handle(STOP_SIGNALS, _raise_at_signal)
+    sys.exit(exit_code_of(run))
 
 
 def exit_code_of(main: Callable[[], int | None]) -> int | str | None:
@@ -152,6 +149,29 @@ def run_program(command: list[str], env: dict[str, str] | None = None) -> tuple[
     return program.returncode, output
 
 
+def catch_signals(numbers: Iterable[int] = ()) -> None:
+    """Install handlers that end the process with one line, until StopSignal has its own.
+
+    Args:
+        numbers: signals to handle even if the parent process set them to be ignored, as a shell
+            does with SIGINT for `&`.
+    """
+    _handle(STOP_SIGNALS, _end_before_start, numbers)
+    # Its handler is that of support/cluster/hang.py; until then it must not end the process.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    sys.excepthook = _report_missing_package
+
+
+def _handle(numbers: Iterable[int], handler: Callable, also_if_ignored: Iterable[int] = ()) -> None:
+    """Install a handler of signals, except for those that the parent process has ignored.
+
+    compare_strategies.sh, for example, ignores signals while it writes its report.
+    """
+    for number in numbers:
+        if number in also_if_ignored or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def _raise_at_signal(number: int, _frame) -> NoReturn:
     """Raise an exception, so that `finally` clauses remove unfinished files."""
     if number == signal.SIGINT:
@@ -159,21 +179,15 @@ def _raise_at_signal(number: int, _frame) -> NoReturn:
     sys.exit(128 + number)
 
 
-def catch_signals(numbers: Iterable[int] = ()) -> None:
-    """Install handlers that end the process with one line, until StopSignal replaces them.
-
-    `StopSignal` is in support/cluster/stop_signal.py.
-
-    Args:
-        numbers: signals to handle even if the parent process set them to be ignored, as a shell
-            does with SIGINT for `&`.
-    """
-    for number in STOP_SIGNALS:
-        if number in numbers or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _end_before_start)
-    # Its handler is that of support/cluster/hang.py; until then it must not end the process.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    sys.excepthook = _report_missing_package
+def _end_before_start(number: int, _frame) -> NoReturn:
+    """Exit at once: no file has been written yet. Only rank 0 prints: all ranks get a signal."""
+    if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
+        name = signal.Signals(number).name
+        line = f"❌ Stopped by {name} during the start; nothing was written.\n"
+        # os.write and not print: a handler may interrupt a write to the same buffer.
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode())
+    os._exit(EXIT_FAILED)
 
 
 def _report_missing_package(kind, error: BaseException, trace) -> None:
@@ -184,21 +198,6 @@ def _report_missing_package(kind, error: BaseException, trace) -> None:
     user_error = explain(error)
     print(f"❌ {user_error}", file=sys.stderr)
     exit_now(user_error.exit_code)
-
-
-def _end_before_start(number: int, _frame) -> NoReturn:
-    """Exit at once: no file has been written yet, so none must be removed.
-
-    Only rank 0 prints, because a launcher signals all ranks.
-    """
-    if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
-        line = (
-            f"❌ Stopped by {signal.Signals(number).name} during the start; nothing was written.\n"
-        )
-        # os.write and not print: a handler may interrupt a write to the same buffer.
-        with contextlib.suppress(OSError):
-            os.write(2, line.encode())
-    os._exit(EXIT_FAILED)
 
 
 def exit_now(code: int) -> NoReturn:

@@ -22,10 +22,9 @@ def bar(what: str, total: int | None, unit: str, active: bool, done: int = 0) ->
         active: False shows nothing.
         done: units that are done already.
     """
+    bar_format = "{desc} {n_fmt} {unit}, {elapsed}" if unit else "{desc} …"
     if total is not None:  # short, so that the loss fits into 80 columns, too
         bar_format = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
-    else:
-        bar_format = "{desc} {n_fmt} {unit}, {elapsed}" if unit else "{desc} …"
     return tqdm(
         desc=what,
         total=total,

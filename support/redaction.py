@@ -25,17 +25,11 @@ def redact(text: str) -> str:
     Secrets are credentials in URLs, Hugging Face tokens, and values of environment variables whose
     names match `SECRET_NAME`.
     """
-    candidates = {
-        value
-        for name, value in os.environ.items()
-        if SECRET_NAME.search(name) and len(value) >= SHORTEST
-    }
-    # HF_TOKEN_PATH holds a path, which is no secret.
-    secrets = {
-        value for value in candidates if not os.path.isabs(value) or not os.path.exists(value)
-    }
+    secrets = (value for name, value in os.environ.items() if SECRET_NAME.search(name))
     for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
-        text = text.replace(secret, HIDDEN)
+        # HF_TOKEN_PATH holds a path, which is no secret.
+        if len(secret) >= SHORTEST and not (os.path.isabs(secret) and os.path.exists(secret)):
+            text = text.replace(secret, HIDDEN)
     return HF_TOKEN.sub(HIDDEN, IN_URL.sub(rf"\1{HIDDEN}@", text))
 
 

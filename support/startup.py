@@ -26,7 +26,7 @@ from support.cluster.launch import Launch
 from support.cluster.restart import continue_restarted
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, MissingRequirement, Preempted, UserError
 from support.known_models import EMBEDDED_MODEL
-from support.memory import architectures
+from support.memory.architectures import read_config
 from support.optimizers import OPTIMIZERS
 from support.redaction import redact
 
@@ -35,7 +35,7 @@ def start(argv: list[str], will_run: bool = True) -> tuple[Arguments, Launch]:
     """Read the arguments and the launcher's environment, run the first checks, tune the process.
 
     If a check fails, the process exits with one line and code 2. With --print_config it prints the
-    flags, and with --prefetch it imports torch and downloads what the run reads; both then exit.
+    flags, and with --prove and --prefetch it imports torch and does what they say; it then exits.
 
     Args:
         will_run: False if the arguments are only checked.
@@ -57,18 +57,19 @@ def start(argv: list[str], will_run: bool = True) -> tuple[Arguments, Launch]:
             print(redact(as_yaml(args)), end="")
             process.check_output()
             sys.exit(EXIT_COMPLETED)
+        for flag in ("prove", "prefetch"):
+            if getattr(args, flag) and launch.world_size > 1:
+                raise UserError(f"--{flag} needs one process: start it with python, no launcher.")
         if args.prove is not None:
-            prove(args, launch)  # does not return
+            # Before the settings of this process, which the runs of --prove would inherit.
+            from support.commands import prove  # imports torch
+
+            sys.exit(prove.prove(args))
         tuning.tune_process(args, launch)
         if args.simulate_gpus:
             launch = launching.simulated(launch, args.simulate_gpus)
         check_model_path(args)
         paths.check_data_paths(args)
-        if args.prefetch and launch.world_size > 1:
-            raise UserError(
-                "--prefetch fills the cache from one process: start it with python, "
-                "without a launcher."
-            )
         # These two write no results, and may run where the run's disks and packages are missing.
         if not (args.prefetch or args.show_sample):
             check_run(args)
@@ -89,22 +90,6 @@ def start(argv: list[str], will_run: bool = True) -> tuple[Arguments, Launch]:
     # takes a sixth of the time: 5.5 s of CPU time with the collector, 4.6 s without.
     gc.disable()
     return args, launch
-
-
-def prove(args: Arguments, launch: Launch) -> NoReturn:
-    """Run --prove, before the settings of this process, which its children would inherit.
-
-    Raises:
-        UserError: a launcher started this process, or a run failed.
-    """
-    if launch.world_size > 1:
-        raise UserError(
-            "--prove starts its own ranks: start it with python, without a launcher, and give "
-            f"their number: --prove {launch.world_size}."
-        )
-    from support.commands import prove  # imports torch
-
-    sys.exit(prove.prove(args))
 
 
 def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoReturn:
@@ -145,18 +130,6 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
     ctx.failures.end_together(model, EXIT_COMPLETED)
 
 
-def check_run(args: Arguments) -> None:
-    """Check what the run needs: writable folders, an NVMe folder, packages."""
-    # --check may be given with the folders of an existing run. A restarted program has its own.
-    if not args.check and process.RESTARTED not in os.environ:
-        paths.check_output_dir(args)
-        paths.check_export_folder(args)
-    if args.resume and not Path(args.resume).exists():
-        raise UserError(f"--resume {args.resume}: there is no such checkpoint.")
-    paths.check_nvme_path(args)
-    check_packages(args)
-
-
 def start_to_compile(args: Arguments) -> None:
     """Compile the missing ops of DeepSpeed while this process imports libraries and reads data."""
     from support.strategies import ops  # imported only if needed, because --help must be fast
@@ -168,8 +141,15 @@ def start_to_compile(args: Arguments) -> None:
             print(f"ℹ️  Compiling DeepSpeed's {names} in the background, once for this machine.")
 
 
-def check_packages(args: Arguments) -> None:
-    """Check that the optional packages that the flags need are installed."""
+def check_run(args: Arguments) -> None:
+    """Check what the run needs: writable folders, an NVMe folder, a checkpoint, packages."""
+    # --check may be given with the folders of an existing run. A restarted program has its own.
+    if not args.check and process.RESTARTED not in os.environ:
+        paths.check_output_dir(args)
+        paths.check_export_folder(args)
+    if args.resume and not Path(args.resume).exists():
+        raise UserError(f"--resume {args.resume}: there is no such checkpoint.")
+    paths.check_nvme_path(args)
     packages = {
         **{f"--report_to {name}": name for name in args.report_to},
         "--lora_r": "peft" if args.lora_r else None,
@@ -185,8 +165,8 @@ def check_model_path(args: Arguments) -> None:
     """Check that a model given as a folder exists and is a Hugging Face model.
 
     Raises:
-        UserError: there is no such folder, or it holds adapters only, no config.json or an invalid
-            one; or --model_revision is given for a model that is not on the hub.
+        UserError: there is no such folder, or it holds no config.json or an invalid one; or
+            --model_revision is given for a model that is not on the hub.
     """
     is_local = paths.is_local_model(args.model)
     if args.model_revision and (is_local or args.model == EMBEDDED_MODEL):
@@ -202,13 +182,11 @@ def check_model_path(args: Arguments) -> None:
     if not (folder / "config.json").is_file():
         problem = "the folder has no config.json, so it holds no Hugging Face model."
         if (folder / "hf" / "config.json").is_file():
-            problem = f"this is the folder of a run, whose trained model is in {folder / 'hf'}."
-        if (folder / "adapter_config.json").is_file():
+            problem = f"it is the folder of a run: use its model, --model {folder / 'hf'}."
+        elif (folder / "adapter_config.json").is_file():
             problem = (
                 "the folder holds adapters only. Export the whole model with --merge_lora, or "
                 "continue the run that trained them (--resume, with its --model and --lora_r)."
             )
-        elif (folder / "hf" / "config.json").is_file():
-            problem = f"it is the folder of a run: use its model, --model {folder / 'hf'}."
         raise UserError(f"--model {args.model}: {problem}")
-    architectures.check_config(str(folder / "config.json"))
+    read_config(str(folder / "config.json"))

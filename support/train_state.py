@@ -12,13 +12,8 @@ if TYPE_CHECKING:
 
 # The counters that a checkpoint saves, with their values in a new run.
 NEW_RUN = {
-    "step": 0,
-    "samples": 0,
-    "tokens": 0,
-    "best": None,
-    "training_seconds": 0.0,
-    "first_loss": None,
-    "last_loss": None,
+    **{"step": 0, "samples": 0, "tokens": 0, "best": None},
+    **{"training_seconds": 0.0, "first_loss": None, "last_loss": None},
 }
 
 

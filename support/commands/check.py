@@ -6,8 +6,8 @@ with a remedy.
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import re
 import resource
 import shutil
 import socket
@@ -37,7 +37,7 @@ from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, has_nvidia_gpu
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.files import hub_cache
-from support.memory import advise, architectures
+from support.memory import architectures, fit
 from support.memory.estimate import predict
 from support.redaction import redact
 from support.strategies import ops, requirements
@@ -69,25 +69,24 @@ def _line(is_ok: bool, name: str, text: str, remedy: str, status: str = WARNING)
 def check(args: Arguments, ctx: DistContext) -> int:
     """Run all checks and print their results; all ranks must call it.
 
-    Rank 0 prints all of its own results, and of the other ranks those that are not ok or differ,
-    with their hosts.
+    Rank 0 prints all of its own results, and of the other ranks those that are not ok.
 
     Returns:
         The exit code: 0 if the chosen strategy can run on every rank.
     """
-    parts = (_software, _gpu, _compiler, _ops, _nvme, _disk, _limits, _memory, _hub)
+    parts = (_software, _gpu, _ops, _nvme, _disk, _limits, _memory, _hub)
     own_lines = [line for part in parts for line in part(args, ctx)]
     # Printed before the ranks communicate, because the communication may fail.
     _print(own_lines, ctx)
     communication = _communication(ctx)
-    others = _what_differs(ctx.all_gather((socket.gethostname(), own_lines)))
+    others = _problems_of(ctx.all_gather((socket.gethostname(), own_lines)))
     _print((communication, *others, *_cluster(ctx)), ctx)
     lines = ctx.broadcast_from_rank0((*own_lines, communication, *others))
     problems = sum(line.status == PROBLEM for line in lines)
     verdict = f"{_count(problems, 'problem')} to solve first" if problems else "it can run"
-    processes = _count(ctx.world_size, "GPU" if ctx.device.type == "cuda" else "CPU process")
+    ranks = _count(ctx.world_size, "GPU" if ctx.device.type == "cuda" else "CPU rank")
     mark = MARKS[PROBLEM if problems else OK]
-    _print([f"{mark} --strategy {args.strategy} on {processes}: {verdict}"], ctx)
+    _print([f"{mark} --strategy {args.strategy} on {ranks}: {verdict}"], ctx)
     return EXIT_FAILED if problems else EXIT_COMPLETED
 
 
@@ -97,77 +96,47 @@ def _print(lines: Iterable[Line | str], ctx: DistContext) -> None:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _what_differs(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
-    """Return the results of other ranks that are not ok or differ from rank 0's, once per host.
-
-    Only the results for Python, the GPU and the compiler are compared, because sizes of memory and
-    disks differ between machines.
-    """
-    rank0_host, rank0_lines = ranks[0]
-    rank0_texts = {line.name: line.text for line in rank0_lines}
-    selected = {}
-    for rank, (host, lines) in enumerate(ranks[1:], 1):
+def _problems_of(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
+    """Return the results of other ranks that are not ok, once per host."""
+    seen = {(ranks[0][0], line) for line in ranks[0][1]}
+    selected = []
+    for rank, (host, lines) in enumerate(ranks):
         for line in lines:
-            texts = line.text, rank0_texts.get(line.name, "")
-            kinds = {re.sub(r"[\d.]+ of [\d.]+ GB free", "", text) for text in texts}
-            differs = line.name in ("Python", "GPU", "compiler") and len(kinds) > 1
-            is_repeated = host == rank0_host and len({*texts}) == 1
-            if (line.status != OK or differs) and not is_repeated:
-                text = f"{host}, rank {rank}: {line.text}"
-                selected.setdefault((host, line.name, line.text), line._replace(text=text))
-    return list(selected.values())
+            if line.status != OK and (host, line) not in seen:
+                seen.add((host, line))
+                selected.append(line._replace(text=f"{host}, rank {rank}: {line.text}"))
+    return selected
 
 
 # ------------------------------------------------------------------------------------- this machine
 
 
 def _software(args: Arguments, ctx: DistContext) -> Iterator[Line]:
-    tested = _releases("constraints.txt")
     supported = _releases("requirements/core.txt") | _releases("requirements/deepspeed.txt")
-    releases = {name: _version(name) for name in IMPORTED}
-    problems = [
-        f"{n} is missing" for n, found in releases.items() if not found and n != "deepspeed"
-    ]
-    differing = []
-    for name, release in releases.items():
-        if not release:
+    listed, problems = [sys.version.split()[0]], []
+    for name in IMPORTED:
+        try:
+            release = version(name)
+        except PackageNotFoundError:
+            if name != "deepspeed" or args.ds_config_dict:
+                problems.append(f"No module named {name}, which {args.strategy} needs")
             continue
-        number = Version(release).base_version  # containers have builds such as 2.7.0a0+79aa17489c
-        if not supported[name].contains(number):
-            problems.append(f"{name} {release} is not supported (needs {supported[name]})")
-        elif not tested[name].contains(number):
-            differing.append(f"{name} {str(tested[name]).removeprefix('==')}")
-    installed = ", ".join(f"{name} {release}" for name, release in releases.items() if release)
-    text = f"{sys.version.split()[0]}; {installed}"
-    if problems:
-        yield Line(PROBLEM, "Python", "; ".join(problems), "pip install -r requirements.txt")
-    else:
-        text += "" if differing else " (the tested versions)"
-        yield _line(not differing, "Python", text, f"tested with {', '.join(differing)}")
-    if args.ds_config_dict and not releases["deepspeed"]:
-        text = f"No module named deepspeed, which {args.strategy} needs"
-        yield Line(PROBLEM, "deepspeed", text, "pip install deepspeed")
+        listed.append(f"{name} {release}")
+        # Containers have builds such as 2.7.0a0+79aa17489c.
+        if not supported[name].contains(Version(release).base_version):
+            problems.append(f"this project needs {name}{supported[name]}")
+    text = ", ".join([*listed, *problems])
+    yield _line(not problems, "Python", text, "pip install -r requirements.txt", PROBLEM)
 
 
 def _releases(file: str) -> dict[str, SpecifierSet]:
     """Read which releases of each package a file of requirements allows on this Python."""
-    lines = (line for line in (PROJECT / file).read_text().splitlines() if line[:1].isalpha())
-    return {
-        package.name: package.specifier
-        for package in map(Requirement, lines)
-        if package.marker is None or package.marker.evaluate()
-    }
-
-
-def _version(package: str) -> str:
-    """Return the installed release of a package, or ""."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    lines = (PROJECT / file).read_text().splitlines()
+    packages = [Requirement(line) for line in lines if line[:1].isalpha()]
+    return {p.name: p.specifier for p in packages if p.marker is None or p.marker.evaluate()}
 
 
 def _gpu(args: Arguments, ctx: DistContext) -> Iterator[Line]:
@@ -177,22 +146,18 @@ def _gpu(args: Arguments, ctx: DistContext) -> Iterator[Line]:
         remedy = f"the host has one: {built}; see nvidia-smi and CUDA_VISIBLE_DEVICES"
         yield _line(not has_nvidia_gpu(), "GPU", text, remedy)
         return
-    properties = torch.cuda.get_device_properties(ctx.device)
+    gpu = torch.cuda.get_device_properties(ctx.device)
     free, total = torch.cuda.mem_get_info(ctx.device)
     rocm = torch.version.hip
     platform = f"ROCm {rocm}" if rocm else f"CUDA {torch.version.cuda}"
     drivers = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     text = (
-        f"{properties.name}, {free / GB:.1f} of {total / GB:.1f} GB free, "
-        f"compute capability {properties.major}.{properties.minor}, "
-        f"torch for {platform}, driver {(drivers or 'unknown').splitlines()[0]}, {ctx.precision}"
+        f"{gpu.name}, {free / GB:.1f} of {total / GB:.1f} GB free, "
+        f"compute capability {gpu.major}.{gpu.minor}, torch for {platform}, "
+        f"driver {drivers.partition(chr(10))[0] or 'unknown'}, {ctx.precision}"
     )
     remedy = "another process uses a part of it (nvidia-smi shows which)"
     yield _line(free >= 0.8 * total, "GPU", text, remedy)
-    if torch.cuda.device_count() > 1:
-        topology = _run("nvidia-smi", "topo", "-m")
-        link = "NVLink" if re.search(r"\bNV\d+", topology) else "PCIe" if topology else "unknown"
-        yield Line(OK, "GPU links", f"{link} ({torch.cuda.device_count()} on this host)")
 
 
 def _run(*command: str) -> str:
@@ -204,27 +169,22 @@ def _run(*command: str) -> str:
     return ended.stdout.strip()
 
 
-def _compiler(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+def _ops(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+    """Check DeepSpeed's ops, and what compiles those that are missing."""
     compiler = os.environ.get("CXX", "c++")
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    found = {
+    tools = {
         "a C++ compiler (apt install build-essential, module load gcc)": shutil.which(compiler),
         "ninja (pip install ninja)": shutil.which("ninja"),
         "Python's headers (apt install python3-dev)": headers.exists(),
     }
-    if missing := [name for name, is_found in found.items() if not is_found]:
-        compiles = args.ds_config_dict and ops.missing_ops(configured_strategy(args))
-        reason = "DeepSpeed's strategies may need them"
-        reason = f"{args.strategy} compiles parts of DeepSpeed" if compiles else reason
-        status = PROBLEM if compiles else WARNING
-        yield Line(status, "compiler", f"missing: {', '.join(missing)}", reason)
-    else:
-        release = _run(compiler, "--version").split("\n")[0]
-        yield Line(OK, "compiler", f"{release}; ninja and Python's headers found")
-
-
-def _ops(args: Arguments, ctx: DistContext) -> Iterator[Line]:
-    if not _version("deepspeed"):
+    own = configured_strategy(args)
+    release = _run(compiler, "--version").partition("\n")[0]
+    lacking = ", ".join(name for name, is_found in tools.items() if not is_found)
+    status = PROBLEM if args.ds_config_dict and ops.missing_ops(own) else WARNING
+    text = f"missing: {lacking}" if lacking else f"{release}; ninja and Python's headers found"
+    yield _line(not lacking, "compiler", text, "DeepSpeed's ops need it", status)
+    if importlib.util.find_spec("deepspeed") is None:
         return
     missing = {name: ops.missing_ops(STRATEGIES[name]) for name in ("offload", "infinity")}
     states = [
@@ -236,7 +196,7 @@ def _ops(args: Arguments, ctx: DistContext) -> Iterator[Line]:
             requirements.check_libaio()
         yield Line(OK, "DeepSpeed ops", "; ".join(states))
     except UserError as error:
-        status = PROBLEM if configured_strategy(args).uses_nvme else WARNING
+        status = PROBLEM if own.uses_nvme else WARNING
         yield Line(status, "DeepSpeed ops", f"{states[0]}; infinity cannot run", str(error))
 
 
@@ -246,19 +206,16 @@ def _nvme(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     folder = args.nvme_path or tempfile.gettempdir()
     try:
         written, read = _disk_speed(folder)
-        free = shutil.disk_usage(folder).free
-        text = (
-            f"{folder}: {free / GB:.1f} GB free, "
-            f"writes {written / GB:.2f} and reads {read / GB:.2f} GB/s (direct I/O)"
-        )
-        remedy = "slow for infinity: name a local NVMe disk with --nvme_path"
-        yield _line(min(written, read) >= 0.5 * GB, "NVMe", text, remedy)
     except OSError as error:
-        remedy = (
-            "name a folder with space on a local disk with --nvme_path; "
-            "NFS and tmpfs often cannot do direct I/O"
-        )
+        remedy = "name a local disk with --nvme_path; NFS and tmpfs often cannot do direct I/O"
         yield Line(PROBLEM, "NVMe", f"{folder}: {error.strerror} (direct I/O)", remedy)
+        return
+    text = (
+        f"{folder}: {shutil.disk_usage(folder).free / GB:.1f} GB free, "
+        f"writes {written / GB:.2f} and reads {read / GB:.2f} GB/s (direct I/O)"
+    )
+    remedy = "slow for infinity: name a local NVMe disk with --nvme_path"
+    yield _line(min(written, read) >= 0.5 * GB, "NVMe", text, remedy)
 
 
 def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
@@ -285,24 +242,23 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
 
 def _disk(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     """Check the free space for results, checkpoints and tokens."""
-    folders = {
-        "output": Path(args.output_dir or "runs"),
-        "cache": hub_cache.cache_folder(args.cache_dir),
-    }
     free = {}
-    for purpose, folder in folders.items():
+    output, cache = Path(args.output_dir or "runs"), hub_cache.cache_folder(args.cache_dir)
+    for name, folder in (("output", output), ("cache", cache)):
         existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
-        free[f"{purpose} {folder}"] = shutil.disk_usage(existing).free
+        free[f"{name} {folder}"] = shutil.disk_usage(existing).free
     try:
         paths.check_export_folder(args)
     except UserError as error:
         yield Line(PROBLEM, "output", str(error))
+    text, least = (
+        "; ".join(f"{n} {f / GB:.1f} GB free" for n, f in free.items()),
+        min(free.values()),
+    )
     remedy = (
         "a checkpoint has 12 bytes per parameter: free some space (df -h, quota -s), "
         "or name other folders with --output_dir and --cache_dir"
     )
-    text = "; ".join(f"{purpose} {size / GB:.1f} GB free" for purpose, size in free.items())
-    least = min(free.values())
     yield _line(least >= GB, "disk", text, remedy, PROBLEM if least < 50 * MB else WARNING)
 
 
@@ -310,12 +266,6 @@ def _limits(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy, status = "ulimit -n 65536 before the run", PROBLEM if files < 128 else WARNING
     yield _line(files >= 1024, "open files", f"{files} (ulimit -n)", remedy, status)
-    if ctx.device.type == "cuda" and configured_strategy(args).offloads:
-        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        is_unlimited = locked == resource.RLIM_INFINITY
-        text = "unlimited" if is_unlimited else f"{locked / MB:.0f} MB (ulimit -l)"
-        remedy = "offload pins host memory: ulimit -l unlimited, if pinning fails"
-        yield _line(is_unlimited, "locked memory", text, remedy)
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         remedy = "NCCL shares memory there: docker run --shm-size=8g"
@@ -324,20 +274,19 @@ def _limits(args: Arguments, ctx: DistContext) -> Iterator[Line]:
 
 
 def _memory(args: Arguments, ctx: DistContext) -> Iterator[Line]:
-    limits = advise.memory_limits(ctx)
+    limits = fit.memory_limits(ctx)
     owner = "GPU" if ctx.device.type == "cuda" else "process"
-    capacity = f"{limits.gpu / GB:.1f} GB for each {owner}" if limits.gpu else "an unknown amount"
+    capacity = f"{(limits.gpu or 0) / GB:.1f} GB for each {owner}"
     try:
         model = architectures.find_architecture(args.model)
         try:
-            seq_length = choose_seq_length(args, model.limit)
+            args = args.replace(seq_length=choose_seq_length(args, model.limit))
         except UserError as error:
             yield Line(PROBLEM, "sequence length", str(error))
             return
-        work = advise.planned_work(args.replace(seq_length=seq_length), ctx, model)
-    except UserError:
-        reason = "the model's config.json is not local, or the configuration file is your own"
-        yield Line(OK, "memory", f"{capacity}; not planned, because {reason}")
+        work = fit.planned_work(args, ctx, model)
+    except UserError as error:
+        yield Line(OK, "memory", f"{capacity}; not planned: {error}")
         return
     estimate = predict(work, args.strategy)
     text = f"planned {estimate.total / GB:.1f} of {capacity}"
@@ -345,9 +294,19 @@ def _memory(args: Arguments, ctx: DistContext) -> Iterator[Line]:
         host = estimate.host * limits.ranks_per_node
         text += f", {host / GB:.1f} of {limits.host / GB:.1f} GB of host memory"
     fits = limits.hold(estimate)
-    flags = "" if fits else " or ".join(advise.remedies(work, args.strategy, limits))
+    flags = "" if fits else " or ".join(fit.remedies(work, args.strategy, limits))
     remedy = f"it would fit with {flags}" if flags else "see scripts/plan_memory.py"
     yield _line(fits, "memory", text, remedy, PROBLEM)
+
+
+def _hub(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+    if args.hub_problem:
+        yield Line(PROBLEM, "hub", args.hub_problem)
+    elif args.hub_offline:
+        yield Line(OK, "hub", "not needed: the model and the dataset are local or cached")
+    else:
+        endpoint = redact(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+        yield Line(OK, "hub", f"{endpoint} answers")
 
 
 # --------------------------------------------------------------------------------- between machines
@@ -410,31 +369,15 @@ def _seconds_of(collective: Callable, ctx: DistContext, *tensors: torch.Tensor) 
     return median(seconds[1:])
 
 
-def _hub(args: Arguments, ctx: DistContext) -> Iterator[Line]:
-    if args.hub_problem:
-        yield Line(PROBLEM, "hub", args.hub_problem)
-    elif args.hub_offline:
-        yield Line(OK, "hub", "not needed: the model and the dataset are local or cached")
-    else:
-        endpoint = redact(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-        yield Line(OK, "hub", f"{endpoint} answers")
-
-
 def _cluster(ctx: DistContext) -> Iterator[Line]:
     env, launch = os.environ, ctx.launch
     if "SLURM_JOB_ID" in env:
         cores = env.get("SLURM_CPUS_PER_TASK", "1")
-        text = (
-            f"job {env['SLURM_JOB_ID']} on {env.get('SLURM_JOB_NODELIST', '')}, "
-            f"{env.get('SLURM_NTASKS', '1')} tasks, cores per task: {cores}, "
-            f"GPUs per node: {env.get('SLURM_GPUS_ON_NODE', 0)}"
-        )
+        nodes = env.get("SLURM_JOB_NODELIST", "")
+        text = f"job {env['SLURM_JOB_ID']} on {nodes}, cores per task: {cores}"
         is_enough = launch.launcher != "srun" or cores != "1"
         remedy = "data preparation and offload need more cores: --cpus-per-task=8"
         yield _line(is_enough, "Slurm", text, remedy)
-    elif shutil.which("squeue"):
-        reason = "squeue --me --start shows when a pending job starts, and why it waits"
-        yield Line(OK, "Slurm", f"installed; this is not a job ({reason})")
     ranks = f"{_count(ctx.nodes, 'node')}, {_count(launch.local_world_size, 'rank')} per node"
     store = f"{launch.launcher}, master {launch.master_addr}:{launch.master_port}"
     yield Line(OK, "rendezvous", f"{store}, {ranks}")

@@ -82,18 +82,7 @@ class Step(NamedTuple):
 
     loss: float  # in nats per token
     scale: float  # of the gradient before clipping, in units of Adam's first moment
-    note: str  # how Trainer computes the loss, if that matters
     checkpoint: OwnCheckpoint  # the weights and moments after the step
-
-    @classmethod
-    def of(cls, folder: Path, args: Arguments) -> Step:
-        """Read the step from a run's output folder."""
-        record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-        # The factor of clip_grad_norm_ is max_norm / (norm + 1e-6). It is undone, because PyTorch's
-        # norm, which Trainer uses, is summed in fp32 and therefore less precise than the gradient.
-        clipping = max(1, (record["grad_norm"] + 1e-6) / args.max_grad_norm)
-        scale = clipping / (1 - args.adam_beta1)
-        return cls(record["loss"], scale, record.get("note", ""), OwnCheckpoint(folder))
 
 
 def prove(args: Arguments) -> int:
@@ -114,14 +103,13 @@ def prove(args: Arguments) -> int:
             print(f"⏳ {way.name}", flush=True)
             output = temporary.path / str(number)
             run(way, args, output)
-            step = Step.of(output, args)
+            step, note = step_of(output, args)
             reference = reference or step
-            differences, norm, parameter = compare(reference, step, args.lr)
-            shown = [f"{value:.1e}" if number else "–" for value in differences.values()]
-            row = [way.name, f"{step.loss:.7f}", shown[0], f"{norm:.6f}", *shown[1:3]]
-            rows.append([*row, parameter if number else "", shown[3]])
-            problems.append(_problem(way.name, differences, parameter))
-            notes |= {f"ℹ️  {step.note}": None} if step.note else {}
+            differences, norm, worst = compare(reference, step, args.lr)
+            rows.append(row_of(way.name, step, differences, norm, worst if number else ""))
+            if problem := describe_problem(way.name, differences, worst):
+                problems.append(problem)
+            notes |= {f"ℹ️  {note}": None} if note else {}
             if number:
                 remove(output)  # the disk holds two checkpoints at most
     finally:
@@ -129,11 +117,9 @@ def prove(args: Arguments) -> int:
     limits = [f"{limit:.0e}" for limit in TOLERANCES.values()]
     rows.append(["tolerance", "", limits[0], "", limits[1], limits[2], "", limits[3]])
     print(f"\n{text_table(rows, HEADERS)}\n{LEGEND}")
-    verdict = list(filter(None, problems)) or [
-        f"✅ Equal: all {len(problems)} ways make the same step."
-    ]
-    print("\n".join([*notes, *verdict]))
-    return EXIT_FAILED if any(problems) else EXIT_COMPLETED
+    equal = f"✅ Equal: all {len(rows) - 1} ways make the same step."
+    print("\n".join([*notes, *(problems or [equal])]))
+    return EXIT_FAILED if problems else EXIT_COMPLETED
 
 
 def sequences_for(ranks: int) -> int:
@@ -166,10 +152,9 @@ def ways_of(args: Arguments, ranks: int) -> list[Way]:
 def run(way: Way, args: Arguments, output: Path) -> None:
     """Run a way as a child process, which writes to the folder `output`."""
     kept = {name: value for name, value in vars(args).items() if name in KEPT}
-    objects = {"fsdp": args.fsdp, "mixture": args.mixture}
-    flags = {**kept, **objects, **SETTINGS, "max_grad_norm": args.max_grad_norm, **way.flags}
+    kept |= {"fsdp": args.fsdp, "mixture": args.mixture, "max_grad_norm": args.max_grad_norm}
+    settings = Arguments(**{**kept, **SETTINGS, **way.flags}, output_dir=str(output))
     run_file = output.with_suffix(".yaml")
-    settings = Arguments(**flags, output_dir=str(output))
     run_file.write_text(as_yaml(settings), encoding="utf-8")
     env = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
     env["TMPDIR"] = str(output.parent)  # torchrun leaves a folder there
@@ -184,6 +169,22 @@ def run(way: Way, args: Arguments, output: Path) -> None:
             print(log)
         kind: type[UserError] = {2: UserError, 3: OutOfMemory}.get(code, TrainingError)
         raise kind(f"{way.name}: {last_error(log) or f'exit code {code}'}")
+
+
+def step_of(folder: Path, args: Arguments) -> tuple[Step, str]:
+    """Return the step of a run, and a note on how Trainer computes its loss, or ""."""
+    record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    # The factor of clip_grad_norm_ is max_norm / (norm + 1e-6). It is undone, because PyTorch's
+    # norm, which Trainer uses, is summed in fp32 and therefore less precise than the gradient.
+    clipping = max(1, (record["grad_norm"] + 1e-6) / args.max_grad_norm)
+    step = Step(record["loss"], clipping / (1 - args.adam_beta1), OwnCheckpoint(folder))
+    return step, record.get("note", "")
+
+
+def row_of(name: str, step: Step, differences: dict, norm: float, worst: str) -> list[str]:
+    """Return a row of the table; the reference has no `worst` parameter and no differences."""
+    shown = [f"{value:.1e}" if worst else "–" for value in differences.values()]
+    return [name, f"{step.loss:.7f}", shown[0], f"{norm:.6f}", shown[1], shown[2], worst, shown[3]]
 
 
 def compare(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], float, str]:
@@ -218,7 +219,7 @@ def _norm(tensor: torch.Tensor) -> float:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
-def _problem(name: str, differences: dict, parameter: str) -> str:
+def describe_problem(name: str, differences: dict[str, float], parameter: str) -> str:
     """Return the line about a way that is not equal, or ""; NaN is not equal."""
     parts = [part for part, limit in TOLERANCES.items() if not differences[part] <= limit]
     at = f"largest in the gradient of {parameter}"

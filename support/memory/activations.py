@@ -46,13 +46,17 @@ def activation_terms(work: Workload, strategy: str) -> list[Term]:
         inputs = m.layers + (1 if adapters and m.positions else 0)
         size = inputs * work.tokens * stream * m.hidden
         terms.append(Term("activations: block inputs", size, held))
-        recomputed = sum(of_block.values())
-        terms.append(Term("activations: one block", recomputed, (BACKWARD,)))
+        terms.append(Term("activations: one block", sum(of_block.values()), (BACKWARD,)))
     else:
         for name, size in of_block.items():
             terms.append(Term(f"activations: {name}", m.layers * size, held))
         if adapters:
-            before = _before_adapters(work, strategy, of_block["MLP"])
+            # No gradient is needed before the first adapter: not for the first norm, nor for the
+            # MLP if it is parallel to attention and has no adapters.
+            norm = 4 if m.family == "llama" else work.layer_norm(strategy)
+            before = norm * m.hidden * work.tokens
+            if m.parallel and not any(layer.startswith("mlp") for layer in adapters.layers):
+                before += of_block["MLP"]
             terms.append(Term("activations: before adapters", -before, held))
         if work.autocast(strategy):
             matrices = m.layers * sum(filter(m.is_matrix, m.block()))
@@ -70,11 +74,6 @@ def activation_terms(work: Workload, strategy: str) -> list[Term]:
     if work.attention_mask:
         terms.append(Term("attention mask", work.tokens * work.seq_length, held))  # bools
     return terms
-
-
-def activation_bytes(work: Workload, strategy: str) -> int:
-    """Return the bytes that autograd holds at the end of forward, without the loss."""
-    return sum(term.size for term in activation_terms(work, strategy) if LOSS in term.phases)
 
 
 def saved_by_block(work: Workload, strategy: str) -> dict[str, int]:
@@ -117,9 +116,8 @@ def saved_by_block(work: Workload, strategy: str) -> dict[str, int]:
 def _saved_by_mlp(work: Workload, strategy: str) -> int:
     """Return the bytes per token that the MLP saves after its first linear layers.
 
-    Llama saves gate, its activation and up. The other families save the activation's input, and
-    what the activation saves in addition. The product, which the last layer reads, is included if
-    that layer saves its input.
+    Llama saves gate, its activation and up; the other families the activation's input, and what the
+    activation saves in addition. The last layer's input is included if that layer saves it.
     """
     m, c = work.model, work.item
     product = c if work.saves(list(m.linear_layers())[-1], strategy) else 0
@@ -134,27 +132,8 @@ def _saved_by_mlp(work: Workload, strategy: str) -> int:
     return (c + product + in_activation) * m.intermediate
 
 
-def _before_adapters(work: Workload, strategy: str, mlp: int) -> int:
-    """Return the bytes that the first transformer block does not save.
-
-    No gradient is needed before the first adapter: not for the first norm, nor for the MLP if it is
-    parallel to attention and has no adapters.
-
-    Args:
-        mlp: bytes that the MLP of a block saves.
-    """
-    m, adapted = work.model, work.lora.layers if work.lora else ()
-    norm = 4 if m.family == "llama" else work.layer_norm(strategy)
-    frozen_mlp = m.parallel and not any(layer.startswith("mlp") for layer in adapted)
-    return norm * m.hidden * work.tokens + (mlp if frozen_mlp else 0)
-
-
 def loss_terms(work: Workload, strategy: str) -> list[Term]:
-    """Return what model/loss.py, which computes in chunks, adds to the activations.
-
-    Backward starts with the gradients of the output layer: of its input, and of its weight if
-    trained.
-    """
+    """Return what model/loss.py, which computes in chunks, adds to the activations."""
     m, c = work.model, work.item
     chunks = number_of_chunks(work.tokens, m.vocabulary, work.device)
     # Of one chunk: the logits, a copy in fp32 and the logarithms of the probabilities.
@@ -175,7 +154,7 @@ def loss_terms(work: Workload, strategy: str) -> list[Term]:
 def gradients_of_head(work: Workload, strategy: str) -> int:
     """Return the bytes of the output layer's gradients: of its input, and of its weight if trained.
 
-    They are in memory while backward runs; except in fp16, the loss computes and keeps them.
+    Backward starts with them; except in fp16, the loss has computed them.
     """
     rows = work.tokens + (0 if work.lora else work.model.vocabulary)
     return work.stream(strategy) * work.model.hidden * rows

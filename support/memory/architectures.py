@@ -5,23 +5,22 @@ Needs neither PyTorch nor weights.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.cli.hub import download_config
 from support.errors import UserError
-from support.files.user_files import read_json, shown
+from support.files.user_files import read_json
 from support.known_models import CONFIGS, name_on_hub
 
 # The supported families, with transformers' defaults for keys that config.json omits.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {
-        "n_positions": 1024,
+        "max_position_embeddings": 1024,
         "vocab_size": 50257,
         "tie_word_embeddings": True,
-        "activation_function": "gelu_new",
+        "hidden_act": "gelu_new",
     },
     "gpt_neox": {"hidden_act": "gelu", "use_parallel_residual": True, "attention_bias": True},
     "llama": {},
@@ -29,19 +28,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
-# Keys of config.json that GPT-2 names differently.
-GPT2_KEYS = {
-    "num_hidden_layers": "n_layer",
-    "hidden_size": "n_embd",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-    "hidden_act": "activation_function",
+GPT2_KEYS = {  # GPT-2's names of keys that all other families share
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "activation_function": "hidden_act",
 }
-SIZES = """
-    num_hidden_layers n_layer hidden_size n_embd num_attention_heads n_head vocab_size n_positions
-    max_position_embeddings
-    """.split()
 
 
 class Linear(NamedTuple):
@@ -50,10 +44,6 @@ class Linear(NamedTuple):
     inputs: int
     outputs: int
     bias: bool
-
-    def parameters(self) -> list[int]:
-        """Return the elements of its weight and of its bias, if it has one."""
-        return [self.inputs * self.outputs] + [self.outputs] * self.bias
 
 
 @dataclass(frozen=True)
@@ -83,19 +73,15 @@ class Architecture:
 
     @property
     def query(self) -> int:
-        """Width of all queries together."""
+        """Width of all queries together; that of the keys is less with grouped-query attention."""
         return self.heads * self.head_dim
 
     @property
     def key(self) -> int:
-        """Width of all keys together; less than `query` with grouped-query attention."""
         return self.kv_heads * self.head_dim
 
     def linear_layers(self) -> dict[str, Linear]:
-        """Return the linear layers of a transformer block, in the model's order.
-
-        The keys are suffixes of the layers' names in transformers.
-        """
+        """Return the linear layers of a block, in the model's order, by the ends of their names."""
         h, f, q, k = self.hidden, self.intermediate, self.query, self.key
         if self.family == "gpt2":
             return {
@@ -122,6 +108,11 @@ class Architecture:
         }
 
     @property
+    def matrices(self) -> list[int]:
+        """Elements of the weight of each linear layer of a block."""
+        return [layer.inputs * layer.outputs for layer in self.linear_layers().values()]
+
+    @property
     def norm(self) -> list[int]:
         """Elements of the parameters of one norm: a weight, and a bias except in RMSNorm."""
         return [self.hidden] * (1 if self.family == "llama" else 2)
@@ -129,8 +120,9 @@ class Architecture:
     def block(self) -> list[int]:
         """Return the elements of each parameter of one transformer block, in the model's order."""
         attention, mlp = [], []
-        for name, layer in self.linear_layers().items():
-            (mlp if name.startswith("mlp.") else attention).extend(layer.parameters())
+        for name, (inputs, outputs, bias) in self.linear_layers().items():
+            of_part = mlp if name.startswith("mlp.") else attention
+            of_part += [inputs * outputs, outputs] if bias else [inputs * outputs]
         if self.family == "gpt2":
             return [*self.norm, *attention, *self.norm, *mlp]
         if self.family == "gpt_neox":
@@ -151,15 +143,11 @@ class Architecture:
         return [*tables, *self.layers * self.block(), *self.norm, *head]
 
     def factored(self) -> int:
-        """Return the rows and columns of all matrices, and the elements of all vectors.
-
-        Adafactor's states have so many elements.
-        """
-        linear = self.linear_layers().values()
-        vectors = sum(self.block()) - sum(layer.inputs * layer.outputs for layer in linear)
-        block = sum(layer.inputs + layer.outputs for layer in linear) + vectors
+        """Return the elements of Adafactor's states: of a matrix its rows and columns."""
+        vectors = sum(self.block()) - sum(self.matrices)
+        linear = sum(layer.inputs + layer.outputs for layer in self.linear_layers().values())
         tables = sum(rows + self.hidden for rows in self.tables)
-        return self.layers * block + tables + sum(self.norm)
+        return self.layers * (linear + vectors) + tables + sum(self.norm)
 
     @property
     def total(self) -> int:
@@ -172,60 +160,33 @@ class Architecture:
 
 
 def find_architecture(model: str) -> Architecture:
-    """Return the architecture of a model that is known by its name, or of a config.json.
+    """Return the architecture of a known model, a config.json, a folder with one, or a hub's name.
 
-    Args:
-        model: a model's name, a config.json, or the folder of one. The config.json of any other
-            name is read from the cache or from the hub.
     Raises:
         UserError: the file does not exist or is invalid, or the planner does not support its
             family.
     """
     if config := CONFIGS.get(name_on_hub(model)):
         return read_architecture(config, model)
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.exists():
-            export = Path(model) / "hf"
-            remedy = f"use {export}" if (export / "config.json").exists() else "use a model folder"
-            raise UserError(f"--model {model}: this folder has no config.json: {remedy}.")
-    if not path.exists():
-        path = Path(download_config(model))
-    return read_architecture(_read_config(str(path)), str(path))
+    path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
+    if not path.exists() and path.parent == Path(model):
+        raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
+    file = str(path) if path.exists() else download_config(model)
+    return read_architecture(read_config(file), file)
 
 
-def _read_config(path: str) -> dict:
-    return read_json("--model", path)
-
-
-def checked_size(name: str, value: Any, path: str) -> int:
-    """Return a size from a config.json.
-
-    Raises:
-        UserError: it is not a whole number, or larger than any model's: transformers would build
-            thousands of layers, or exhaust memory.
-    """
-    limit = 10_000 if "layer" in name else 10**8
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-        raise UserError(
-            f"--model {path}: {name} is {shown(str(value))}, "
-            f"and must be a whole number from 1 to {limit:,}."
-        )
-    return value
-
-
-def check_config(path: str) -> None:
-    """Check the sizes in a config.json before transformers builds the model.
+def read_config(path: str) -> dict:
+    """Return the content of a config.json.
 
     Raises:
         UserError: the file cannot be read, is not JSON, or has a size that is invalid.
     """
-    config = _read_config(path)
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    for part, name in itertools.product(parts, SIZES):
-        if part.get(name) is not None:
-            checked_size(name, part[name], path)
+    config = read_json("--model", path)
+    for name in (*GPT2_KEYS, *GPT2_KEYS.values(), "vocab_size"):
+        size = config.get(name, 1)
+        if "act" not in name and size is not None and not (isinstance(size, int) and size > 0):
+            raise UserError(f"--model {path}: {name} is {size}, and must be a whole number.")
+    return config
 
 
 def read_architecture(config: dict, path: str) -> Architecture:
@@ -234,28 +195,25 @@ def read_architecture(config: dict, path: str) -> Architecture:
     Raises:
         UserError: the family is not supported, or a size is missing or invalid.
     """
-    family = config.get("model_type")
-    if not isinstance(family, str) or family not in DEFAULTS:
+    family = str(config.get("model_type"))
+    if family not in DEFAULTS:
         raise UserError(
-            f"--model {path}: the memory estimate does not support model_type "
-            f"{shown(str(family))}, only {', '.join(DEFAULTS)}."
+            f"--model {path}: the memory estimate does not support model_type {family}, "
+            f"only {', '.join(DEFAULTS)}."
         )
-    given = {key: value for key, value in config.items() if value is not None}
-    config, gpt2 = DEFAULTS[family] | given, family == "gpt2"
-
-    def value(name: str, default: Any = None) -> Any:
-        return config.get(GPT2_KEYS.get(name, name) if gpt2 else name, default)
+    gpt2 = family == "gpt2"
+    given = {GPT2_KEYS.get(key, key): value for key, value in config.items() if value is not None}
+    value = DEFAULTS[family] | given
 
     def size(name: str, default: int | None = None) -> int:
-        name = GPT2_KEYS.get(name, name) if gpt2 else name
-        return checked_size(name, config.get(name, default), path)
+        found = value.get(name, default)
+        if found is None:
+            raise UserError(f"--model {path}: {name} is missing.")
+        return int(found)
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
-    if heads > hidden:
-        raise UserError(f"--model {path}: {heads} attention heads do not fit a width of {hidden}.")
-    biases = bool(value("attention_bias", False))
-    positions = "max_position_embeddings"
-    limit = None if value(positions) is None else size(positions)
+    biases = bool(value.get("attention_bias", False))
+    limit = size("max_position_embeddings") if "max_position_embeddings" in value else None
     return Architecture(
         family=family if family in ("gpt2", "gpt_neox") else "llama",
         layers=size("num_hidden_layers"),
@@ -267,11 +225,11 @@ def read_architecture(config: dict, path: str) -> Architecture:
         vocabulary=size("vocab_size"),
         positions=(limit or 0) if gpt2 else 0,
         limit=limit,
-        tied=bool(value("tie_word_embeddings", False)),
-        activation=value("hidden_act", "silu"),
+        tied=bool(value.get("tie_word_embeddings", False)),
+        activation=value.get("hidden_act", "silu"),
         qkv_bias=family == "qwen2" or biases,
         out_bias=family != "qwen2" and biases,
-        mlp_bias=bool(value("mlp_bias", False)),
+        mlp_bias=bool(value.get("mlp_bias", False)),
         qk_norm=family == "qwen3",
-        parallel=bool(value("use_parallel_residual", False)),
+        parallel=bool(value.get("use_parallel_residual", False)),
     )

@@ -13,6 +13,7 @@ Activations and loss: support/memory/activations.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from support.cli.ds_config import bucket_sizes
@@ -34,11 +35,11 @@ from support.units import GB, MB
 # Allowances, not measured: for memory outside of tensors (the CUDA context, cuBLAS workspaces,
 # NCCL), and for fragmentation.
 CUDA_CONTEXT, GPU_SLACK = 1 * GB, 1.05
-
 # On a CPU: resident memory of Python and the libraries (and of DeepSpeed, with its ops), and the
 # ratio of glibc's heap, which keeps freed memory for reuse, to the live tensors. Measured with
 # torch 2.13; docs/PLAN.md compares the plan with runs.
 CPU_LIBRARIES, DEEPSPEED_LIBRARIES, CPU_SLACK = 410 * MB, 70 * MB, 1.2
+HOST, NVME = ("host",), ("nvme",)
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes that must fit the memory of the device.
-
-        On a CPU that is host memory, and the total includes `host`.
-        """
+        """Bytes that must fit the memory of the device; on a CPU they include `host`."""
         if self.device == "cuda":
             return int(GPU_SLACK * self.peak) + CUDA_CONTEXT
         deepspeed = DEEPSPEED_LIBRARIES if STRATEGIES[self.strategy].uses_deepspeed else 0
@@ -85,7 +83,7 @@ class MemoryEstimate:
         return max(STEP, key=self.at)
 
 
-def sum_of(terms: tuple[Term, ...] | list[Term], phase: str) -> int:
+def sum_of(terms: Iterable[Term], phase: str) -> int:
     """Return the sum of the terms of a phase."""
     return sum(term.size for term in terms if phase in term.phases)
 
@@ -141,18 +139,17 @@ def _dp(work: Workload) -> tuple[list[Term], int]:
     # Each use of a tied embedding has its own gradient, and their sum is a third tensor. Without
     # buckets the sum becomes the gradient.
     uses = 2 + persistent if work.model.tied and not work.lora else 1
-    terms = [
+    # Between micro-batches the gradients are not yet in DDP's buckets: zero_grad() has removed the
+    # views of the buckets.
+    accumulated = 4 * trained if several and work.accumulation > 1 else 0
+    return [
         Term("parameters", 4 * trained + work.frozen_bytes, STEP),
         Term("optimizer states", work.optimizer_states(work.trained), STEP),
         Term("gradients", 4 * trained, STEP if persistent else (END, UPDATE)),
         Term("gradients of the embedding", uses * 4 * largest, (END,)),
         Term("optimizer's temporaries", _temporaries(work) * largest, (UPDATE,)),
-    ]
-    # Between micro-batches the gradients are not yet in DDP's buckets: zero_grad() has removed the
-    # views of the buckets.
-    if several and work.accumulation > 1:
-        terms.append(Term("accumulated gradients", 4 * trained, STEP))
-    return terms, 2 * 4 * trained
+        Term("accumulated gradients", accumulated, STEP),
+    ], 2 * 4 * trained
 
 
 def _stages12(work: Workload, stage: int, offload: bool) -> tuple[list[Term], int]:
@@ -160,58 +157,57 @@ def _stages12(work: Workload, stage: int, offload: bool) -> tuple[list[Term], in
     m, c = work.model, work.item
     trained, largest = sum(work.trained), max(work.trained)
     shares = [_share(group, work) for group in _groups(work)]
-    share = sum(shares)
+    share, accumulates = sum(shares), work.accumulation > 1
     gradients = 0 if offload else c * _kept_gradients(work)
     # Two buckets if reductions overlap with computation (overlap_comm).
     buckets = 2 if offload or work.world_size > 1 else 1
     bucket = c * bucket_sizes(m.hidden, sum(work.sizes), False)["reduce_bucket_size"]
     uses = (3 if m.tied else 2) + (c == 4)  # the last gradient's parts (see _dp) and copies
+    # Stage 1 keeps all gradients until those of the last micro-batch are reduced.
+    whole = c * trained - gradients if accumulates and stage == 1 else 0
     terms = [
         Term("parameters", c * trained + work.frozen_bytes, STEP),
         Term("buckets of gradients", buckets * bucket, (BACKWARD, END)),
         Term("gradients of the embedding", uses * c * largest, (END,)),
         Term("other reduced gradients", max(0, gradients - c * largest), (END,)),
+        Term("other gradients", whole, STEP),
     ]
-    accumulates = work.accumulation > 1
-    if accumulates and stage == 1:  # whole until those of the last micro-batch are reduced
-        terms.append(Term("other gradients", c * trained - gradients, STEP))
     if offload:
         # Staging buffer for the largest gradient, with a counterpart in host memory.
         terms.append(Term("communication buffers", c * largest, STEP))
-        terms += _host_of_offload(work)
+        terms += _host_of_offload(work, shares)
     else:
-        # fp32 masters and the optimizer's states (K bytes per parameter in ZeRO's terms).
-        terms.append(Term("optimizer states", 4 * share + work.optimizer_states(shares), STEP))
-        terms.append(Term("gradients", gradients, STEP if accumulates else (UPDATE,)))
         # The norm of one gradient is computed in fp64, before the fp32 gradients exist.
         norm, copies = 8 * min(largest, share), (4 + c if c < 4 else 4) * share
         name = "fp32 gradients, new weights" if c < 4 else "copy of the gradients"
-        terms.append(Term(name, max(norm, copies), (UPDATE,)))
-        size = _temporaries(work) * share
-        terms.append(Term("optimizer's temporaries", size, (UPDATE,)))
+        terms += [
+            # fp32 masters and the optimizer's states (K bytes per parameter in ZeRO's terms).
+            Term("optimizer states", 4 * share + work.optimizer_states(shares), STEP),
+            Term("gradients", gradients, STEP if accumulates else (UPDATE,)),
+            Term(name, max(norm, copies), (UPDATE,)),
+            Term("optimizer's temporaries", _temporaries(work) * share, (UPDATE,)),
+        ]
     reductions = 1 if stage == 1 else work.accumulation
     return terms, (2 * reductions + 1) * c * trained
 
 
-def _host_of_offload(work: Workload) -> list[Term]:
+def _host_of_offload(work: Workload, shares: list[int]) -> list[Term]:
     """Return what DeepSpeed's stage 2 keeps in host memory for its CPU optimizer.
 
     It follows stage_1_and_2.py (cpu_offload). With "pin_memory", as in ds_config_offload.json, all
     of it is page-locked except the moments, which CPU Adam allocates.
     """
-    c, shares = work.item, [_share(group, work) for group in _groups(work)]
+    c = work.item
     fp32, copies = (_page_locked(work, [size * share for share in shares]) for size in (4, c))
-    terms = [
-        Term("fp32 weights", fp32, ("host",)),
-        Term("fp32 gradients", fp32, ("host",)),
-        Term("weights to copy to the GPU", copies, ("host",)),
-        Term("moments", work.optimizer_states(shares), ("host",)),
-        Term("largest gradient", _page_locked(work, [c * max(work.trained)]), ("host",)),
+    accumulated = work.trained if work.accumulation > 1 else []  # one tensor per parameter
+    return [
+        Term("fp32 weights", fp32, HOST),
+        Term("fp32 gradients", fp32, HOST),
+        Term("weights to copy to the GPU", copies, HOST),
+        Term("moments", work.optimizer_states(shares), HOST),
+        Term("largest gradient", _page_locked(work, [c * max(work.trained)]), HOST),
+        Term("accumulated gradients", _page_locked(work, [c * size for size in accumulated]), HOST),
     ]
-    if work.accumulation > 1:  # one tensor per parameter
-        size = _page_locked(work, [c * size for size in work.trained])
-        terms.append(Term("accumulated gradients", size, ("host",)))
-    return terms
 
 
 def _page_locked(work: Workload, sizes: list[int]) -> int:
@@ -228,7 +224,7 @@ def _page_locked(work: Workload, sizes: list[int]) -> int:
 def _stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
     """Estimate zero3 and infinity: a shard of every parameter, gathered while it is used."""
     c, n, sizes = work.item, work.world_size, work.sizes
-    total, largest = sum(sizes), max(sizes)
+    total, largest, largest_trained = sum(sizes), max(sizes), max(work.trained)
     shards, trained = _parts(sizes, n), _parts(work.trained, n)
     buckets = bucket_sizes(work.model.hidden, total, False)
     bucket, sub_group = buckets["reduce_bucket_size"], min(trained, buckets["sub_group_size"])
@@ -236,20 +232,19 @@ def _stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
     persistent = [size for size in sizes if size <= threshold]
     # Infinity keeps only the persistent parameters on the GPU, which every rank has whole. A single
     # rank has them once, as its shard.
-    parameters = c * (_parts(persistent, n) if swaps else shards) + (
-        c * sum(persistent) if n > 1 else 0
-    )
+    kept = _parts(persistent, n) if swaps else shards
+    whole = sum(persistent) if n > 1 else 0
     masters_and_states = 4 * trained + work.optimizer_states([trained])
     gathers = n > 1 or swaps
     gathered = c * (largest + min(2 * bucket, total - largest)) if gathers else 0
     uses = 2 if work.model.tied else 1
     terms = [
-        Term("parameters", parameters, STEP),
+        Term("parameters", c * (kept + whole), STEP),
         Term("communication buffers", c * bucket, STEP),
         Term("gathered parameters", gathered, (LOSS, BACKWARD)),
         # At the end of backward the embedding is whole, and so is the largest matrix of a block.
         Term("gathered embedding", c * largest if gathers else 0, (END,)),
-        Term("gradients of the embedding", uses * c * max(work.trained), (END,)),
+        Term("gradients of the embedding", uses * c * largest_trained, (END,)),
         Term("gathered matrix of a block", c * max(work.model.block()), (END,)),
     ]
     if swaps:
@@ -257,16 +252,16 @@ def _stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
         # which DeepSpeed page-locks without rounding (csrc/pin_memory/deepspeed_pin_tensor.cpp);
         # and the gradients, in one tensor that PyTorch page-locks.
         terms += [
-            Term("5 buffers for parameters", c * 5 * (largest // n + 4096), ("host",)),
-            Term("4 buffers for states", 4 * 4 * sub_group, ("host",)),
-            Term("gradients", _page_locked(work, [c * trained]), ("host",)),
-            Term("fp32 weights, moments", masters_and_states, ("nvme",)),
-            Term("fp32 gradients", 4 * trained, ("nvme",)),
-            Term("parameters", c * shards, ("nvme",)),
+            Term("5 buffers for parameters", c * 5 * (largest // n + 4096), HOST),
+            Term("4 buffers for states", 4 * 4 * sub_group, HOST),
+            Term("gradients", _page_locked(work, [c * trained]), HOST),
+            Term("fp32 weights, moments", masters_and_states, NVME),
+            Term("fp32 gradients", 4 * trained, NVME),
+            Term("parameters", c * shards, NVME),
         ]
     else:
         # The norm of one gradient in fp64, or the fp32 copies of a sub-group.
-        copies = max(8 * max(work.trained) // n, (4 + (c if c < 4 else 0)) * sub_group)
+        copies = max(8 * largest_trained // n, (4 + (c if c < 4 else 0)) * sub_group)
         terms += [
             Term("optimizer states", masters_and_states, STEP),
             Term("gradients", c * trained, STEP),
@@ -282,31 +277,30 @@ def _fsdp(work: Workload, strategy: str) -> tuple[list[Term], int]:
     Transformer blocks are gathered one by one. Parameters outside of them are gathered for a whole
     pass.
     """
-    m, n = work.model, work.world_size
+    m, n, lora = work.model, work.world_size, work.lora
     # Bytes per gathered element. In fp16 parameters are gathered in fp32, because autocast is used.
     c = work.stream(strategy)
     trained, block = _parts(work.trained, n), sum(m.block())
-    total, outside = sum(work.sizes), m.total - m.layers * block
-    with_adapters = block + (sum(work.lora.of_block(m)) if work.lora else 0)
+    outside = m.total - m.layers * block
+    of_block = c * (block + (sum(lora.of_block(m)) if lora else 0))
     gathered = 0 if n == 1 and c == 4 else c * outside
     # The gradient of the parameters outside of blocks is whole at the end of backward (three
     # tensors for a tied embedding, see _dp), and in 16 bit so is its fp32 copy for the reduction.
-    whole = 0 if work.lora else max(3 * c if m.tied else 0, c + (4 if c < 4 else 0)) * outside
-    reduced = trained if work.lora else trained - outside // n
-    terms = [
+    whole = 0 if lora else max(3 * c if m.tied else 0, c + (4 if c < 4 else 0)) * outside
+    reduced = trained if lora else trained - outside // n
+    # Gradients are not sharded until the last micro-batch.
+    accumulated = 4 * sum(work.trained) if work.accumulation > 1 else 0
+    return [
         Term("parameters", 4 * trained + work.item * _parts(work.frozen, n), STEP),
         Term("optimizer states", work.optimizer_states([trained]), STEP),
         Term("gradients", 4 * trained, (UPDATE,)),
         Term("gathered outside of blocks", gathered, (LOSS, BACKWARD, END)),
-        Term("a gathered block", c * with_adapters, (BACKWARD, END)),
+        Term("a gathered block", of_block, (BACKWARD, END)),
         Term("reduced gradients", 4 * reduced, (END,)),
         Term("gradients outside of blocks", whole, (END,)),
-    ]
-    if not work.lora:
-        terms.append(Term("gradients of a block", c * with_adapters, (BACKWARD, END)))
-    if work.accumulation > 1:  # gradients are not sharded until the last micro-batch
-        terms.append(Term("accumulated gradients", 4 * sum(work.trained), STEP))
-    return terms, 2 * c * work.accumulation * total + 4 * sum(work.trained)
+        Term("gradients of a block", 0 if lora else of_block, (BACKWARD, END)),
+        Term("accumulated gradients", accumulated, STEP),
+    ], 2 * c * work.accumulation * sum(work.sizes) + 4 * sum(work.trained)
 
 
 def _temporaries(work: Workload) -> int:
@@ -332,10 +326,8 @@ def _groups(work: Workload) -> list[list[int]]:
     """
     if work.lora:
         return [work.trained]
-    matrices = set(filter(work.model.is_matrix, set(work.trained)))
-    return [
-        [size for size in work.trained if (size in matrices) == wanted] for wanted in (True, False)
-    ]
+    matrices = [size for size in work.trained if work.model.is_matrix(size)]
+    return [matrices, [size for size in work.trained if not work.model.is_matrix(size)]]
 
 
 def _share(group: list[int], work: Workload) -> int:

@@ -22,28 +22,24 @@ def gathered_bytes(model: torch.nn.Module) -> int:
     """
     parameters = list(model.parameters())
     if any(hasattr(p, "ds_tensor") for p in parameters):
-        gathered = [
-            p
-            for p in parameters
-            if not p.ds_persist and p.ds_status.name != "NOT_AVAILABLE" and not _is_its_shard(p)
-        ]
-        return sum(p.ds_numel * p.element_size() for p in gathered)
+        return sum(p.ds_numel * p.element_size() for p in parameters if _is_gathered(p))
     sharded = any(is_fsdp_module(module) for module in model.modules())
     return sum(p.nbytes for p in parameters if not is_dtensor(p)) if sharded else 0
 
 
-def _is_its_shard(parameter: torch.Tensor) -> bool:
-    """Return whether the parameter's data is this rank's ZeRO-3 shard, as on a single rank."""
-    return parameter.numel() > 0 and parameter.data_ptr() == parameter.ds_tensor.data_ptr()
+def _is_gathered(parameter: torch.Tensor) -> bool:
+    """Return whether ZeRO 3 has gathered a parameter; on a single rank its data is its shard."""
+    if parameter.ds_persist or parameter.ds_status.name == "NOT_AVAILABLE":
+        return False
+    return not parameter.numel() or parameter.data_ptr() != parameter.ds_tensor.data_ptr()
 
 
 def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
     """Count live tensors by category. Call it at the end of backward, before the update.
 
-    Every storage is counted once, in the first category that contains it. The function supports
-    plain, FSDP2 (DTensor) and DeepSpeed-partitioned models. "optimizer" contains the fp32 master
-    weights, if any, and Adam's moments. "buffers" contains the model's own and the communication
-    buffers.
+    Every storage is counted once, in the first category that contains it. "optimizer" contains the
+    fp32 master weights, if any, and Adam's moments; "buffers" the model's and those of
+    communication.
 
     Returns:
         {"categories": bytes by category, on any device, "on_device": bytes on the training device,
@@ -51,14 +47,18 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
         "placement": "device", "host" or "nvme" for parameters, gradients and optimizer}.
     """
     base = base_optimizer(optimizer)
-    addresses: set[int] = set()
-    moments = count(_optimizer_moments(base), set())
+    updated = [parameter for group in base.param_groups for parameter in group["params"]]
+    masters = list(getattr(optimizer, "fp32_partitioned_groups_flat", ()))  # of ZeRO 3
+    states = [value for state in base.state.values() for value in state.values()]
+    moments = [state for state in states if isinstance(state, torch.Tensor)]
+    gradients = [p.grad for p in (*model.parameters(), *updated, *masters)]
+    seen: set[int] = set()
     counted = {
-        "parameters": count(_parameters(model), addresses),
-        "gradients": count(_gradients(model, optimizer, base), addresses),
-        "optimizer": count(_optimizer_states(optimizer, base), addresses),
-        "buffers": count((*model.buffers(), *_communication_buffers(optimizer)), addresses),
-        "other": count(all_tensors(), addresses),
+        "parameters": count(_parameters(model), seen),
+        "gradients": count((*gradients, *_deepspeed_gradients(optimizer)), seen),
+        "optimizer": count((*updated, *masters, *moments), seen),
+        "buffers": count((*model.buffers(), *_communication_buffers(optimizer)), seen),
+        "other": count(all_tensors(), seen),
     }
     placement = _placement(optimizer)
     on_device = {name: sizes[device.type] for name, sizes in counted.items()}
@@ -67,25 +67,22 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
         for name in ("gradients", "optimizer"):
             if placement[name] != "device":
                 on_device[name] = 0
-        if placement["parameters"] == "nvme":
-            on_device["parameters"] = count(_kept_on_device(model), set())[device.type]
+        if placement["parameters"] == "nvme":  # only the small ones stay
+            small = [p for p in model.parameters() if p.ds_persist]
+            tensors = (tensor for p in small for tensor in (p.ds_tensor, p.data))
+            on_device["parameters"] = count(tensors, set())[device.type]
     unknown = {"activations": None, "logits": None}
     return {
         "categories": {name: sum(sizes.values()) for name, sizes in counted.items()} | unknown,
         "on_device": on_device | unknown,
-        "moments": sum(moments.values()),
+        "moments": sum(count(moments, set()).values()),
         "placement": placement,
     }
 
 
 def all_tensors() -> Iterator[torch.Tensor]:
+    """Yield all tensors that Python's garbage collector knows."""
     return (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-
-
-def _communication_buffers(optimizer) -> Iterator[torch.Tensor | None]:
-    """Yield DeepSpeed's buckets; between backward and update only stage 3 has one."""
-    for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values():
-        yield from bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
 
 
 def count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> Counter[str]:
@@ -115,47 +112,24 @@ def _parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         # ZeRO-3 replaces the data by an empty placeholder and keeps this rank's shard in ds_tensor.
         yield getattr(parameter, "ds_tensor", None)
         yield parameter.data
-        yield from _quantization_state(parameter)
+        # bitsandbytes' scales and tables of a parameter in 4 bits; the scales are quantized too.
+        state = getattr(parameter, "quant_state", None)
+        while state is not None:
+            yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
+            state = state.state2
 
 
-def _quantization_state(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the scales and tables of a parameter in 4 bits (bitsandbytes)."""
-    state = getattr(parameter, "quant_state", None)
-    while state is not None:  # the scales are themselves quantized
-        yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
-        state = state.state2
-
-
-def _kept_on_device(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield those of infinity's parameters that stay on the device.
-
-    These are the small ones, as whole parameters and as this rank's shards.
-    """
-    for parameter in model.parameters():
-        if parameter.ds_persist:
-            yield from (parameter.ds_tensor, parameter.data)
-
-
-def _gradients(model: torch.nn.Module, optimizer, base) -> Iterator[torch.Tensor | None]:
-    yield from (parameter.grad for parameter in model.parameters())
-    yield from (parameter.grad for group in base.param_groups for parameter in group["params"])
-    # DeepSpeed's own lists: for stages 1 and 2, for stage 3, and for the fp32 gradients of an
-    # offloaded optimizer.
+def _deepspeed_gradients(optimizer) -> Iterator[torch.Tensor | None]:
+    """Yield the gradients in DeepSpeed's own lists, of stages 1 and 2 and of stage 3."""
     for tensors in (getattr(optimizer, "averaged_gradients", None) or {}).values():
         yield from tensors or ()
     yield getattr(optimizer, "grad_partitions_flat_buffer", None)
-    yield from (master.grad for master in getattr(optimizer, "fp32_partitioned_groups_flat", ()))
 
 
-def _optimizer_states(optimizer, base) -> Iterator[torch.Tensor]:
-    yield from (parameter for group in base.param_groups for parameter in group["params"])
-    yield from getattr(optimizer, "fp32_partitioned_groups_flat", ())
-    yield from _optimizer_moments(base)
-
-
-def _optimizer_moments(base) -> Iterator[torch.Tensor]:
-    for state in base.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+def _communication_buffers(optimizer) -> Iterator[torch.Tensor | None]:
+    """Yield DeepSpeed's buckets; between backward and update only stage 3 has one."""
+    for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values():
+        yield from bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
 
 
 def _placement(optimizer) -> dict[str, str]:
@@ -175,11 +149,6 @@ def pinned_bytes() -> int:
     """Return the bytes of host memory in pinned (page-locked) tensors; 0 without CUDA."""
     if not torch.cuda.is_available():
         return 0
-    return sum(count(filter(_is_pinned, all_tensors()), set()).values())
-
-
-def _is_pinned(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.device.type == "cpu" and tensor.is_pinned()
-    except (RuntimeError, NotImplementedError):  # some tensor types do not support it
-        return False
+    plain = (t for t in all_tensors() if type(t) in (torch.Tensor, torch.nn.Parameter))
+    on_host = (t for t in plain if t.layout == torch.strided and t.device.type == "cpu")
+    return sum(count((tensor for tensor in on_host if tensor.is_pinned()), set()).values())

@@ -16,6 +16,20 @@ from support.memory import system
 from support.memory.live import all_tensors, count, gathered_bytes, live_bytes, pinned_bytes
 from support.units import GB
 
+# What a run does after each recorded phase. After backward comes the next micro-batch, or
+# `MetricsLogger.after_backward`.
+AFTER = {
+    "libraries_imported": "loading model and data",
+    "model_loaded": "handing the model to the strategy",
+    "wrapped": "preparing the first step",
+    "data": "forward",
+    "forward": "backward",
+    "backward": "forward",
+    "optimizer_step": "between two steps",
+    "trained": "the end of the run",
+}
+MARK = "memory after "  # names of the profiler's marks
+
 
 @dataclass
 class DevicePeak:
@@ -31,20 +45,6 @@ class DevicePeak:
             self.last = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self.highest = max(self.highest, self.last)
-
-
-# What a run does after each recorded phase. After backward comes the next micro-batch, or
-# `MetricsLogger.after_backward`.
-AFTER = {
-    "libraries_imported": "loading model and data",
-    "model_loaded": "handing the model to the strategy",
-    "wrapped": "preparing the first step",
-    "data": "forward",
-    "forward": "backward",
-    "backward": "forward",
-    "optimizer_step": "between two steps",
-    "trained": "the end of the run",
-}
 
 
 class MemoryByPhase:
@@ -116,8 +116,7 @@ class StepMemory:
     ):
         self.model, self.optimizer, self.kept_by_loss = model, optimizer, kept_by_loss
         self.device, self._peak = peak.device, peak
-        # Result of `live_bytes`, with activations and logits after `end`; None before
-        # `after_backward`.
+        # Result of `live_bytes` after `after_backward`; with activations and logits after `end`.
         self.live: dict | None = None
         # {"live": bytes, "peak": bytes} by phase after `end`; None if not recorded.
         self.phases: dict[str, dict[str, int]] | None = None
@@ -141,7 +140,6 @@ class StepMemory:
             self._start = sum(count(all_tensors(), set()).values())
             self._profiler = torch.autograd.profiler.profile(use_device=None, profile_memory=True)
             self._profiler.__enter__()
-        self._marks = []
         self.mark("data")
 
     def mark(self, phase: str) -> None:
@@ -193,7 +191,12 @@ class StepMemory:
             sizes.update(activations=activations, logits=logits)
 
 
-MARK = "memory after "
+class Allocation(NamedTuple):
+    """An allocation in a profile, or with a negative size a release."""
+
+    time: int
+    address: int
+    size: int
 
 
 def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, int, int]]:
@@ -205,11 +208,25 @@ def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, 
 
     Args:
         profiler: torch.autograd.profiler.profile with profile_memory.
-        start: live bytes at the start of the profile. The profile does not record the
-            release of tensors that existed before.
+        start: live bytes at the start of the profile, the release of which it does not record.
         at_end: addresses of the tensors that are live at the end of the profile.
     """
-    phases = _by_phase(profiler)
+
+    def walk(tree) -> Iterator:
+        for event in tree:
+            yield event
+            yield from walk(event.children)
+
+    phases: list[tuple[str, list[Allocation]]] = []
+    allocations: list[Allocation] = []
+    events = walk(profiler.kineto_results.experimental_event_tree())
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        if event.name.startswith(MARK):
+            phases.append((event.name.removeprefix(MARK), allocations))
+            allocations = []
+        elif event.name == "[memory]":
+            fields = event.typed[1]
+            allocations.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
     lost = _released_elsewhere(phases, at_end)
     live, marks = start, []
     for phase, allocations in phases:
@@ -225,41 +242,12 @@ def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, 
     return marks
 
 
-class Allocation(NamedTuple):
-    """An allocation in a profile, or with a negative size a release."""
-
-    time: int
-    address: int
-    size: int
-
-
-def _by_phase(profiler) -> list[tuple[str, list[Allocation]]]:
-    """Return (phase, its allocations and releases) for each mark in a profile."""
-
-    def walk(tree) -> Iterator:
-        for event in tree:
-            yield event
-            yield from walk(event.children)
-
-    phases, allocations = [], []
-    events = walk(profiler.kineto_results.experimental_event_tree())
-    for event in sorted(events, key=lambda event: event.start_time_ns):
-        if event.name.startswith(MARK):
-            phases.append((event.name.removeprefix(MARK), allocations))
-            allocations = []
-        elif event.name == "[memory]":
-            fields = event.typed[1]
-            allocations.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
-    return phases
-
-
 def _released_elsewhere(
     phases: list[tuple[str, list[Allocation]]], at_end: set[int]
 ) -> set[Allocation]:
-    """Return the allocations whose release was not recorded.
+    """Return the allocations whose address was allocated again, or has no tensor at the end.
 
-    Their address was allocated again, or belongs to no tensor at the end. Those of a forward pass
-    are left out: DDP keeps the buckets that it allocates in its second one.
+    Those of a forward pass are left out: DDP keeps the buckets that it allocates in its second one.
     """
     lost: set[Allocation] = set()
     newest: dict[int, Allocation] = {}  # by address
@@ -271,9 +259,6 @@ def _released_elsewhere(
             if allocation.size > 0 and phase != "forward":
                 newest[allocation.address] = allocation
     return lost | {newest[address] for address in newest.keys() - at_end}
-
-
-# ------------------------------------------------------------------------------------- results.json
 
 
 def of_this_rank(
@@ -289,44 +274,38 @@ def of_this_rank(
         "unseen": system.unseen_bytes(memory_by_phase.device),
         "phases": memory_by_phase.noted,
         "step": step.phases,
-        "live": step.live,
+        "live": step.live or dict.fromkeys(("categories", "on_device", "moments", "placement")),
     }
 
 
 def over_ranks(ranks: list[dict]) -> dict:
     """Return the "memory" entry of results.json; docs/OUTPUTS.md explains each key."""
-    live = [rank["live"] or {} for rank in ranks]
-    by_rank = [rank_bytes.get("categories") for rank_bytes in live]
+
+    def each(key: str, of: str) -> list:
+        return [rank[of][key] for rank in ranks]
+
+    by_rank, phases = each("categories", "live"), ranks[0]["phases"]
     return {
-        **{
-            f"{kind}_bytes": [rank["device"][kind] for rank in ranks]
-            for kind in ("allocated", "reserved", "peak")
-        },
+        **{f"{kind}_bytes": each(kind, "device") for kind in ("allocated", "reserved", "peak")},
         "host_peak_bytes": [rank["host_peak"] for rank in ranks],
         "pinned_bytes": [rank["pinned"] for rank in ranks],
         "nvme_bytes": sum(rank["nvme"] for rank in ranks),
         "nvme_written_bytes_per_step": sum(rank["nvme_written"] for rank in ranks),
         "device_used": [rank["unseen"] for rank in ranks],
-        "categories_bytes": _largest(by_rank),
+        # The largest of any rank; None if one was not measured.
+        "categories_bytes": None
+        if None in by_rank
+        else {
+            kind: None if None in (sizes := [rank[kind] for rank in by_rank]) else max(sizes)
+            for kind in by_rank[0]
+        },
         "categories_bytes_by_rank": by_rank,
-        "device_categories_bytes_by_rank": [rank_bytes.get("on_device") for rank_bytes in live],
-        "moments_bytes": live[0].get("moments"),
-        "placement": live[0].get("placement"),
+        "device_categories_bytes_by_rank": each("on_device", "live"),
+        "moments_bytes": ranks[0]["live"]["moments"],
+        "placement": ranks[0]["live"]["placement"],
         "phases_bytes": {
             phase: {kind: [rank["phases"][phase][kind] for rank in ranks] for kind in kinds}
-            for phase, kinds in ranks[0]["phases"].items()
+            for phase, kinds in phases.items()
         },
         "step_bytes_by_rank": [rank["step"] for rank in ranks],
-    }
-
-
-def _largest(ranks: list[dict[str, int | None] | None]) -> dict[str, int | None] | None:
-    """Return the largest number of bytes of any rank by category; None if one was not measured."""
-    measured = [rank for rank in ranks if rank is not None]
-    if len(measured) < len(ranks):
-        return None
-    sizes = {kind: [rank[kind] for rank in measured] for kind in measured[0]}
-    return {
-        kind: None if None in of_ranks else max(size for size in of_ranks if size is not None)
-        for kind, of_ranks in sizes.items()
     }

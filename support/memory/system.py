@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import resource
 import sys
@@ -43,19 +42,16 @@ def memory_limit(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    limits = [psutil.virtual_memory().total]
+    limits = [psutil.virtual_memory().total, *control_group_limits()]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:  # it limits virtual memory, most of which is not resident
         usage = psutil.Process().memory_info()
         limits.append(soft - (usage.vms - usage.rss))
-    return min([*limits, *control_group_limits()])
+    return min(limits)
 
 
 def control_group_limits() -> list[int]:
-    """Return the memory limits in bytes of this process's control groups (cgroup v2 or v1).
-
-    A scheduler or a container sets them.
-    """
+    """Return the memory limits that a scheduler or a container has set (cgroup v2 or v1)."""
     limits = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -73,12 +69,10 @@ def control_group_limits() -> list[int]:
 
 
 def unseen_bytes(device: torch.device) -> dict[str, int] | None:
-    """Return the memory in use according to the device, as nvidia-smi reports it; None on a CPU.
+    """Return the bytes in use of a GPU as nvidia-smi reports them; None on a CPU.
 
-    Returns:
-        {"used": bytes in use on the GPU by all processes, "total": its size, "unseen": bytes in use
-        outside of PyTorch's allocator (the CUDA context, workspaces of libraries, NCCL's buffers,
-        other processes)}.
+    "unseen" is outside of PyTorch's allocator: the CUDA context, workspaces of libraries, NCCL's
+    buffers, other processes.
     """
     if device.type != "cuda":
         return None
@@ -88,10 +82,7 @@ def unseen_bytes(device: torch.device) -> dict[str, int] | None:
 
 
 def written_bytes() -> int:
-    """Return the bytes that this process has written to disks so far.
-
-    0 on systems that do not count them.
-    """
+    """Return the bytes that this process has written to disks; 0 where they are not counted."""
     try:
         return psutil.Process().io_counters().write_bytes
     except (AttributeError, psutil.Error):
@@ -100,10 +91,5 @@ def written_bytes() -> int:
 
 def folder_bytes(folder: str | None) -> int:
     """Return the bytes of all files in a folder and its subfolders; 0 for None."""
-    if folder is None:
-        return 0
-    return sum(
-        os.path.getsize(os.path.join(parent, name))
-        for parent, _, names in os.walk(folder)
-        for name in names
-    )
+    files = Path(folder).rglob("*") if folder else ()
+    return sum(file.stat().st_size for file in files if file.is_file())

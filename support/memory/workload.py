@@ -28,8 +28,8 @@ class Adapters:
 
     def factored(self, model: Architecture) -> int:
         """Return the rows and columns of all adapters, as Architecture.factored."""
-        shapes = [model.linear_layers()[layer] for layer in self.layers]
-        return model.layers * sum(2 * self.r + shape.inputs + shape.outputs for shape in shapes)
+        rows_and_columns = 2 * self.r * len(self.layers) + sum(self.of_block(model)) // self.r
+        return model.layers * rows_and_columns
 
 
 def target_names(targets: str) -> list[str]:
@@ -48,11 +48,9 @@ def adapters(model: Architecture, r: int | None, targets: str | None) -> Adapter
     Raises:
         UserError: a target is not one of the linear layers of a transformer block.
     """
-    if r is None:
-        return None
     layers = tuple(model.linear_layers())
-    if targets == ALL_LINEAR:
-        return Adapters(r, layers)
+    if r is None or targets == ALL_LINEAR:
+        return Adapters(r, layers) if r else None
     names = target_names(targets or USUAL_TARGETS[model.family])
     for name in names:
         if not any(is_target(layer, name) for layer in layers):
@@ -60,9 +58,8 @@ def adapters(model: Architecture, r: int | None, targets: str | None) -> Adapter
                 f"--lora_targets {name}: the memory estimate supports {', '.join(layers)}, "
                 f"and {ALL_LINEAR}."
             )
-    return Adapters(
-        r, tuple(layer for layer in layers if any(is_target(layer, name) for name in names))
-    )
+    adapted = (layer for layer in layers if any(is_target(layer, name) for name in names))
+    return Adapters(r, tuple(adapted))
 
 
 @dataclass(frozen=True)
@@ -110,15 +107,18 @@ class Workload:
         return [] if self.lora is None else self.model.parameters()
 
     @property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter, in the model's order, then of the adapters."""
+        return self.frozen + self.trained
+
+    @property
     def frozen_bytes(self) -> int:
         """Bytes of the frozen weights in a whole model: in the dtype of computations, or in 4 bits.
 
         Four bits an element, a scale of 8 bits for each 64, and for each 256 of these one in fp32
         (double quantization, Dettmers et al., arXiv 2305.14314); two tables of a weight's values.
         """
-        if not self.load_in_4bit:
-            return self.item * sum(self.frozen)
-        weights = [layer.inputs * layer.outputs for layer in self.model.linear_layers().values()]
+        weights = self.model.matrices if self.load_in_4bit else []
         in_block = sum(n // 2 + n // 64 + 4 * -(-n // (64 * 256)) + 4 * (16 + 256) for n in weights)
         others = sum(self.frozen) - self.model.layers * sum(weights)
         return self.model.layers * in_block + self.item * others
@@ -126,13 +126,7 @@ class Workload:
     @property
     def dequantized(self) -> int:
         """Bytes of the largest weight that is converted from 4 bits while it is used."""
-        weights = [layer.inputs * layer.outputs for layer in self.model.linear_layers().values()]
-        return self.item * max(weights) if self.load_in_4bit else 0
-
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of each parameter, in the model's order, then of the adapters."""
-        return self.frozen + self.trained
+        return self.item * max(self.model.matrices) if self.load_in_4bit else 0
 
     def optimizer_states(self, sizes: list[int]) -> int:
         """Return the bytes of the optimizer's states, without the fp32 weights.
@@ -143,10 +137,7 @@ class Workload:
         if self.optimizer == "adamw_8bit":  # fp32 below 4,096 elements
             return sum(8 * n if n < 4096 else 2 * n + 2 * 4 * -(-n // 256) for n in sizes)
         if self.optimizer == "adafactor":  # of dp only
-            factored = (
-                self.model.factored() if self.lora is None else self.lora.factored(self.model)
-            )
-            return 4 * factored
+            return 4 * (self.lora.factored(self.model) if self.lora else self.model.factored())
         return int(OPTIMIZERS[self.optimizer].state_bytes) * sum(sizes)
 
     @property
@@ -181,11 +172,10 @@ class Workload:
         return 4 if in_fp32 else self.stream(strategy)
 
     def saves(self, layer: str, strategy: str) -> bool:
-        """Return whether autograd saves a linear layer's input.
+        """Return whether autograd saves a linear layer's input, for its weights' gradient.
 
-        Only the gradient of the layer's own weights needs it. DeepSpeed's stage 3 replaces
-        torch.nn.Linear by a version that always saves its input; GPT-2 has no such layer except its
-        output layer.
+        DeepSpeed's stage 3 replaces torch.nn.Linear by a version that always saves its input; GPT-2
+        has no such layer except its output layer.
         """
         own_linear = STRATEGIES[strategy].stage == 3 and self.model.family != "gpt2"
         return self.lora is None or layer in self.lora.layers or own_linear

@@ -18,7 +18,7 @@ from support.data.batches import total_steps
 from support.data.chat import Prompt, prompt_of
 from support.errors import UserError
 from support.files.atomic import only_finite, overwrite, remove_leftovers, set_aside, write_text
-from support.memory.advise import ways_to_fit
+from support.memory.fit import ways_to_fit
 from support.memory.measure import MemoryByPhase
 from support.model import export, push
 from support.model.generate import generate

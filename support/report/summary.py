@@ -10,7 +10,7 @@ from support.cli.arguments import Arguments
 from support.cli.ds_config import nvme_folder
 from support.cluster.context import DistContext
 from support.errors import TrainingError
-from support.memory import advise
+from support.memory import fit
 from support.memory import measure as memory
 from support.model.resolve import ModelSpec
 from support.optimizers import OPTIMIZERS
@@ -91,7 +91,7 @@ def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, metrics: Metrics
         meter.memory_by_phase, meter.step_memory, on_nvme, ctx.launch.is_node_leader
     )
     found = memory.over_ranks(ctx.all_gather(of_this_rank))
-    found["predicted_bytes"] = advise.predicted_bytes(args, ctx, spec)
+    found["predicted_bytes"] = fit.predicted_bytes(args, ctx, spec)
     # With --eval_only no step is measured, so the placement is not known.
     on_disk = (found["placement"] or {}).get("optimizer") == "nvme"
     has_states = OPTIMIZERS[args.optim].state_bytes and not on_disk

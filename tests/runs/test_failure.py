@@ -124,12 +124,12 @@ def test_variables_that_are_advised_exist():
     """torch's libraries hold each name; NCCL's are in its documentation."""
     import torch
 
-    from support.errors import TABLE
+    from support.errors import ADVICE
 
     named = {
         name
-        for entry in TABLE
-        for name in re.findall(r"\b(?:TORCH|NCCL|GLOO)_[A-Z0-9_]+", entry.advice)
+        for _, _, advice in ADVICE
+        for name in re.findall(r"\b(?:TORCH|NCCL|GLOO)_[A-Z0-9_]+", advice)
     }
     folder = Path(torch.__file__).parent / "lib"
     held = b"".join(

@@ -44,36 +44,15 @@ def test_cpu_part(tmp_path, strategies):
     assert " ".join(command) in report
 
 
-def test_features_on_a_cpu(tmp_path, monkeypatch, capsys):
-    """The cheap ones, with runs that are not made up."""
-    cheap = [gpu_check.check_accumulation, gpu_check.check_packing, gpu_check.check_export]
-    monkeypatch.setattr(gpu_check, "FEATURES", cheap)
-    code = gpu_check.main(["7", "--strategies", "dp", "--out", str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()[1:-1]
-    assert code == 0 and [line.partition(":")[0] for line in lines] == [
-        *("PASS features", "PASS accumulation", "PASS packing with isolation"),
-        "PASS the export loaded again",
-    ], lines
-
-
-def test_shares_of_kernels():
-    def event(category, name, start, seconds):
-        return {"cat": category, "name": name, "ts": start, "dur": seconds}
-
-    events = [
-        event("kernel", "flash_fwd", 0, 10),
-        event("kernel", "vectorized_elementwise", 10, 20),
-        event("gpu_user_annotation", "head", 40, 30),
-        event("kernel", "gemm", 40, 25),
-        event("kernel", "gemm", 80, 20),
-        event("cpu_op", "aten::mm", 0, 1000),
-    ]
-    shares = gpu_check.kernel_shares(events)
-    assert {part: round(share, 6) for part, share in shares.items() if share} == {
-        **{"head": 0.25, "attention": 0.1, "elementwise": 0.2},
-        **{"matrix products": 0.2, "idle": 0.25},
-    }
-    assert gpu_check.kernel_shares(events[2:3]) == {}
+def test_packing_and_accumulation_on_a_cpu(tmp_path):
+    """Checks of part 7, with runs that are not made up."""
+    machine = bench.Machine(0, None, [])
+    some = bench.Bench(machine, tmp_path, tmp_path / "report.md", ["dp"], "")
+    flags = f"{gpu_check.SMALL} {gpu_check.NO_FILES} --precision fp32 --max_steps 4 --batch_size 2"
+    gpu_check.check_packing(some, f"{flags} --packing --dataset")
+    single = some.train("single", f"{flags.removesuffix('2')}4")
+    some.compare("accumulation", "two", single.losses, f"{flags} --gradient_accumulation_steps 2")
+    assert [verdict for verdict, _, _ in some.lines] == ["PASS", "PASS"], some.lines
 
 
 def test_broken_run_is_a_failure(tmp_path, monkeypatch, capsys):
@@ -84,14 +63,6 @@ def test_broken_run_is_a_failure(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "FAIL strategy dp: exit code 1 instead of 0" in out and "The loss is nan" in out
     assert "FAIL resume dp under dp: no checkpoint" in out
-
-
-def test_run_without_an_end_is_killed(tmp_path):
-    machine = bench.Machine(0, None, [])
-    some = bench.Bench(machine, tmp_path, tmp_path / "report.md", ["dp"], "")
-    some.ends_at = bench.time.monotonic() + 1.5
-    done = some.run("sleeps", [sys.executable, "-c", "import time; time.sleep(60)"])
-    assert done.code is None and done.seconds < 10 and "no end" in done.problem()
 
 
 WORKER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
@@ -111,7 +82,7 @@ def test_workers_of_a_run_without_an_end_are_killed(tmp_path, monkeypatch):
     some.ends_at = bench.time.monotonic() + 2
     done = some.run("launches", [sys.executable, "-c", LAUNCHER])
     worker = int(done.log.split()[-1])
-    assert done.code is None
+    assert done.code is None and "no end" in done.problem()
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
 
 
@@ -181,11 +152,6 @@ class Pretended(bench.Bench):
             run["files"][command[2]] = json.dumps({"steps": 10, "calls": calls})
         if "--lora_r" in flags:
             run["files"]["hf/adapter_model.safetensors"] = ""
-        if "--profile" in flags:
-            kernel = {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 2}
-            trace = Path(flags["--profile"]) / "trace-rank0.json"
-            trace.parent.mkdir(parents=True, exist_ok=True)
-            trace.write_text(json.dumps({"traceEvents": [kernel]}))
         if "benchmarks.peers" in command:
             # As benchmarks/peers.py does: a program alone has no ratio.
             programs = flags["--only"].split(",")
@@ -230,7 +196,6 @@ def test_all_parts_pass_where_all_runs_are_right(pretend):
         assert f"PASS srun, 2 ranks, {strategy}: " in "\n".join(lines)
     assert "| dp | 17.850 | 17.000 | +5.0% | 20.000 | 1.000 | — | 2.000 |" in report
     assert "32 sequences, compiled\n\n| Trainer | 100000 | 1.10 |" in report
-    assert "| matrix products | 100.0% |" in report
     assert "| zero3 | 1 | torch/x.py:1 | support/y.py:2 |" in report
     text = "\n".join(commands)
     assert "--fsdp_config" in text and "--batch_size 64 --gradient_accumulation_steps 4" in text
@@ -271,74 +236,40 @@ def many_calls(flags, run):
         run["files"][file] = json.dumps({"steps": 10, "calls": [call]})
 
 
-@pytest.mark.parametrize(
-    "part, fault, failed",
-    [
-        (1, at("strategy-zero2", losses=slower_by(2e-3)), "strategy zero2: loss off by 2.0e-03"),
-        (1, at("strategy-fsdp", losses=slower_by(float("nan"))), "strategy fsdp: loss off by inf"),
-        (1, at("strategy-offload", status="running"), "strategy offload: status running"),
-        (1, at("strategy-zero1", files=without("hf/")), "strategy zero1: no exported model"),
-        (
-            1,
-            at("strategy-zero1", files=without("checkpoints/")),
-            "resume zero1 under zero2: no check",
-        ),
-        (1, at("resume-zero3-offload", losses=slower_by(2e-3)), "resume zero3 under offload: loss"),
-        (
-            1,
-            at("resume-fsdp-dp", losses={7: 4.3, 8: 4.2}),
-            "resume fsdp under dp: losses of the st",
-        ),
-        (
-            2,
-            at("fp32-dp", code=1, log="RuntimeError: x"),
-            "fp32 dp: exit code 1 instead of 0: Runt",
-        ),
-        (2, at("fp16-zero3", losses=slower_by(0.02)), "fp16 zero3: loss off by 2.0e-02"),
-        (2, at("bf16-fsdp-with-CPU-offload", code=1), "bf16 fsdp with CPU offload: exit code 1"),
-        (
-            3,
-            at("check-infinity", code=1, log="❌ no libaio"),
-            "--check infinity: exit code 1: ❌ no l",
-        ),
-        (3, at("sigterm", code=1), "SIGTERM: exit code 1 instead of 75"),
-        (3, at("sigterm", losses={1: 5, 2: 4, 3: 3, 5: 2}), "--resume after SIGTERM: 4 steps"),
-        (3, at("deterministic-2", losses=slower_by(1e-12)), "--deterministic twice: loss off"),
-        (3, at("deterministic-resumed", losses=slower_by(1e-12)), "--deterministic --resume: loss"),
-        (3, at("oom", code=1), "out of memory: exit code 1 instead of 3"),
-        (3, at("oom", log="❌ CUDA out of memory"), "out of memory: no smaller batch is advised"),
-        (3, at("oom-advice", code=3), "following the advice: exit code 3"),
-        (3, many_calls, "synchronizing calls fsdp: 1.5 a step (limit 1)"),
-        (3, at("sync-dp", files=without("sync")), "synchronizing calls dp: nothing was recorded"),
-        (
-            4,
-            at("simulated-8-gpt2-fsdp", results=peak_of(10)),
-            "fsdp, gpt2, 8 simulated GPUs: predic",
-        ),
-        (
-            4,
-            at("simulated-4-gpt2-medium-zero3", results=peak_of(9.1)),
-            "gpt2-medium on 4 simulated",
-        ),
-        (
-            5,
-            at("speed-compiled", code=1, log="TypeError: y"),
-            "speed, One GPU, bf16, 32 sequences, compiled: no result: TypeError: y",
-        ),
-        (5, at("profile", code=1), "profile of a step: exit code 1"),
-        (6, at("torchrun-zero3", losses=slower_by(2e-3)), "torchrun, 2 ranks, zero3: loss off"),
-        (6, at("srun-dp", results={"world_size": 1}), "srun, 2 ranks, dp: 1 ranks instead of 2"),
-        (7, at("compile-fsdp", losses=slower_by(2e-3)), "--compile fsdp: loss off"),
-        (7, at("accumulation", losses=slower_by(2e-3)), "accumulation: loss off"),
-        (7, at("lora", losses=slower_by(0.2)), "LoRA: loss off"),
-        (7, at("lora", files=without("adapter")), "LoRA: no exported adapters"),
-        (7, at("lora-4bit", losses=slower_by(0.2)), "LoRA, 4 bit: loss off"),
-        (7, at("packing", losses=slower_by(2e-3)), "packing with isolation: loss off"),
-        (7, at("prove", code=1), "--prove: exit code 1"),
-        (7, at("auto-micro-batch", code=3), "--auto_micro_batch: exit code 3"),
-        (7, at("export-reloaded", results={"eval_loss": 4.1}), "the export loaded again: loss off"),
-    ],
-)
+OFF = slower_by(2e-3)
+# Each way in which a check judges: part, what is wrong in which run, the line about it.
+FAULTS = [
+    (1, at("strategy-zero2", losses=OFF), "strategy zero2: loss off by 2.0e-03"),
+    (1, at("strategy-fsdp", losses=slower_by(float("nan"))), "strategy fsdp: loss off by inf"),
+    (1, at("strategy-offload", status="running"), "strategy offload: status running"),
+    (1, at("strategy-zero1", files=without("hf/")), "strategy zero1: no exported model"),
+    (1, at("strategy-zero1", files=without("checkpoints/")), "resume zero1 under zero2: no check"),
+    (1, at("resume-zero3-offload", losses=OFF), "resume zero3 under offload: loss"),
+    (1, at("resume-fsdp-dp", losses={7: 4.3, 8: 4.2}), "resume fsdp under dp: losses of the st"),
+    (2, at("fp32-dp", code=1, log="RuntimeError: x"), "fp32 dp: exit code 1 instead of 0: Runt"),
+    (2, at("fp16-zero3", losses=slower_by(0.02)), "fp16 zero3: loss off by 2.0e-02"),
+    (3, at("check-infinity", code=1, log="❌ libaio"), "--check infinity: exit code 1: ❌ libaio"),
+    (3, at("sigterm", code=1), "SIGTERM: exit code 1 instead of 75"),
+    (3, at("sigterm", losses={1: 5, 2: 4, 3: 3, 5: 2}), "--resume after SIGTERM: 4 steps"),
+    (3, at("deterministic-2", losses=slower_by(1e-12)), "--deterministic twice: loss off"),
+    (3, at("oom", code=1), "out of memory: exit code 1 instead of 3"),
+    (3, at("oom", log="❌ CUDA out of memory"), "out of memory: no smaller batch is advised"),
+    (3, at("oom-advice", code=3), "following the advice: exit code 3"),
+    (3, many_calls, "synchronizing calls fsdp: 1.5 a step (limit 1)"),
+    (3, at("sync-dp", files=without("sync")), "synchronizing calls dp: nothing was recorded"),
+    (4, at("simulated-8-gpt2-fsdp", results=peak_of(10)), "fsdp, gpt2, 8 simulated GPUs: predic"),
+    (4, at("simulated-4-gpt2-medium-zero3", results=peak_of(9.1)), "gpt2-medium on 4 simulated"),
+    (5, at("speed-compiled", code=1, log="TypeError: y"), "speed, One GPU, bf16, 32 sequences, c"),
+    (6, at("torchrun-zero3", losses=OFF), "torchrun, 2 ranks, zero3: loss off"),
+    (6, at("srun-dp", results={"world_size": 1}), "srun, 2 ranks, dp: 1 ranks instead of 2"),
+    (7, at("accumulation", losses=OFF), "accumulation: loss off"),
+    (7, at("lora", files=without("adapter")), "LoRA: no exported adapters"),
+    (7, at("auto-micro-batch", code=3), "--auto_micro_batch: exit code 3"),
+    (7, at("export-reloaded", results={"eval_loss": 4.1}), "the export loaded again: loss off"),
+]
+
+
+@pytest.mark.parametrize("part, fault, failed", FAULTS)
 def test_every_check_can_fail(pretend, part, fault, failed):
     code, lines, report, _ = pretend(fault, part)
     assert code == 1
@@ -349,8 +280,7 @@ def test_every_check_can_fail(pretend, part, fault, failed):
 @pytest.mark.parametrize("gpu", [12, 80, 180])
 def test_batch_that_is_too_large_is_one_that_the_planner_can_split(tmp_path, gpu):
     from support.memory import architectures
-    from support.memory.advise import describe_remedies
-    from support.memory.fit import Limits
+    from support.memory.fit import Limits, describe_remedies
     from support.memory.workload import Workload
 
     machine = bench.Machine(1, gpu * GB, [])

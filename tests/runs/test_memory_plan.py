@@ -96,35 +96,32 @@ def test_plan_reads_other_models_from_the_hub_and_its_cache(hub, tmp_path, monke
 
 def test_solved_batch_fits_and_the_next_does_not():
     args = ["--model", "gpt2-xl", "--gpus", 4, "--gpu_memory", 24]
-    solved = json.loads(plan(*args, "--solve", "batch", "--json")[1])["batch_size"]
-    assert 0 < solved["zero1"] < solved["infinity"]
+    batch = solved(("batch", "batch_size"), *args)
+    assert 0 < batch["zero1"] < batch["infinity"]
     for strategy in ("zero1", "infinity"):
         for more, fits in ((0, True), (1, False)):
-            needs = planned(*args, "--batch_size", solved[strategy] + more)["strategies"]
-            assert needs[strategy]["fits"] == fits
-            assert needs[strategy]["largest_batch"] == solved[strategy]
-            assert needs[strategy]["largest_batch_with_checkpointing"] > solved[strategy]
+            need = planned(*args, "--batch_size", batch[strategy] + more)["strategies"][strategy]
+            assert (need["fits"], need["largest_batch"]) == (fits, batch[strategy])
+            assert need["largest_batch_with_checkpointing"] > batch[strategy]
+
+
+def solved(answer, *args):
+    """The answers of --solve by strategy."""
+    question, key = answer
+    return json.loads(plan(*args, "--solve", question, "--json")[1])[key]
 
 
 def test_solved_gpus_fit_and_one_less_does_not():
-    solved = json.loads(
-        plan("--model", "gpt2-xl", "--gpu_memory", 16, "--solve", "gpus", "--json")[1]
-    )["gpus"]
-    assert solved["dp"] is None and solved["zero3"] > 1
-    for gpus, fits in ((solved["zero3"], True), (solved["zero3"] - 1, False)):
-        assert (
-            planned("--model", "gpt2-xl", "--gpus", gpus, "--gpu_memory", 16)["strategies"][
-                "zero3"
-            ]["fits"]
-            == fits
-        )
+    args = ["--model", "gpt2-xl", "--gpu_memory", 16]
+    gpus = solved(("gpus", "gpus"), *args)
+    assert gpus["dp"] is None and gpus["zero3"] > 1
+    for number, fits in ((gpus["zero3"], True), (gpus["zero3"] - 1, False)):
+        assert planned(*args, "--gpus", number)["strategies"]["zero3"]["fits"] == fits
 
 
 def test_solved_model_grows_with_what_is_sharded():
-    solved = json.loads(plan("--gpus", 8, "--gpu_memory", 24, "--solve", "model", "--json")[1])[
-        "parameters"
-    ]
-    assert 0 < solved["dp"] < solved["zero2"] < solved["zero3"] < solved["infinity"]
+    found = solved(("model", "parameters"), "--gpus", 8, "--gpu_memory", 24)
+    assert 0 < found["dp"] < found["zero2"] < found["zero3"] < found["infinity"]
 
 
 @pytest.mark.parametrize(
@@ -153,22 +150,15 @@ def test_config_that_leaves_things_out_has_transformers_defaults(tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    rotary = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 32}
+    rotary |= {"intermediate_size": 96, "vocab_size": 100}
+    gpt2 = {"n_embd": 64, "n_layer": 2, "n_head": 4}
+    config = tmp_path / "config.json"
     for family in ("mistral", "qwen2", "qwen3", "gpt_neox", "llama", "gpt2"):
-        sizes = {
-            "hidden_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 32,
-            "intermediate_size": 96,
-        }
-        sizes = (
-            {"n_embd": 64, "n_layer": 2, "n_head": 4}
-            if family == "gpt2"
-            else {**sizes, "vocab_size": 100}
-        )
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
+        sizes = gpt2 if family == "gpt2" else rotary
+        config.write_text(json.dumps({"model_type": family, **sizes}))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
         whole = sum(parameter.numel() for parameter in model.parameters())
-        assert (
-            planned("--model", tmp_path / "config.json", "--gpu_memory", 80)["parameters"] == whole
-        ), family
+        found = planned("--model", config, "--gpu_memory", 80)["parameters"]
+        assert found == whole, family

@@ -15,12 +15,8 @@ ONE_STEP = "--max_steps 1 --batch_size 1 --seq_length 32 --no_eval --no_export -
 
 def imported_by(*command, **env) -> tuple[int, set[str]]:
     """The exit code of a command, and the modules that it imports."""
-    run = subprocess.run(
-        [sys.executable, "-X", "importtime", *command],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **env},
-    )
+    timed = [sys.executable, "-X", "importtime", *command]
+    run = subprocess.run(timed, capture_output=True, text=True, env={**os.environ, **env})
     lines = [line for line in run.stderr.splitlines() if line.startswith("import time:")]
     return run.returncode, {line.rpartition("|")[2].strip() for line in lines}
 

@@ -2,56 +2,39 @@
 
 import pytest
 
+from support.errors import explain
 
-# What cannot happen here, in the words of the libraries that say it.
-@pytest.mark.parametrize(
-    "name, text, said",
-    [
-        (
-            "DistBackendError",
-            "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error, NCCL version 2.21.5",
-            "NCCL_DEBUG",
-        ),
-        (
-            "DistBackendError",
-            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
-            "--ddp_timeout",
-        ),
-        (
-            "RuntimeError",
-            "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4711",
-            "dmesg",
-        ),
-        (
-            "RuntimeError",
-            "The NVIDIA driver: CUDA driver version is insufficient for CUDA runtime version",
-            "nvidia-smi",
-        ),
-        (
-            "MissingCUDAException",
-            "CUDA_HOME does not exist, unable to compile CUDA op(s)",
-            "CUDA_HOME",
-        ),
-        ("OSError", "[Errno 122] Disk quota exceeded: 'file'", "quota -s"),
-        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", "Out of memory"),
-        (
-            "RuntimeError",
-            "[../gloo/transport/tcp/pair.cc] Timed out waiting 4000ms for recv operation",
-            "--ddp_timeout",
-        ),
-        ("RuntimeError", "NCCL Error 2: /dev/shm/nccl-x: No space left on device", "--shm-size"),
-        ("RuntimeError", "TCPStore: connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
-        ("ModuleNotFoundError", "No module named 'deepspeed'", "pip install deepspeed"),
-        (
-            "RuntimeError",
-            "[enforce fail at gloo/transport/tcp/device.cc:85] Unable to find address for: eth7",
-            "GLOO_SOCKET_IFNAME",
-        ),
-    ],
-)
-def test_library_error_gets_advice(name, text, said):
-    from support.errors import explain
+# What cannot happen here, in the words of the libraries that say it, and a word of the advice.
+ERRORS = [
+    (
+        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error",
+        "NCCL_DEBUG",
+    ),
+    (
+        "DistBackendError: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+        "--ddp_timeout",
+    ),
+    (
+        "RuntimeError: [/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:47",
+        "dmesg",
+    ),
+    ("RuntimeError: CUDA driver version is insufficient for CUDA runtime version", "nvidia-smi"),
+    ("MissingCUDAException: CUDA_HOME does not exist, unable to compile CUDA op(s)", "CUDA_HOME"),
+    ("OSError: [Errno 122] Disk quota exceeded: 'file'", "quota -s"),
+    (
+        "RuntimeError: [../gloo/transport/tcp/pair.cc] Timed out waiting 4000ms for recv operation",
+        "--ddp_timeout",
+    ),
+    ("RuntimeError: NCCL Error 2: /dev/shm/nccl-x: No space left on device", "--shm-size"),
+    ("RuntimeError: TCPStore: connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
+    ("ModuleNotFoundError: No module named 'deepspeed'", "pip install deepspeed"),
+    ("RuntimeError: [gloo/device.cc:85] Unable to find address for: eth7", "GLOO_SOCKET_IFNAME"),
+]
 
+
+@pytest.mark.parametrize("error, said", ERRORS)
+def test_library_error_gets_advice(error, said):
+    name, _, text = error.partition(": ")
     shown = str(explain(type(name, (Exception,), {})(text)))
     assert said in shown and "\n" not in shown
 
@@ -67,6 +50,5 @@ def test_library_error_gets_advice(name, text, said):
     ],
 )
 def test_whose_memory_is_out(text, on_host):
-    from support.errors import explain
-
-    assert explain(RuntimeError(text)).on_host == on_host
+    error = explain(RuntimeError(text))
+    assert error.on_host == on_host and "Out of memory" in str(error)

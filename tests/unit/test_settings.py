@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 from support.cli.ds_config import bucket_sizes
+from support.memory.architectures import find_architecture
+from support.memory.estimate import predict
+from support.memory.fit import Limits, fitting_split, remedies
+from support.memory.workload import Workload
 from support.units import GB
 
 
 def test_advice_for_any_batch_is_there_at_once():
     """After an out-of-memory error, where a signal can no longer end the process."""
-    from support.memory.advise import remedies
-    from support.memory.architectures import find_architecture
-    from support.memory.fit import Limits
-    from support.memory.workload import Workload
-
     started = time.monotonic()
     work = Workload(find_architecture("gpt2"), world_size=1, batch_size=10**12, seq_length=512)
     ways = remedies(work, "dp", Limits(16 * GB))
@@ -27,10 +26,6 @@ def test_advice_for_any_batch_is_there_at_once():
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 12, 36, 97, 360])
 def test_the_split_that_fits_is_the_largest(batch_size):
-    from support.memory.architectures import find_architecture
-    from support.memory.estimate import predict
-    from support.memory.fit import Limits, fitting_split
-    from support.memory.workload import Workload
 
     work = Workload(find_architecture("gpt2"), world_size=2, batch_size=batch_size, seq_length=256)
     for memory in (3, 6, 9, 20, 60):
