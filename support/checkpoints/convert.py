@@ -19,16 +19,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from support.checkpoints.format import BUFFERS, open_checkpoint, write_manifest
 from support.checkpoints.tensors import PieceReader, PieceWriter
 from support.errors import UserError
 from support.files.atomic import finish_folder, start_folder
-from support.model.card import model_card
+from support.files.safetensors_writer import WeightFiles
+from support.model.export import model_card
 from support.model.lora import peft_name
 from support.strategies.optimizer_shards import MOMENTS
+from support.train_state import NEW_RUN
 from support.versions import versions
 
 UNIVERSAL_FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
@@ -91,49 +92,34 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
     Raises:
         UserError: the checkpoint has no configuration, or `file_bytes` is no size.
     """
-    described = {name.removeprefix("model/") for name in source.manifest["files"]}
-    adapters = "adapter_config.json" in described
-    if not adapters and "config.json" not in described:
+    described = [name for name in source.manifest["files"] if name.startswith("model/")]
+    if not described:
         raise UserError(
             f"{source.folder} was imported, so it has no model/ folder with the configuration and "
             "the tokenizer: resume it, save a checkpoint, and convert that one."
         )
-    for name in source.manifest["files"]:
-        if name.startswith("model/") and name != BUFFERS:
+    buffers = load_file(source.folder / BUFFERS) if BUFFERS in described else {}
+    for name in described:
+        if name != BUFFERS:
             copy = folder / name.removeprefix("model/")
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source.folder / name, copy)
-    if not adapters:
+    rename: Callable[[str], str] = str
+    stem = "model"
+    if "model/adapter_config.json" in described:
+        rename, stem = peft_name, "adapter_model"
+    else:
         config = json.loads((folder / "config.json").read_text())
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    has_buffers = BUFFERS in source.manifest["files"]
-    buffers = load_file(source.folder / BUFFERS) if has_buffers else {}
-    rename, stem = (peft_name, "adapter_model") if adapters else (str, "model")
-    name_of = {rename(name): name for name in source.shapes}
-    shapes = {new: source.shapes[name] for new, name in name_of.items()}
-    meta = {new: torch.empty(s, dtype=dtype, device="meta") for new, s in shapes.items()}
-    meta |= {name: buffer.to("meta") for name, buffer in buffers.items()}
+    shapes = {rename(name): shape for name, shape in source.shapes.items()}
     try:
-        plan = split_torch_state_dict_into_shards(
-            meta, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=file_bytes
-        )
+        files = WeightFiles(folder, shapes, dtype, buffers, file_bytes, stem)
     except ValueError as error:
         raise UserError(f"--max_shard_size {file_bytes}: write it as 5GB or 500MB.") from error
-    for file, names in plan.filename_to_tensors.items():
-        tensors = {
-            new: buffers[new] if new in buffers else source.read(name_of[new], "weight").to(dtype)
-            for new in names
-        }
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        text = json.dumps(index, indent=2) + "\n"
-        (folder / f"{stem}.safetensors.index.json").write_text(text)
-    (folder / "README.md").write_text(_model_card_of(source))
-
-
-def _model_card_of(source: OwnCheckpoint) -> str:
+    for name in source.shapes:
+        files.write(rename(name), source.read(name, "weight"))
+    files.finish()
     counters, identity = source.manifest["counters"], source.manifest["identity"]
     facts = {
         "model": identity["soft"].get("model", "unknown"),
@@ -144,7 +130,7 @@ def _model_card_of(source: OwnCheckpoint) -> str:
         "train_loss_first": counters["first_loss"],
         "train_loss_last": counters["last_loss"],
     }
-    return model_card(facts, identity)
+    (folder / "README.md").write_text(model_card(facts, identity))
 
 
 def write_torch(source: OwnCheckpoint, folder: Path) -> None:
@@ -196,10 +182,8 @@ def write_universal(source: OwnCheckpoint, folder: Path) -> None:
     common = {key: value for key, value in groups[0].items() if key != "weight_decay"}
     optimizer = {"state": {0: {"step": step}}, "param_groups": [common]}
     version = {"ds_version": versions().get("deepspeed") or "0.19.8"}  # the tested version
-    torch.save(
-        {**version, "param_groups": groups, "optimizer_state_dict": optimizer},
-        inner / "zero" / "optimizer_state.pt",
-    )
+    states = {**version, "param_groups": groups, "optimizer_state_dict": optimizer}
+    torch.save(states, inner / "zero" / "optimizer_state.pt")
     state = {
         **version,
         "module": {},
@@ -225,17 +209,16 @@ def write_checkpoint(source, folder: Path) -> None:
         ValueError: a name of the source would leave the folder.
     """
     writer = PieceWriter(folder)
-    for name in source.shapes:
-        tensors = {kind: source.read(name, kind) for kind in source.kinds}
-        # A weight that was not trained has no moments.
-        writer.add(name, 0, {kind: t.flatten() for kind, t in tensors.items() if t is not None})
+    for name, weight in source.weights.items():
+        state = source.states.get(name, {})  # a weight that was not trained has none
+        tensors = {"weight": weight, **{kind: state[kind] for kind in MOMENTS if state}}
+        writer.add(name, 0, {kind: tensor.flatten() for kind, tensor in tensors.items()})
     writer.flush()
     manifest = {
-        "counters": source.counters,
+        "counters": {**NEW_RUN, "step": source.step},
         "adam_step": source.adam_step,
-        # --resume reports the settings that have changed.
-        "identity": {"told": source.settings},
-        "shapes": {name: list(shape) for name, shape in source.shapes.items()},
+        "identity": {"told": source.settings},  # --resume reports the settings that have changed
+        "shapes": {name: list(weight.shape) for name, weight in source.weights.items()},
         "pieces": writer.pieces,
         "files": writer.files,
     }
@@ -244,24 +227,21 @@ def write_checkpoint(source, folder: Path) -> None:
 
 def inspect(source: OwnCheckpoint) -> str:
     """Describe a checkpoint in lines for the terminal; opening it has verified every file."""
-    manifest = source.manifest
-    counters, informational = manifest["counters"], manifest["identity"]["told"]
+    counters, told = source.manifest["counters"], source.manifest["identity"]["told"]
+    files = source.manifest["files"].values()
     numbers = {name: math.prod(shape) for name, shape in source.shapes.items()}
-    size = sum(entry["bytes"] for entry in manifest["files"].values())
     width = max(map(len, numbers), default=0)
+    saved_under = [told.get(key, "?") for key in ("strategy", "ranks", "precision")]
     lines = [
         str(source.folder),
         f"  step {counters['step']:,}, {counters['samples']:,} samples seen, "
         f"loss {counters['last_loss']}",
-        f"  saved under {informational.get('strategy', '?')} on "
-        f"{informational.get('ranks', '?')} ranks, {informational.get('precision', '?')}",
+        "  saved under {} on {} ranks, {}".format(*saved_under),
         f"  {sum(numbers.values()):,} parameters; of each {', '.join(source.kinds)} in fp32; "
         f"Adam's step {source.adam_step}",
-        f"  {len(manifest['files'])} files, {size:,} bytes; every SHA-256 matches",
+        f"  {len(files)} files, {sum(f['bytes'] for f in files):,} bytes; every SHA-256 matches",
         "",
-        *(
-            f"  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}"
-            for name, shape in source.shapes.items()
-        ),
     ]
+    for name, shape in source.shapes.items():
+        lines.append(f"  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}")
     return "\n".join(lines)

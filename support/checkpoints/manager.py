@@ -1,12 +1,9 @@
 """Save and load checkpoints, in one format for all strategies and numbers of ranks.
 
-docs/CHECKPOINTS.md lists the files of a checkpoint. It is either complete or missing: it is written
-to a folder with a temporary name, each file is flushed to disk, the manifest last, and the folder
-is renamed. An interrupted save leaves the previous checkpoint as it was.
-
-A piece records which elements of which parameter it holds, but nothing about strategies or ranks.
-Any strategy on any number of ranks can therefore load the checkpoint of any other, and each rank
-reads only the elements of its own shards.
+docs/CHECKPOINTS.md lists the files of a checkpoint. They are written to a folder with a temporary
+name and flushed to disk, the manifest last; then the folder is renamed. A piece records which
+elements of which parameter it holds, but nothing about strategies or ranks, so that any strategy on
+any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -25,23 +22,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from support.checkpoints import format as files
 from support.checkpoints.compatibility import refuse_other_run, report_changes
 from support.checkpoints.find import Found, check_optimizer, verify
-from support.checkpoints.format import (
-    ADAFACTOR_STATES,
-    BUFFERS,
-    MARKS,
-    file_entry,
-    list_checkpoints,
-    marked,
-    step_folder,
-    step_of,
-    write_manifest,
-)
 from support.checkpoints.tensors import PieceWriter, check_shapes, read_shards, write_shards
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.errors import FirstError, OutOfMemory, Preempted, TrainingError, UserError, explain
+from support.errors import FirstError, Preempted, TrainingError, UserError
 from support.files import atomic
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
@@ -64,14 +51,14 @@ class TrainingObjects:
 
 
 class CheckpointManager:
-    """Checkpoint manager of a run: resumes it, and saves checkpoints when they are due.
+    """Resumes a run, and saves its checkpoints when they are due. All ranks call the methods.
 
     Args:
         folder: the run's output folder.
         identity: the run signature, see compatibility.run_signature.
     Attributes:
-        around_save: returns a context manager that is entered for each save. The run sets it to
-            complete the counters before a save, and to exclude the save from the step times.
+        around_save: returns a context manager for a save, which completes the counters before it
+            and excludes it from the step times.
         seconds: for each save of this process, how long training waited for it.
         best_is_loaded: whether `load_best` left the best weights in the model.
     Raises:
@@ -93,34 +80,32 @@ class CheckpointManager:
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not args.eval_only:
             self.state = sharded_state(self.module, objects.optimizer, ctx.device)
-        self.may_save = self._may_save()  # whether this run can write checkpoints
+        self._can_save = self.state is not None and self.state.family is not None
+        self.may_save = self._can_save and not args.no_save
         self.around_save: Callable[[], AbstractContextManager] = nullcontext
         self.seconds: list[float] = []
         self.best_is_loaded = False
         self._stop = DelayedFlag()
         self._saved_at: int | None = None
-        self._loaded_from: Path | None = None
+        self._loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
         self._resumed_at = -1  # step of the checkpoint in `folder` that this run continues
+        # The scheduler that a user's DeepSpeed file configures, or None.
+        self._scheduler = getattr(self.model, "lr_scheduler", None)
+        if not (self._can_save or args.eval_only):
+            self._refuse_to_save()
 
-    def _may_save(self) -> bool:
-        if self.args.eval_only:
-            return False
-        if self.state.family is not None:
-            return not self.args.no_save
+    def _refuse_to_save(self) -> None:
         problem = "Checkpoints do not support the DeepSpeed file's optimizer"
         flags = ("save_every", "save_epochs", "load_best_at_end", "resume")
         if given := [flag for flag in flags if getattr(self.args, flag) not in (None, False)]:
             raise UserError(f"{problem}: use AdamW or --optim, or omit --{' and --'.join(given)}.")
         if not self.args.no_save:
             self.ctx.console.warn(f"{problem}: a signal will end this run without one.")
-        return False
 
     # ------------------------------------------------------------------------------------- resuming
 
     def resume(self, found: Found | None) -> dict:
-        """Load a checkpoint. Call it on every rank.
-
-        Nothing on disk is changed, see `take_over`.
+        """Load a checkpoint; nothing on disk is changed, see `take_over`.
 
         Args:
             found: as `find_checkpoint` returned it; None for a new run.
@@ -138,11 +123,23 @@ class CheckpointManager:
         refuse_other_run(manifest["identity"], self.identity, self.args.resume_force)
         report_changes(manifest["identity"], self.identity, self.ctx)
         self._load_weights(path, manifest)
-        self._load_other_states(manifest)
-        counters = self._counters_of(manifest)
+        counters, objects = manifest["counters"], self.objects
+        # An imported checkpoint has no position, so its stream starts at the beginning.
+        if objects.stream is not None and (manifest["stream"] or counters["samples"]):
+            objects.stream.resume(manifest["stream"])
+        gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
+        # --lr_scheduler depends on the step only; a scheduler of a DeepSpeed file has a state.
+        if self._scheduler and manifest["lr_scheduler"]:
+            self._scheduler.load_state_dict(manifest["lr_scheduler"])
+            for group, saved in zip(self.state.base.param_groups, manifest["groups"], strict=True):
+                group["lr"] = saved["lr"]
+                if "betas" in saved:  # not those of SGD
+                    group["betas"] = tuple(saved["betas"])
+        if self.args.load_best_at_end and counters["best"]:
+            counters = self._without_missing_best(counters)
         dist.barrier()  # after it every rank has loaded its shards
         self.ctx.console.print0(f"▶️  Resumed from {path}")
-        if path.resolve() == step_folder(self.folder, counters["step"]).resolve():
+        if path.resolve() == files.step_folder(self.folder, counters["step"]).resolve():
             self._saved_at = self._resumed_at = counters["step"]
         return counters
 
@@ -150,106 +147,56 @@ class CheckpointManager:
         """Load weights, optimizer states and buffers, after a check of all shapes."""
         check_optimizer(path, manifest, self.state.family)
         check_shapes(path, manifest, self.state)
-        saved = load_file(path / BUFFERS) if BUFFERS in manifest["files"] else {}
-        buffers = {name: b for name, b in self.module.named_buffers() if name in saved}
-        for name, buffer in buffers.items():
-            if saved[name].shape != buffer.shape:
-                raise UserError(
-                    f"--resume {path}: the shape of the buffer {name} is {list(buffer.shape)} in "
-                    f"this model, and {list(saved[name].shape)} in the checkpoint."
-                )
-        if ADAFACTOR_STATES in manifest["files"]:
-            self.state.load_adafactor_states(load_file(path / ADAFACTOR_STATES))
+        if files.ADAFACTOR_STATES in manifest["files"]:
+            self.state.load_adafactor_states(load_file(path / files.ADAFACTOR_STATES))
         read_shards(path, manifest, self.state)
-        for name, buffer in buffers.items():
-            buffer.copy_(saved[name])
+        if files.BUFFERS in manifest["files"]:
+            saved = load_file(path / files.BUFFERS)
+            for name, buffer in self.module.named_buffers():
+                if name in saved:
+                    buffer.copy_(saved[name])
         self._loaded_from = path
 
-    def _load_other_states(self, manifest: dict) -> None:
-        """Load the states of the stream, the loss scaler and DeepSpeed's scheduler."""
-        objects = self.objects
-        # An imported checkpoint has no position, so its stream starts at the beginning.
-        has_position = manifest["stream"] or manifest["counters"]["samples"]
-        if objects.stream is not None and has_position:
-            objects.stream.resume(manifest["stream"])
-        gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
-        # --lr_scheduler depends on the step only; a scheduler of a DeepSpeed file has a state.
-        saved_schedule = manifest["lr_scheduler"]
-        if self._scheduler and saved_schedule:
-            self._scheduler.load_state_dict(saved_schedule)
-            for group, values in zip(self.state.base.param_groups, manifest["groups"], strict=True):
-                group["lr"] = values["lr"]
-                if "betas" in values:  # not those of SGD
-                    group["betas"] = tuple(values["betas"])
-        elif self._scheduler or saved_schedule:
-            new = "the DeepSpeed file's starts from the beginning"
-            self.ctx.console.warn(
-                "--resume: the learning rate's schedule changes: "
-                f"{new if self._scheduler else '--lr_scheduler replaces that of a DeepSpeed file'}."
-            )
-
-    def _counters_of(self, manifest: dict) -> dict:
-        """Return a checkpoint's counters, without a best evaluation whose checkpoint is missing."""
-        counters, best = manifest["counters"], manifest["counters"]["best"]
-        if not (best and self.args.load_best_at_end):
-            return counters
-        if self.ctx.broadcast_from_rank0(step_folder(self.folder, best["step"]).is_dir()):
+    def _without_missing_best(self, counters: dict) -> dict:
+        best_folder = files.step_folder(self.folder, counters["best"]["step"])
+        if self.ctx.broadcast_from_rank0(best_folder.is_dir()):
             return counters
         self.ctx.console.warn(
-            f"--load_best_at_end: the checkpoint of the best evaluation (step {best['step']}) is "
-            f"not in {self.folder}. Only evaluations from here on are compared."
+            f"--load_best_at_end: {best_folder} is missing. Only evaluations from here on count."
         )
         return {**counters, "best": None}
 
-    @property
-    def _scheduler(self):
-        """The scheduler that a user's DeepSpeed file configures, or None."""
-        return getattr(self.model, "lr_scheduler", None)
-
     def take_over(self, best: dict | None) -> None:
-        """Prepare the folder of checkpoints for this run; rank 0 only, no-op on other ranks.
+        """Prepare the folder of checkpoints for this run, on rank 0.
 
-        Call it when all checks have passed, because it changes files of earlier runs. Checkpoints
-        after the resumed one are renamed: they are damaged, or of a run that this one replaces.
-
-        Raises:
-            UserError: the folder's path exists but is no folder.
-            OSError: the folder is not writable.
+        Call it when all checks have passed. Checkpoints after the resumed one are renamed: they are
+        damaged, or of a run that this one replaces.
         """
         if not self.ctx.is_main:
             return
-        if os.path.lexists(self.folder) and not self.folder.is_dir():
-            raise UserError(
-                f"{self.folder} is not a folder, but checkpoints are saved there: rename it."
-            )
         if self.ctx.lock:
             atomic.remove_leftovers(self.folder)
-        for path in list_checkpoints(self.folder):
-            if step_of(path) > self._resumed_at:
+        for path in files.list_checkpoints(self.folder):
+            if files.step_of(path) > self._resumed_at:
                 atomic.set_aside(path, f"aside-{path.name}")
-        for mark in MARKS:
-            if os.path.lexists(self.folder / mark) and not marked(self.folder, mark):
+        for mark in files.MARKS:
+            if os.path.lexists(self.folder / mark) and not files.marked(self.folder, mark):
                 aside = atomic.set_aside(self.folder / mark, f"{mark}.damaged")
                 self.ctx.console.warn(
-                    f"{self.folder / mark} does not name a checkpoint. It was renamed to "
-                    f"{aside.name} and is not used."
+                    f"{self.folder / mark} does not name a checkpoint: renamed to {aside.name}."
                 )
         if best and self.args.load_best_at_end:
-            name = step_folder(self.folder, best["step"]).name
-            atomic.write_text(self.folder / "best", f"{name}\n")
+            self._mark("best", best["step"])
 
     def load_best(self, best: int, now: int) -> None:
-        """Load the weights of the best evaluation; call it on every rank, at the end of training.
+        """Load the weights of the best evaluation, at the end of training.
 
         If that checkpoint is damaged or missing, the last weights stay, with a warning.
 
         Args:
             now: the step whose weights are loaded now.
-        Raises:
-            UserError: the checkpoint does not fit this model.
-            TrainingError: a file cannot be read.
         """
-        best_folder = step_folder(self.folder, best)
+        best_folder = files.step_folder(self.folder, best)
         if best == now:
             self.best_is_loaded, self._loaded_from = True, best_folder
             return
@@ -270,8 +217,6 @@ class CheckpointManager:
     def after_step(self, state: TrainState, stop: torch.Tensor) -> None:
         """Save a checkpoint if one is due; save and stop if a rank received a stop signal.
 
-        Call it on every rank after each step.
-
         Args:
             stop: scalar tensor, above 0 if any rank received a stop signal; equal on all ranks.
         Raises:
@@ -285,10 +230,9 @@ class CheckpointManager:
             self.preempt(state)
 
     def preempt(self, state: TrainState) -> NoReturn:
-        """Save a checkpoint and end the run, because a rank received a stop signal.
+        """Save a checkpoint and raise Preempted, because a rank received a stop signal.
 
         Raises:
-            Preempted: the checkpoint is complete.
             TrainingError: this run saves no checkpoints, or the checkpoint cannot be written.
         """
         if not self.may_save:
@@ -297,22 +241,24 @@ class CheckpointManager:
         raise Preempted(self.model)
 
     def after_evaluation(self, state: TrainState) -> None:
-        """Save a checkpoint if this evaluation is the best so far; call it on every rank."""
+        """Save a checkpoint if this evaluation is the best so far."""
         if not (self.args.load_best_at_end and state.best and state.best["step"] == state.step):
             return
         self.save(state)
         if self.ctx.is_main:
-            old, new = marked(self.folder, "best"), step_folder(self.folder, state.step).name
-            atomic.write_text(self.folder / "best", new + "\n")
+            old = files.marked(self.folder, "best")
+            self._mark("best", state.step)
             # With regular saves --keep_last decides which checkpoints are removed.
             saves_regularly = self.args.save_every or self.args.save_epochs
-            if old not in ("", new) and not saves_regularly:
+            if old not in ("", files.marked(self.folder, "best")) and not saves_regularly:
                 shutil.rmtree(self.folder / old, ignore_errors=True)
 
-    def save(self, state: TrainState) -> None:
-        """Save a checkpoint of the current step, unless there is one.
+    def _mark(self, mark: str, step: int) -> None:
+        name = files.step_folder(self.folder, step).name
+        atomic.write_text(self.folder / mark, f"{name}\n")
 
-        Call it on every rank, between two steps. It returns when the checkpoint is on disk.
+    def save(self, state: TrainState) -> None:
+        """Save a checkpoint of the current step, unless there is one; it is on disk afterwards.
 
         Raises:
             TrainingError: the disk is full, or not writable. All ranks raise it together, and no
@@ -320,7 +266,7 @@ class CheckpointManager:
         """
         if state.step == self._saved_at:
             return
-        started, final = time.monotonic(), step_folder(self.folder, state.step)
+        started, final = time.monotonic(), files.step_folder(self.folder, state.step)
         with self.around_save():
             with self.ctx.console.bar("Saving a checkpoint", unit=""):
                 self._write(final, self._manifest(state.counters()))
@@ -347,22 +293,21 @@ class CheckpointManager:
         }
 
     def _write(self, final: Path, manifest: dict) -> None:
-        """Write a checkpoint to the folder `final`; every rank calls it."""
+        """Write a checkpoint to the folder `final`."""
         ctx, errors = self.ctx, FirstError()
         unfinished = self.folder / f"{atomic.PARTIAL}{final.name}"
         if ctx.is_main:
-            errors.attempt(_start_checkpoint, unfinished)
+            atomic.remove(unfinished)
+            errors.attempt(unfinished.mkdir, 0o777, True)
         dist.barrier()
         writer = PieceWriter(unfinished, ctx.rank)
         errors.attempt(write_shards, writer, self.state, ctx.world_size)
-        if errors.error is not None and isinstance(explain(errors.error), OutOfMemory):
-            raise errors.error  # ends the run with the facts on memory; the other ranks are ended
         ranks = ctx.all_gather((writer.pieces, writer.files, str(errors)))
         failed = next((f"{error} [rank {r}]" for r, (_, _, error) in enumerate(ranks) if error), "")
         if ctx.is_main:
             if not failed:
                 manifest["pieces"] = [piece for pieces, _, _ in ranks for piece in pieces]
-                manifest["files"] = {name: f for _, files, _ in ranks for name, f in files.items()}
+                manifest["files"] = {name: f for _, entry, _ in ranks for name, f in entry.items()}
                 errors.attempt(self._complete, unfinished, final, manifest)
                 failed = str(errors)
             atomic.remove(unfinished)  # it exists after an error only
@@ -376,15 +321,15 @@ class CheckpointManager:
         self.spec.describe(unfinished / "model")
         buffers = {} if self.spec.lora else persistent_buffers(self.module)
         states = self.state.adafactor_states() if isinstance(self.state, PlainState) else {}
-        for tensors, name in ((buffers, BUFFERS), (states, ADAFACTOR_STATES)):
+        for tensors, name in ((buffers, files.BUFFERS), (states, files.ADAFACTOR_STATES)):
             if tensors:
                 on_host = {key: t.detach().cpu().clone() for key, t in tensors.items()}
                 save_file(on_host, unfinished / name)
-        written = {path.relative_to(unfinished).as_posix(): path for path in unfinished.rglob("*")}
-        for name in sorted(written.keys() - manifest["files"].keys()):
-            if written[name].is_file():
-                manifest["files"][name] = file_entry(written[name])
-        write_manifest(unfinished, manifest)
+        for path in sorted(unfinished.rglob("*")):
+            name = path.relative_to(unfinished).as_posix()
+            if path.is_file() and name not in manifest["files"]:
+                manifest["files"][name] = files.file_entry(path)
+        files.write_manifest(unfinished, manifest)
         atomic.sync_tree(unfinished / "model")
         atomic.sync(unfinished)
         os.replace(unfinished, final)
@@ -397,19 +342,23 @@ class CheckpointManager:
         try:
             atomic.sync(self.folder)
             atomic.sync(self.folder.parent)
-            atomic.write_text(self.folder / "latest", final.name + "\n")
+            self._mark("latest", files.step_of(final))
             atomic.sync(self.folder)
-            _remove_old(self.folder, self.args.keep_last)
         except OSError as error:
             self.ctx.console.warn(
                 f"The checkpoint {final} is complete, but {self.folder / 'latest'} could not be "
                 f"updated ({error.strerror})."
             )
+            return
+        if self.args.keep_last:
+            for old in files.list_checkpoints(self.folder)[self.args.keep_last :]:
+                if old.name != files.marked(self.folder, "best"):
+                    shutil.rmtree(old, ignore_errors=True)
 
     def weights_kept(self, state: TrainState | None) -> Path | None:
         """Return a checkpoint with the model's present weights, and save one if necessary.
 
-        Every rank calls it.
+        For an export that failed: one is saved also with --no_save.
 
         Args:
             state: the run's counters; None for a run that was complete before it was resumed.
@@ -418,14 +367,14 @@ class CheckpointManager:
         """
         if self.best_is_loaded or state is None:
             return self._loaded_from
-        if not self.may_save:
+        if not self._can_save:
             return None
         try:
             self.save(state)
         except TrainingError as error:
             self.ctx.console.warn(str(error))
             return None
-        return step_folder(self.folder, state.step)
+        return files.step_folder(self.folder, state.step)
 
 
 class DelayedFlag:
@@ -459,14 +408,3 @@ def saves_due(args: Arguments, before: dict, steps: int, blocks: int) -> int:
     every = steps // args.save_every - before["step"] // args.save_every if args.save_every else 0
     epochs = max(0, (args.epochs or 1) - before["samples"] // blocks) if args.save_epochs else 0
     return max(0, every) + epochs + bool(args.load_best_at_end)
-
-
-def _start_checkpoint(unfinished: Path) -> None:
-    atomic.remove(unfinished)
-    unfinished.mkdir(parents=True)
-
-
-def _remove_old(folder: Path, keep_last: int | None) -> None:
-    for old in list_checkpoints(folder)[keep_last:] if keep_last else ():
-        if old.name != marked(folder, "best"):
-            shutil.rmtree(old, ignore_errors=True)

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from support.checkpoints.format import ELEMENT_BYTES, KINDS, file_entry
+from support.checkpoints.format import KINDS, file_entry
 from support.errors import TrainingError, UserError
 from support.strategies.optimizer_shards import ShardedState
 
@@ -33,7 +33,7 @@ class PieceWriter:
         self.pieces: list[dict] = []
         self.files: dict[str, dict] = {}
         self._tensors: dict[str, torch.Tensor] = {}
-        self._room = self._capacity = PIECE_FILE_BYTES // (len(KINDS) * ELEMENT_BYTES)
+        self._room = self._capacity = PIECE_FILE_BYTES // (4 * len(KINDS))  # elements in fp32
 
     def add(self, name: str, start: int, tensors: dict[str, torch.Tensor]) -> None:
         """Add consecutive elements of a parameter, which may be distributed over several files.
@@ -80,9 +80,8 @@ def write_shards(writer: PieceWriter, state: ShardedState, world_size: int) -> N
             for piece in [] if state.is_copy else shard.pieces:
                 begin, end = 0, piece.numel
                 if state.replicated:  # every rank has all elements and writes an equal part of them
-                    begin, end = (
-                        piece.numel * r // world_size for r in (writer.rank, writer.rank + 1)
-                    )
+                    begin = piece.numel * writer.rank // world_size
+                    end = piece.numel * (writer.rank + 1) // world_size
                 part = slice(piece.offset + begin, piece.offset + end)
                 elements = {kind: flat[part] for kind, flat in tensors.items()}
                 writer.add(piece.name, piece.start + begin, elements)

@@ -45,17 +45,13 @@ def check_isolation(config: PretrainedConfig, tokenizer, args: Arguments) -> Non
         )
     try:
         masked = masks_documents(config)
-    except NOT_WITH_FAKE_TENSORS as error:
-        raise UserError(
-            f"{flag}: whether {args.model} ({config.model_type}) keeps documents apart cannot be "
-            f"checked, because in transformers {transformers.__version__} its forward pass needs "
-            "values of tensors: leave the flag out, or try a newer transformers."
-        ) from error
+    except NOT_WITH_FAKE_TENSORS:  # the forward pass needs values of tensors: it cannot be checked
+        masked = False
     if not masked:
         raise UserError(
             f"{flag}: in transformers {transformers.__version__} the layers of {args.model} "
-            f"({config.model_type}) do not use the attention mask that keeps documents apart: "
-            "leave the flag out, or try a newer transformers."
+            f"({config.model_type}) are not known to use the attention mask that keeps documents "
+            "apart: leave the flag out, or try a newer transformers."
         )
     if tokenizer.eos_token_id is None and not args.packing:
         raise UserError(
@@ -119,10 +115,8 @@ def _attentions(model: nn.Module, two: bool) -> dict[int, bool]:
 def choose_block_mask(config: PretrainedConfig, device: torch.device) -> bool:
     """Let the model compute attention with a BlockMask, if the device and the model allow it.
 
-    A dense mask for 32 sequences of 1,024 tokens has 33 million elements, which SDPA converts to
-    the dtype of the computations; with it neither FlashAttention nor cuDNN can run. The CPU keeps
-    the dense mask, because FlexAttention does not train there. So does a model with dropout in
-    its attention, which FlexAttention does not support.
+    With a dense mask neither FlashAttention nor cuDNN can run. The CPU keeps it, because
+    FlexAttention does not train there; so does a model with dropout in its attention.
 
     Args:
         config: of a model that passes `masks_documents`; changed in place.
@@ -130,16 +124,22 @@ def choose_block_mask(config: PretrainedConfig, device: torch.device) -> bool:
         True if the model now uses a BlockMask.
     """
     text_config = config.get_text_config()
-    dropout = any(
-        getattr(text_config, name, 0) for name in ("attn_pdrop", "attention_dropout", "dropout")
-    )
+    names = ("attn_pdrop", "attention_dropout", "dropout")
     new_enough = all(
         Version(Version(library.__version__).base_version) >= oldest
         for library, oldest in OLDEST_FOR_BLOCK_MASK.items()
     )
-    if device.type != "cuda" or dropout or not new_enough:
+    has_dropout = any(getattr(text_config, name, 0) for name in names)
+    if device.type != "cuda" or has_dropout or not new_enough:
         return False
-    _register_block_mask()
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    # transformers 5.23 refuses the name "flex_attention" for models that its authors have not
+    # tested with it, such as GPT-2. `masks_documents` has checked how the functions are called.
+    AttentionInterface.register(BLOCK_MASK, ALL_ATTENTION_FUNCTIONS["flex_attention"])
+    AttentionMaskInterface.register(BLOCK_MASK, MASKS["flex_attention"])
     config._attn_implementation = BLOCK_MASK
     return True
 
@@ -148,17 +148,3 @@ def use_sdpa(config: PretrainedConfig) -> None:
     """Undo `choose_block_mask` for generation, where FlexAttention would compile each length."""
     if config._attn_implementation == BLOCK_MASK:
         config._attn_implementation = "sdpa"
-
-
-def _register_block_mask() -> None:
-    """Register transformers' functions for FlexAttention under a name that every model accepts.
-
-    transformers 5.23 refuses "flex_attention" for models that its authors have not tested with it,
-    such as GPT-2. The functions are called as those for SDPA, which `masks_documents` has checked.
-    """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface.register(BLOCK_MASK, ALL_ATTENTION_FUNCTIONS["flex_attention"])
-    AttentionMaskInterface.register(BLOCK_MASK, MASKS["flex_attention"])

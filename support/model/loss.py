@@ -32,6 +32,37 @@ ALIGNMENT = 128
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # hidden, weight, bias
 
 
+def next_token_loss(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run the forward pass and return the sum of the next-token cross entropies / `tokens`.
+
+    Args:
+        model: may be wrapped by DDP, FSDP2 or DeepSpeed.
+        inputs: token ids, int64 [batch, length].
+        labels: int64 [batch, length]; IGNORED for tokens without a loss.
+        tokens: scalar tensor, the valid tokens of the whole step on all ranks. The losses of all
+            micro-batches and ranks then add up to the mean over tokens.
+        positions: int64 [batch, length], which restart at 0 where a document begins, so that
+            attention stays within it (see support/model/isolation.py); None: from 0 to length - 1.
+    Returns:
+        The loss, a scalar in fp32.
+    """
+    # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    options = {} if positions is None else {"position_ids": positions}
+    if isinstance(unwrapped(model), LossMixin):
+        return model(inputs, targets=targets, tokens=tokens.long(), **options)
+    logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
+    return (
+        F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") / tokens
+    )
+
+
 class LossMixin(nn.Module):
     """Forward method of a causal language model that returns the loss if it gets targets."""
 
@@ -96,9 +127,8 @@ class OutputLayer(nn.Linear):
                 return _loss_and_gradients(inputs, targets, 1 / tokens, dtype, needed)[0]
             loss = ChunkedLoss.apply(*inputs, targets, tokens, dtype)
         if loss.requires_grad and dtype not in COMPUTED_IN_BACKWARD:
-            self.kept_bytes = sum(
-                saved.nbytes for saved in loss.grad_fn.saved_tensors if saved is not None
-            )
+            saved = loss.grad_fn.saved_tensors
+            self.kept_bytes = sum(tensor.nbytes for tensor in saved if tensor is not None)
         return loss
 
 
@@ -165,47 +195,31 @@ class ChunkedLoss(torch.autograd.Function):
     The gradients are computed together with the loss, from the same logits; backward only
     multiplies them. In fp16 most of them would underflow to 0 without the factor of the loss
     scaler, which is known only in backward. In fp16 backward therefore computes the logits again.
+
+    Inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
+    None, targets [tokens] (negative: not counted), a scalar divisor, dtype of the matrix products.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, divisor, dtype) -> torch.Tensor:
-        """Compute the loss and, except in fp16, the gradients.
-
-        Args:
-            hidden: [tokens, hidden size].
-            weight: [vocabulary, hidden size].
-            bias: [vocabulary], or None.
-            targets: [tokens]; negative for tokens that do not count.
-            divisor: a scalar.
-            dtype: of the matrix multiplications.
-        """
+        """Compute the loss and, except in fp16, the gradients."""
+        inputs = (hidden, weight, bias)
         ctx.dtype, ctx.in_backward = dtype, dtype in COMPUTED_IN_BACKWARD
         needed = [wanted and not ctx.in_backward for wanted in ctx.needs_input_grad[:3]]
-        loss, gradients = _loss_and_gradients(
-            (hidden, weight, bias), targets, 1 / divisor, dtype, needed
-        )
-        ctx.save_for_backward(
-            *((hidden, weight, bias, targets, divisor) if ctx.in_backward else gradients)
-        )
+        loss, gradients = _loss_and_gradients(inputs, targets, 1 / divisor, dtype, needed)
+        ctx.save_for_backward(*((*inputs, targets, divisor) if ctx.in_backward else gradients))
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, factor):
-        """Return the gradients of hidden, weight and bias.
-
-        Args:
-            factor: the gradient of the result, a scalar in fp32.
-        """
+        """Return the gradients of hidden, weight and bias, times the scalar `factor`."""
         if ctx.in_backward:
-            hidden, weight, bias, targets, divisor = ctx.saved_tensors
-            inputs, needed = (hidden, weight, bias), ctx.needs_input_grad[:3]
+            *inputs, targets, divisor = ctx.saved_tensors
+            needed = ctx.needs_input_grad[:3]
             _, gradients = _loss_and_gradients(inputs, targets, factor / divisor, ctx.dtype, needed)
         else:
-            gradients = [
-                None if gradient is None else gradient.mul_(factor)
-                for gradient in ctx.saved_tensors
-            ]
+            gradients = [g if g is None else g.mul_(factor) for g in ctx.saved_tensors]
         return *gradients, None, None, None
 
 
@@ -220,9 +234,7 @@ def _loss_and_gradients(
     """Compute the loss of all chunks and its gradients, both multiplied by `scale`.
 
     Args:
-        inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
-            None.
-        targets: [tokens].
+        inputs, targets: as in ChunkedLoss.
         scale: a scalar in fp32.
         dtype: of the matrix multiplications; sums over chunks are in fp32.
         needed: whether each of the inputs needs a gradient.
@@ -248,15 +260,14 @@ def _loss_and_gradients(
     rows = -(-len(hidden) // number_of_chunks(len(hidden), len(weight), device))
     rows += -rows % alignment
     for start in range(0, len(hidden), rows):
-        part = hidden.narrow(0, start, min(rows, len(hidden) - start))
+        part = hidden[start : start + rows]
         logits = _logits(part, weight, bias)
-        if tail:
-            logits.narrow(1, vocabulary, tail).fill_(-torch.inf)
-        part_targets = targets.narrow(0, start, len(part))
+        logits[:, vocabulary:] = -torch.inf
+        part_targets = targets[start : start + rows]
         log_p, grad_logits = _cross_entropy(logits, part_targets, scale, dtype, any(needed))
         loss -= log_p
         if grad_hidden is not None:
-            grad_hidden.narrow(0, start, len(part)).copy_(grad_logits @ weight)
+            grad_hidden[start : start + rows] = grad_logits @ weight
         if grad_weight is not None and dtype == torch.float32:
             grad_weight.addmm_(grad_logits.T, part)
         elif grad_weight is not None:
@@ -264,9 +275,10 @@ def _loss_and_gradients(
         if grad_bias is not None:
             grad_bias += grad_logits.sum(0, dtype=torch.float32)
         del logits, grad_logits  # before the next chunk allocates its own
-    gradients = [grad_hidden, grad_weight, grad_bias]
-    if tail:
-        gradients[1:] = [g if g is None else g.narrow(0, 0, vocabulary) for g in gradients[1:]]
+    gradients = [
+        grad_hidden,
+        *(g if g is None else g[:vocabulary] for g in (grad_weight, grad_bias)),
+    ]
     return loss * scale, [
         None if g is None or x is None else g.to(x.dtype)
         for g, x in zip(gradients, inputs, strict=True)
@@ -311,34 +323,3 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         return F.linear(hidden, weight, bias)
     logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return logits if bias is None else logits.add_(bias)
-
-
-def next_token_loss(
-    model: nn.Module,
-    inputs: torch.Tensor,
-    labels: torch.Tensor,
-    tokens: torch.Tensor,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run the forward pass and return the sum of the next-token cross entropies / `tokens`.
-
-    Args:
-        model: may be wrapped by DDP, FSDP2 or DeepSpeed.
-        inputs: token ids, int64 [batch, length].
-        labels: int64 [batch, length]; IGNORED for tokens without a loss.
-        tokens: scalar tensor, the valid tokens of the whole step on all ranks. The losses of all
-            micro-batches and ranks then add up to the mean over tokens.
-        positions: int64 [batch, length], which restart at 0 where a document begins, so that
-            attention stays within it (see support/model/isolation.py); None: from 0 to length - 1.
-    Returns:
-        The loss, a scalar in fp32.
-    """
-    # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    options = {} if positions is None else {"position_ids": positions}
-    if isinstance(unwrapped(model), LossMixin):
-        return model(inputs, targets=targets, tokens=tokens.long(), **options)
-    logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
-    return (
-        F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") / tokens
-    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from support import progress
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.errors import TrainingError, UserError, first_line
+from support.errors import TrainingError, UserError, first_line, refused_as
 from support.files.hub_cache import login_command
 
 
@@ -28,18 +28,14 @@ def open_repository(args: Arguments, folder: Path, ctx: DistContext) -> str | No
     from huggingface_hub import HfApi
 
     name = args.hub_model_id or re.sub(r"[^A-Za-z0-9_]+", "-", folder.absolute().name).strip("-")
-    try:
+    advice = f"log in with `{login_command()}`, or set HF_TOKEN to a token that may write"
+    with refused_as(f"--push_to_hub failed ({advice} to {name})", 200):
         api = HfApi()
         if "/" not in name:
             name = f"{api.whoami()['name']}/{name}"
         api.create_repo(name, private=True if args.hub_private_repo else None, exist_ok=True)
         # create_repo does not change a repository that exists.
         is_public = args.hub_private_repo and not api.model_info(name).private
-    except Exception as error:  # the client raises a dozen classes; the first line has the reason
-        raise UserError(
-            f"--push_to_hub: {first_line(error, 200).rstrip('.')}. Log in with "
-            f"`{login_command()}`, or set HF_TOKEN to a token that may write to {name}."
-        ) from error
     if is_public:
         raise UserError(
             f"--hub_private_repo: {name} exists and is public. Make it private in its settings on "

@@ -14,8 +14,7 @@ from support import patches
 from support.data.sequences import Padding, micro_batch
 from support.errors import UserError
 from support.labels import IGNORED
-from support.model import isolation, loss
-from support.model import resolve as models
+from support.model import isolation, loss, weights
 
 # Older versions do not know some of these models, and isolate documents in fewer of them.
 pytestmark = pytest.mark.skipif(
@@ -101,7 +100,7 @@ def test_logits_of_a_document_do_not_depend_on_the_document_before(name):
 @pytest.mark.parametrize("name", ISOLATING)
 def test_packed_loss_is_the_loss_of_the_documents_alone(name):
     torch.manual_seed(0)
-    model = models.from_config(config_of(name)).eval()
+    model = weights.from_config(config_of(name)).eval()
     assert loss.returns_plain_logits(model.config)
     loss.add_loss(model)
     tokens = torch.tensor(sum(len(document) - 1 for document in DOCUMENTS))

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support import chunks, patches
 from support.data.batches import IGNORED
-from support.model import loss
-from support.model import resolve as models
+from support.model import loss, weights
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 SIZES = {
@@ -235,7 +234,7 @@ def test_an_error_of_the_probe_is_not_taken_for_an_answer(monkeypatch):
 def test_script_computes_the_same_loss_either_way(family):
     config, plain = CONFIGS[family]
     torch.manual_seed(0)
-    model = models.from_config(config).eval()
+    model = weights.from_config(config).eval()
     ids = torch.randint(0, VOCABULARY, (2, 20))
     labels = ids.clone()
     labels[1, 12:] = IGNORED
@@ -260,7 +259,7 @@ def test_a_step_does_not_wait_for_the_gpu(config):
     """Whoever reads a value of a tensor on a GPU waits for the GPU."""
     config = copy.deepcopy(config)
     config.pad_token_id = 0  # without the patch, transformers compares token ids with it
-    model = models.from_config(config).train()
+    model = weights.from_config(config).train()
     loss.add_loss(model)
     ids, tokens = torch.randint(0, VOCABULARY, (2, 20)), torch.tensor(38.0)
     with Operations() as operations:
@@ -274,7 +273,7 @@ def test_a_step_does_not_wait_for_the_gpu(config):
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_compiled_attention_gets_no_mask(config):
     """FlashAttention takes none."""
-    model, calls = models.from_config(config), []
+    model, calls = weights.from_config(config), []
 
     def record(graph, _inputs):
         for node in graph.graph.nodes:
