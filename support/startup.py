@@ -15,7 +15,6 @@ from typing import NoReturn
 from support import process
 from support.cli import paths
 from support.cli.arguments import Arguments
-from support.cli.ds_config import configured_strategy
 from support.cli.hub import ask_hub
 from support.cli.parse import as_typed, ignored_flags, parse_arguments
 from support.cli.run_file import as_yaml
@@ -30,14 +29,12 @@ from support.optimizers import OPTIMIZERS
 from support.redaction import redact
 
 
-def start(argv: list[str], will_run: bool = True) -> tuple[Arguments, Launch]:
+def start(argv: list[str]) -> tuple[Arguments, Launch]:
     """Read the arguments and the launcher's environment, run the first checks, tune the process.
 
     If a check fails, the process exits with one line and code 2. With --print_config it prints the
     flags, and with --prefetch it imports torch and downloads what the run reads; both then exit.
 
-    Args:
-        will_run: False if the arguments are only checked.
     Returns:
         The arguments, which cannot be changed, and this process's place in the run.
     """
@@ -78,9 +75,6 @@ def start(argv: list[str], will_run: bool = True) -> tuple[Arguments, Launch]:
             from support.commands.prefetch import prefetch  # imports torch
 
             prefetch(args, launch)  # does not return
-        without_training = args.check or args.show_sample
-        if args.ds_config_dict and will_run and launch.is_node_leader and not without_training:
-            start_to_compile(args)
     except UserError as error:
         error.args = (as_typed(str(error), argv),)
         launching.exit_before_start(error, verbose)
@@ -126,17 +120,6 @@ def check_run(args: Arguments) -> None:
         raise UserError(f"--resume {args.resume}: there is no such checkpoint.")
     paths.check_nvme_path(args)
     check_packages(args)
-
-
-def start_to_compile(args: Arguments) -> None:
-    """Compile the missing ops of DeepSpeed while this process imports libraries and reads data."""
-    from support.strategies import ops  # imported only if needed, because --help must be fast
-
-    if missing := ops.missing_ops(configured_strategy(args)):
-        ops.start_builder(missing)
-        if not args.quiet:
-            names = ", ".join(missing)
-            print(f"ℹ️  Compiling DeepSpeed's {names} in the background, once for this machine.")
 
 
 def check_packages(args: Arguments) -> None:

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -112,7 +112,9 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
         config = json.loads((folder / "config.json").read_text())
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shapes = {rename(name): shape for name, shape in source.shapes.items()}
+    shapes: dict[str, Sequence[int]] = {
+        rename(name): shape for name, shape in source.shapes.items()
+    }
     try:
         files = WeightFiles(folder, shapes, dtype, buffers, file_bytes, stem)
     except ValueError as error:

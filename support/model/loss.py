@@ -260,14 +260,17 @@ def _loss_and_gradients(
     rows = -(-len(hidden) // number_of_chunks(len(hidden), len(weight), device))
     rows += -rows % alignment
     for start in range(0, len(hidden), rows):
-        part = hidden[start : start + rows]
+        count = min(rows, len(hidden) - start)
+        part = hidden.narrow(0, start, count)
         logits = _logits(part, weight, bias)
-        logits[:, vocabulary:] = -torch.inf
-        part_targets = targets[start : start + rows]
-        log_p, grad_logits = _cross_entropy(logits, part_targets, scale, dtype, any(needed))
+        if tail:
+            logits.narrow(1, vocabulary, tail).fill_(-torch.inf)
+        log_p, grad_logits = _cross_entropy(
+            logits, targets.narrow(0, start, count), scale, dtype, any(needed)
+        )
         loss -= log_p
         if grad_hidden is not None:
-            grad_hidden[start : start + rows] = grad_logits @ weight
+            grad_hidden.narrow(0, start, count).copy_(grad_logits @ weight)
         if grad_weight is not None and dtype == torch.float32:
             grad_weight.addmm_(grad_logits.T, part)
         elif grad_weight is not None:
@@ -275,10 +278,9 @@ def _loss_and_gradients(
         if grad_bias is not None:
             grad_bias += grad_logits.sum(0, dtype=torch.float32)
         del logits, grad_logits  # before the next chunk allocates its own
-    gradients = [
-        grad_hidden,
-        *(g if g is None else g[:vocabulary] for g in (grad_weight, grad_bias)),
-    ]
+    gradients = [grad_hidden, grad_weight, grad_bias]
+    if tail:
+        gradients[1:] = [g if g is None else g.narrow(0, 0, vocabulary) for g in gradients[1:]]
     return loss * scale, [
         None if g is None or x is None else g.to(x.dtype)
         for g, x in zip(gradients, inputs, strict=True)

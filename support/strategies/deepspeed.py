@@ -44,12 +44,10 @@ def configure_deepspeed(args: Arguments, ctx: DistContext, spec) -> dict:
     if strategy.uses_nvme:
 
         def make_folder() -> str:
-            folder = requirements.make_nvme_folder(
-                args.nvme_path,
-                spec.parameters,
-                1 if ctx.simulated else ctx.launch.local_world_size,
-                ctx.world_size,
-            )
+            # At most 20 bytes a parameter: fp32 master, two moments, gradient and working copy.
+            local_ranks = 1 if ctx.simulated else ctx.launch.local_world_size
+            needed = 20 * spec.parameters * local_ranks // ctx.world_size
+            folder = requirements.make_nvme_folder(args.nvme_path, needed)
             ctx.temporary.extend(folder.paths)
             return str(folder.path)
 
@@ -80,7 +78,6 @@ def _prepare_ops(strategy: Strategy, ctx: DistContext, verbose: bool) -> None:
 
     def build() -> None:
         if missing := ops.missing_ops(strategy):
-            # The process that startup.start has started reports no errors: this one does.
             show = not ctx.console.quiet or verbose
             ops.build(missing, ctx.console.print if show else lambda _: None, verbose)
 

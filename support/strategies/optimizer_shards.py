@@ -7,9 +7,9 @@ parameter to its offset in a master. There is one class for each layout of the m
     Zero12State   DeepSpeed's stages 1 and 2: one partition per parameter group
     Zero3State    DeepSpeed's stage 3: one partition per sub-group; infinity keeps them on NVMe
 
-AdamW's moments have an element for each of the master's. 8-bit moments are converted to fp32 and
-back, so that every strategy can read them. Adafactor's states are rows and columns of whole
-parameters; only dp has them, on every rank. SGD without momentum has no states.
+AdamW's moments have an element for each of the master's; 8-bit moments are converted to fp32 and
+back. Adafactor's states are rows and columns of whole parameters; only dp has them, on every rank.
+SGD without momentum has no states.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def optimizer_family(optimizer) -> str | None:
     if isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "ds_opt_adam"):
         return "adamw"
     if isinstance(base, torch.optim.SGD):
-        momentum = any(group["momentum"] for group in base.param_groups)
-        return None if momentum else "sgd"
+        return None if any(group["momentum"] for group in base.param_groups) else "sgd"
     return {"AdamW8bit": "adamw", "Adafactor": "adafactor"}.get(type(base).__name__)
 
 
@@ -225,15 +224,12 @@ class PlainState(ShardedState):
 
     def load_adafactor_states(self, saved: dict[str, torch.Tensor]) -> None:
         """Set the states of Adafactor; a parameter without saved states gets new ones."""
-        for shard in self.shards:
-            prefix = f"{shard.names[0]}/"
-            state = {
-                key.removeprefix(prefix): value.float().to(shard.key.device)
-                for key, value in saved.items()
-                if key.startswith(prefix)
-            }
-            if state:
-                self.base.state[shard.key] = {"RMS": 0, **state}
+        keys = {shard.names[0]: shard.key for shard in self.shards}
+        for name, value in saved.items():
+            parameter, _, kind = name.rpartition("/")
+            state = self.base.state[keys[parameter]]
+            state[kind] = value.float().to(keys[parameter].device)
+            state.setdefault("RMS", 0)
 
 
 class Zero12State(ShardedState):
