@@ -46,12 +46,7 @@ def flags_signature(args: Arguments, world_size: int) -> dict:
 
 
 def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, model) -> dict:
-    """Return the run signature, {"hard": …, "soft": …, "told": …}.
-
-    Args:
-        dataset: the dataset's entry in results.json.
-        model: as wrapped by the strategy.
-    """
+    """Return the run signature; `dataset` is the dataset's entry in results.json."""
     shapes = {name: full_shape(p) for name, p in unwrapped(model).named_parameters()}
     must_match = {
         "parameters": spec.parameters,
@@ -87,8 +82,7 @@ def refuse_other_run(saved: dict, current: dict, forced: bool) -> None:
     """Raise a UserError if the run signature in a checkpoint is another run's.
 
     Args:
-        saved: the run signature in the checkpoint. A part is empty if it is unknown, as for an
-            imported checkpoint; an entry that is missing and not in VALUES_BEFORE is not compared.
+        saved: the run signature in the checkpoint; a part that is empty is not compared.
         current: the run signature of this run, or a part of it.
         forced: --resume_force, with which only "hard" differences are refused.
     """

@@ -16,7 +16,6 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import load_file
@@ -36,10 +35,9 @@ UNIVERSAL_FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "
 
 
 class OwnCheckpoint:
-    """A checkpoint of this project whose tensors are read whole; see `format.open_checkpoint`.
+    """A checkpoint of this project whose tensors are read whole, after a check of all files.
 
     Attributes:
-        shapes: {parameter: shape}.
         kinds: "weight", and after the first update of Adam also the moments.
         adam_step: number of updates that Adam has made; 0 without moments.
     """
@@ -62,10 +60,8 @@ class OwnCheckpoint:
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
-    """Write a new folder with `write`; after an error nothing remains.
+    """Write a new folder with `write`, and return it; after an error nothing remains.
 
-    Returns:
-        The new folder: `target`, or a numbered name if another process created `target` meanwhile.
     Raises:
         UserError: the target exists.
         OSError: the disk is full, or not writable.
@@ -84,11 +80,8 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
 def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes: str) -> None:
     """Write a folder for `from_pretrained`; for LoRA adapters, a folder for peft.
 
-    One file of weights is in memory at a time.
-
     Args:
-        dtype: of the weights.
-        file_bytes: largest size of one file of weights, such as "1GB".
+        file_bytes: largest size of one file of weights, such as "1GB"; one is in memory at a time.
     Raises:
         UserError: the checkpoint has no configuration, or `file_bytes` is no size.
     """
@@ -139,27 +132,16 @@ def write_torch(source: OwnCheckpoint, folder: Path) -> None:
     """Write the weights to model.pt and, after the first update, Adam's states to optimizer.pt.
 
     model.pt contains {name: weight}. optimizer.pt contains {"step": number of updates, "exp_avg":
-    {name: tensor}, "exp_avg_sq": {name: tensor}}. All tensors are in fp32. They are mapped from
-    temporary files, so that one tensor is in memory at a time.
+    {name: tensor}, "exp_avg_sq": {name: tensor}}. All tensors are in fp32.
     """
-    with TemporaryDirectory(dir=folder) as scratch:
-
-        def mapped(name: str, kind: str) -> torch.Tensor:
-            shape = source.shapes[name]
-            path = f"{scratch}/{len(os.listdir(scratch))}"
-            flat = torch.from_file(path, shared=True, size=math.prod(shape))
-            return flat.view(shape).copy_(source.read(name, kind))
-
-        tensors = {kind: {n: mapped(n, kind) for n in source.shapes} for kind in source.kinds}
-        torch.save(tensors.pop("weight"), folder / "model.pt")
-        if tensors:
-            torch.save({"step": source.adam_step, **tensors}, folder / "optimizer.pt")
+    torch.save({n: source.read(n, "weight") for n in source.shapes}, folder / "model.pt")
+    moments = {kind: {n: source.read(n, kind) for n in source.shapes} for kind in source.kinds[1:]}
+    if moments:
+        torch.save({"step": source.adam_step, **moments}, folder / "optimizer.pt")
 
 
 def write_universal(source: OwnCheckpoint, folder: Path) -> None:
     """Write a universal checkpoint that DeepSpeed's stages 1, 2 and 3 load.
-
-    It has a folder for each parameter, and a few small files for the engine and the optimizer.
 
     Raises:
         UserError: the checkpoint was imported and never trained, so it has no parameter groups.
@@ -202,12 +184,9 @@ def write_universal(source: OwnCheckpoint, folder: Path) -> None:
 
 
 def write_checkpoint(source, folder: Path) -> None:
-    """Write a checkpoint of this project with the weights and moments of another program's.
+    """Write a checkpoint of this project from a foreign.ForeignCheckpoint.
 
-    Args:
-        source: a foreign.ForeignCheckpoint.
     Raises:
-        UserError: a file of the source is missing or damaged.
         ValueError: a name of the source would leave the folder.
     """
     writer = PieceWriter(folder)

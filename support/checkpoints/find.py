@@ -19,7 +19,7 @@ Found = tuple[Path, dict]  # a checkpoint's folder and its manifest
 def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> Found | None:
     """Find the checkpoint to resume from: the newest complete and undamaged one.
 
-    Every rank calls it, and all ranks return the same. The flags are compared with the checkpoint's
+    Every rank calls it, and all ranks return the same. Only the flags are compared with the
     manifest here; the model and the data are compared in `CheckpointManager.resume`.
 
     Args:
@@ -84,12 +84,11 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
 
 
 def verify(checkpoint: Path, ctx: DistContext) -> tuple[dict, str]:
-    """Read a checkpoint's manifest and verify its files.
-
-    Every rank calls it. Each rank verifies a part of the files, and all ranks return the same.
+    """Read a checkpoint's manifest and verify its files, of which each rank takes a part.
 
     Returns:
-        (manifest, ""), or a clause that says why the checkpoint cannot be used as the second item.
+        (manifest, ""), or a clause that says why it cannot be used as the second item; the same
+        on all ranks.
     """
     manifest, problem = ctx.broadcast_from_rank0(read_manifest(checkpoint) if ctx.is_main else None)
     problem = problem or find_damage(checkpoint, manifest, ctx.rank, ctx.world_size)

@@ -88,8 +88,6 @@ def load_tensors(path: Path, trusted: bool = False):
 
     Args:
         trusted: execute the code of the Python objects in the file, instead of refusing them.
-    Raises:
-        UserError: the file is missing or damaged, or contains Python objects.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=not trusted, mmap=True)

@@ -69,8 +69,6 @@ def open_checkpoint(path: Path) -> tuple[Path, dict]:
 
     Args:
         path: see `candidates_in`; of several checkpoints the newest is opened.
-    Returns:
-        The checkpoint's folder and manifest.
     Raises:
         UserError: there is no checkpoint, or it is incomplete or damaged.
     """
@@ -89,11 +87,9 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     """Write manifest.json, which makes a checkpoint complete.
 
     Args:
-        folder: the checkpoint's folder, with all files that the manifest lists.
         manifest: without format version and digest.
     Raises:
         ValueError: a name would leave the folder, so that the manifest could not be read.
-        OSError: the disk is full, or not writable.
     """
     # The digest is of the manifest as it will be read: JSON turns tuples into lists, for example.
     manifest = json.loads(json.dumps({"format_version": FORMAT_VERSION, **manifest}))
@@ -109,12 +105,7 @@ def file_entry(path: Path) -> dict:
 
 
 def read_manifest(checkpoint: Path) -> tuple[dict, str]:
-    """Read a checkpoint's manifest.
-
-    Returns:
-        (manifest, ""), with defaults for keys that older versions did not write; or ({}, problem)
-        with a clause that says why the manifest cannot be used.
-    """
+    """Return (manifest, ""), or ({}, problem) with a clause that says why it cannot be used."""
     path = checkpoint / "manifest.json"
     if not path.is_file():
         return {}, "it has no manifest.json, so it was never completed"
@@ -159,13 +150,10 @@ def _check_names(manifest: dict) -> None:
 
 
 def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> str:
-    """Verify the size and the digest of the files that a manifest lists.
+    """Return a clause about the first listed file whose size or digest differs, or "".
 
     Args:
-        part, parts: verify only every `parts`-th file, from number `part` on, so that the ranks can
-            share the work.
-    Returns:
-        A clause about the first damaged file, or "".
+        part, parts: verify only every `parts`-th file, from number `part` on.
     """
     for name, entry in list(manifest["files"].items())[part::parts]:
         path = checkpoint / name

@@ -53,16 +53,12 @@ class TrainingObjects:
 class CheckpointManager:
     """Resumes a run, and saves its checkpoints when they are due. All ranks call the methods.
 
-    Args:
-        folder: the run's output folder.
-        identity: the run signature, see compatibility.run_signature.
     Attributes:
+        identity: the run signature, see compatibility.run_signature.
         around_save: returns a context manager for a save, which completes the counters before it
             and excludes it from the step times.
         seconds: for each save of this process, how long training waited for it.
         best_is_loaded: whether `load_best` left the best weights in the model.
-    Raises:
-        UserError: checkpoints are requested, but they do not support the optimizer.
     """
 
     def __init__(
@@ -105,12 +101,8 @@ class CheckpointManager:
     # ------------------------------------------------------------------------------------- resuming
 
     def resume(self, found: Found | None) -> dict:
-        """Load a checkpoint; nothing on disk is changed, see `take_over`.
+        """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.
 
-        Args:
-            found: as `find_checkpoint` returned it; None for a new run.
-        Returns:
-            The checkpoint's counters, or those of a new run.
         Raises:
             UserError: the checkpoint does not fit this run.
             TrainingError: a file cannot be read.
@@ -167,10 +159,9 @@ class CheckpointManager:
         return {**counters, "best": None}
 
     def take_over(self, best: dict | None) -> None:
-        """Prepare the folder of checkpoints for this run, on rank 0.
+        """Prepare the folder of checkpoints for this run, when all checks have passed.
 
-        Call it when all checks have passed. Checkpoints after the resumed one are renamed: they are
-        damaged, or of a run that this one replaces.
+        Checkpoints after the resumed one are renamed: they are damaged, or of a replaced run.
         """
         if not self.ctx.is_main:
             return
@@ -189,12 +180,9 @@ class CheckpointManager:
             self._mark("best", best["step"])
 
     def load_best(self, best: int, now: int) -> None:
-        """Load the weights of the best evaluation, at the end of training.
+        """Load the weights of the step with the best evaluation, at the end of training.
 
-        If that checkpoint is damaged or missing, the last weights stay, with a warning.
-
-        Args:
-            now: the step whose weights are loaded now.
+        If it is damaged or missing, the weights of the step `now` stay, with a warning.
         """
         best_folder = files.step_folder(self.folder, best)
         if best == now:
@@ -221,7 +209,6 @@ class CheckpointManager:
             stop: scalar tensor, above 0 if any rank received a stop signal; equal on all ranks.
         Raises:
             Preempted: a rank received a stop signal, and the checkpoint is complete.
-            TrainingError: the checkpoint cannot be written.
         """
         every, epochs = self.args.save_every, self.args.save_epochs
         if (every and state.step % every == 0) or (epochs and state.at_end_of_epoch):
@@ -230,11 +217,7 @@ class CheckpointManager:
             self.preempt(state)
 
     def preempt(self, state: TrainState) -> NoReturn:
-        """Save a checkpoint and raise Preempted, because a rank received a stop signal.
-
-        Raises:
-            TrainingError: this run saves no checkpoints, or the checkpoint cannot be written.
-        """
+        """Save a checkpoint and raise Preempted, because a rank received a stop signal."""
         if not self.may_save:
             raise TrainingError("Stopped by a signal, without a checkpoint.")
         self.save(state)
@@ -261,8 +244,7 @@ class CheckpointManager:
         """Save a checkpoint of the current step, unless there is one; it is on disk afterwards.
 
         Raises:
-            TrainingError: the disk is full, or not writable. All ranks raise it together, and no
-                unfinished folder remains.
+            TrainingError: it cannot be written. All ranks raise it, and nothing unfinished remains.
         """
         if state.step == self._saved_at:
             return
@@ -335,10 +317,7 @@ class CheckpointManager:
         os.replace(unfinished, final)
 
     def _mark_latest(self, final: Path) -> None:
-        """Name a complete checkpoint in `latest`, and remove old ones; an error is only reported.
-
-        `find_checkpoint` does not read `latest`, so the checkpoint can be resumed without it.
-        """
+        """Name a complete checkpoint in `latest`, which is for users only, and remove old ones."""
         try:
             atomic.sync(self.folder)
             atomic.sync(self.folder.parent)
@@ -356,14 +335,10 @@ class CheckpointManager:
                     shutil.rmtree(old, ignore_errors=True)
 
     def weights_kept(self, state: TrainState | None) -> Path | None:
-        """Return a checkpoint with the model's present weights, and save one if necessary.
+        """Return a checkpoint with the model's present weights; None if there is none.
 
-        For an export that failed: one is saved also with --no_save.
-
-        Args:
-            state: the run's counters; None for a run that was complete before it was resumed.
-        Returns:
-            The checkpoint's folder; None if there is none and none can be written.
+        For an export that failed: one is saved if necessary, also with --no_save. `state` is None
+        for a run that was complete before it was resumed.
         """
         if self.best_is_loaded or state is None:
             return self._loaded_from
@@ -397,10 +372,9 @@ class DelayedFlag:
 
 
 def saves_due(args: Arguments, before: dict, steps: int, blocks: int) -> int:
-    """Return how many checkpoints a run will save until its end, if no signal stops it.
+    """Return how many checkpoints a run of so many optimizer steps will still save.
 
     Args:
-        steps: optimizer steps of the whole run.
         blocks: sequences in an epoch.
     """
     if args.no_save or args.eval_only:

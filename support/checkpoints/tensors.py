@@ -69,12 +69,7 @@ class PieceWriter:
 
 
 def write_shards(writer: PieceWriter, state: ShardedState, world_size: int) -> None:
-    """Write the weights and moments of this rank.
-
-    Raises:
-        OSError: the disk is full, or not writable.
-        TrainingError: the optimizer's states are not complete.
-    """
+    """Write the weights and moments of this rank."""
     for shard in state.shards:
         with state.open(shard) as tensors:
             for piece in [] if state.is_copy else shard.pieces:
@@ -102,11 +97,9 @@ class PieceReader:
         self._files.clear()
 
     def read_into(self, flat: torch.Tensor, name: str, kind: str, start: int) -> None:
-        """Fill a flat tensor with consecutive elements of a parameter; missing moments are 0.
+        """Fill a flat tensor with a parameter's elements from index `start` on; missing moments
+        are 0.
 
-        Args:
-            flat: tensor of shape [number of elements] to fill.
-            start: index of the first element in the flattened parameter.
         Raises:
             TrainingError: a file cannot be read, or the checkpoint lacks some of the elements.
         """

@@ -79,7 +79,7 @@ def _identity(folder: Path) -> tuple | None:
 
 
 def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target:
-    """Return the destination of a run's export: --export_hf, or `hf` in the run's own folder.
+    """Return the destination: --export_hf, or `hf` in the run's folder.
 
     Args:
         earlier: results.json of the run that --resume continues.
@@ -91,8 +91,6 @@ def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target
 
 def finish(trained: TrainedModel, results, target: Target, args: Arguments, state) -> Path | None:
     """Export the trained model, unless the flags exclude it or a complete run has exported it.
-
-    Every rank calls this function.
 
     Args:
         state: the run's TrainState; None for a run that was complete before it was resumed.
@@ -139,8 +137,8 @@ def export_model(
     """Write the model that a run has trained. Every rank calls this function.
 
     Returns:
-        Why it could not be written, or ""; no part of it remains on disk then. And the folder as
-        the user wrote it, or a new one next to it if another run has written to that folder.
+        Why it could not be written, or ""; and the folder as the user wrote it, or a new one next
+        to it if another run has written to that folder.
     """
     ctx, spec, dtype = trained.ctx, trained.spec, DTYPES[args.export_dtype]
     errors, final = FirstError(), target.folder
@@ -172,10 +170,7 @@ def export_model(
 def _write_trained(
     trained: TrainedModel, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
-    """Write the trained weights: the model's, or its adapters'.
-
-    Every rank calls this function. A rank whose `folder` is None only contributes its shards.
-    """
+    """Write the trained weights, of the model or its adapters, on the rank that has a `folder`."""
     adapters = trained.spec.lora is not None
     buffers = {} if adapters else persistent_buffers(unwrapped(trained.model))
     stem = "adapter_model" if adapters else "model"
@@ -284,11 +279,9 @@ if scratch else "base model" }} `{{ facts.model }}`. Trained with
 
 {{ results }}
 
-Benchmarks of [lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness), in the
-folder with these files:
+Benchmarks, in the folder with these files: `pip install lm-eval`, then
 
 ```bash
-pip install lm-eval
 {{ lm_eval }}
 ```
 
@@ -297,8 +290,7 @@ pip install lm-eval
 {{ hyperparameters }}
 {%- if dataset %}
 
-Data: {{ dataset.name }}, SHA-256 of {{ "its files' names, sizes, beginnings and ends, or of its \
-commit," if dataset.streaming else "the corpus" }} `{{ dataset.sha256 }}`.
+Data: {{ dataset.name }}, SHA-256 `{{ dataset.sha256 }}`.
 {%- endif %}
 {%- if facts.versions %}
 
@@ -318,8 +310,7 @@ def model_card(facts: dict, identity: dict) -> str:
     """Return the text of an exported model's README.md, which starts with the hub's metadata.
 
     Args:
-        facts: the available keys of results.json; "merged", whether adapters were added to the
-            model.
+        facts: the available keys of results.json; "merged", whether adapters were merged.
         identity: the run signature, see compatibility.run_signature.
     """
     base, dataset = facts["model"], facts.get("dataset") or {}

@@ -3,8 +3,7 @@
 The positions restart at 0 where a document begins. transformers (from 4.53.3) turns them into a
 mask that all layers share. For SDPA this is a dense tensor, [batch, 1, length, length]. On CUDA
 `choose_block_mask` replaces it by FlexAttention's BlockMask, whose kernel skips the blocks between
-documents. The package flash-attn is not used: transformers 5.23 finds documents in positions only
-for a batch of one row.
+documents.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ BLOCK_MASK = "documents"  # the name that choose_block_mask registers
 def check_isolation(config: PretrainedConfig, tokenizer, args: Arguments) -> None:
     """Check that the model can keep the documents of a sequence apart.
 
-    Args:
-        config: of the model, with attention by SDPA.
     Raises:
         UserError: it cannot, or transformers is too old, or the end of a document is unknown.
     """
@@ -65,9 +62,6 @@ def masks_documents(config: PretrainedConfig) -> bool:
 
     The model runs twice: once with two documents, once with one. If transformers finds two, each
     layer must get a mask, and otherwise none, which means causal attention.
-
-    Args:
-        config: of a causal language model with attention by SDPA.
     """
     # Fake tensors have no memory. The grouped matrix multiplication of experts accepts bf16 only.
     with torch.no_grad(), FakeTensorMode():
@@ -83,12 +77,7 @@ def masks_documents(config: PretrainedConfig) -> bool:
 
 
 def _attentions(model: nn.Module, two: bool) -> dict[int, bool]:
-    """Run the model on four tokens, and return for each attention layer whether it gets a mask.
-
-    Args:
-        model: its tensors are fake.
-        two: transformers finds two documents in the tokens, or else one.
-    """
+    """Run a fake model on one or two documents: {attention layer: whether it got a mask}."""
     from transformers import masking_utils  # not in versions before 4.53
 
     find, sdpa = masking_utils.find_packed_sequence_indices, ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -113,15 +102,10 @@ def _attentions(model: nn.Module, two: bool) -> dict[int, bool]:
 
 
 def choose_block_mask(config: PretrainedConfig, device: torch.device) -> bool:
-    """Let the model compute attention with a BlockMask, if the device and the model allow it.
+    """Let a model that passes `masks_documents` use a BlockMask; return whether it does.
 
     With a dense mask neither FlashAttention nor cuDNN can run. The CPU keeps it, because
     FlexAttention does not train there; so does a model with dropout in its attention.
-
-    Args:
-        config: of a model that passes `masks_documents`; changed in place.
-    Returns:
-        True if the model now uses a BlockMask.
     """
     text_config = config.get_text_config()
     names = ("attn_pdrop", "attention_dropout", "dropout")

@@ -1,8 +1,7 @@
 """LoRA adapters (Hu et al., arXiv 2106.09685) for frozen weights, attached to the model by peft.
 
 A linear layer with the weight W computes x W + (alpha / r) · (x A) B. A has r columns and B has r
-rows; only A and B are trained. B is initialized to 0, so the adapted model initially computes the
-same output as the base model.
+rows; only A and B are trained. B is initialized to 0.
 """
 
 from __future__ import annotations
@@ -146,8 +145,6 @@ def merged(
     model: nn.Module, adapters: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, weight in fp32) of the model without adapters, with the trained adapters added.
-
-    One weight is in memory at a time.
 
     Args:
         model: with adapters, its weights as before training; they may be mapped from a file.

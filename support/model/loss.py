@@ -3,9 +3,7 @@
 The logits of a batch ([tokens, vocabulary]) and the tensors that cross_entropy derives from them
 are the largest tensors of a step: 2.3 GB for GPT-2 and 4,096 tokens. A model that `add_loss` has
 changed returns the loss itself if it gets targets. Its output layer computes the logits of a few
-hundred tokens, their loss and its gradient, and frees them before the next chunk. PyTorch 2.13 has
-the same method as torch.nn.functional.linear_cross_entropy, but older versions do not, and it
-ignores autocast.
+hundred tokens, their loss and its gradient, and frees them before the next chunk.
 """
 
 from __future__ import annotations
@@ -45,10 +43,9 @@ def next_token_loss(
         model: may be wrapped by DDP, FSDP2 or DeepSpeed.
         inputs: token ids, int64 [batch, length].
         labels: int64 [batch, length]; IGNORED for tokens without a loss.
-        tokens: scalar tensor, the valid tokens of the whole step on all ranks. The losses of all
-            micro-batches and ranks then add up to the mean over tokens.
+        tokens: scalar tensor, the valid tokens of the whole step on all ranks.
         positions: int64 [batch, length], which restart at 0 where a document begins, so that
-            attention stays within it (see support/model/isolation.py); None: from 0 to length - 1.
+            attention stays within it; None: from 0 to length - 1.
     Returns:
         The loss, a scalar in fp32.
     """
@@ -81,9 +78,6 @@ class LossMixin(nn.Module):
                 do not count; None: return the model's output with its logits.
             tokens: the divisor, a scalar tensor. An integer: FSDP's mixed precision would convert
                 a floating-point argument to bf16.
-            options: keyword arguments of the transformers model.
-        Returns:
-            The loss, a scalar in fp32.
         """
         if targets is None:
             return super().forward(input_ids, **options)
@@ -102,12 +96,7 @@ class OutputLayer(nn.Linear):
         targets: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute logits [batch, length, vocabulary], or the loss: a scalar in fp32.
-
-        Args:
-            hidden: [batch, length, hidden size].
-            targets, tokens: as in LossMixin.
-        """
+        """Compute logits [batch, length, vocabulary], or the loss: a scalar in fp32."""
         if targets is None or tokens is None:
             return super().forward(hidden)
         return self._loss(hidden, targets, tokens)
@@ -139,13 +128,10 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 def add_loss(model: nn.Module) -> None:
-    """Make a causal language model return the loss if it gets targets; the parameters stay.
+    """Make a model that passes `returns_plain_logits` return the loss if it gets targets.
 
     As FSDP2 does, this changes the class of the model: a module around it would change the names of
     its parameters.
-
-    Args:
-        model: its logits are the unmodified output of its output layer, see `returns_plain_logits`.
     """
     cls = type(model)
     model.__class__ = type(cls.__name__, (LossMixin, cls), {"__module__": cls.__module__})
@@ -156,9 +142,6 @@ def returns_plain_logits(config) -> bool:
     """Return whether a model's logits are the output layer's result for the decoder's output.
 
     Some models scale or cap their logits (Gemma 2, Cohere, Granite).
-
-    Args:
-        config: of a causal language model.
     """
     decoded, inputs, outputs = [], [], []
     # Some models convert their logits to fp32. With fake tensors, which have no memory, the grouped
@@ -231,17 +214,13 @@ def _loss_and_gradients(
     needed: Sequence[bool],
     alignment: int | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Compute the loss of all chunks and its gradients, both multiplied by `scale`.
+    """Return the loss of all chunks and the gradients of `inputs`, both multiplied by `scale`.
 
     Args:
-        inputs, targets: as in ChunkedLoss.
-        scale: a scalar in fp32.
-        dtype: of the matrix multiplications; sums over chunks are in fp32.
+        inputs, targets, dtype: as in ChunkedLoss; sums over chunks are in fp32.
         needed: whether each of the inputs needs a gradient.
         alignment: the vocabulary and the rows of a chunk are padded to a multiple of it; None:
             ALIGNMENT in 16 bits on CUDA, 1 elsewhere.
-    Returns:
-        The loss in fp32, and the gradient of each input, or None.
     """
     hidden, weight = inputs[0].to(dtype), inputs[1].to(dtype)
     bias = None if inputs[2] is None else inputs[2].to(dtype)

@@ -19,9 +19,6 @@ def open_repository(args: Arguments, folder: Path, ctx: DistContext) -> str | No
         folder: the run's folder, whose name is the default of --hub_model_id.
     Returns:
         OWNER/NAME on rank 0; None on the other ranks and without --push_to_hub.
-    Raises:
-        UserError: there is no token, or it may not write to the repository, or the repository
-            exists and is public despite --hub_private_repo.
     """
     if not (args.push_to_hub and ctx.is_main):
         return None
@@ -47,12 +44,8 @@ def open_repository(args: Arguments, folder: Path, ctx: DistContext) -> str | No
 def push(repository: str | None, folder: Path, ctx: DistContext) -> dict | None:
     """Upload an exported model from rank 0 while the other ranks wait, without a time limit.
 
-    Every rank calls this function.
-
     Returns:
         The `push` entry of results.json on the ranks of rank 0's node; None on the others.
-    Raises:
-        TrainingError: the upload failed; the message says how to repeat it.
     """
     return ctx.once_per_node(
         "push", lambda: _upload(repository, folder, ctx) if repository else None

@@ -47,10 +47,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass
 class ModelSpec:
-    """Description of a model: everything except its weights in memory.
-
-    The counts of parameters include adapters and count tied weights once.
-    """
+    """Everything of a model except its weights in memory; counts include adapters."""
 
     # Transformers configuration, with the run's changes (dropout, vocabulary) applied.
     config: transformers.PretrainedConfig
@@ -105,8 +102,7 @@ class ModelSpec:
         """Load the model with its weights on the CPU.
 
         Args:
-            dtype: of the weights, instead of `self.dtype`; with "auto" they are memory-mapped from
-                the file, not copied.
+            dtype: instead of `self.dtype`; "auto": memory-mapped from the file, not copied.
         """
         torch.manual_seed(self.seed)
         if self.draws_weights:
@@ -123,13 +119,9 @@ class ModelSpec:
     def describe(self, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
         """Write everything of the model except its weights: configurations and tokenizer.
 
-        For a model with adapters, write the tokenizer and the adapters' configuration.
-
         Args:
-            folder: created if it does not exist.
             dtype: the type of the weights, recorded in the configuration; None leaves it unchanged.
-            whole: describe the model itself although it has adapters, because they have been added
-                to its weights.
+            whole: describe the model itself and not its adapters, which have been added to it.
         """
         folder.mkdir(exist_ok=True)
         self.tokenizer.save_pretrained(folder)
@@ -167,8 +159,8 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     """Resolve --model to a `ModelSpec`; weights are downloaded, or drawn, once per node.
 
     Raises:
-        UserError: the model does not exist, cannot be downloaded, is no causal language model, or
-            cannot isolate documents.
+        UserError: the model cannot be found or downloaded, is no causal language model, or cannot
+            isolate documents.
     """
     _be_quiet(args)
     if not args.hub_offline:
@@ -208,21 +200,13 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
 
 
 def download_model(args: Arguments, ctx: DistContext) -> PreTrainedTokenizerBase:
-    """Download or build what `find_model` and `ModelSpec.load` need, without loading weights.
-
-    Returns:
-        The tokenizer, for the dataset.
-    """
+    """Download or build what `find_model` needs, and return the tokenizer."""
     _be_quiet(args)
     return _read_tokenizer(_locate(args, ctx).tokenizer, args)
 
 
 def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """Resolve --model without its weights; it is downloaded once per node.
-
-    Returns:
-        The tokenizer, and the most tokens that the model can process (None: no limit).
-    """
+    """Return the tokenizer of --model, and the most tokens that it can process (or None)."""
 
     def locate() -> dict:
         location = _locate(args, ctx)
@@ -286,10 +270,7 @@ def _locate_without_hub(args: Arguments, ctx: DistContext) -> Location:
 
 
 def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
-    """Prepare folders with weights and tokenizer that every rank of the node can load.
-
-    The first rank of each node calls this function.
-    """
+    """Prepare folders with weights and tokenizer that every rank of the node can load."""
     location = _locate(args, ctx)
     config, folder, notices = location.config, location.weights, list(location.notices)
     entries = len(_read_tokenizer(location.tokenizer, args))
@@ -351,12 +332,6 @@ def download(name: str, revision: str | None, offline: bool, with_weights: bool)
 
     Only the files that training needs are downloaded: configuration, tokenizer and safetensors in
     the top folder. Pickled weights are downloaded only if there are no safetensors.
-
-    Args:
-        revision: its branch, tag or commit; None: main.
-    Raises:
-        UserError: the repository does not exist, the user has no access, the download fails, or the
-            snapshot is not in the cache while offline.
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
@@ -399,9 +374,8 @@ def _gpt2_config(name: str, dropout: float, end_of_text: int) -> GPT2Config:
 
 
 def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
-    """Return the folder of tiny-gpt2's tokenizer; train it if it is not in the cache.
-
-    It is a byte-level BPE tokenizer, trained on the Python reference in about a second.
+    """Return the folder of tiny-gpt2's tokenizer, a BPE trained on the Python reference in a
+    second.
     """
     from pydoc_data.topics import topics
 

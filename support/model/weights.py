@@ -36,8 +36,7 @@ NO_REMOTE_CODE = {"trust_remote_code": False}
 def weights_dtype(args: Arguments, ctx: DistContext) -> torch.dtype:
     """Return the dtype of a model's weights in memory, before an engine converts them.
 
-    Weights that are updated need fp32. With adapters the model's own weights are frozen, so they
-    have the dtype of the computations, as all weights under DeepSpeed.
+    Weights that are updated need fp32. Frozen weights under adapters have the computations' dtype.
     """
     if args.lora_r is None:
         return torch.float32
@@ -61,8 +60,6 @@ def from_folder(
     Args:
         in_4bit: a device on which the weights of linear layers are kept in 4 bits (QLoRA, Dettmers
             et al., arXiv 2305.14314); None: they are loaded on the CPU in `dtype`.
-    Raises:
-        UserError: the weights cannot be loaded, with the first line of transformers' error.
     """
     options = {**as_dtype(dtype), **NO_REMOTE_CODE}
     if in_4bit:
@@ -96,8 +93,6 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
 def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContext) -> None:
     """Distribute a model's weights to the ranks as shards, and its buffers whole.
 
-    Every rank calls this function.
-
     Args:
         sharded: the model under FSDP2, with uninitialised memory.
         whole: the same model with its weights on rank 0; None on other ranks.
@@ -121,11 +116,7 @@ def as_dtype(dtype: torch.dtype | str) -> dict:
 
 
 def save_temporarily(config: PretrainedConfig, model: nn.Module | None, ctx: DistContext) -> str:
-    """Save a model, or only its configuration, to a folder that is removed at the end of the run.
-
-    For weights that are drawn from the seed, once per node: ZeRO-3 would draw other numbers than an
-    unsharded model.
-    """
+    """Save a model, or only its configuration, to a folder that the run removes at its end."""
     temporary = TemporaryFolder(
         Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
     )

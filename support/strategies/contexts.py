@@ -28,10 +28,7 @@ def autocast(model: nn.Module, ctx: DistContext):
 
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, needed: bool):
-    """Reduce the gradients over the ranks in this backward pass only if `needed`.
-
-    With gradient accumulation only the last micro-batch of a step needs it.
-    """
+    """Reduce the gradients over the ranks in this backward pass only if `needed`."""
     if is_fsdp_module(model):
         model.set_requires_gradient_sync(needed)
     skip_ddp_sync = isinstance(model, DistributedDataParallel) and not needed

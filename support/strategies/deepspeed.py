@@ -24,15 +24,12 @@ from support.strategy import Strategy
 def configure_deepspeed(args: Arguments, ctx: DistContext, spec) -> dict:
     """Complete DeepSpeed's configuration for this model and device, and initialize DeepSpeed.
 
-    Every rank calls this function.
+    Every rank calls this function. For infinity the result has the path of this job's own folder.
 
-    Returns:
-        The complete configuration; for infinity it contains the path of this job's own folder.
     Raises:
-        UserError: the folder of --nvme_path is missing or not writable, or the configuration has an
-            "auto" that cannot be filled in.
-        MissingRequirement: the file system of --nvme_path is too small, or cannot bypass the page
-            cache; or an op cannot be compiled; or too little memory may be locked.
+        UserError: --nvme_path is not writable, or an "auto" cannot be filled in.
+        MissingRequirement: the disk of --nvme_path cannot be used, an op cannot be compiled, or too
+            little memory may be locked.
     """
     import deepspeed
 
@@ -104,10 +101,7 @@ def partition_parameters(model: nn.Module, args: Arguments, ctx: DistContext) ->
 
 
 class OneByOne(nn.Module):
-    """Module that yields a model's parameters to DeepSpeed one at a time.
-
-    Each parameter is converted and copied into memory only when it is yielded.
-    """
+    """Module that yields a model's parameters to DeepSpeed one at a time, each then copied."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()

@@ -23,8 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from importlib.machinery import ExtensionFileLoader
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -83,8 +82,8 @@ def _package(name: str) -> Path | None:
 def ops_folder() -> Path:
     """Return the folder of the ops for these versions and this CPU, in torch's folder.
 
-    DeepSpeed compiles for the CPU of the machine (-march=native), and torch would load such an op
-    on every machine that shares the home directory: on an older CPU it would crash (SIGILL).
+    DeepSpeed compiles for the CPU of the machine (-march=native): on an older one that shares the
+    home directory, such an op would crash (SIGILL).
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     deepspeed_version, torch_version = "none", b""
@@ -134,7 +133,7 @@ def build(ops: list[str], print_line: Print, verbose: bool) -> None:
             for line in process.stdout:
                 if line.startswith("❌"):  # the caller prints the exception
                     failed.append(line[1:].strip())
-                else:
+                elif verbose or line.startswith(("✅", "⏳")):  # not what libraries print
                     print_line(line.rstrip())
         except BaseException:  # a signal
             process.terminate()
@@ -146,12 +145,10 @@ def build(ops: list[str], print_line: Print, verbose: bool) -> None:
 @functools.cache
 def load(op: str):
     """Load the library of a compiled op; return its module."""
-    loader = ExtensionFileLoader(op, str(library(op)))
-    # This spec sets the module's __file__, which DeepSpeed reads.
-    spec = importlib.util.spec_from_file_location(op, loader.path, loader=loader)
-    assert spec is not None
+    spec = importlib.util.spec_from_file_location(op, library(op))
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -159,14 +156,9 @@ def load(op: str):
 
 
 def build_ops(names: list[str], print_line: Print, verbose: bool = False) -> bool:
-    """Compile the ops that are missing; print a line when an op is ready, and why one is not.
+    """Compile the ops that are missing, print a line for each op, and return whether all are ready.
 
     Call it in a process of its own: the ops are loaded here, and the environment is changed.
-
-    Returns:
-        True if all ops are ready.
-    Raises:
-        OSError: the folder of the ops cannot be written.
     """
     folder = ops_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,12 +193,11 @@ def _build(missing: list[str], folder: Path, print_line: Print, verbose: bool) -
     for op in missing:
         started_at = time.monotonic()
         try:
-            with contextlib.nullcontext() if verbose else _no_output():
-                if op == "async_io":
-                    check_libaio()
-                from deepspeed.ops.op_builder.all_ops import ALL_OPS
+            if op == "async_io":
+                check_libaio()
+            from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-                ALL_OPS[op].load(verbose)
+            ALL_OPS[op].load(verbose)
         except Exception as error:  # of the compiler: the caller reports it
             if verbose:
                 traceback.print_exc()
@@ -229,18 +220,3 @@ def check_libaio() -> None:
             "(without root: conda install libaio, "
             "then set CFLAGS and LDFLAGS to its include and lib folders)."
         )
-
-
-@contextlib.contextmanager
-def _no_output() -> Iterator[None]:
-    """Send what libraries and compilers print to /dev/null."""
-    kept = os.dup(1), os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        for number, copy in enumerate(kept, 1):
-            os.dup2(copy, number)
-            os.close(copy)

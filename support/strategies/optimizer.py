@@ -32,8 +32,8 @@ def create(model: nn.Module, args: Arguments) -> torch.optim.Optimizer:
 def for_deepspeed(model: nn.Module, args: Arguments) -> dict[str, Any]:
     """Return the arguments of deepspeed.initialize that determine the optimizer.
 
-    The configuration describes AdamW, or another optimizer of the user's file, and DeepSpeed
-    creates it. For the others of --optim it calls our function. --eval_only needs no optimizer.
+    DeepSpeed creates AdamW, or the optimizer of the user's file, from its configuration. For the
+    others of --optim it calls our function. --eval_only needs no optimizer.
     """
     arguments: dict[str, Any] = {"model_parameters": parameter_groups(model, args.weight_decay)}
     if args.optim != "adamw" and not args.eval_only:

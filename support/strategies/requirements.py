@@ -26,12 +26,7 @@ NVME_PREFIX = "distributed_training_nvme_"  # of the names of folders with infin
 
 
 def check_requirements(args: Arguments) -> None:
-    """Check what the strategy needs of this machine, before any data is read.
-
-    Raises:
-        MissingRequirement: an op is not compiled yet, and the compiler or libaio is missing; or
-            torch or DeepSpeed is too old for the strategy on a CPU.
-    """
+    """Check what the strategy needs of this machine, before any data is read."""
     strategy = configured_strategy(args)
     if not torch.cuda.is_available():
         check_cpu_support(strategy)
@@ -60,11 +55,7 @@ def check_cpu_support(strategy: Strategy) -> None:
 
 
 def check_builds(missing: list[str]) -> None:
-    """Check for a C++ compiler and a writable folder, which the missing ops need.
-
-    Raises:
-        MissingRequirement: one of them is missing.
-    """
+    """Check for a C++ compiler and a writable folder, which the missing ops need."""
     if not missing:
         return
     compiler, names = os.environ.get("CXX", "c++"), ", ".join(missing)
@@ -87,14 +78,9 @@ def check_builds(missing: list[str]) -> None:
 
 
 def check_locked_memory(needed: int) -> None:
-    """Check that infinity may lock its I/O buffers in memory (ulimit -l).
+    """Check that each rank may lock so many bytes of I/O buffers for infinity (ulimit -l).
 
     DeepSpeed's allocation returns a null pointer otherwise.
-
-    Args:
-        needed: bytes that each rank locks at least.
-    Raises:
-        MissingRequirement: the limit is smaller.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or limit >= needed or _has_capability(CAP_IPC_LOCK):
@@ -115,17 +101,12 @@ def _has_capability(number: int) -> bool:
 
 
 def make_nvme_folder(path: str | None, needed: int) -> TemporaryFolder:
-    """Create this job's own folder for infinity's files, and check that they will fit.
+    """Create this job's own folder for infinity's files, and check that `needed` bytes will fit.
 
-    The folders of killed jobs are removed first.
+    The folders of killed jobs are removed first; the caller removes this one at the end.
 
-    Args:
-        path: --nvme_path; None: the temporary folder.
-        needed: bytes that this node writes.
-    Returns:
-        A new folder, which the caller removes at the end.
     Raises:
-        UserError: `path` does not exist or is not writable.
+        UserError: `path` (--nvme_path; None: the temporary folder) is not writable.
         MissingRequirement: it has too little free space, or its file system has no direct I/O.
     """
     parent = Path(path or tempfile.gettempdir())
