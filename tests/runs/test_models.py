@@ -8,19 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import FAULT, assert_close
 
-WORK = [
-    "--seq_length",
-    "64",
-    "--num_samples",
-    "12",
-    "--batch_size",
-    "2",
-    "--precision",
-    "fp32",
-    "--dropout",
-    "0",
-    "--no_eval",
-]
+WORK = (
+    "--seq_length 64 --num_samples 12 --batch_size 2 --precision fp32 --dropout 0 --no_eval".split()
+)
 TWO = {"launcher": "torchrun", "ranks": 2}
 
 
@@ -46,20 +36,7 @@ def test_random_weights_come_from_the_seed_and_are_the_same_for_every_strategy(
 def test_gpt2_architecture_needs_no_hub_from_scratch(script):
     env = {"HF_HUB_OFFLINE": "1"}
     run = script(
-        "--model",
-        "gpt2",
-        "--from_scratch",
-        "--dataset",
-        "pydocs",
-        "--seq_length",
-        "16",
-        "--max_steps",
-        "1",
-        "--batch_size",
-        "1",
-        "--no_eval",
-        "--precision",
-        "fp32",
+        *"--model gpt2 --from_scratch --dataset pydocs --seq_length 16 --max_steps 1 --batch_size 1 --no_eval --precision fp32".split(),
         env=env,
     )
     assert "124,439,808 parameters" in run.out
@@ -79,16 +56,7 @@ def test_gradient_checkpointing_computes_again_and_changes_no_loss(
         llama,
         "--dataset",
         text_file,
-        "--seq_length",
-        "128",
-        "--num_samples",
-        "96",
-        "--batch_size",
-        "48",
-        "--precision",
-        "fp32",
-        "--no_eval",
-        "--strategy",
+        *"--seq_length 128 --num_samples 96 --batch_size 48 --precision fp32 --no_eval --strategy".split(),
         strategy,
     ]
     plain, again = script(*work), script(*work, "--gradient_checkpointing")
@@ -153,17 +121,7 @@ def test_embeddings_grow_only_when_the_tokenizer_needs_it(script, llama, text_fi
 
 def test_dropout_changes_the_losses(script):
     """That it repeats with the seed, test_checkpoint.py shows."""
-    work = [
-        "--seq_length",
-        "32",
-        "--num_samples",
-        "8",
-        "--batch_size",
-        "2",
-        "--no_eval",
-        "--precision",
-        "fp32",
-    ]
+    work = "--seq_length 32 --num_samples 8 --batch_size 2 --no_eval --precision fp32".split()
     without = script(*work).losses
     with_dropout = script(*work, "--dropout", "0.3").losses
     assert with_dropout[0] != without[0]
@@ -179,17 +137,7 @@ def test_dropout_changes_the_losses(script):
 )
 def test_schedule_with_warm_up(script, scheduler, rates):
     run = script(
-        "--seq_length",
-        "32",
-        "--max_steps",
-        "5",
-        "--batch_size",
-        "1",
-        "--lr",
-        "1e-3",
-        "--warmup_steps",
-        "1",
-        "--lr_scheduler",
+        *"--seq_length 32 --max_steps 5 --batch_size 1 --lr 1e-3 --warmup_steps 1 --lr_scheduler".split(),
         scheduler,
         "--no_eval",
     )
@@ -231,12 +179,7 @@ def test_nothing_in_a_model_folder_is_executed(script, llama, tmp_path, attack):
     run = script(
         "--model",
         folder,
-        "--dataset",
-        "pydocs",
-        "--seq_length",
-        "32",
-        "--max_steps",
-        "1",
+        *"--dataset pydocs --seq_length 32 --max_steps 1".split(),
         ok=False,
         timeout=90,
     )
