@@ -76,7 +76,7 @@ from support.model import resolve as models
 from support.model.loss import next_token_loss
 from support.report.run import Run
 from support.strategies import optimizer as optim
-from support.strategies.contexts import autocast, gradient_sync
+from support.strategies.contexts import autocast, gradient_sync, sharding_options
 from support.strategies.deepspeed import configure_deepspeed, partition_parameters, quiet
 from support.strategies.gradients import gradient_norm, loss_scaler, skip_update_if_not_finite
 from support.strategies.requirements import check_requirements
@@ -383,8 +383,6 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
     broadcast tensor by tensor, and each rank keeps its shard.
     """
     from torch.distributed.fsdp import fully_shard
-
-    from support.strategies.fsdp import sharding_options
 
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()

@@ -19,8 +19,6 @@ import signal
 import sys
 from pathlib import Path
 
-import psutil
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import process
@@ -60,6 +58,7 @@ def main() -> None:
 
 def end_compilers_with_this_process() -> None:
     """Install a handler that ends the compilers when a signal ends this process."""
+    import psutil
 
     def end(number: int, _frame) -> None:
         for child in psutil.Process().children(recursive=True):

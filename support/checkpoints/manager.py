@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,52 +50,42 @@ class TrainingObjects:
     stream: Any = None  # the training sequences of --streaming, whose position is saved; else None
 
 
+@dataclass
 class CheckpointManager:
-    """Resumes a run, and saves its checkpoints when they are due. All ranks call the methods.
+    """Resumes a run, and saves its checkpoints when they are due. All ranks call the methods."""
 
-    Attributes:
-        identity: the run signature, see compatibility.run_signature.
-        around_save: returns a context manager for a save, which completes the counters before it
-            and excludes it from the step times.
-        seconds: for each save of this process, how long training waited for it.
-        best_is_loaded: whether `load_best` left the best weights in the model.
-    """
+    args: Arguments
+    ctx: DistContext
+    folder: Path  # the run's output folder; after the initialization its `checkpoints`
+    objects: TrainingObjects
+    identity: dict  # the run signature, see compatibility.run_signature
+    spec: Any  # the ModelSpec
+    # Entered for each save: completes the counters before it, excludes it from the step times.
+    around_save: Callable[[], AbstractContextManager] = nullcontext
+    seconds: list[float] = field(default_factory=list)  # how long training waited for each save
+    best_is_loaded: bool = False  # whether `load_best` left the best weights in the model
+    _saved_at: int | None = None
+    _resumed_at: int = -1  # step of the checkpoint in `folder` that this run continues
+    _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
 
-    def __init__(
-        self,
-        args: Arguments,
-        ctx: DistContext,
-        folder: Path,
-        objects: TrainingObjects,
-        identity: dict,
-        spec,
-    ):
-        self.args, self.ctx, self.folder = args, ctx, folder / "checkpoints"
-        self.objects, self.identity, self.spec = objects, identity, spec
-        self.model, self.module = objects.model, unwrapped(objects.model)
+    def __post_init__(self) -> None:
+        args, self.folder = self.args, self.folder / "checkpoints"
+        self.model, self.module = self.objects.model, unwrapped(self.objects.model)
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not args.eval_only:
-            self.state = sharded_state(self.module, objects.optimizer, ctx.device)
+            self.state = sharded_state(self.module, self.objects.optimizer, self.ctx.device)
         self._can_save = self.state is not None and self.state.family is not None
         self.may_save = self._can_save and not args.no_save
-        self.around_save: Callable[[], AbstractContextManager] = nullcontext
-        self.seconds: list[float] = []
-        self.best_is_loaded = False
         self._stop = DelayedFlag()
-        self._saved_at: int | None = None
-        self._loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
-        self._resumed_at = -1  # step of the checkpoint in `folder` that this run continues
         # The scheduler that a user's DeepSpeed file configures, or None.
         self._scheduler = getattr(self.model, "lr_scheduler", None)
-        if not (self._can_save or args.eval_only):
-            self._refuse_to_save()
-
-    def _refuse_to_save(self) -> None:
+        if self._can_save or args.eval_only:
+            return
         problem = "Checkpoints do not support the DeepSpeed file's optimizer"
         flags = ("save_every", "save_epochs", "load_best_at_end", "resume")
-        if given := [flag for flag in flags if getattr(self.args, flag) not in (None, False)]:
+        if given := [flag for flag in flags if getattr(args, flag) not in (None, False)]:
             raise UserError(f"{problem}: use AdamW or --optim, or omit --{' and --'.join(given)}.")
-        if not self.args.no_save:
+        if not args.no_save:
             self.ctx.console.warn(f"{problem}: a signal will end this run without one.")
 
     # ------------------------------------------------------------------------------------- resuming
@@ -127,8 +117,13 @@ class CheckpointManager:
                 group["lr"] = saved["lr"]
                 if "betas" in saved:  # not those of SGD
                     group["betas"] = tuple(saved["betas"])
-        if self.args.load_best_at_end and counters["best"]:
-            counters = self._without_missing_best(counters)
+        if self.args.load_best_at_end and (best := counters["best"]):
+            best_folder = files.step_folder(self.folder, best["step"])
+            if not self.ctx.broadcast_from_rank0(best_folder.is_dir()):
+                counters = {**counters, "best": None}
+                self.ctx.console.warn(
+                    f"{best_folder} is missing: only evaluations from here on may be the best."
+                )
         dist.barrier()  # after it every rank has loaded its shards
         self.ctx.console.print0(f"▶️  Resumed from {path}")
         if path.resolve() == files.step_folder(self.folder, counters["step"]).resolve():
@@ -148,15 +143,6 @@ class CheckpointManager:
                 if name in saved:
                     buffer.copy_(saved[name])
         self._loaded_from = path
-
-    def _without_missing_best(self, counters: dict) -> dict:
-        best_folder = files.step_folder(self.folder, counters["best"]["step"])
-        if self.ctx.broadcast_from_rank0(best_folder.is_dir()):
-            return counters
-        self.ctx.console.warn(
-            f"--load_best_at_end: {best_folder} is missing. Only evaluations from here on count."
-        )
-        return {**counters, "best": None}
 
     def take_over(self, best: dict | None) -> None:
         """Prepare the folder of checkpoints for this run, when all checks have passed.

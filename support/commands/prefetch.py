@@ -31,7 +31,7 @@ def prefetch(args: Arguments, launch: Launch) -> NoReturn:
         remote = not (is_local_model(args.model) or args.model == EMBEDDED_MODEL)
         verb = "Downloading" if remote else "Reading"
         ctx.console.print0(f"⏳ {verb} {args.model}{', unless it is in the cache' * remote}")
-        tokenizer = models.download_model(args, ctx)
+        tokenizer, _ = models.find_tokenizer(args, ctx)
         if args.streaming:
             if not is_local_dataset(args.dataset):
                 ctx.console.warn(

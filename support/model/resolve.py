@@ -199,14 +199,8 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     return spec
 
 
-def download_model(args: Arguments, ctx: DistContext) -> PreTrainedTokenizerBase:
-    """Download or build what `find_model` needs, and return the tokenizer."""
-    _be_quiet(args)
-    return _read_tokenizer(_locate(args, ctx).tokenizer, args)
-
-
 def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """Return the tokenizer of --model, and the most tokens that it can process (or None)."""
+    """Download the parts of --model; return its tokenizer, and its most positions (None: any)."""
 
     def locate() -> dict:
         location = _locate(args, ctx)

@@ -2,9 +2,8 @@
 
 deepspeed         DeepSpeed's configuration for the model and machine, and its messages
 requirements      checks for a compiler, locked memory and the NVMe folder
-fsdp              FSDP's mesh, precision and CPU offload
 ops               DeepSpeed's C++ ops: which a strategy needs, where they are, how they are compiled
-contexts          context managers of a micro-batch: precision, gradient reduction
+contexts          precision of a micro-batch, gradient reduction, how FSDP shards
 optimizer         the optimizer of --optim, its parameter groups and its learning rate
 gradients         gradient norm, check for non-finite values, loss scaling
 optimizer_shards  locations of the fp32 weights and Adam moments on each rank

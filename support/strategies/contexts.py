@@ -1,13 +1,15 @@
-"""Context managers for a micro-batch: the precision of its forward pass, gradient reduction."""
+"""Precision of the forward pass, reduction of gradients, and how FSDP shards."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.model.weights import DTYPES
 from support.unwrap import is_fsdp_module
@@ -34,3 +36,20 @@ def gradient_sync(model: nn.Module, needed: bool):
     skip_ddp_sync = isinstance(model, DistributedDataParallel) and not needed
     with model.no_sync() if skip_ddp_sync else contextlib.nullcontext():
         yield
+
+
+def sharding_options(args: Arguments, ctx: DistContext) -> dict[str, Any]:
+    """Return keyword arguments of `fully_shard`: over which ranks, in which precision, and where.
+
+    In bf16 the model computes in bf16, but the shards are kept and the gradients are reduced in
+    fp32. fp16 is left to autocast.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+    dtype = torch.bfloat16 if ctx.precision == "bf16" else None
+    on_cpu = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
+    return {
+        "mesh": ctx.mesh(args.fsdp.hybrid),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": on_cpu if args.fsdp.offload else OffloadPolicy(),
+    }
