@@ -119,7 +119,6 @@ def imported_at_once(file: Path) -> set[str]:
 
 def test_libraries_for_some_runs_are_imported_where_they_are_used():
     files = [PROJECT / "real_model_example.py", *(PROJECT / "support").rglob("*.py")]
-    files.remove(PROJECT / "support" / "strategies" / "fsdp.py")  # imported for fsdp only
     at_once = {(file.name, name) for file in files for name in imported_at_once(file)}
     assert {
         (file, name)
